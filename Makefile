@@ -1,0 +1,49 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each sets up what it needs, once.
+PYTHON ?= python3
+VENV ?= .venv
+VISION_VENV ?= .venv-vision
+WORKERS ?= 2
+PYTEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint test-vision format clean
+
+help:
+	@echo "make demo         train nothing, explain everything: the leakage of one private step, in a table"
+	@echo "make test         lint, type check, tests and doctests"
+	@echo "make test-vision  the second test leg: torch 2.10 with torchvision 0.25 (CPU wheels exist on aarch64)"
+	@echo "make format       let ruff format and fix the code"
+	@echo "make clean        remove the virtual environments and caches"
+
+$(VENV)/.installed: setup.cfg setup.py pyproject.toml constraints.txt
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VISION_VENV)/.installed: setup.cfg setup.py pyproject.toml constraints-vision.txt
+	@test -x $(VISION_VENV)/bin/python || $(PYTHON) -m venv $(VISION_VENV)
+	$(VISION_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VISION_VENV)/bin/python -m pip install --quiet --constraint constraints-vision.txt --editable '.[dev,vision]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/python examples/digits_one_step.py
+
+test: lint
+	$(PYTEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS)
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+	$(VENV)/bin/python -m mypy
+
+test-vision: $(VISION_VENV)/.installed
+	$(PYTEST_ENV) $(VISION_VENV)/bin/python -m pytest -n $(WORKERS) -m "vision or torch_versions"
+
+format: $(VENV)/.installed
+	$(VENV)/bin/python -m ruff format .
+	$(VENV)/bin/python -m ruff check --fix .
+
+clean:
+	rm -rf $(VENV) $(VISION_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

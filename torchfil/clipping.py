@@ -1,0 +1,221 @@
+"""Per-example gradient clipping as a smooth (or hard) function of the gradient's norm.
+
+With g the gradient of one example, n = ‖g‖, C the ``max_grad_norm`` and K the ``norm_bound`` of a clip
+function c, the clipped gradient is
+
+    g̃ = φ(n) g,   φ(n) = 1 / c(n / C′),   C′ = C / K if calibrated else C,   K = sup_t t / c(t).
+
+A calibrated clip never exceeds C in norm, so every differential-privacy accountant that assumes the
+sensitivity C stays valid. An uncalibrated clip reaches at most K·C.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from scipy import optimize
+from torch import Tensor
+from torch.func import grad, vmap
+
+__all__ = ["ClipFunction", "available_clips", "get_clip", "register_clip", "supremum_of_ratio"]
+
+_RATIO_GRID = np.concatenate([np.linspace(1e-3, 20.0, 20_000), np.geomspace(20.0, 1e9, 4_000)])
+_ROUND_UP = 1e-4
+
+
+@dataclass(frozen=True)
+class ClipFunction:
+    """A clip function c(t), t = n / C′ ≥ 0, with its derivative and K = sup_t t / c(t).
+
+    Guarantees:
+        * ``scale`` is finite for every finite norm, zero included; φ(0) = 1 / c(0).
+        * calibrated: ‖g̃‖ ≤ ``max_grad_norm`` for every gradient; otherwise ‖g̃‖ ≤ K · ``max_grad_norm``.
+
+    Attributes:
+        name: The name under which the function is registered.
+        c: t ↦ c(t), elementwise on tensors.
+        derivative: t ↦ c′(t), elementwise on tensors.
+        norm_bound: K, an upper bound of t / c(t).
+        calibrated: Whether the threshold is divided by K.
+        smooth: Whether c is continuously differentiable, as the Cramér–Rao bound asks for.
+
+    Example:
+        >>> clip = get_clip("rsqrt")
+        >>> norms = torch.tensor([0.0, 3.0, 4.0e6], dtype=torch.float64)
+        >>> clip.scale(norms, 4.0) * norms  # n / sqrt(1 + n²/16)
+        tensor([0.0000, 2.4000, 4.0000], dtype=torch.float64)
+    """
+
+    name: str
+    c: Callable[[Tensor], Tensor] = field(repr=False)
+    derivative: Callable[[Tensor], Tensor] = field(repr=False)
+    norm_bound: float
+    calibrated: bool
+    smooth: bool = True
+
+    def threshold(self, max_grad_norm: float) -> float:
+        """C′, the norm at which c's argument is 1."""
+        return max_grad_norm / self.norm_bound if self.calibrated else max_grad_norm
+
+    def max_norm(self, max_grad_norm: float) -> float:
+        """The largest norm that a clipped gradient can have."""
+        return max_grad_norm if self.calibrated else self.norm_bound * max_grad_norm
+
+    def scale(self, norm: Tensor, max_grad_norm: float) -> Tensor:
+        """φ(n) = 1 / c(n / C′), elementwise; g̃ = φ(n) g."""
+        return 1.0 / self.c(norm / self.threshold(max_grad_norm))
+
+    def scale_derivative(self, norm: Tensor, max_grad_norm: float) -> Tensor:
+        """φ′(n) = −c′(n / C′) / (C′ c(n / C′)²), elementwise."""
+        threshold = self.threshold(max_grad_norm)
+        t = norm / threshold
+        return -self.derivative(t) / (threshold * self.c(t) ** 2)
+
+
+_REGISTRY: dict[str, ClipFunction] = {}
+
+
+def available_clips() -> tuple[str, ...]:
+    """The names of all registered clip functions."""
+    return tuple(sorted(_REGISTRY))
+
+
+def get_clip(clip: str | ClipFunction) -> ClipFunction:
+    """The clip function of that name (a :class:`ClipFunction` is handed back as it is)."""
+    if isinstance(clip, ClipFunction):
+        return clip
+    if clip not in _REGISTRY:
+        raise ValueError(
+            f"clip={clip!r} is not a registered clip function; known are {', '.join(available_clips())}. "
+            "Register your own with torchfil.clipping.register_clip."
+        )
+    return _REGISTRY[clip]
+
+
+def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
+    """Sup over t in (0, 1e9] of t / c(t), by a grid and a local refinement in float64.
+
+    Raises:
+        ValueError: If c is not finite and positive there, or if t / c(t) still grows at the far end, so
+            that no norm bound exists.
+    """
+    values = c(torch.from_numpy(_RATIO_GRID)).numpy()
+    if values.shape != _RATIO_GRID.shape:
+        raise ValueError(f"a clip function must be elementwise; got shape {values.shape} for {_RATIO_GRID.shape}")
+    wrong = ~(np.isfinite(values) & (values > 0))
+    if wrong.any():
+        t = _RATIO_GRID[wrong][0]
+        raise ValueError(f"a clip function must be finite and positive, but c({t:g}) = {values[wrong][0]:g}")
+    ratio = _RATIO_GRID / values
+    top = int(ratio.argmax())
+    growth = ratio[-1] / ratio[-1000]  # over the last decades of t
+    if growth > 1.001:
+        raise ValueError(
+            f"t / c(t) grows without bound (a factor {growth:.3g} from t = {_RATIO_GRID[-1000]:.2g} to "
+            f"{_RATIO_GRID[-1]:.2g}), so it does not clip: c(t) must grow at least linearly in t"
+        )
+    bracket = _RATIO_GRID[max(top - 1, 0)], _RATIO_GRID[min(top + 1, len(_RATIO_GRID) - 1)]
+    refined = optimize.minimize_scalar(
+        lambda t: -t / float(c(torch.tensor(t, dtype=torch.float64))),
+        bounds=bracket,
+        method="bounded",
+        options={"xatol": 1e-10},
+    )
+    return max(float(ratio[top]), -float(refined.fun))
+
+
+def register_clip(
+    name: str,
+    c: Callable[[Tensor], Tensor],
+    *,
+    derivative: Callable[[Tensor], Tensor] | None = None,
+    norm_bound: float | None = None,
+    calibrated: bool = True,
+    smooth: bool = True,
+    overwrite: bool = False,
+) -> ClipFunction:
+    """Register c(t) under a name, after checking its norm bound and its derivative numerically.
+
+    Args:
+        name: How callers will ask for it.
+        c: t ↦ c(t) > 0, elementwise on tensors of t ≥ 0; g̃ = g / c(n / C′).
+        derivative: t ↦ c′(t); by autograd when not given.
+        norm_bound: A claimed K ≥ sup t / c(t). It is checked; when not given, the supremum found
+            numerically is used, rounded up in the fourth decimal.
+        calibrated: Whether to divide the threshold by K so that ‖g̃‖ ≤ max_grad_norm.
+        smooth: Whether c is continuously differentiable.
+        overwrite: Whether a function of that name may be replaced.
+
+    Raises:
+        ValueError: If the name is taken, c is no clip function, the claimed bound is too small or the
+            derivative is wrong. Nothing is registered then.
+
+    Example:
+        >>> clip = register_clip("doctest-linear", lambda t: 1 + t)  # t / (1 + t) < 1
+        >>> clip.norm_bound
+        1.0
+        >>> register_clip("doctest-bad", lambda t: 1 + t, norm_bound=0.5)
+        Traceback (most recent call last):
+        ...
+        ValueError: norm_bound=0.5 of clip 'doctest-bad' is too small: t / c(t) reaches 1.000000. ...
+    """
+    if name in _REGISTRY and not overwrite:
+        raise ValueError(f"clip {name!r} is registered already; pass overwrite=True to replace it")
+    supremum = supremum_of_ratio(c)
+    if norm_bound is None:
+        norm_bound = math.ceil(supremum / _ROUND_UP - 1e-6) * _ROUND_UP
+        norm_bound = round(norm_bound, 4)
+    elif norm_bound < supremum * (1 - 1e-12):
+        raise ValueError(
+            f"norm_bound={norm_bound:g} of clip {name!r} is too small: t / c(t) reaches {supremum:.6f}. "
+            "Leave norm_bound out to have it computed."
+        )
+    slope = derivative if derivative is not None else _autograd_derivative(c)
+    if smooth:
+        _check_derivative(name, c, slope)
+    clip = ClipFunction(name, c, slope, norm_bound, calibrated, smooth)
+    _REGISTRY[name] = clip
+    return clip
+
+
+def _autograd_derivative(c: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def derivative(t: Tensor) -> Tensor:
+        flat = t.reshape(-1)
+        return vmap(grad(lambda s: c(s)))(flat).reshape(t.shape)
+
+    return derivative
+
+
+def _check_derivative(name: str, c: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]) -> None:
+    t = torch.linspace(0.01, 8.0, 800, dtype=torch.float64)
+    step = 1e-6
+    numeric = (c(t + step) - c(t - step)) / (2 * step)
+    error = (derivative(t) - numeric).abs()
+    if not bool((error < 1e-5 * (1 + numeric.abs())).all()):
+        worst = int(error.nan_to_num(math.inf).argmax())
+        raise ValueError(
+            f"the derivative of clip {name!r} disagrees with a finite difference at t = {t[worst]:.4g} "
+            f"({derivative(t)[worst]:.6g} against {numeric[worst]:.6g}); leave it out to use autograd, or "
+            "pass smooth=False if c has a kink"
+        )
+
+
+def _gelu(t: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(t - 1) + 1
+
+
+def _gelu_derivative(t: Tensor) -> Tensor:
+    s = t - 1
+    return torch.special.ndtr(s) + s * torch.exp(-0.5 * s * s) / math.sqrt(2 * math.pi)
+
+
+register_clip("gelu", _gelu, derivative=_gelu_derivative)
+register_clip("gelu-paper", _gelu, derivative=_gelu_derivative, norm_bound=1.11522, calibrated=False)
+register_clip(
+    "hard", lambda t: t.clamp(min=1.0), derivative=lambda t: (t > 1).to(t.dtype), norm_bound=1.0, smooth=False
+)
+register_clip("rsqrt", lambda t: torch.sqrt(1 + t * t), derivative=lambda t: t / torch.sqrt(1 + t * t), norm_bound=1.0)

@@ -1,0 +1,43 @@
+"""The Fisher information of a private step about each example: plain functions of tensors.
+
+Start with :func:`fim_trace` (how much leaks), :func:`fim_diagonal` (about which coordinate) and
+:mod:`torchfil.bounds` (what that means for an attacker). :mod:`torchfil.fisher.reference` holds slow,
+obviously correct versions of everything here.
+"""
+
+from torchfil.fisher import reference
+from torchfil.fisher.amplification import (
+    NoAmplification,
+    PoissonAmplification,
+    Theorem4Amplification,
+    analytic_gaussian_epsilon,
+    classical_gaussian_epsilon,
+    poisson_amplification,
+)
+from torchfil.fisher.estimators import available_estimators, register_estimator
+from torchfil.fisher.fim import exact_fim, fim_diagonal, fim_matrix, fim_spectral_norm, fim_trace
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.results import Estimate
+
+__all__ = [
+    "ClippedJacobian",
+    "Estimate",
+    "ExampleGradients",
+    "Mechanism",
+    "NoAmplification",
+    "PoissonAmplification",
+    "Theorem4Amplification",
+    "analytic_gaussian_epsilon",
+    "available_estimators",
+    "classical_gaussian_epsilon",
+    "exact_fim",
+    "fim_diagonal",
+    "fim_matrix",
+    "fim_spectral_norm",
+    "fim_trace",
+    "poisson_amplification",
+    "reference",
+    "register_estimator",
+]

@@ -1,0 +1,328 @@
+"""The Fisher information of one private step about each example of a batch: matrix, trace, diagonal, norm.
+
+Every function takes the model, an ordinary torch loss, a batch and the settings of DP-SGD, and answers per
+example. With s = σC and J̃ the Jacobian of the clipped gradient with respect to the private coordinates,
+
+    I = J̃ᵀJ̃ / s²                                   (batch membership known)
+    I = (κ⊥ (J̃ᵀJ̃ − a aᵀ) + κ∥ a aᵀ) / s²           (subsampled; see torchfil.fisher.amplification)
+
+Memory: gradients, probes and Jacobian blocks that are held at once stay below ``max_memory`` bytes, or take
+what one example needs where that is more; the model's own activations and the result come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchfil.clipping import ClipFunction
+from torchfil.examples import Inputs, Private
+from torchfil.fisher.amplification import Amplification
+from torchfil.fisher.estimators import Draws, Moments, Quantity, get_estimator
+from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.results import Estimate
+from torchfil.fisher.spectral import lanczos, power_iteration
+
+__all__ = ["exact_fim", "fim_diagonal", "fim_matrix", "fim_spectral_norm", "fim_trace"]
+
+_WORKING_VECTORS = 8  # vectors of length p per example: g, ĝ, a probe's image and what autograd holds
+_COPIES_OF_COLUMNS = 3  # a block of Jacobian columns, as vmap's inner and outer results and their square
+
+
+def exact_fim(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    clip: str | ClipFunction = "gelu",
+    amplification: Amplification | None = None,
+    private: Private | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+) -> Tensor:
+    """The full Fisher information matrix of each example, [batch, d, d].
+
+    Args:
+        model: Any module that treats the examples of a batch independently.
+        loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss; mean or sum reduction.
+        inputs: A tensor, a tuple of positional inputs or a dict of keyword inputs, [batch, …] each.
+        targets: What ``loss_fn`` compares with, [batch, …].
+        max_grad_norm: C, as in Opacus.
+        noise_multiplier: σ, as in Opacus.
+        clip: "gelu", "gelu-paper", "hard", "rsqrt", or a registered function.
+        amplification: What subsampling takes away; None: nothing.
+        private: Which coordinates are private; None: every floating-point input.
+        max_memory: See the module's docstring.
+
+    Example:
+        Linear regression, clipped softly by c = sqrt(1 + t²), at a gradient of norm 0 (a perfect fit): the
+        Jacobian of g = 2 (w·x − y) x at w·x = y is J = 2 x wᵀ, and J̃ = J.
+
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> _ = model.weight.data.copy_(torch.tensor([[1.0, 2.0]]))
+        >>> x, y = torch.tensor([[1.0, 1.0]]), torch.tensor([[3.0]])
+        >>> exact_fim(model, nn.MSELoss(), x, y, max_grad_norm=1.0, noise_multiplier=2.0, clip="rsqrt")
+        tensor([[[2., 4.],
+                 [4., 8.]]])
+    """
+    batch = _Batch.build(model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification)
+    return batch.estimate("matrix", "exact", 1, None, max_memory).value
+
+
+def fim_matrix(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    clip: str | ClipFunction = "gelu",
+    amplification: Amplification | None = None,
+    private: Private | None = None,
+    estimator: str = "exact",
+    num_probes: int = 8,
+    generator: torch.Generator | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+) -> Estimate:
+    """The full Fisher information matrix with its error, [batch, d, d]; "exact" or "weight-probes".
+
+    Arguments as in :func:`exact_fim` and :func:`fim_trace`.
+    """
+    batch = _Batch.build(model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification)
+    return batch.estimate("matrix", estimator, num_probes, generator, max_memory)
+
+
+def fim_trace(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    clip: str | ClipFunction = "gelu",
+    amplification: Amplification | None = None,
+    private: Private | None = None,
+    estimator: str = "weight-probes",
+    num_probes: int = 8,
+    generator: torch.Generator | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+) -> Estimate:
+    """The trace of each example's Fisher information matrix, [batch]; η̄² = trace / d.
+
+    Args:
+        model: As in :func:`exact_fim`, and so for all arguments that are not named here.
+        loss_fn: See there.
+        inputs: See there.
+        targets: See there.
+        max_grad_norm: See there.
+        noise_multiplier: See there.
+        clip: See there.
+        amplification: See there.
+        private: See there.
+        estimator: "exact", "coordinates", "input-probes", "weight-probes", or a registered one.
+        num_probes: How many random vectors (or coordinates). "exact" takes none.
+        generator: Source of randomness; None: torch's global one. The result does not depend on how
+            ``max_memory`` cuts the batch.
+        max_memory: See the module's docstring.
+    """
+    batch = _Batch.build(model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification)
+    return batch.estimate("trace", estimator, num_probes, generator, max_memory)
+
+
+def fim_diagonal(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    clip: str | ClipFunction = "gelu",
+    amplification: Amplification | None = None,
+    private: Private | None = None,
+    estimator: str = "weight-probes",
+    num_probes: int = 8,
+    generator: torch.Generator | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+) -> Estimate:
+    """The Fisher information about each single coordinate, [batch, d]; "exact" or "weight-probes".
+
+    An attacker's unbiased guess of coordinate j errs by at least 1/sqrt(I_jj). Arguments as in
+    :func:`fim_trace`.
+    """
+    batch = _Batch.build(model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification)
+    return batch.estimate("diagonal", estimator, num_probes, generator, max_memory)
+
+
+def fim_spectral_norm(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    clip: str | ClipFunction = "gelu",
+    amplification: Amplification | None = None,
+    private: Private | None = None,
+    method: Literal["lanczos", "power", "exact"] = "lanczos",
+    iterations: int = 20,
+    generator: torch.Generator | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+) -> Estimate:
+    """η² = ‖I‖₂ of each example, [batch].
+
+    Args:
+        model: As in :func:`exact_fim`, and so for all arguments that are not named here.
+        loss_fn: See there.
+        inputs: See there.
+        targets: See there.
+        max_grad_norm: See there.
+        noise_multiplier: See there.
+        clip: See there.
+        amplification: See there.
+        private: See there.
+        method: "lanczos" or "power" (lower bounds that converge to the norm from below, two Jacobian
+            products an iteration), or "exact" (all of I and its eigenvalues).
+        iterations: Products with I.
+        generator: Of the random starting vector.
+        max_memory: See the module's docstring.
+    """
+    if method not in ("lanczos", "power", "exact"):
+        raise ValueError(f"method={method!r} must be 'lanczos', 'power' or 'exact'")
+    if iterations < 1:
+        raise ValueError(f"iterations={iterations} must be at least 1")
+    batch = _Batch.build(model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification)
+    if method == "exact":
+        matrix = batch.estimate("matrix", "exact", 1, None, max_memory).value
+        return Estimate.exact(torch.linalg.eigvalsh(matrix)[:, -1].clamp(min=0) if len(matrix) else matrix[:, 0, 0])
+    solve = lanczos if method == "lanczos" else power_iteration
+    value = batch.spectral_norm(solve, iterations, generator, max_memory)
+    return Estimate(value, torch.zeros_like(value), "lower bound")
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Examples under a mechanism, worked through chunk by chunk."""
+
+    gradients: ExampleGradients
+    mechanism: Mechanism
+
+    @classmethod
+    def build(
+        cls,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        inputs: Inputs,
+        targets: Any,
+        private: Private | None,
+        max_grad_norm: float,
+        noise_multiplier: float,
+        clip: str | ClipFunction,
+        amplification: Amplification | None,
+    ) -> _Batch:
+        mechanism = Mechanism.build(max_grad_norm, noise_multiplier, clip, amplification)
+        return cls(ExampleGradients.build(model, loss_fn, inputs, targets, private), mechanism)
+
+    def chunks(self, max_memory: int, vectors: int = _WORKING_VECTORS) -> Iterator[tuple[slice, ClippedJacobian]]:
+        if max_memory <= 0:
+            raise ValueError(f"max_memory={max_memory} must be a positive number of bytes")
+        for rows, part in self.gradients.chunks(max_memory, vectors):
+            yield rows, ClippedJacobian(part, self.mechanism.clip, self.mechanism.max_grad_norm)
+
+    def estimate(
+        self,
+        quantity: Quantity,
+        estimator: str,
+        num_probes: int,
+        generator: torch.Generator | None,
+        max_memory: int,
+    ) -> Estimate:
+        run = get_estimator(estimator)
+        if num_probes < 1:
+            raise ValueError(f"num_probes={num_probes} must be at least 1")
+        columns, vectors = self._columns_at_once(max_memory) if estimator == "exact" else (1, _WORKING_VECTORS)
+        seeds = () if estimator == "exact" else Draws.seeds_from(num_probes, generator)
+        parts: list[Moments] = []
+        for rows, jacobian in self.chunks(max_memory, vectors):
+            perpendicular = run(jacobian, quantity, Draws(seeds, rows, len(self.gradients), columns))
+            parts.append(_add_parallel_part(jacobian, quantity, perpendicular, self.mechanism))
+        if not parts:
+            return self._empty(quantity, exact=estimator == "exact")
+        value = torch.cat([part.mean for part in parts])
+        error = torch.cat([part.variance for part in parts]).clamp(min=0).sqrt()
+        if all(part.exact for part in parts):
+            return Estimate.exact(value)
+        return Estimate(value, error, "estimate", parts[0].degrees_of_freedom)
+
+    def spectral_norm(
+        self,
+        solve: Callable[[Callable[[Tensor], Tensor], Tensor, int], Tensor],
+        iterations: int,
+        generator: torch.Generator | None,
+        max_memory: int,
+    ) -> Tensor:
+        (seed,) = Draws.seeds_from(1, generator)
+        z = self.gradients.examples.z
+        start = torch.randn(
+            z.shape,
+            generator=torch.Generator(device=z.device).manual_seed(seed),
+            device=z.device,
+            dtype=z.dtype,
+        )
+        values = [z.new_zeros(0, dtype=self.gradients.dtype)]
+        for rows, jacobian in self.chunks(max_memory):
+            perp, par = self.mechanism.weights(jacobian.clipped_norm)
+            a = jacobian.clipped_norm_gradient
+
+            def matvec(
+                v: Tensor,
+                jacobian: ClippedJacobian = jacobian,
+                perp: Tensor = perp,
+                par: Tensor = par,
+                a: Tensor = a,
+            ) -> Tensor:
+                along = (a * v).sum(dim=1)
+                return perp[:, None] * jacobian.perpendicular_gram_matvec(v) + (par * along)[:, None] * a
+
+            values.append(solve(matvec, start[rows], iterations))
+        return torch.cat(values)
+
+    def _columns_at_once(self, max_memory: int) -> tuple[int, int]:
+        """How many Jacobian columns to hold per example, and how many vectors of length p that makes."""
+        vector = self.gradients.num_parameters * self.gradients.dtype.itemsize
+        room = max_memory // vector - _WORKING_VECTORS
+        columns = min(self.gradients.num_coordinates, max(1, room // _COPIES_OF_COLUMNS))
+        return columns, _COPIES_OF_COLUMNS * columns + _WORKING_VECTORS
+
+    def _empty(self, quantity: Quantity, *, exact: bool) -> Estimate:
+        d = self.gradients.num_coordinates
+        shape = {"trace": (0,), "diagonal": (0, d), "matrix": (0, d, d)}[quantity]
+        value = torch.zeros(shape, dtype=self.gradients.dtype, device=self.gradients.device)
+        return Estimate(value, value, "exact" if exact else "estimate")
+
+
+def _add_parallel_part(
+    jacobian: ClippedJacobian, quantity: Quantity, perpendicular: Moments, mechanism: Mechanism
+) -> Moments:
+    perp, par = mechanism.weights(jacobian.clipped_norm)
+    a = jacobian.clipped_norm_gradient
+    parallel = {
+        "trace": lambda: a.square().sum(dim=1),
+        "diagonal": lambda: a.square(),
+        "matrix": lambda: a[:, :, None] * a[:, None, :],
+    }[quantity]()
+    shape = (-1,) + (1,) * (parallel.ndim - 1)
+    mean = perp.reshape(shape) * perpendicular.mean + par.reshape(shape) * parallel
+    variance = perp.reshape(shape).square() * perpendicular.variance
+    return Moments(mean, variance, perpendicular.degrees_of_freedom, perpendicular.exact)

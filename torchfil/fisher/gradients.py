@@ -1,0 +1,273 @@
+"""The gradient of one example's loss as a function of its private coordinates, and its Jacobian's products.
+
+With ℓ(z; w) the loss of one example as a function of its private coordinates z ∈ R^d and the trainable
+parameters w ∈ R^p, this module gives, for every example of a batch,
+
+    g = ∇_w ℓ ∈ R^p,   Jv = ∇_w ⟨∇_z ℓ, v⟩,   Jᵀu = ∇_z ⟨∇_w ℓ, u⟩,   J = ∂g/∂z ∈ R^{p×d}.
+
+Both products are a gradient of a gradient: no forward-mode rule is needed, so every module that can be
+differentiated twice works. Clipping, noise and subsampling come later, in :mod:`torchfil.fisher.operator`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from torchfil.errors import UnsupportedModuleError
+from torchfil.examples import Examples, Inputs, Private, submodule_output
+
+__all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction"]
+
+LossFunction = Callable[[Any, Any], Tensor]
+DEFAULT_MAX_MEMORY = 2**30
+
+
+@dataclass(frozen=True)
+class ExampleGradients:
+    """Per-example losses, gradients and Jacobian products of one batch at fixed weights.
+
+    Guarantees:
+        * One example at a time: the model sees batches of one, so nothing can mix examples.
+        * ``loss_fn`` with mean and sum reduction give the same numbers.
+        * An empty batch gives empty tensors of the right shape.
+
+    Attributes:
+        model: Any module; it is called functionally and left unchanged.
+        loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss.
+        examples: The batch with its private coordinates laid out.
+        parameters: The trainable parameters by name, detached.
+        constants: Frozen parameters and buffers by name.
+    """
+
+    model: nn.Module
+    loss_fn: LossFunction
+    examples: Examples
+    parameters: dict[str, Tensor]
+    constants: dict[str, Tensor]
+
+    @classmethod
+    def build(
+        cls,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        inputs: Inputs,
+        targets: Any,
+        private: Private | None = None,
+    ) -> ExampleGradients:
+        """Check the model and the batch, and bind them together.
+
+        Raises:
+            UnsupportedModuleError: BatchNorm (it mixes examples), or active dropout (its gradient is random).
+            ValueError: No trainable parameter; a batch that :meth:`Examples.build` refuses; a loss that
+                gives more than one number for one example.
+        """
+        refuse_unsupported_modules(model)
+        parameters = {k: v.detach() for k, v in model.named_parameters() if v.requires_grad}
+        if not parameters:
+            raise ValueError(
+                f"{type(model).__name__} has no trainable parameter (requires_grad=True), so its gradient "
+                "releases nothing; unfreeze what the optimizer trains"
+            )
+        constants = {k: v.detach() for k, v in model.named_parameters() if not v.requires_grad}
+        constants |= {k: v.detach() for k, v in model.named_buffers()}
+
+        def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
+            args, kwargs, _ = pytree.tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, public)
+            output = submodule_output(model, name, lambda: model(*args, **kwargs))
+            return (output.shape[1:] if output.shape[0] <= 1 else output.shape), output.dtype
+
+        examples = Examples.build(inputs, targets, private, submodule_shape=submodule_shape)
+        return cls(model, loss_fn, examples, parameters, constants)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @property
+    def num_coordinates(self) -> int:
+        """d, the number of private coordinates of one example."""
+        return self.examples.num_coordinates
+
+    @property
+    def num_parameters(self) -> int:
+        """p, the number of trainable parameters."""
+        return sum(value.numel() for value in self.parameters.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the gradients."""
+        return next(iter(self.parameters.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the gradients."""
+        return next(iter(self.parameters.values())).device
+
+    def chunks(self, max_memory: int, vectors_per_example: int) -> Iterator[tuple[slice, ExampleGradients]]:
+        """The batch in pieces, such that ``vectors_per_example`` vectors of length p fit in ``max_memory`` bytes.
+
+        A piece holds at least one example.
+        """
+        bytes_per_example = vectors_per_example * self.num_parameters * self.dtype.itemsize
+        for rows, examples in self.examples.chunks(max(1, max_memory // bytes_per_example)):
+            yield rows, replace(self, examples=examples)
+
+    def losses(self) -> Tensor:
+        """ℓ of every example, [batch]."""
+        return self._map(lambda z, public: self._loss(self.parameters, z, public), (), ())
+
+    def gradients(self) -> Tensor:
+        """G of every example, [batch, p]."""
+        return self._map(
+            lambda z, public: _flatten(grad(self._loss)(self.parameters, z, public)),
+            (),
+            (self.num_parameters,),
+        )
+
+    def jvp(self, v: Tensor) -> Tensor:
+        """Jv of every example, [batch, p], for v of shape [batch, d]."""
+
+        def one(z: Tensor, public: Any, v: Tensor) -> Tensor:
+            def directional(parameters: dict[str, Tensor]) -> Tensor:
+                return (grad(self._loss, argnums=1)(parameters, z, public) * v).sum()
+
+            return _flatten(grad(directional)(self.parameters))
+
+        return self._map(one, ((v, 0),), (self.num_parameters,))
+
+    def vjp(self, u: Tensor) -> Tensor:
+        """Jᵀu of every example, [batch, d], for u of shape [p] (shared) or [batch, p]."""
+
+        def one(z: Tensor, public: Any, u: Tensor) -> Tensor:
+            direction = self._unflatten(u)
+
+            def directional(z: Tensor) -> Tensor:
+                gradient = grad(self._loss)(self.parameters, z, public)
+                return torch.stack([(gradient[name] * direction[name]).sum() for name in gradient]).sum()
+
+            return grad(directional)(z)
+
+        return self._map(one, ((u, 0 if u.ndim == 2 else None),), (self.num_coordinates,))
+
+    def jacobian_columns(self, coordinates: slice) -> Tensor:
+        """The columns ``coordinates`` of J, [batch, p, columns]."""
+        basis = torch.eye(self.num_coordinates, dtype=self.examples.z.dtype, device=self.device)[coordinates]
+
+        def one(z: Tensor, public: Any) -> Tensor:
+            def column(e: Tensor) -> Tensor:
+                def directional(parameters: dict[str, Tensor]) -> Tensor:
+                    return (grad(self._loss, argnums=1)(parameters, z, public) * e).sum()
+
+                return _flatten(grad(directional)(self.parameters))
+
+            return vmap(column, out_dims=1)(basis)  # [p, columns]
+
+        return self._map(one, (), (self.num_parameters, len(basis)))
+
+    def _loss(self, parameters: dict[str, Tensor], z: Tensor, public: Any) -> Tensor:
+        args, kwargs, target, offset = self.examples.restore(z, public)
+        batched = pytree.tree_map(
+            lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, (args, kwargs, target)
+        )
+        with _added_to_output(self.model, self.examples.submodule, offset):
+            outputs = functional_call(self.model, {**parameters, **self.constants}, batched[0], batched[1])
+        value = self.loss_fn(outputs, batched[2])
+        if value.numel() != 1:
+            raise ValueError(
+                f"loss_fn gave {value.numel()} numbers (shape {tuple(value.shape)}) for one example; it must give "
+                "one. Use reduction='mean' or 'sum', or sum over the outputs of an example yourself."
+            )
+        return value.reshape(())
+
+    def _map(
+        self, one: Callable[..., Tensor], extra: tuple[tuple[Tensor, int | None], ...], shape: tuple[int, ...]
+    ) -> Tensor:
+        """``one`` over all examples; an empty batch gives an empty tensor of that trailing shape."""
+        if len(self) == 0:
+            return torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
+        in_dims = (0, self.examples.in_dims, *(dim for _, dim in extra))
+        with _differentiable_twice(), _explain_randomness():
+            result: Tensor = vmap(one, in_dims=in_dims)(self.examples.z, self.examples.public, *(t for t, _ in extra))
+        return result.detach()
+
+    def _unflatten(self, u: Tensor) -> dict[str, Tensor]:
+        pieces = u.split([value.numel() for value in self.parameters.values()])
+        return {
+            name: piece.reshape(value.shape)
+            for (name, value), piece in zip(self.parameters.items(), pieces, strict=True)
+        }
+
+
+def refuse_unsupported_modules(model: nn.Module) -> None:
+    """Raise :class:`UnsupportedModuleError` for modules that mix examples or draw random numbers."""
+    for name, module in model.named_modules():
+        where = f"{name or type(model).__name__} ({type(module).__name__})"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            trainable = any(value.requires_grad for value in module.parameters(recurse=False))
+            if module.training or trainable:
+                raise UnsupportedModuleError(
+                    f"{where}: batch normalisation mixes the examples of a batch, so no gradient belongs to one "
+                    "example. Replace it by GroupNorm (opacus.validators.ModuleValidator.fix does), or freeze it "
+                    "and put it in eval mode."
+                )
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+            raise UnsupportedModuleError(
+                f"{where}: running statistics carry information from one example to the next outside the private "
+                "gradient. Build it with track_running_stats=False."
+            )
+        random = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        random = random or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+        if random and module.training:
+            raise UnsupportedModuleError(
+                f"{where}: active dropout makes the gradient random, so its Jacobian is undefined. Put it in eval "
+                "mode or set its probability to 0."
+            )
+
+
+def _flatten(tree: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.reshape(-1) for value in tree.values()])
+
+
+@contextlib.contextmanager
+def _differentiable_twice() -> Iterator[None]:
+    """Fused attention kernels have no second derivative: use the plain ones inside."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextlib.contextmanager
+def _explain_randomness() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "randomness" not in str(error):
+            raise
+        raise UnsupportedModuleError(
+            "the model draws random numbers in its forward pass (dropout called as a function?), so its gradient's "
+            "Jacobian is undefined; put it in eval mode"
+        ) from error
+
+
+@contextlib.contextmanager
+def _added_to_output(model: nn.Module, submodule: str | None, offset: Tensor | None) -> Iterator[None]:
+    if submodule is None or offset is None:
+        yield
+        return
+    handle = model.get_submodule(submodule).register_forward_hook(lambda _module, _inputs, output: output + offset)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,167 @@
+r"""The Jacobian of the clipped gradient, as a linear operator per example.
+
+With g, J = ∂g/∂z, n = ‖g‖, ĝ = g/n, ∇n = Jᵀĝ (0 where g = 0) and the clip's scale φ(n),
+
+    g̃ = φ g,   J̃ = ∂g̃/∂z = φ J + φ′ g ∇nᵀ,   a = ∂‖g̃‖/∂z = J̃ᵀĝ = (φ + nφ′) ∇n.
+
+Split along ĝ, with P = I − ĝĝᵀ, the Gram matrix falls into a part that no clipping derivative touches and
+a rank-one part:
+
+    J̃ᵀJ̃ = φ² JᵀPJ + a aᵀ.
+
+So ∇n, from one product Jᵀg, serves the clipping of every vector, the subsampling factors κ⊥, κ∥ (which
+weigh the two parts differently) and every probe.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from torchfil.clipping import ClipFunction
+from torchfil.fisher.gradients import ExampleGradients
+
+__all__ = ["ClippedJacobian"]
+
+
+class ClippedJacobian:
+    """J̃ of every example of a batch: products, dense form, Gram matrix, and ‖g̃‖ with its input gradient.
+
+    Guarantees:
+        * A zero gradient gives ∇n = 0 and a = 0, never NaN: J̃ = φ(0) J there.
+        * Every product costs one gradient of a gradient; nothing of size p×d is formed but by
+          :meth:`dense` and :meth:`gram`.
+
+    Args:
+        gradients: The examples with model and loss.
+        clip: The clip function.
+        max_grad_norm: C.
+    """
+
+    def __init__(self, gradients: ExampleGradients, clip: ClipFunction, max_grad_norm: float) -> None:
+        self.gradients = gradients
+        self.clip = clip
+        self.max_grad_norm = max_grad_norm
+
+    @cached_property
+    def gradient(self) -> Tensor:
+        """g, the unclipped gradients, [batch, p]."""
+        return self.gradients.gradients()
+
+    @cached_property
+    def norm(self) -> Tensor:
+        """N = ‖g‖, [batch]."""
+        return torch.linalg.vector_norm(self.gradient, dim=1)
+
+    @cached_property
+    def unit_gradient(self) -> Tensor:
+        """ĝ = g/n, 0 where g = 0, [batch, p]."""
+        return self.gradient * _safe_reciprocal(self.norm)[:, None]
+
+    @cached_property
+    def norm_gradient(self) -> Tensor:
+        """∇n = ∂‖g‖/∂z = Jᵀĝ, 0 where g = 0, [batch, d]."""
+        return self.gradients.vjp(self.unit_gradient)
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """φ(n), [batch]."""
+        return self.clip.scale(self.norm, self.max_grad_norm)
+
+    @cached_property
+    def scale_derivative(self) -> Tensor:
+        """φ′(n), [batch]."""
+        return self.clip.scale_derivative(self.norm, self.max_grad_norm)
+
+    @property
+    def clipped_gradient(self) -> Tensor:
+        """g̃ = φ(n) g, [batch, p]."""
+        return self.scale[:, None] * self.gradient
+
+    @property
+    def clipped_norm(self) -> Tensor:
+        """‖g̃‖ = nφ(n), [batch]."""
+        return self.norm * self.scale
+
+    @cached_property
+    def clipped_norm_gradient(self) -> Tensor:
+        """A = ∂‖g̃‖/∂z = (φ + nφ′) ∇n, [batch, d]."""
+        return (self.scale + self.norm * self.scale_derivative)[:, None] * self.norm_gradient
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """J̃v, [batch, p], for v of shape [batch, d]."""
+        along = (self.norm_gradient * v).sum(dim=1)
+        return self.scale[:, None] * self.gradients.jvp(v) + (self.scale_derivative * along)[:, None] * self.gradient
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        """J̃ᵀu, [batch, d], for u of shape [p] (shared by the batch) or [batch, p]."""
+        along = (self.gradient * u).sum(dim=1)
+        return (
+            self.scale[:, None] * self.gradients.vjp(u) + (self.scale_derivative * along)[:, None] * self.norm_gradient
+        )
+
+    def dense(self) -> Tensor:
+        """J̃, [batch, p, d]."""
+        jacobian = self.gradients.jacobian_columns(slice(None))
+        rank_one = self.gradient[:, :, None] * self.norm_gradient[:, None, :]
+        return self.scale[:, None, None] * jacobian + self.scale_derivative[:, None, None] * rank_one
+
+    def gram(self, columns_at_once: int | None = None) -> Tensor:
+        """J̃ᵀJ̃, [batch, d, d].
+
+        Args:
+            columns_at_once: How many columns of J (vectors of length p) are held at a time. None: all d.
+        """
+        a = self.clipped_norm_gradient
+        return self.perpendicular_gram(columns_at_once) + a[:, :, None] * a[:, None, :]
+
+    def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
+        """φJᵀPu, [batch, d], for u of shape [p] or [batch, p]; E[r rᵀ] = φ²JᵀPJ for u of ±1."""
+        along = (self.unit_gradient * u).sum(dim=1)
+        return self.scale[:, None] * (self.gradients.vjp(u) - along[:, None] * self.norm_gradient)
+
+    def perpendicular_squared_norm(self, v: Tensor) -> Tensor:
+        """‖φPJv‖² = φ²(‖Jv‖² − (∇n·v)²), [batch], for v of shape [batch, d]."""
+        along = (self.norm_gradient * v).sum(dim=1)
+        square = torch.linalg.vector_norm(self.gradients.jvp(v), dim=1).square()
+        return self.scale.square() * (square - along.square()).clamp(min=0)
+
+    def perpendicular_gram_matvec(self, v: Tensor) -> Tensor:
+        """φ²JᵀPJv, [batch, d], for v of shape [batch, d]."""
+        along = (self.norm_gradient * v).sum(dim=1)
+        return self.scale.square()[:, None] * (
+            self.gradients.vjp(self.gradients.jvp(v)) - along[:, None] * self.norm_gradient
+        )
+
+    def perpendicular_gram(self, columns_at_once: int | None = None) -> Tensor:
+        """φ²JᵀPJ, [batch, d, d]; ``columns_at_once`` as in :meth:`gram`."""
+        d = self.gradients.num_coordinates
+        width = d if columns_at_once is None else max(1, columns_at_once)
+        if width >= d:
+            jacobian = self.gradients.jacobian_columns(slice(None))
+            gram = jacobian.mT @ jacobian
+        else:
+            gram = torch.empty(len(self.gradients), d, d, dtype=self.gradients.dtype, device=self.gradients.device)
+            for start in range(0, d, width):
+                block = self.gradients.jacobian_columns(slice(start, start + width))  # [batch, p, width]
+                for k in range(block.shape[2]):
+                    gram[:, start + k] = self.gradients.vjp(block[:, :, k])
+        rank_one = self.norm_gradient[:, :, None] * self.norm_gradient[:, None, :]
+        return self.scale.square()[:, None, None] * (gram - rank_one)
+
+    def perpendicular_diagonal(self, columns_at_once: int | None = None) -> Tensor:
+        """The diagonal of φ²JᵀPJ, [batch, d], without the matrix; ``columns_at_once`` as in :meth:`gram`."""
+        d = self.gradients.num_coordinates
+        width = d if columns_at_once is None else max(1, columns_at_once)
+        squares = [
+            self.gradients.jacobian_columns(slice(start, start + width)).square().sum(dim=1)
+            for start in range(0, d, width)
+        ]
+        square = torch.cat(squares, dim=1)
+        return self.scale.square()[:, None] * (square - self.norm_gradient.square()).clamp(min=0)
+
+
+def _safe_reciprocal(norm: Tensor) -> Tensor:
+    return torch.where(norm > 0, 1.0 / norm.where(norm > 0, torch.ones_like(norm)), torch.zeros_like(norm))

@@ -1,0 +1,201 @@
+"""Slow, obviously correct versions of everything in :mod:`torchfil.fisher`, for tests and for doubters.
+
+One example at a time; the clipped gradient is written down as the definition says and differentiated by
+``torch.func.jacrev``, through the norm and the clip function; integrals are done by brute force.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from torchfil.clipping import ClipFunction, get_clip
+from torchfil.examples import Examples, Inputs, Private, submodule_output
+from torchfil.fisher.gradients import LossFunction
+
+__all__ = [
+    "clipped_gradients",
+    "exact_fim",
+    "exact_jacobian",
+    "poisson_amplification",
+    "poisson_fim",
+    "sampled_fim",
+]
+
+
+def clipped_gradients(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_grad_norm: float,
+    clip: str | ClipFunction = "gelu",
+    private: Private | None = None,
+) -> Tensor:
+    """g̃ = g / c(‖g‖ / C′) of each example, [batch, p]."""
+    functions, examples = _clipped_gradient_functions(model, loss_fn, inputs, targets, max_grad_norm, clip, private)
+    return torch.stack([f(z) for f, z in zip(functions, examples.z, strict=True)]).detach()
+
+
+def exact_jacobian(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_grad_norm: float,
+    clip: str | ClipFunction = "gelu",
+    private: Private | None = None,
+) -> Tensor:
+    """J̃ = ∂g̃/∂z of each example by jacrev, [batch, p, d]."""
+    functions, examples = _clipped_gradient_functions(model, loss_fn, inputs, targets, max_grad_norm, clip, private)
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.stack([jacrev(f)(z) for f, z in zip(functions, examples.z, strict=True)]).detach()
+
+
+def exact_fim(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    clip: str | ClipFunction = "gelu",
+    private: Private | None = None,
+) -> Tensor:
+    """J̃ᵀJ̃ / (σC)² of each example, [batch, d, d]."""
+    jacobian = exact_jacobian(model, loss_fn, inputs, targets, max_grad_norm=max_grad_norm, clip=clip, private=private)
+    return jacobian.mT @ jacobian / (noise_multiplier * max_grad_norm) ** 2
+
+
+def poisson_fim(jacobian: Tensor, clipped_gradient: Tensor, noise_std: float, q: float) -> Tensor:
+    """The exact Poisson-subsampled FIM of one participation, [batch, d, d], from J̃ [batch, p, d] and g̃ [batch, p].
+
+    The factors come from :func:`poisson_amplification` below; a zero gradient counts with κ = q.
+    """
+    result = []
+    for j, g in zip(jacobian.double(), clipped_gradient.double(), strict=True):
+        norm = g.norm().item()
+        perp, par = poisson_amplification(norm / noise_std, q)
+        a = j.mT @ (g / norm) if norm > 0 else torch.zeros_like(j[0])
+        result.append((perp * (j.mT @ j - torch.outer(a, a)) + par * torch.outer(a, a)) / noise_std**2)
+    return torch.stack(result)
+
+
+def poisson_amplification(rho: float, q: float) -> tuple[float, float]:
+    """κ⊥ and κ∥ by two-dimensional numerical integration of the mixture's own Fisher information.
+
+    The release is o ~ q N(m, I) + (1−q) N(0, I) in the plane (s = 1), with m = (ρ, 0). Moving m along itself or
+    across it has the Fisher information ∫ (∂p)² / p, which the example's participation, of probability q,
+    accounts for: κ = ∫ (∂p)² / p / q.
+    """
+    if rho == 0:
+        return q, q
+    step = min(0.1, 0.5 / rho)
+    x = np.arange(-9.0, rho + 16.0, step)[:, None]
+    y = np.arange(-9.0, 9.0, 0.1)[None, :]
+    base = np.exp(-0.5 * (x**2 + y**2)) / (2 * math.pi)
+    moved = np.exp(-0.5 * ((x - rho) ** 2 + y**2)) / (2 * math.pi)
+    density = q * moved + (1 - q) * base
+    along = q * (x - rho) * moved
+    across = q * y * moved
+    cell = step * 0.1 / q
+    safe = np.where(density > 0, density, 1.0)
+    return float((across**2 / safe).sum() * cell), float((along**2 / safe).sum() * cell)
+
+
+def sampled_fim(
+    jacobian: Tensor,
+    clipped_gradient: Tensor,
+    noise_std: float,
+    q: float,
+    *,
+    num_samples: int,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """The FIM of the real subsampled step from sampled scores, per participation: mean and standard error, [d, d] each.
+
+    Draws o = b g̃ + N(0, s²I), b ~ Bernoulli(q), and averages the outer product of the score
+    ∂/∂z log(q N(o; g̃, s²I) + (1−q) N(o; 0, s²I)); divided by q, the chance of taking part.
+
+    Args:
+        jacobian: J̃ of one example, [p, d].
+        clipped_gradient: g̃ of that example, [p].
+        noise_std: s.
+        q: The sampling rate.
+        num_samples: How many steps to simulate.
+        generator: Source of randomness.
+    """
+    j, g = jacobian.double(), clipped_gradient.double()
+    noise = noise_std * torch.randn(num_samples, len(g), generator=generator, dtype=torch.float64)
+    inside = torch.rand(num_samples, generator=generator, dtype=torch.float64) < q
+    released = noise + inside[:, None] * g
+    log_in = math.log(q) - (released - g).square().sum(dim=1) / (2 * noise_std**2)
+    log_out = math.log1p(-q) - released.square().sum(dim=1) / (2 * noise_std**2)
+    posterior = torch.sigmoid(log_in - log_out)
+    score = posterior[:, None] * ((released - g) @ j) / noise_std**2  # [samples, d]
+    outer = score[:, :, None] * score[:, None, :] / q
+    return outer.mean(dim=0), outer.std(dim=0) / math.sqrt(num_samples)
+
+
+def _clipped_gradient_functions(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: Any,
+    max_grad_norm: float,
+    clip: str | ClipFunction,
+    private: Private | None,
+) -> tuple[list[Callable[[Tensor], Tensor]], Examples]:
+    clip = get_clip(clip)
+    parameters = {k: v.detach() for k, v in model.named_parameters() if v.requires_grad}
+
+    def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
+        args, kwargs, _ = pytree.tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, public)
+        output = submodule_output(model, name, lambda: model(*args, **kwargs))
+        return (output.shape[1:] if output.shape[0] <= 1 else output.shape), output.dtype
+
+    examples = Examples.build(inputs, targets, private, submodule_shape=submodule_shape)
+
+    def of_example(i: int) -> Callable[[Tensor], Tensor]:
+        public = pytree.tree_map(lambda t: t[i] if isinstance(t, Tensor) else t, examples.public)
+
+        def clipped(z: Tensor) -> Tensor:
+            args, kwargs, target, offset = examples.restore(z, public)
+            args, kwargs, target = pytree.tree_map(
+                lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, (args, kwargs, target)
+            )
+
+            def loss(parameters: dict[str, Tensor]) -> Tensor:
+                handle = None
+                if examples.submodule is not None:
+                    module = model.get_submodule(examples.submodule)
+                    handle = module.register_forward_hook(lambda _m, _i, output: output + offset)
+                try:
+                    outputs = functional_call(model, parameters, args, kwargs)
+                finally:
+                    if handle is not None:
+                        handle.remove()
+                return loss_fn(outputs, target).sum()
+
+            gradient = torch.cat([g.reshape(-1) for g in torch.func.grad(loss)(parameters).values()])
+            square = gradient.square().sum()
+            zero = square == 0
+            norm = torch.where(
+                zero, torch.zeros_like(square), torch.where(zero, torch.ones_like(square), square).sqrt()
+            )
+            return gradient / clip.c(norm / clip.threshold(max_grad_norm))
+
+        return clipped
+
+    return [of_example(i) for i in range(len(examples))], examples

@@ -1,0 +1,50 @@
+"""A number that says what it is: exact, an unbiased estimate with its error, or a bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+__all__ = ["Estimate", "Kind"]
+
+Kind = Literal["exact", "estimate", "lower bound", "upper bound"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value per example (or per coordinate), its standard error, and what it is.
+
+    Attributes:
+        value: The number; its first dimension runs over examples.
+        standard_error: Its sampling standard deviation, same shape; 0 where nothing was sampled.
+        kind: "exact", "estimate" (unbiased), "lower bound" or "upper bound".
+        degrees_of_freedom: Of the standard error (probes − 1); infinite where it is not itself estimated
+            from a few probes.
+
+    Example:
+        >>> e = Estimate(torch.tensor([2.0]), torch.tensor([0.1]), "estimate")
+        >>> low, high = e.interval(0.95)
+        >>> round(low.item(), 3), round(high.item(), 3)
+        (1.804, 2.196)
+    """
+
+    value: Tensor
+    standard_error: Tensor
+    kind: Kind
+    degrees_of_freedom: float = float("inf")
+
+    @classmethod
+    def exact(cls, value: Tensor) -> Estimate:
+        """A value without sampling error."""
+        return cls(value, torch.zeros_like(value), "exact")
+
+    def interval(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The interval value ± t·standard_error, t the Student quantile for the degrees of freedom."""
+        if not 0 < confidence < 1:
+            raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
+        width = float(stats.t.ppf(0.5 + confidence / 2, self.degrees_of_freedom)) * self.standard_error
+        return self.value - width, self.value + width

@@ -1,0 +1,247 @@
+"""Is a model smooth enough for Fisher information, and how to make it so.
+
+The Fisher information of a step asks for the derivative of the gradient, the second derivative of the
+network. A network with ReLU or max pooling has a gradient that jumps with the input: its Jacobian exists
+almost everywhere but misses the jumps, and the Cramér–Rao bound that is read from it can fail.
+
+Modules are judged by registered rules, in the manner of Opacus's ``ModuleValidator``. Non-smooth functions
+that a ``forward`` calls by itself are seen only by running the model: pass ``example_inputs``.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchfil.errors import UnsupportedModuleError
+from torchfil.examples import Inputs
+
+__all__ = ["ACTIVATIONS", "NonSmoothModuleError", "SmoothnessValidator", "register_smoothness_rule"]
+
+logger = logging.getLogger(__name__)
+
+
+class NonSmoothModuleError(UnsupportedModuleError):
+    """A module whose gradient jumps with its input."""
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "tanh": nn.Tanh,
+    "gelu": nn.GELU,
+    "softplus": nn.Softplus,
+    "silu": nn.SiLU,
+}
+
+Fixer = Callable[[Any, str], nn.Module]
+_RULES: dict[type[nn.Module], tuple[str, Fixer | None, Callable[[Any], bool]]] = {}
+
+
+def register_smoothness_rule(
+    module_type: type[nn.Module],
+    reason: str,
+    *,
+    fix: Fixer | None = None,
+    applies: Callable[[Any], bool] = lambda module: True,
+) -> None:
+    """Declare a module type non-smooth.
+
+    Args:
+        module_type: The exact type.
+        reason: What is wrong, for the error message.
+        fix: (module, activation name) ↦ a smooth replacement; None where there is none.
+        applies: Whether an instance is non-smooth; by default every one is.
+    """
+    _RULES[module_type] = (reason, fix, applies)
+
+
+class SmoothnessValidator:
+    """Names the non-smooth layers of a model and replaces them.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> [str(error) for error in SmoothnessValidator.validate(model)]
+        ['1 (ReLU): its derivative jumps. Use SmoothnessValidator.fix(model, activation=...) or a smooth layer.']
+        >>> SmoothnessValidator.fix(model, activation="softplus")[1]
+        Softplus(beta=1.0, threshold=20.0)
+    """
+
+    @staticmethod
+    def validate(
+        model: nn.Module, *, example_inputs: Inputs | None = None, strict: bool = False
+    ) -> list[NonSmoothModuleError]:
+        """The non-smooth layers of a model, one error each.
+
+        Args:
+            model: Any module.
+            example_inputs: A batch as the model takes it. With it the model is run once, and non-smooth
+                functions that its forward pass calls (``F.relu``, ``torch.max`` …) are named too.
+            strict: Whether to raise instead of returning.
+
+        Raises:
+            NonSmoothModuleError: If ``strict`` and something is non-smooth; the text names every layer.
+        """
+        errors = []
+        for name, module in model.named_modules():
+            reason = _reason(module)
+            if reason is not None:
+                where = f"{name or type(model).__name__} ({type(module).__name__})"
+                errors.append(
+                    NonSmoothModuleError(
+                        f"{where}: {reason}. Use SmoothnessValidator.fix(model, activation=...) or a smooth layer."
+                    )
+                )
+        if example_inputs is not None:
+            smooth_model = SmoothnessValidator.fix(model)
+            for operator in sorted(_non_smooth_calls(smooth_model, example_inputs)):
+                errors.append(
+                    NonSmoothModuleError(
+                        f"{type(model).__name__}.forward calls {operator}, whose derivative jumps. Replace the call in "
+                        "the model's code by a smooth function (torch.tanh, F.gelu, F.softplus, F.avg_pool2d)."
+                    )
+                )
+        if strict and errors:
+            raise NonSmoothModuleError("; ".join(map(str, errors)))
+        return errors
+
+    @staticmethod
+    def is_valid(model: nn.Module, *, example_inputs: Inputs | None = None) -> bool:
+        """Whether nothing non-smooth was found."""
+        return not SmoothnessValidator.validate(model, example_inputs=example_inputs)
+
+    @staticmethod
+    def fix(model: nn.Module, *, activation: str = "tanh") -> nn.Module:
+        """A copy of the model with non-smooth activations and max pooling replaced.
+
+        Weights, device, dtype, hooks and training mode stay. Max pooling becomes average pooling of the same
+        geometry. What has no smooth counterpart is left, and :meth:`validate` names it.
+
+        Args:
+            model: Any module.
+            activation: "tanh", "gelu", "softplus" or "silu", or a name added to ``ACTIVATIONS``.
+        """
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r} is not known; use one of {', '.join(ACTIVATIONS)}")
+        fixed = copy.deepcopy(model)
+        return _fixed(fixed, activation, {})
+
+
+def _reason(module: nn.Module) -> str | None:
+    rule = _RULES.get(type(module))
+    if rule is not None and rule[2](module):
+        return rule[0]
+    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)) and module.activation is F.relu:
+        return "its feed-forward activation is F.relu, whose derivative jumps"
+    return None
+
+
+def _fixed(module: nn.Module, activation: str, done: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in done:
+        return done[id(module)]
+    rule = _RULES.get(type(module))
+    if rule is not None and rule[1] is not None and rule[2](module):
+        replacement = rule[1](module, activation).train(module.training)
+        logger.info("replaced %s by %s", module, replacement)
+        done[id(module)] = replacement
+        return replacement
+    done[id(module)] = module
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            module._modules[name] = _fixed(child, activation, done)
+    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)) and module.activation is F.relu:
+        module.activation = ACTIVATIONS[activation]()
+    return module
+
+
+class _RecordNonSmooth(TorchDispatchMode):
+    """Records which non-smooth operators are called while it is active."""
+
+    names = frozenset(
+        """
+        relu leaky_relu prelu _prelu_kernel threshold hardtanh hardswish hardsigmoid relu6 selu hardshrink softshrink
+        rrelu_with_noise abs sign sgn floor ceil round maximum minimum max min amax amin sort topk median mode
+        clamp clamp_min clamp_max max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices
+        mkldnn_max_pool2d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d
+        """.split()  # noqa: SIM905
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.removesuffix("_")  # in-place operators end in _
+        floating = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        if floating and name in self.names:
+            self.seen.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _non_smooth_calls(model: nn.Module, inputs: Inputs) -> set[str]:
+    with torch.no_grad(), _RecordNonSmooth() as record:
+        if isinstance(inputs, Tensor):
+            model(inputs)
+        elif isinstance(inputs, dict):
+            model(**inputs)
+        else:
+            model(*inputs)
+    return record.seen
+
+
+def _activation(module: nn.Module, activation: str) -> nn.Module:
+    return ACTIVATIONS[activation]()
+
+
+def _average_pool(pool: type[nn.Module]) -> Fixer:
+    def fix(module: Any, activation: str) -> nn.Module:
+        dilation = module.dilation if isinstance(module.dilation, tuple) else (module.dilation,)
+        if any(value != 1 for value in dilation):
+            raise NonSmoothModuleError(
+                f"{module}: dilated max pooling has no average-pooling counterpart; replace it by hand"
+            )
+        return pool(module.kernel_size, stride=module.stride, padding=module.padding, ceil_mode=module.ceil_mode)
+
+    return fix
+
+
+def _adaptive_average_pool(pool: type[nn.Module]) -> Fixer:
+    return lambda module, activation: pool(module.output_size)
+
+
+_JUMPS = "its derivative jumps"
+for _type in (
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.PReLU,
+    nn.RReLU,
+    nn.Hardtanh,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.Hardshrink,
+    nn.Softshrink,
+    nn.Threshold,
+    nn.SELU,
+):
+    register_smoothness_rule(_type, _JUMPS, fix=_activation)
+register_smoothness_rule(nn.ELU, _JUMPS + " unless alpha = 1", fix=_activation, applies=lambda m: m.alpha != 1)
+for _max, _average in (
+    (nn.MaxPool1d, nn.AvgPool1d),
+    (nn.MaxPool2d, nn.AvgPool2d),
+    (nn.MaxPool3d, nn.AvgPool3d),
+):
+    register_smoothness_rule(_max, "the choice of the maximum jumps", fix=_average_pool(_average))
+for _max, _average in (
+    (nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d),
+    (nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d),
+    (nn.AdaptiveMaxPool3d, nn.AdaptiveAvgPool3d),
+):
+    register_smoothness_rule(_max, "the choice of the maximum jumps", fix=_adaptive_average_pool(_average))
+for _type in (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d):
+    register_smoothness_rule(_type, "the choice of the maximum jumps, and so does its random grid")
