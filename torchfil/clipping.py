@@ -192,7 +192,7 @@ def _autograd_derivative(c: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
 
 def _check_derivative(name: str, c: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]) -> None:
     t = torch.linspace(0.01, 8.0, 800, dtype=torch.float64)
-    step = 1e-6
+    step = 1e-4
     numeric = (c(t + step) - c(t - step)) / (2 * step)
     error = (derivative(t) - numeric).abs()
     if not bool((error < 1e-5 * (1 + numeric.abs())).all()):

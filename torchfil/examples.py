@@ -78,7 +78,7 @@ class _Slot:
         return self.shape.numel() if self.index is None else self.index.numel()
 
     def select(self, batched: Tensor) -> Tensor:
-        flat = batched.reshape(batched.shape[0], -1)  # [batch, numel]
+        flat = batched.reshape(batched.shape[0], self.shape.numel())
         return flat if self.index is None else flat[:, self.index]
 
     def fill(self, base: Tensor, part: Tensor) -> Tensor:
@@ -132,7 +132,8 @@ class Examples:
         device = _device(args, kwargs)
         slots: list[_Slot] = []
         parts: list[Tensor] = []
-        named: dict[Key, Any] = {**dict(enumerate(args)), **kwargs}
+        named: dict[Key, Any] = dict(enumerate(args))
+        named.update(kwargs)
         chosen = _private_inputs(named, private)
         for key in chosen:
             shape = named[key].shape[1:]
@@ -148,7 +149,7 @@ class Examples:
                     "leave the target public."
                 )
             slots.append(_Slot("target", None, targets.shape[1:], None))
-            parts.append(targets.reshape(batch, -1))
+            parts.append(targets.reshape(batch, targets.shape[1:].numel()))
         if private.submodule is not None:
             if submodule_shape is None:
                 raise ValueError("Private(submodule=…) needs a model to read the submodule's output from")

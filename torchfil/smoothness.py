@@ -215,7 +215,8 @@ def _adaptive_average_pool(pool: type[nn.Module]) -> Fixer:
 
 
 _JUMPS = "its derivative jumps"
-for _type in (
+_MAXIMUM_JUMPS = "the choice of the maximum jumps"
+_ACTIVATIONS: tuple[type[nn.Module], ...] = (
     nn.ReLU,
     nn.ReLU6,
     nn.LeakyReLU,
@@ -228,20 +229,19 @@ for _type in (
     nn.Softshrink,
     nn.Threshold,
     nn.SELU,
-):
+)
+_POOLS: dict[type[nn.Module], Fixer | None] = {
+    nn.MaxPool1d: _average_pool(nn.AvgPool1d),
+    nn.MaxPool2d: _average_pool(nn.AvgPool2d),
+    nn.MaxPool3d: _average_pool(nn.AvgPool3d),
+    nn.AdaptiveMaxPool1d: _adaptive_average_pool(nn.AdaptiveAvgPool1d),
+    nn.AdaptiveMaxPool2d: _adaptive_average_pool(nn.AdaptiveAvgPool2d),
+    nn.AdaptiveMaxPool3d: _adaptive_average_pool(nn.AdaptiveAvgPool3d),
+    nn.FractionalMaxPool2d: None,
+    nn.FractionalMaxPool3d: None,
+}
+for _type in _ACTIVATIONS:
     register_smoothness_rule(_type, _JUMPS, fix=_activation)
 register_smoothness_rule(nn.ELU, _JUMPS + " unless alpha = 1", fix=_activation, applies=lambda m: m.alpha != 1)
-for _max, _average in (
-    (nn.MaxPool1d, nn.AvgPool1d),
-    (nn.MaxPool2d, nn.AvgPool2d),
-    (nn.MaxPool3d, nn.AvgPool3d),
-):
-    register_smoothness_rule(_max, "the choice of the maximum jumps", fix=_average_pool(_average))
-for _max, _average in (
-    (nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d),
-    (nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d),
-    (nn.AdaptiveMaxPool3d, nn.AdaptiveAvgPool3d),
-):
-    register_smoothness_rule(_max, "the choice of the maximum jumps", fix=_adaptive_average_pool(_average))
-for _type in (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d):
-    register_smoothness_rule(_type, "the choice of the maximum jumps, and so does its random grid")
+for _type, _fix in _POOLS.items():
+    register_smoothness_rule(_type, _MAXIMUM_JUMPS, fix=_fix)

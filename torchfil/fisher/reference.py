@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev
+from torch.func import functional_call, jacfwd, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
@@ -29,6 +29,8 @@ __all__ = [
     "poisson_fim",
     "sampled_fim",
 ]
+
+_ROWS_AT_ONCE = 256
 
 
 def clipped_gradients(
@@ -55,11 +57,16 @@ def exact_jacobian(
     max_grad_norm: float,
     clip: str | ClipFunction = "gelu",
     private: Private | None = None,
+    mode: Literal["reverse", "forward"] = "reverse",
 ) -> Tensor:
-    """J̃ = ∂g̃/∂z of each example by jacrev, [batch, p, d]."""
+    """J̃ = ∂g̃/∂z of each example, [batch, p, d]; by jacrev, or by jacfwd, which is cheaper where p ≫ d."""
     functions, examples = _clipped_gradient_functions(model, loss_fn, inputs, targets, max_grad_norm, clip, private)
     with sdpa_kernel(SDPBackend.MATH):
-        return torch.stack([jacrev(f)(z) for f, z in zip(functions, examples.z, strict=True)]).detach()
+        rows = [
+            jacrev(f, chunk_size=_ROWS_AT_ONCE)(z) if mode == "reverse" else jacfwd(f)(z)
+            for f, z in zip(functions, examples.z, strict=True)
+        ]
+    return torch.stack(rows).detach()
 
 
 def exact_fim(
@@ -72,9 +79,12 @@ def exact_fim(
     noise_multiplier: float,
     clip: str | ClipFunction = "gelu",
     private: Private | None = None,
+    mode: Literal["reverse", "forward"] = "reverse",
 ) -> Tensor:
     """J̃ᵀJ̃ / (σC)² of each example, [batch, d, d]."""
-    jacobian = exact_jacobian(model, loss_fn, inputs, targets, max_grad_norm=max_grad_norm, clip=clip, private=private)
+    jacobian = exact_jacobian(
+        model, loss_fn, inputs, targets, max_grad_norm=max_grad_norm, clip=clip, private=private, mode=mode
+    )
     return jacobian.mT @ jacobian / (noise_multiplier * max_grad_norm) ** 2
 
 

@@ -1,0 +1,177 @@
+"""Every estimator: unbiased, honest about its error, and as good as its variance formula says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import SIGMA, Case, build
+from torch import Tensor, nn
+
+from torchfil import fisher
+from torchfil.clipping import get_clip
+from torchfil.fisher import ClippedJacobian, Estimate, ExampleGradients, PoissonAmplification
+
+SAMPLERS = ["coordinates", "input-probes", "weight-probes"]
+SEEDS = 250
+
+
+def regression() -> Case:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(24, 12), nn.Tanh(), nn.Linear(12, 4)).double()
+        return Case(model, nn.CrossEntropyLoss(), torch.randn(2, 24).double(), torch.randint(4, (2,)))
+
+
+def settings(case: Case, **more: Any) -> dict[str, Any]:
+    return {"max_grad_norm": 1.2, "noise_multiplier": SIGMA, "amplification": PoissonAmplification(0.3), **more}
+
+
+def repeat(case: Case, function: Any, count: int = SEEDS, **more: Any) -> list[Estimate]:
+    return [
+        function(*case.arguments, **settings(case), **more, generator=torch.Generator().manual_seed(seed))
+        for seed in range(count)
+    ]
+
+
+@pytest.mark.parametrize("num_probes", [3, 10])
+@pytest.mark.parametrize("estimator", SAMPLERS)
+def test_trace_is_unbiased_and_its_interval_covers(estimator: str, num_probes: int) -> None:
+    case = regression()
+    truth = fisher.fim_trace(*case.arguments, **settings(case), estimator="exact").value
+    results = repeat(case, fisher.fim_trace, estimator=estimator, num_probes=num_probes)
+    values = torch.stack([r.value for r in results])  # [seeds, batch]
+    assert {r.kind for r in results} == {"estimate"}
+    standard_error_of_mean = values.std(dim=0) / math.sqrt(SEEDS)
+    assert ((values.mean(dim=0) - truth).abs() < 4 * standard_error_of_mean).all()
+    covered = torch.stack([(r.interval(0.95)[0] <= truth) & (truth <= r.interval(0.95)[1]) for r in results])
+    coverage = covered.double().mean().item()
+    assert 0.90 <= coverage <= 0.99
+    reported = torch.stack([r.standard_error.square() for r in results]).mean(dim=0).sqrt()
+    assert torch.allclose(reported, values.std(dim=0), rtol=0.2), "the variance it reports is the variance it has"
+
+
+def test_diagonal_is_unbiased_and_its_interval_covers() -> None:
+    case = regression()
+    truth = fisher.fim_diagonal(*case.arguments, **settings(case), estimator="exact").value
+    seeds = 150
+    results = repeat(case, fisher.fim_diagonal, seeds, estimator="weight-probes", num_probes=20)
+    values = torch.stack([r.value for r in results])  # [seeds, batch, d]
+    z = (values.mean(dim=0) - truth) / (values.std(dim=0) / math.sqrt(seeds))
+    assert (z.abs() < 4.5).all(), "48 coordinates at once"
+    assert z.abs().mean() < 1.2
+    covered = torch.stack([(r.interval(0.95)[0] <= truth) & (truth <= r.interval(0.95)[1]) for r in results])
+    assert 0.90 <= covered.double().mean().item() <= 0.99
+
+
+@pytest.mark.parametrize("estimator", ["input-probes", "weight-probes"])
+def test_a_single_probe_reports_a_conservative_error(estimator: str) -> None:
+    case = regression()
+    truth = fisher.fim_trace(*case.arguments, **settings(case), estimator="exact").value
+    results = repeat(case, fisher.fim_trace, estimator=estimator, num_probes=1)
+    values = torch.stack([r.value for r in results])
+    mean_square = torch.stack([r.standard_error.square() for r in results]).mean(dim=0)
+    assert (mean_square >= values.var(dim=0)).all()
+    covered = torch.stack([(r.interval(0.95)[0] <= truth) & (truth <= r.interval(0.95)[1]) for r in results])
+    assert covered.double().mean() >= 0.95
+
+
+def test_all_coordinates_are_exact() -> None:
+    case = regression()
+    truth = fisher.fim_trace(*case.arguments, **settings(case), estimator="exact").value
+    result = fisher.fim_trace(*case.arguments, **settings(case), estimator="coordinates", num_probes=24)
+    assert result.kind == "exact"
+    assert torch.allclose(result.value, truth, rtol=1e-10)
+    assert torch.equal(result.standard_error, torch.zeros_like(truth))
+
+
+@pytest.mark.parametrize("estimator", SAMPLERS)
+def test_a_generator_makes_results_repeatable(estimator: str) -> None:
+    case = regression()
+    first, second, third = (
+        fisher.fim_trace(
+            *case.arguments,
+            **settings(case),
+            estimator=estimator,
+            num_probes=3,
+            generator=torch.Generator().manual_seed(seed),
+        ).value
+        for seed in (7, 7, 8)
+    )
+    assert torch.equal(first, second)
+    assert not torch.equal(first, third)
+
+
+def test_probes_are_drawn_afresh() -> None:
+    """Redrawing the same probe fifty times would leave the error of one."""
+    case = regression()
+    spread = [
+        torch.stack([r.value for r in repeat(case, fisher.fim_trace, 50, num_probes=k)]).std(dim=0).mean()
+        for k in (2, 18)
+    ]
+    assert spread[0] / spread[1] == pytest.approx(3.0, rel=0.4)
+
+
+def perpendicular_part(case: Case) -> tuple[Tensor, Tensor]:
+    """A = φPJ of every example, [batch, p, d], and its spectrum λ(AᵀA), [batch, d]."""
+    operator = ClippedJacobian(ExampleGradients.build(*case.arguments), get_clip("gelu"), 1.0)
+    jacobian = operator.gradients.jacobian_columns(slice(None))
+    unit = operator.unit_gradient
+    along = torch.einsum("bp,bpd->bd", unit, jacobian)
+    part = operator.scale[:, None, None] * (jacobian - unit[:, :, None] * along[:, None, :])
+    return part, torch.linalg.eigvalsh(part.mT @ part)
+
+
+@pytest.mark.slow
+def test_weight_probes_beat_coordinates_by_the_predicted_factor_on_the_mnist_cnn() -> None:
+    """Variances predicted from the exact Jacobian, measured over repeated draws at equal count."""
+    case = build("mnist_cnn", 1)
+    case = Case(case.model, case.loss_fn, case.inputs, case.targets)  # all 784 pixels
+    k, draws, d = 4, 200, 784
+    part, spectrum = perpendicular_part(case)
+    squares = part[0].square().sum(dim=0)  # of the columns
+    coordinate_variance = d**2 * squares.var() / k * (1 - k / d)
+    diagonal_of_outer = part[0].square().sum(dim=1)  # (AAᵀ)_ii
+    probe_variance = 2 * (spectrum[0].square().sum() - diagonal_of_outer.square().sum()) / k
+    assert probe_variance <= 2 * spectrum[0].square().sum() / k
+    predicted = (coordinate_variance / probe_variance).item()
+    assert predicted > 5
+
+    def measured(estimator: str) -> float:
+        values = [
+            fisher.fim_trace(
+                *case.arguments,
+                max_grad_norm=1.0,
+                noise_multiplier=1.0,
+                estimator=estimator,
+                num_probes=k,
+                generator=torch.Generator().manual_seed(seed),
+            ).value
+            for seed in range(draws)
+        ]
+        return torch.cat(values).var().item()
+
+    tolerance = 4.5 * math.sqrt(2 / draws)
+    coordinates, probes = measured("coordinates"), measured("weight-probes")
+    assert coordinates == pytest.approx(coordinate_variance.item(), rel=tolerance)
+    assert probes == pytest.approx(probe_variance.item(), rel=tolerance)
+    assert coordinates / probes == pytest.approx(predicted, rel=2 * tolerance)
+
+
+def test_a_registered_estimator_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchfil.fisher import estimators
+
+    monkeypatch.setattr(estimators, "ESTIMATORS", dict(estimators.ESTIMATORS))
+    fisher.register_estimator("twice", estimators.exact)
+    with pytest.raises(ValueError, match="registered already"):
+        fisher.register_estimator("twice", estimators.exact)
+    case = regression()
+    assert "twice" in fisher.available_estimators()
+    assert fisher.fim_trace(*case.arguments, **settings(case), estimator="twice").kind == "exact"
+
+
+def test_interval_refuses_impossible_confidence() -> None:
+    with pytest.raises(ValueError, match="confidence=1.0 must lie strictly between 0 and 1"):
+        Estimate.exact(torch.ones(1)).interval(1.0)

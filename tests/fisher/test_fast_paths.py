@@ -1,0 +1,220 @@
+"""Every fast path against brute-force Jacobians in float64, and in float32 to its own precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pytest
+import torch
+from cases import CASES, CLIPS, SIGMA, Case, build, relative_error
+from torch import Tensor, nn
+
+from torchfil import fisher
+from torchfil.clipping import get_clip
+from torchfil.fisher import ClippedJacobian, ExampleGradients, PoissonAmplification, reference
+
+TOLERANCE = 1e-8
+pytestmark = pytest.mark.torch_versions
+
+
+@dataclass(frozen=True)
+class Truth:
+    case: Case
+    jacobian: Tensor
+    clipped: Tensor
+
+    @property
+    def gram(self) -> Tensor:
+        return self.jacobian.mT @ self.jacobian
+
+    @property
+    def norm_gradient(self) -> Tensor:
+        unit = self.clipped / self.clipped.norm(dim=1, keepdim=True)
+        return torch.einsum("bpd,bp->bd", self.jacobian, unit)
+
+
+@lru_cache(maxsize=2)
+def truth(name: str, batch: int, clip: str) -> Truth:
+    case = build(name, batch)
+    settings = {"max_grad_norm": case.C, "clip": clip, "private": case.private}
+    jacobian = reference.exact_jacobian(*case.arguments, **settings, mode=case.mode)
+    return Truth(case, jacobian, reference.clipped_gradients(*case.arguments, **settings))
+
+
+def operator(case: Case, clip: str) -> ClippedJacobian:
+    return ClippedJacobian(ExampleGradients.build(*case.arguments, case.private), get_clip(clip), case.C)
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("name", list(CASES))
+class TestAgainstBruteForce:
+    def test_operator(self, name: str, clip: str, batch: int) -> None:
+        known = truth(name, batch, clip)
+        op = operator(known.case, clip)
+        generator = torch.Generator().manual_seed(1)
+        v = torch.randn(batch, known.jacobian.shape[2], generator=generator, dtype=torch.float64)
+        u = torch.randn(batch, known.jacobian.shape[1], generator=generator, dtype=torch.float64)
+        assert relative_error(op.clipped_gradient, known.clipped) < TOLERANCE
+        assert relative_error(op.clipped_norm, known.clipped.norm(dim=1)) < TOLERANCE
+        difference = (op.clipped_norm_gradient - known.norm_gradient).norm()  # a hard clip has a = 0
+        assert difference < TOLERANCE * known.jacobian.norm()
+        assert relative_error(op.matvec(v), torch.einsum("bpd,bd->bp", known.jacobian, v)) < TOLERANCE
+        assert relative_error(op.rmatvec(u), torch.einsum("bpd,bp->bd", known.jacobian, u)) < TOLERANCE
+        assert relative_error(op.rmatvec(u[0]), torch.einsum("bpd,p->bd", known.jacobian, u[0])) < TOLERANCE
+        assert relative_error(op.dense(), known.jacobian) < TOLERANCE
+        assert relative_error(op.gram(), known.gram) < TOLERANCE
+        if known.jacobian.shape[1] < 1000:  # one product per column
+            assert relative_error(op.gram(columns_at_once=3), known.gram) < TOLERANCE
+
+    def test_fim(self, name: str, clip: str, batch: int) -> None:
+        known = truth(name, batch, clip)
+        settings = {
+            "max_grad_norm": known.case.C,
+            "noise_multiplier": SIGMA,
+            "clip": clip,
+            "private": known.case.private,
+        }
+        fim = known.gram / (SIGMA * known.case.C) ** 2
+        diagonal = fim.diagonal(dim1=1, dim2=2)
+        assert relative_error(fisher.exact_fim(*known.case.arguments, **settings), fim) < TOLERANCE
+        trace = fisher.fim_trace(*known.case.arguments, **settings, estimator="exact")
+        assert trace.kind == "exact"
+        assert relative_error(trace.value, diagonal.sum(dim=1)) < TOLERANCE
+        got = fisher.fim_diagonal(*known.case.arguments, **settings, estimator="exact").value
+        assert relative_error(got, diagonal) < TOLERANCE
+        norm = fisher.fim_spectral_norm(*known.case.arguments, **settings, iterations=40)
+        assert norm.kind == "lower bound"
+        assert relative_error(norm.value, torch.linalg.eigvalsh(fim)[:, -1]) < TOLERANCE
+
+    def test_poisson_fim(self, name: str, clip: str, batch: int) -> None:
+        known = truth(name, batch, clip)
+        settings = {
+            "max_grad_norm": known.case.C,
+            "noise_multiplier": SIGMA,
+            "clip": clip,
+            "private": known.case.private,
+            "amplification": PoissonAmplification(0.2),
+        }
+        fim = reference.poisson_fim(known.jacobian, known.clipped, SIGMA * known.case.C, 0.2)
+        assert relative_error(fisher.exact_fim(*known.case.arguments, **settings), fim) < TOLERANCE
+        got = fisher.fim_trace(*known.case.arguments, **settings, estimator="exact").value
+        assert relative_error(got, fim.diagonal(dim1=1, dim2=2).sum(dim=1)) < TOLERANCE
+        norm = fisher.fim_spectral_norm(*known.case.arguments, **settings, iterations=40)
+        assert relative_error(norm.value, torch.linalg.eigvalsh(fim)[:, -1]) < TOLERANCE
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("name", list(CASES))
+def test_float32_agrees_to_1e_4(name: str, clip: str) -> None:
+    known = truth(name, 7, clip)
+    case = build(name, 7, dtype=torch.float32)
+    settings = {"max_grad_norm": case.C, "noise_multiplier": SIGMA, "clip": clip, "private": case.private}
+    fim = fisher.exact_fim(*case.arguments, **settings)
+    assert fim.dtype == torch.float32
+    assert relative_error(fim, known.gram / (SIGMA * case.C) ** 2) < 1e-4
+    trace = fisher.fim_trace(*case.arguments, **settings, estimator="exact").value
+    assert relative_error(trace, torch.einsum("bii->b", known.gram) / (SIGMA * case.C) ** 2) < 1e-4
+
+
+@pytest.mark.slow
+def test_whole_mnist_cnn_against_jacrev() -> None:
+    """All 784 pixels and all 30,762 parameters, reverse mode row by row."""
+    case = build("mnist_cnn", 1)
+    truth = reference.exact_jacobian(*case.arguments, max_grad_norm=case.C)
+    forward = reference.exact_jacobian(*case.arguments, max_grad_norm=case.C, mode="forward")
+    assert relative_error(forward, truth) < TOLERANCE
+    fim = fisher.exact_fim(*case.arguments, max_grad_norm=case.C, noise_multiplier=SIGMA)
+    assert fim.shape == (1, 784, 784)
+    assert relative_error(fim, truth.mT @ truth / (SIGMA * case.C) ** 2) < TOLERANCE
+
+
+@pytest.mark.parametrize("estimator", ["exact", "coordinates", "input-probes", "weight-probes"])
+def test_result_does_not_depend_on_the_chunks(estimator: str) -> None:
+    case = build("groupnorm_residual", 7)
+    settings = {"max_grad_norm": case.C, "noise_multiplier": SIGMA, "estimator": estimator, "num_probes": 3}
+    results = []
+    for max_memory in (2**30, 200_000, 1):
+        generator = torch.Generator().manual_seed(5)
+        results.append(fisher.fim_trace(*case.arguments, **settings, generator=generator, max_memory=max_memory))
+    for other in results[1:]:
+        assert relative_error(other.value, results[0].value) < 1e-12
+        assert torch.allclose(other.standard_error, results[0].standard_error, rtol=1e-9, atol=1e-14)
+
+
+def test_max_memory_caps_what_is_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest block of gradients or Jacobian columns that any call returns stays under the ceiling."""
+    case = build("groupnorm_residual", 7)
+    largest = 0
+    original = ExampleGradients._map
+
+    def watched(self: ExampleGradients, *args: object) -> Tensor:
+        nonlocal largest
+        result = original(self, *args)  # type: ignore[arg-type]
+        largest = max(largest, result.numel() * result.element_size())
+        return result
+
+    monkeypatch.setattr(ExampleGradients, "_map", watched)
+    p = sum(value.numel() for value in case.model.parameters())
+    ceiling = 60 * p * 8
+    fisher.exact_fim(*case.arguments, max_grad_norm=case.C, noise_multiplier=SIGMA, max_memory=ceiling)
+    assert p * 8 <= largest <= ceiling
+    unlimited_block = 7 * p * 32 * 8
+    assert largest < unlimited_block
+
+
+def test_frozen_parameters_release_nothing() -> None:
+    case = build("mlp", 3)
+    case.model[0].requires_grad_(False)
+    got = fisher.exact_fim(*case.arguments, max_grad_norm=case.C, noise_multiplier=SIGMA)
+    want = reference.exact_fim(*case.arguments, max_grad_norm=case.C, noise_multiplier=SIGMA)
+    assert relative_error(got, want) < TOLERANCE
+    case.model[0].requires_grad_(True)
+    assert relative_error(fisher.exact_fim(*case.arguments, max_grad_norm=case.C, noise_multiplier=SIGMA), want) > 0.01
+
+
+def test_shared_weights() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+            self.b = self.a
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.a(x)))
+
+    torch.manual_seed(0)
+    arguments = (Shared().double(), nn.MSELoss(), torch.randn(3, 4).double(), torch.randn(3, 4).double())
+    settings = {"max_grad_norm": 1.0, "noise_multiplier": SIGMA}
+    assert relative_error(fisher.exact_fim(*arguments, **settings), reference.exact_fim(*arguments, **settings)) < 1e-8
+
+
+def test_probed_matrix_converges_to_the_exact_one() -> None:
+    case = build("mlp", 3)
+    settings = {"max_grad_norm": case.C, "noise_multiplier": SIGMA}
+    exact = fisher.exact_fim(*case.arguments, **settings)
+    probed = fisher.fim_matrix(
+        *case.arguments,
+        **settings,
+        estimator="weight-probes",
+        num_probes=500,
+        generator=torch.Generator().manual_seed(3),
+    )
+    assert ((probed.value - exact).abs() <= 5 * probed.standard_error + 1e-12).all()
+    assert relative_error(probed.value, exact) < 0.2
+
+
+def test_power_iteration_is_a_lower_bound_that_converges() -> None:
+    case = build("mlp", 3)
+    settings = {"max_grad_norm": case.C, "noise_multiplier": SIGMA, "generator": torch.Generator().manual_seed(0)}
+    exact = fisher.fim_spectral_norm(*case.arguments, **settings, method="exact")
+    assert exact.kind == "exact"
+    previous = torch.zeros(3, dtype=torch.float64)
+    for iterations in (2, 10, 150):
+        settings["generator"] = torch.Generator().manual_seed(0)
+        power = fisher.fim_spectral_norm(*case.arguments, **settings, method="power", iterations=iterations)
+        assert (power.value <= exact.value * (1 + 1e-12)).all()
+        assert (power.value >= previous).all()
+        previous = power.value
+    assert relative_error(previous, exact.value) < 1e-6

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchfil.clipping import ClipFunction, available_clips, get_clip, register_clip, supremum_of_ratio
+
+NORMS = torch.cat([torch.zeros(1), torch.logspace(-6, 8, 20_001)]).double()
+
+
+@pytest.mark.parametrize("name", ["gelu", "hard", "rsqrt"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_calibrated_clip_never_exceeds_max_grad_norm(name: str, dtype: torch.dtype) -> None:
+    clip, norms = get_clip(name), NORMS.to(dtype)
+    clipped = clip.scale(norms, 0.7) * norms
+    assert clipped.max().item() <= 0.7 * (1 + 2 * torch.finfo(dtype).eps)
+    assert clip.max_norm(0.7) == 0.7
+    fine = torch.linspace(0.01, 3.0, 100_001, dtype=dtype)
+    assert (clip.scale(fine, 0.7) * fine).max().item() <= 0.7 * (1 + 2 * torch.finfo(dtype).eps)
+
+
+def test_the_papers_gelu_exceeds_by_its_true_constant() -> None:
+    clip = get_clip("gelu-paper")
+    t = torch.linspace(1, 2, 1_000_001, dtype=torch.float64)
+    reached = (clip.scale(t, 1.0) * t).max().item()
+    assert reached == pytest.approx(1.115219, abs=1e-6)
+    assert reached > 1.115, "the paper's constant is rounded down and no bound"
+    assert reached <= clip.norm_bound == clip.max_norm(1.0)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu-paper", "hard", "rsqrt"])
+def test_scale_derivative_is_the_derivative_of_scale(name: str) -> None:
+    clip = get_clip(name)
+    norms = torch.tensor([0.0, 0.1, 0.5, 0.9, 1.3, 2.0, 30.0], dtype=torch.float64, requires_grad=True)
+    (want,) = torch.autograd.grad(clip.scale(norms, 0.75).sum(), norms)
+    assert torch.allclose(clip.scale_derivative(norms.detach(), 0.75), want, rtol=1e-12, atol=1e-14)
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match=r"clip='soft' is not a registered clip function; known are .*gelu.*register_clip"
+    ):
+        get_clip("soft")
+
+
+def test_register_checks_the_bound_the_shape_and_the_derivative(clean_registry: None) -> None:
+    with pytest.raises(ValueError, match=r"norm_bound=1 of clip 'g' is too small: t / c\(t\) reaches 1\.115219"):
+        register_clip("g", lambda t: torch.nn.functional.gelu(t - 1) + 1, norm_bound=1.0)
+    with pytest.raises(ValueError, match="grows without bound"):
+        register_clip("none", torch.ones_like)
+    with pytest.raises(ValueError, match="must be finite and positive"):
+        register_clip("negative", lambda t: t - 5)
+    with pytest.raises(ValueError, match="disagrees with a finite difference"):
+        register_clip("wrong", lambda t: 1 + t, derivative=torch.zeros_like)
+    with pytest.raises(ValueError, match="registered already; pass overwrite=True"):
+        register_clip("gelu", lambda t: 1 + t)
+    assert not {"g", "none", "negative", "wrong"} & set(available_clips())
+
+
+def test_a_users_clip_is_calibrated(clean_registry: None) -> None:
+    def softplus(t: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(4 * (t - 1)) / 4 + 0.9
+
+    clip = register_clip("softplus", softplus)
+    assert clip.norm_bound >= supremum_of_ratio(softplus) > 1
+    assert (clip.scale(NORMS, 2.0) * NORMS).max().item() <= 2.0
+    assert get_clip("softplus") is clip
+    assert get_clip(clip) is clip
+
+
+def test_supremum_is_found_between_grid_points() -> None:
+    peak = 1.5487261
+
+    def c(t: Tensor) -> Tensor:
+        return t / (1 - (t - peak).square() / (1 + (t - peak).square()) / 2) + 1e-12
+
+    assert supremum_of_ratio(c) == pytest.approx(1.0, abs=1e-9)
+    assert math.isclose(supremum_of_ratio(get_clip("gelu").c), 1.115219, abs_tol=1e-6)
+
+
+@pytest.fixture
+def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchfil import clipping
+
+    registry: dict[str, ClipFunction] = dict(clipping._REGISTRY)
+    monkeypatch.setattr(clipping, "_REGISTRY", registry)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchfil.smoothness import NonSmoothModuleError, SmoothnessValidator, register_smoothness_rule
+from torchfil.zoo import cifar_cnn, mnist_cnn
+
+
+def convnet() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        nn.Conv2d(4, 4, 3),
+        nn.LeakyReLU(),
+        nn.AdaptiveMaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+
+
+def test_names_every_non_smooth_layer() -> None:
+    texts = [str(error) for error in SmoothnessValidator.validate(convnet())]
+    assert [text.split(":")[0] for text in texts] == [
+        "1 (ReLU)",
+        "2 (MaxPool2d)",
+        "4 (LeakyReLU)",
+        "5 (AdaptiveMaxPool2d)",
+    ]
+    with pytest.raises(NonSmoothModuleError, match=r"1 \(ReLU\).*2 \(MaxPool2d\).*SmoothnessValidator\.fix"):
+        SmoothnessValidator.validate(convnet(), strict=True)
+
+
+@pytest.mark.parametrize("model", [mnist_cnn(), cifar_cnn(), nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.ELU())])
+def test_smooth_models_pass(model: nn.Module) -> None:
+    assert SmoothnessValidator.is_valid(model)
+
+
+@pytest.mark.parametrize(
+    ("activation", "kind"), [("tanh", nn.Tanh), ("gelu", nn.GELU), ("softplus", nn.Softplus), ("silu", nn.SiLU)]
+)
+def test_fix_replaces_by_the_users_choice_and_keeps_shapes(activation: str, kind: type[nn.Module]) -> None:
+    model = convnet().eval().double()
+    before = copy.deepcopy(model.state_dict())
+    fixed = SmoothnessValidator.fix(model, activation=activation)
+    assert isinstance(fixed[1], kind)
+    assert isinstance(fixed[4], kind)
+    assert isinstance(fixed[2], nn.AvgPool2d)
+    assert (fixed[2].kernel_size, fixed[2].stride, fixed[2].padding) == (3, 2, 1)
+    assert isinstance(fixed[5], nn.AdaptiveAvgPool2d)
+    x = torch.randn(2, 1, 9, 9).double()
+    assert fixed(x).shape == model(x).shape
+    assert SmoothnessValidator.is_valid(fixed, example_inputs=x)
+    assert not fixed[1].training
+    assert isinstance(model[1], nn.ReLU), "the original is left alone"
+    assert all(torch.equal(before[key], value) for key, value in fixed.state_dict().items())
+
+
+def test_a_single_layer_can_be_fixed() -> None:
+    assert isinstance(SmoothnessValidator.fix(nn.ReLU()), nn.Tanh)
+
+
+def test_a_shared_layer_stays_shared() -> None:
+    relu = nn.ReLU()
+    fixed = SmoothnessValidator.fix(nn.Sequential(relu, nn.Linear(2, 2), relu))
+    assert fixed[0] is fixed[2]
+
+
+def test_transformer_layers_call_relu_by_default() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    (error,) = SmoothnessValidator.validate(layer)
+    assert "feed-forward activation is F.relu" in str(error)
+    fixed = SmoothnessValidator.fix(layer, activation="gelu")
+    assert SmoothnessValidator.is_valid(fixed, example_inputs=torch.randn(1, 3, 8))
+    assert fixed(torch.randn(1, 3, 8)).shape == (1, 3, 8)
+
+
+class CallsRelu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        return F.max_pool1d(F.relu(self.inner(x)), 3) * scale.abs()
+
+
+def test_functions_called_in_forward_are_seen_by_running_the_model() -> None:
+    assert SmoothnessValidator.is_valid(CallsRelu()), "invisible without an example"
+    inputs = {"x": torch.randn(2, 3), "scale": torch.randn(2, 1)}
+    texts = " ".join(str(error) for error in SmoothnessValidator.validate(CallsRelu(), example_inputs=inputs))
+    assert "CallsRelu.forward calls relu" in texts
+    assert "calls abs" in texts
+    assert "max_pool" in texts
+
+
+def test_dilated_max_pooling_and_unknown_activations_are_refused() -> None:
+    with pytest.raises(NonSmoothModuleError, match="dilated max pooling has no average-pooling counterpart"):
+        SmoothnessValidator.fix(nn.MaxPool2d(2, dilation=2))
+    with pytest.raises(ValueError, match=r"activation='relu' is not known; use one of tanh, gelu, softplus, silu"):
+        SmoothnessValidator.fix(nn.ReLU(), activation="relu")
+
+
+def test_what_cannot_be_fixed_is_still_named() -> None:
+    fixed = SmoothnessValidator.fix(nn.Sequential(nn.FractionalMaxPool2d(2, output_size=2)))
+    assert not SmoothnessValidator.is_valid(fixed)
+
+
+def test_users_can_register_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchfil import smoothness
+
+    class Kink(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.abs()
+
+    monkeypatch.setattr(smoothness, "_RULES", dict(smoothness._RULES))
+    register_smoothness_rule(Kink, "it has a kink", fix=lambda module, activation: nn.Identity())
+    model = nn.Sequential(Kink())
+    assert "0 (Kink): it has a kink" in str(SmoothnessValidator.validate(model)[0])
+    assert isinstance(SmoothnessValidator.fix(model)[0], nn.Identity)
