@@ -263,7 +263,7 @@ class _Batch:
         error = torch.cat([part.variance for part in parts]).clamp(min=0).sqrt()
         if all(part.exact for part in parts):
             return Estimate.exact(value)
-        return Estimate(value, error, "estimate", parts[0].degrees_of_freedom)
+        return Estimate(value, error, "estimate", parts[0].degrees_of_freedom, positive=quantity != "matrix")
 
     def spectral_norm(
         self,

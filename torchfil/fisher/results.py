@@ -24,6 +24,8 @@ class Estimate:
         kind: "exact", "estimate" (unbiased), "lower bound" or "upper bound".
         degrees_of_freedom: Of the standard error (probes − 1); infinite where it is not itself estimated
             from a few probes.
+        positive: Whether the quantity cannot be negative (a trace, a diagonal); its interval is then
+            multiplicative.
 
     Example:
         >>> e = Estimate(torch.tensor([2.0]), torch.tensor([0.1]), "estimate")
@@ -36,6 +38,7 @@ class Estimate:
     standard_error: Tensor
     kind: Kind
     degrees_of_freedom: float = float("inf")
+    positive: bool = False
 
     @classmethod
     def exact(cls, value: Tensor) -> Estimate:
@@ -43,8 +46,16 @@ class Estimate:
         return cls(value, torch.zeros_like(value), "exact")
 
     def interval(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
-        """The interval value ± t·standard_error, t the Student quantile for the degrees of freedom."""
+        """An interval that covers the truth with that probability, approximately.
+
+        With t the Student quantile for the degrees of freedom: value ± t·standard_error, or for a positive
+        quantity value · exp(± t·standard_error/value), which covers better for the skewed distribution of a
+        squared probe.
+        """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
         width = float(stats.t.ppf(0.5 + confidence / 2, self.degrees_of_freedom)) * self.standard_error
-        return self.value - width, self.value + width
+        if not self.positive:
+            return self.value - width, self.value + width
+        factor = torch.exp(width / self.value.where(self.value > 0, torch.ones_like(self.value)))
+        return self.value / factor, self.value * factor
