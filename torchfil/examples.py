@@ -124,8 +124,22 @@ class Examples:
             ValueError: Batch sizes differ; NaN or infinity in a row; nothing floating-point is private.
             TypeError: A private input or target is not a floating-point tensor.
         """
-        private = private if private is not None else Private()
         args, kwargs = _as_call(inputs)
+        return cls.from_call(args, kwargs, targets, private, submodule_shape=submodule_shape)
+
+    @classmethod
+    def from_call(
+        cls,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        targets: Any,
+        private: Private | None = None,
+        *,
+        submodule_shape: Callable[[str, Any], tuple[torch.Size, torch.dtype]] | None = None,
+    ) -> Examples:
+        """As :meth:`build`, for a model that is called with both positional and keyword inputs."""
+        private = private if private is not None else Private()
+        kwargs = dict(kwargs)
         batch = _batch_size(args, kwargs, targets)
         _refuse_non_finite(args, kwargs, targets)
         public = (args, kwargs, targets)

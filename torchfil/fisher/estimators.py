@@ -17,7 +17,7 @@ follows E[M/(1+M) X²] ≥ Var X, so its standard error is reported as sqrt(M/(1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -43,10 +43,12 @@ class Moments:
 
 
 class Estimator(Protocol):
-    """Estimates a quantity of φ²JᵀPJ for the examples of one chunk."""
+    """Estimates quantities of φ²JᵀPJ for the examples of one chunk, all from the same draws."""
 
-    def __call__(self, jacobian: ClippedJacobian, quantity: Quantity, draws: Draws) -> Moments:
-        """The mean over the draws and its variance."""
+    def __call__(
+        self, jacobian: ClippedJacobian, quantities: Sequence[Quantity], draws: Draws
+    ) -> dict[Quantity, Moments]:
+        """For each quantity the mean over the draws and its variance."""
         ...
 
 
@@ -80,56 +82,63 @@ class Draws:
             yield bits.to(like.dtype) * 2 - 1
 
 
-def exact(jacobian: ClippedJacobian, quantity: Quantity, draws: Draws) -> Moments:
+def exact(jacobian: ClippedJacobian, quantities: Sequence[Quantity], draws: Draws) -> dict[Quantity, Moments]:
     """All columns of J; no sampling."""
-    if quantity == "matrix":
-        value = jacobian.perpendicular_gram(draws.columns_at_once)
+    values: dict[Quantity, Tensor] = {}
+    if "matrix" in quantities:
+        values["matrix"] = jacobian.perpendicular_gram(draws.columns_at_once)
+        values["diagonal"] = values["matrix"].diagonal(dim1=1, dim2=2)
     else:
-        value = jacobian.perpendicular_diagonal(draws.columns_at_once)
-        value = value.sum(dim=1) if quantity == "trace" else value
-    return Moments(value, torch.zeros_like(value), float("inf"), exact=True)
+        values["diagonal"] = jacobian.perpendicular_diagonal(draws.columns_at_once)
+    values["trace"] = values["diagonal"].sum(dim=1)
+    return {
+        name: Moments(values[name], torch.zeros_like(values[name]), float("inf"), exact=True) for name in quantities
+    }
 
 
-def coordinates(jacobian: ClippedJacobian, quantity: Quantity, draws: Draws) -> Moments:
+def coordinates(jacobian: ClippedJacobian, quantities: Sequence[Quantity], draws: Draws) -> dict[Quantity, Moments]:
     """Columns of J at coordinates drawn without replacement, each example its own."""
-    _only("coordinates", quantity, ("trace",))
+    _trace_only("coordinates", quantities)
     d = jacobian.gradients.num_coordinates
     count = min(len(draws.seeds), d)
     z = jacobian.gradients.examples.z
     source = torch.Generator(device=z.device).manual_seed(draws.seeds[0])
     order = torch.rand(draws.batch, d, generator=source, device=z.device).argsort(dim=1)
     chosen = order[draws.rows, :count]  # [batch, count]
-    samples = (
-        d * jacobian.perpendicular_squared_norm(torch.zeros_like(z).scatter(1, chosen[:, k : k + 1], 1.0))
-        for k in range(count)
-    )
-    moments = _accumulate(samples, count, spread=d - 1.0)
+    total = _RunningMoments(spread=d - 1.0)
+    for k in range(count):
+        direction = torch.zeros_like(z).scatter(1, chosen[:, k : k + 1], 1.0)
+        total.add(d * jacobian.perpendicular_squared_norm(direction))
+    moments = total.result()
     correction = 1 - count / d if count > 1 else 1.0
-    return Moments(moments.mean, moments.variance * correction, moments.degrees_of_freedom, exact=count == d)
+    return {"trace": Moments(moments.mean, moments.variance * correction, moments.degrees_of_freedom, exact=count == d)}
 
 
-def input_probes(jacobian: ClippedJacobian, quantity: Quantity, draws: Draws) -> Moments:
+def input_probes(jacobian: ClippedJacobian, quantities: Sequence[Quantity], draws: Draws) -> dict[Quantity, Moments]:
     """‖φPJv‖² for random signs v, each example its own."""
-    _only("input-probes", quantity, ("trace",))
+    _trace_only("input-probes", quantities)
     z = jacobian.gradients.examples.z
-    samples = (jacobian.perpendicular_squared_norm(v[draws.rows]) for v in draws.signs(draws.batch, z.shape[1], like=z))
-    return _accumulate(samples, len(draws.seeds), spread=_PROBE_SPREAD)
+    total = _RunningMoments(spread=_PROBE_SPREAD)
+    for v in draws.signs(draws.batch, z.shape[1], like=z):
+        total.add(jacobian.perpendicular_squared_norm(v[draws.rows]))
+    return {"trace": total.result()}
 
 
-def weight_probes(jacobian: ClippedJacobian, quantity: Quantity, draws: Draws) -> Moments:
-    """R = φJᵀPu for random signs u shared by the batch: ‖r‖², r⊙r or r rᵀ."""
-    rows = (
-        jacobian.perpendicular_rmatvec(u)
-        for u in draws.signs(jacobian.gradients.num_parameters, like=jacobian.gradient)
-    )
-    read: Callable[[Tensor], Tensor] = {
+def weight_probes(jacobian: ClippedJacobian, quantities: Sequence[Quantity], draws: Draws) -> dict[Quantity, Moments]:
+    """R = φJᵀPu for random signs u shared by the batch: ‖r‖², r⊙r and r rᵀ."""
+    if "matrix" in quantities and len(draws.seeds) == 1:
+        raise ValueError("num_probes=1 gives a full matrix no error bar (its entries change sign); use 2 or more")
+    read: dict[Quantity, Callable[[Tensor], Tensor]] = {
         "trace": lambda r: r.square().sum(dim=1),
         "diagonal": torch.square,
         "matrix": lambda r: r[:, :, None] * r[:, None, :],
-    }[quantity]
-    if quantity == "matrix" and len(draws.seeds) == 1:
-        raise ValueError("num_probes=1 gives a full matrix no error bar (its entries change sign); use 2 or more")
-    return _accumulate((read(r) for r in rows), len(draws.seeds), spread=_PROBE_SPREAD)
+    }
+    totals = {name: _RunningMoments(spread=_PROBE_SPREAD) for name in quantities}
+    for u in draws.signs(jacobian.gradients.num_parameters, like=jacobian.gradient):
+        r = jacobian.perpendicular_rmatvec(u)
+        for name, total in totals.items():
+            total.add(read[name](r))
+    return {name: total.result() for name, total in totals.items()}
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -159,22 +168,33 @@ def get_estimator(name: str) -> Estimator:
     return ESTIMATORS[name]
 
 
-def _only(name: str, quantity: Quantity, allowed: tuple[Quantity, ...]) -> None:
-    if quantity not in allowed:
-        raise ValueError(
-            f"estimator={name!r} gives the {' and the '.join(allowed)} only, not the {quantity}; "
-            "use 'weight-probes' or 'exact'"
-        )
+def _trace_only(name: str, quantities: Sequence[Quantity]) -> None:
+    for quantity in quantities:
+        if quantity != "trace":
+            raise ValueError(
+                f"estimator={name!r} gives the trace only, not the {quantity}; use 'weight-probes' or 'exact'"
+            )
 
 
-def _accumulate(samples: Iterator[Tensor], count: int, *, spread: float) -> Moments:
-    """The mean and its variance in one pass (Welford), in memory independent of the number of samples."""
-    mean = next(samples)
-    squares = torch.zeros_like(mean)
-    for k, sample in enumerate(samples, start=2):
-        delta = sample - mean
-        mean = mean + delta / k
-        squares = squares + delta * (sample - mean)
-    if count == 1:
-        return Moments(mean, spread / (1 + spread) * mean.square(), float("inf"))
-    return Moments(mean, squares / (count * (count - 1)), count - 1.0)
+class _RunningMoments:
+    """The mean of samples and its variance (Welford), in memory independent of their number."""
+
+    def __init__(self, spread: float) -> None:
+        self.spread = spread
+        self.count = 0
+        self.mean = torch.zeros(())
+        self.squares = torch.zeros(())
+
+    def add(self, sample: Tensor) -> None:
+        self.count += 1
+        if self.count == 1:
+            self.mean, self.squares = sample, torch.zeros_like(sample)
+            return
+        delta = sample - self.mean
+        self.mean = self.mean + delta / self.count
+        self.squares = self.squares + delta * (sample - self.mean)
+
+    def result(self) -> Moments:
+        if self.count == 1:
+            return Moments(self.mean, self.spread / (1 + self.spread) * self.mean.square(), float("inf"))
+        return Moments(self.mean, self.squares / (self.count * (self.count - 1)), self.count - 1.0)

@@ -12,8 +12,6 @@ what one example needs where that is more; the model's own activations and the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,17 +20,12 @@ from torch import Tensor, nn
 from torchfil.clipping import ClipFunction
 from torchfil.examples import Inputs, Private
 from torchfil.fisher.amplification import Amplification
-from torchfil.fisher.estimators import Draws, Moments, Quantity, get_estimator
-from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
-from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, LossFunction
 from torchfil.fisher.results import Estimate
 from torchfil.fisher.spectral import lanczos, power_iteration
 
 __all__ = ["exact_fim", "fim_diagonal", "fim_matrix", "fim_spectral_norm", "fim_trace"]
-
-_WORKING_VECTORS = 8  # vectors of length p per example: g, ĝ, a probe's image and what autograd holds
-_COPIES_OF_COLUMNS = 3  # a block of Jacobian columns, as vmap's inner and outer results and their square
 
 
 def exact_fim(
@@ -73,8 +66,10 @@ def exact_fim(
         tensor([[[2., 4.],
                  [4., 8.]]])
     """
-    batch = _Batch.build(model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification)
-    return batch.estimate("matrix", "exact", 1, None, max_memory).value
+    batch = PrivateBatch.build(
+        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification
+    )
+    return batch.estimate("matrix", "exact", max_memory=max_memory).value
 
 
 def fim_matrix(
@@ -97,7 +92,9 @@ def fim_matrix(
 
     Arguments as in :func:`exact_fim` and :func:`fim_trace`.
     """
-    batch = _Batch.build(model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification)
+    batch = PrivateBatch.build(
+        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification
+    )
     return batch.estimate("matrix", estimator, num_probes, generator, max_memory)
 
 
@@ -135,7 +132,9 @@ def fim_trace(
             ``max_memory`` cuts the batch.
         max_memory: See the module's docstring.
     """
-    batch = _Batch.build(model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification)
+    batch = PrivateBatch.build(
+        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification
+    )
     return batch.estimate("trace", estimator, num_probes, generator, max_memory)
 
 
@@ -160,7 +159,9 @@ def fim_diagonal(
     An attacker's unbiased guess of coordinate j errs by at least 1/sqrt(I_jj). Arguments as in
     :func:`fim_trace`.
     """
-    batch = _Batch.build(model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification)
+    batch = PrivateBatch.build(
+        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification
+    )
     return batch.estimate("diagonal", estimator, num_probes, generator, max_memory)
 
 
@@ -202,127 +203,12 @@ def fim_spectral_norm(
         raise ValueError(f"method={method!r} must be 'lanczos', 'power' or 'exact'")
     if iterations < 1:
         raise ValueError(f"iterations={iterations} must be at least 1")
-    batch = _Batch.build(model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification)
+    batch = PrivateBatch.build(
+        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification
+    )
     if method == "exact":
-        matrix = batch.estimate("matrix", "exact", 1, None, max_memory).value
+        matrix = batch.estimate("matrix", "exact", max_memory=max_memory).value
         return Estimate.exact(torch.linalg.eigvalsh(matrix)[:, -1].clamp(min=0) if len(matrix) else matrix[:, 0, 0])
     solve = lanczos if method == "lanczos" else power_iteration
     value = batch.spectral_norm(solve, iterations, generator, max_memory)
     return Estimate(value, torch.zeros_like(value), "lower bound")
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Examples under a mechanism, worked through chunk by chunk."""
-
-    gradients: ExampleGradients
-    mechanism: Mechanism
-
-    @classmethod
-    def build(
-        cls,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        inputs: Inputs,
-        targets: Any,
-        private: Private | None,
-        max_grad_norm: float,
-        noise_multiplier: float,
-        clip: str | ClipFunction,
-        amplification: Amplification | None,
-    ) -> _Batch:
-        mechanism = Mechanism.build(max_grad_norm, noise_multiplier, clip, amplification)
-        return cls(ExampleGradients.build(model, loss_fn, inputs, targets, private), mechanism)
-
-    def chunks(self, max_memory: int, vectors: int = _WORKING_VECTORS) -> Iterator[tuple[slice, ClippedJacobian]]:
-        if max_memory <= 0:
-            raise ValueError(f"max_memory={max_memory} must be a positive number of bytes")
-        for rows, part in self.gradients.chunks(max_memory, vectors):
-            yield rows, ClippedJacobian(part, self.mechanism.clip, self.mechanism.max_grad_norm)
-
-    def estimate(
-        self,
-        quantity: Quantity,
-        estimator: str,
-        num_probes: int,
-        generator: torch.Generator | None,
-        max_memory: int,
-    ) -> Estimate:
-        run = get_estimator(estimator)
-        if num_probes < 1:
-            raise ValueError(f"num_probes={num_probes} must be at least 1")
-        columns, vectors = self._columns_at_once(max_memory) if estimator == "exact" else (1, _WORKING_VECTORS)
-        seeds = () if estimator == "exact" else Draws.seeds_from(num_probes, generator)
-        parts: list[Moments] = []
-        for rows, jacobian in self.chunks(max_memory, vectors):
-            perpendicular = run(jacobian, quantity, Draws(seeds, rows, len(self.gradients), columns))
-            parts.append(_add_parallel_part(jacobian, quantity, perpendicular, self.mechanism))
-        if not parts:
-            return self._empty(quantity, exact=estimator == "exact")
-        value = torch.cat([part.mean for part in parts])
-        error = torch.cat([part.variance for part in parts]).clamp(min=0).sqrt()
-        if all(part.exact for part in parts):
-            return Estimate.exact(value)
-        return Estimate(value, error, "estimate", parts[0].degrees_of_freedom, positive=quantity != "matrix")
-
-    def spectral_norm(
-        self,
-        solve: Callable[[Callable[[Tensor], Tensor], Tensor, int], Tensor],
-        iterations: int,
-        generator: torch.Generator | None,
-        max_memory: int,
-    ) -> Tensor:
-        (seed,) = Draws.seeds_from(1, generator)
-        z = self.gradients.examples.z
-        start = torch.randn(
-            z.shape,
-            generator=torch.Generator(device=z.device).manual_seed(seed),
-            device=z.device,
-            dtype=z.dtype,
-        )
-        values = [z.new_zeros(0, dtype=self.gradients.dtype)]
-        for rows, jacobian in self.chunks(max_memory):
-            perp, par = self.mechanism.weights(jacobian.clipped_norm)
-            a = jacobian.clipped_norm_gradient
-
-            def matvec(
-                v: Tensor,
-                jacobian: ClippedJacobian = jacobian,
-                perp: Tensor = perp,
-                par: Tensor = par,
-                a: Tensor = a,
-            ) -> Tensor:
-                along = (a * v).sum(dim=1)
-                return perp[:, None] * jacobian.perpendicular_gram_matvec(v) + (par * along)[:, None] * a
-
-            values.append(solve(matvec, start[rows], iterations))
-        return torch.cat(values)
-
-    def _columns_at_once(self, max_memory: int) -> tuple[int, int]:
-        """How many Jacobian columns to hold per example, and how many vectors of length p that makes."""
-        vector = self.gradients.num_parameters * self.gradients.dtype.itemsize
-        room = max_memory // vector - _WORKING_VECTORS
-        columns = min(self.gradients.num_coordinates, max(1, room // _COPIES_OF_COLUMNS))
-        return columns, _COPIES_OF_COLUMNS * columns + _WORKING_VECTORS
-
-    def _empty(self, quantity: Quantity, *, exact: bool) -> Estimate:
-        d = self.gradients.num_coordinates
-        shape = {"trace": (0,), "diagonal": (0, d), "matrix": (0, d, d)}[quantity]
-        value = torch.zeros(shape, dtype=self.gradients.dtype, device=self.gradients.device)
-        return Estimate(value, value, "exact" if exact else "estimate")
-
-
-def _add_parallel_part(
-    jacobian: ClippedJacobian, quantity: Quantity, perpendicular: Moments, mechanism: Mechanism
-) -> Moments:
-    perp, par = mechanism.weights(jacobian.clipped_norm)
-    a = jacobian.clipped_norm_gradient
-    parallel = {
-        "trace": lambda: a.square().sum(dim=1),
-        "diagonal": lambda: a.square(),
-        "matrix": lambda: a[:, :, None] * a[:, None, :],
-    }[quantity]()
-    shape = (-1,) + (1,) * (parallel.ndim - 1)
-    mean = perp.reshape(shape) * perpendicular.mean + par.reshape(shape) * parallel
-    variance = perp.reshape(shape).square() * perpendicular.variance
-    return Moments(mean, variance, perpendicular.degrees_of_freedom, perpendicular.exact)

@@ -46,6 +46,9 @@ class ExampleGradients:
         examples: The batch with its private coordinates laid out.
         parameters: The trainable parameters by name, detached.
         constants: Frozen parameters and buffers by name.
+        dropout_seed: Where given, active dropout is allowed: each example draws its own mask, the same one in
+            every pass over the same batch. The Fisher information is then that of a step whose masks the
+            attacker knows; its mean over masks bounds that of the step from above (convexity).
     """
 
     model: nn.Module
@@ -53,6 +56,7 @@ class ExampleGradients:
     examples: Examples
     parameters: dict[str, Tensor]
     constants: dict[str, Tensor]
+    dropout_seed: int | None = None
 
     @classmethod
     def build(
@@ -81,9 +85,7 @@ class ExampleGradients:
         constants |= {k: v.detach() for k, v in model.named_buffers()}
 
         def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
-            args, kwargs, _ = pytree.tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, public)
-            output = submodule_output(model, name, lambda: model(*args, **kwargs))
-            return (output.shape[1:] if output.shape[0] <= 1 else output.shape), output.dtype
+            return output_of_one_example(model, name, public)
 
         examples = Examples.build(inputs, targets, private, submodule_shape=submodule_shape)
         return cls(model, loss_fn, examples, parameters, constants)
@@ -168,7 +170,7 @@ class ExampleGradients:
 
                 return _flatten(grad(directional)(self.parameters))
 
-            return vmap(column, out_dims=1)(basis)  # [p, columns]
+            return vmap(column, out_dims=1, randomness="same")(basis)  # [p, columns]
 
         return self._map(one, (), (self.num_parameters, len(basis)))
 
@@ -194,8 +196,14 @@ class ExampleGradients:
         if len(self) == 0:
             return torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
         in_dims = (0, self.examples.in_dims, *(dim for _, dim in extra))
-        with _differentiable_twice(), _explain_randomness():
-            result: Tensor = vmap(one, in_dims=in_dims)(self.examples.z, self.examples.public, *(t for t, _ in extra))
+        arguments = (self.examples.z, self.examples.public, *(t for t, _ in extra))
+        with _differentiable_twice():
+            if self.dropout_seed is None:
+                with _explain_randomness():
+                    result: Tensor = vmap(one, in_dims=in_dims, randomness="error")(*arguments)
+            else:
+                with _seeded(self.dropout_seed, self.device):
+                    result = vmap(one, in_dims=in_dims, randomness="different")(*arguments)
         return result.detach()
 
     def _unflatten(self, u: Tensor) -> dict[str, Tensor]:
@@ -206,7 +214,20 @@ class ExampleGradients:
         }
 
 
-def refuse_unsupported_modules(model: nn.Module) -> None:
+def output_of_one_example(model: nn.Module, name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
+    """The shape, without the batch dimension where that comes first, and dtype of a submodule's output."""
+    args, kwargs, _ = pytree.tree_map(lambda leaf: leaf[:1] if isinstance(leaf, Tensor) else leaf, public)
+    output = submodule_output(model, name, lambda: model(*args, **kwargs))
+    return (output.shape[1:] if output.shape[0] <= 1 else output.shape), output.dtype
+
+
+def has_active_dropout(module: nn.Module) -> bool:
+    """Whether this very module (not its children) would drop something now."""
+    random = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    return module.training and (random or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0))
+
+
+def refuse_unsupported_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
     """Raise :class:`UnsupportedModuleError` for modules that mix examples or draw random numbers."""
     for name, module in model.named_modules():
         where = f"{name or type(model).__name__} ({type(module).__name__})"
@@ -223,9 +244,7 @@ def refuse_unsupported_modules(model: nn.Module) -> None:
                 f"{where}: running statistics carry information from one example to the next outside the private "
                 "gradient. Build it with track_running_stats=False."
             )
-        random = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        random = random or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
-        if random and module.training:
+        if has_active_dropout(module) and not allow_dropout:
             raise UnsupportedModuleError(
                 f"{where}: active dropout makes the gradient random, so its Jacobian is undefined. Put it in eval "
                 "mode or set its probability to 0."
@@ -246,6 +265,14 @@ def _differentiable_twice() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside, the global random numbers follow the seed; outside they go on as if nothing had happened."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 @contextlib.contextmanager

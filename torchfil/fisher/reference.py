@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from torchfil.clipping import ClipFunction, get_clip
-from torchfil.examples import Examples, Inputs, Private, submodule_output
-from torchfil.fisher.gradients import LossFunction
+from torchfil.examples import Examples, Inputs, Private
+from torchfil.fisher.gradients import LossFunction, output_of_one_example
 
 __all__ = [
     "clipped_gradients",
@@ -171,9 +171,7 @@ def _clipped_gradient_functions(
     parameters = {k: v.detach() for k, v in model.named_parameters() if v.requires_grad}
 
     def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
-        args, kwargs, _ = pytree.tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, public)
-        output = submodule_output(model, name, lambda: model(*args, **kwargs))
-        return (output.shape[1:] if output.shape[0] <= 1 else output.shape), output.dtype
+        return output_of_one_example(model, name, public)
 
     examples = Examples.build(inputs, targets, private, submodule_shape=submodule_shape)
 

@@ -1,0 +1,183 @@
+"""A batch of examples under one private step, worked through chunk by chunk.
+
+The public functions of :mod:`torchfil.fisher.fim` and the training engine both stand on :class:`PrivateBatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfil.clipping import ClipFunction
+from torchfil.examples import Inputs, Private
+from torchfil.fisher.amplification import Amplification
+from torchfil.fisher.estimators import Draws, Moments, Quantity, get_estimator
+from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.results import Estimate
+
+__all__ = ["Measurement", "PrivateBatch"]
+
+_WORKING_VECTORS = 8  # vectors of length p per example: g, ĝ, a probe's image and what autograd holds
+_COPIES_OF_COLUMNS = 3  # a block of Jacobian columns, as vmap's inner and outer results and their square
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one pass over a batch gives.
+
+    Attributes:
+        estimates: The quantities of the FIM that were asked for.
+        norm: ‖g‖ before clipping, [batch].
+        products: I Ω, [batch, d, r], where a test matrix Ω was given.
+    """
+
+    estimates: dict[Quantity, Estimate]
+    norm: Tensor
+    products: Tensor | None
+
+
+@dataclass(frozen=True)
+class PrivateBatch:
+    """Examples with their model and loss, and the mechanism that releases their gradients."""
+
+    gradients: ExampleGradients
+    mechanism: Mechanism
+
+    @classmethod
+    def build(
+        cls,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        inputs: Inputs,
+        targets: Any,
+        private: Private | None,
+        max_grad_norm: float,
+        noise_multiplier: float,
+        clip: str | ClipFunction,
+        amplification: Amplification | None,
+    ) -> PrivateBatch:
+        """Check everything and bind it together; arguments as in :func:`torchfil.fisher.exact_fim`."""
+        mechanism = Mechanism.build(max_grad_norm, noise_multiplier, clip, amplification)
+        return cls(ExampleGradients.build(model, loss_fn, inputs, targets, private), mechanism)
+
+    def estimate(
+        self,
+        quantity: Quantity,
+        estimator: str,
+        num_probes: int = 1,
+        generator: torch.Generator | None = None,
+        max_memory: int = DEFAULT_MAX_MEMORY,
+    ) -> Estimate:
+        """One quantity of each example's FIM."""
+        return self.measure((quantity,), estimator, num_probes, generator, max_memory).estimates[quantity]
+
+    def measure(
+        self,
+        quantities: Sequence[Quantity],
+        estimator: str,
+        num_probes: int = 1,
+        generator: torch.Generator | None = None,
+        max_memory: int = DEFAULT_MAX_MEMORY,
+        test_matrix: Tensor | None = None,
+    ) -> Measurement:
+        """Several quantities of each example's FIM from the same probes, with the gradients' norms.
+
+        Args:
+            quantities: Any of "trace", "diagonal", "matrix".
+            estimator: The name of an estimator.
+            num_probes: How many probes it may take.
+            generator: Source of randomness.
+            max_memory: As in :mod:`torchfil.fisher.fim`.
+            test_matrix: Ω of shape [d, r]; where given, I Ω is computed exactly, two products a column.
+        """
+        run = get_estimator(estimator)
+        if num_probes < 1:
+            raise ValueError(f"num_probes={num_probes} must be at least 1")
+        columns, vectors = self._columns_at_once(max_memory) if estimator == "exact" else (1, _WORKING_VECTORS)
+        seeds = () if estimator == "exact" else Draws.seeds_from(num_probes, generator)
+        parts: dict[Quantity, list[Moments]] = {quantity: [] for quantity in quantities}
+        empty = torch.zeros(0, dtype=self.gradients.dtype, device=self.gradients.device)
+        norms, products = [empty], []
+        for rows, jacobian in self._chunks(max_memory, vectors):
+            perpendicular = run(jacobian, quantities, Draws(seeds, rows, len(self.gradients), columns))
+            for quantity in quantities:
+                parts[quantity].append(self._add_parallel_part(jacobian, quantity, perpendicular[quantity]))
+            norms.append(jacobian.norm)
+            if test_matrix is not None:
+                matvec = self._fim_matvec(jacobian)
+                columns_of = [matvec(omega.expand(len(jacobian.norm), -1)) for omega in test_matrix.mT]
+                products.append(torch.stack(columns_of, dim=2))
+        estimates = {quantity: self._collect(quantity, parts[quantity], estimator) for quantity in quantities}
+        return Measurement(estimates, torch.cat(norms), torch.cat(products) if products else None)
+
+    def spectral_norm(
+        self,
+        solve: Callable[[Callable[[Tensor], Tensor], Tensor, int], Tensor],
+        iterations: int,
+        generator: torch.Generator | None = None,
+        max_memory: int = DEFAULT_MAX_MEMORY,
+    ) -> Tensor:
+        """The largest eigenvalue of each example's FIM by an iterative method, [batch]."""
+        (seed,) = Draws.seeds_from(1, generator)
+        z = self.gradients.examples.z
+        source = torch.Generator(device=z.device).manual_seed(seed)
+        start = torch.randn(z.shape, generator=source, device=z.device, dtype=z.dtype)
+        values = [z.new_zeros(0, dtype=self.gradients.dtype)]
+        for rows, jacobian in self._chunks(max_memory, _WORKING_VECTORS):
+            values.append(solve(self._fim_matvec(jacobian), start[rows], iterations))
+        return torch.cat(values)
+
+    def _chunks(self, max_memory: int, vectors: int) -> Iterator[tuple[slice, ClippedJacobian]]:
+        if max_memory <= 0:
+            raise ValueError(f"max_memory={max_memory} must be a positive number of bytes")
+        for rows, part in self.gradients.chunks(max_memory, vectors):
+            yield rows, ClippedJacobian(part, self.mechanism.clip, self.mechanism.max_grad_norm)
+
+    def _fim_matvec(self, jacobian: ClippedJacobian) -> Callable[[Tensor], Tensor]:
+        """V ↦ Iv for the examples of a chunk."""
+        perp, par = self.mechanism.weights(jacobian.clipped_norm)
+        a = jacobian.clipped_norm_gradient
+
+        def matvec(v: Tensor) -> Tensor:
+            along = (a * v).sum(dim=1)
+            return perp[:, None] * jacobian.perpendicular_gram_matvec(v) + (par * along)[:, None] * a
+
+        return matvec
+
+    def _add_parallel_part(self, jacobian: ClippedJacobian, quantity: Quantity, perpendicular: Moments) -> Moments:
+        perp, par = self.mechanism.weights(jacobian.clipped_norm)
+        a = jacobian.clipped_norm_gradient
+        parallel = {
+            "trace": lambda: a.square().sum(dim=1),
+            "diagonal": lambda: a.square(),
+            "matrix": lambda: a[:, :, None] * a[:, None, :],
+        }[quantity]()
+        shape = (-1,) + (1,) * (parallel.ndim - 1)
+        mean = perp.reshape(shape) * perpendicular.mean + par.reshape(shape) * parallel
+        variance = perp.reshape(shape).square() * perpendicular.variance
+        return Moments(mean, variance, perpendicular.degrees_of_freedom, perpendicular.exact)
+
+    def _columns_at_once(self, max_memory: int) -> tuple[int, int]:
+        """How many Jacobian columns to hold per example, and how many vectors of length p that makes."""
+        vector = self.gradients.num_parameters * self.gradients.dtype.itemsize
+        room = max_memory // vector - _WORKING_VECTORS
+        columns = min(self.gradients.num_coordinates, max(1, room // _COPIES_OF_COLUMNS))
+        return columns, _COPIES_OF_COLUMNS * columns + _WORKING_VECTORS
+
+    def _collect(self, quantity: Quantity, parts: list[Moments], estimator: str) -> Estimate:
+        if not parts:
+            d = self.gradients.num_coordinates
+            shape = {"trace": (0,), "diagonal": (0, d), "matrix": (0, d, d)}[quantity]
+            value = torch.zeros(shape, dtype=self.gradients.dtype, device=self.gradients.device)
+            return Estimate(value, value, "exact" if estimator == "exact" else "estimate")
+        value = torch.cat([part.mean for part in parts])
+        if all(part.exact for part in parts):
+            return Estimate.exact(value)
+        error = torch.cat([part.variance for part in parts]).clamp(min=0).sqrt()
+        return Estimate(value, error, "estimate", parts[0].degrees_of_freedom, positive=quantity != "matrix")
