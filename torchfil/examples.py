@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Coordinates", "Examples", "Inputs", "Private", "superpixel"]
+__all__ = ["Coordinates", "Examples", "Inputs", "Private", "as_call", "superpixel"]
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Coordinates = Tensor | Sequence[int] | slice
@@ -124,7 +124,7 @@ class Examples:
             ValueError: Batch sizes differ; NaN or infinity in a row; nothing floating-point is private.
             TypeError: A private input or target is not a floating-point tensor.
         """
-        args, kwargs = _as_call(inputs)
+        args, kwargs = as_call(inputs)
         return cls.from_call(args, kwargs, targets, private, submodule_shape=submodule_shape)
 
     @classmethod
@@ -265,7 +265,8 @@ def _detach(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments with which a model takes these inputs."""
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):

@@ -1,0 +1,8 @@
+"""Fisher accounting in an Opacus training loop; the only place that knows Opacus."""
+
+from torchfil.engine.engine import FILPrivacyEngine
+from torchfil.engine.loader import FILDataLoader
+from torchfil.engine.losses import LossMismatchError
+from torchfil.engine.optimizer import FILOptimizer
+
+__all__ = ["FILDataLoader", "FILOptimizer", "FILPrivacyEngine", "LossMismatchError"]

@@ -1,0 +1,133 @@
+"""Individual ε: each example's own RDP, from its own clipped gradient norms.
+
+A step of a Gaussian mechanism whose sensitivity to example i is ‖g̃_i‖ ≤ C has, for i, the RDP of noise multiplier
+σC/‖g̃_i‖ (Feldman & Zrnic 2021; Yu et al. 2022). Norms are rounded up to a grid, so that the numbers are computed
+once per grid value at the end. Between participations the last seen norm stands in, C where none was seen yet:
+the result is an **estimate**, not a guarantee.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from opacus.accountants import RDPAccountant
+from opacus.accountants.analysis.rdp import compute_rdp
+from torch import Tensor
+
+__all__ = ["NormHistory", "individual_epsilon"]
+
+_RATIO = 1.05  # between neighbouring noise multipliers of the grid
+_BELOW, _LEVELS = 8, 96
+
+
+class NormHistory:
+    """For every example: at how many steps it had which effective noise multiplier σC/‖g̃‖, rounded down.
+
+    Args:
+        num_examples: n.
+        device: Where the n×96 table of counts (int32) lives.
+    """
+
+    def __init__(self, num_examples: int, device: torch.device | str = "cpu") -> None:
+        self.anchor = 0.0  # the noise multiplier of the first step; the grid is anchor · 1.05^k
+        self.lowest = math.inf
+        self.noise_multiplier = 0.0
+        self.sample_rate = 0.0
+        self.steps = 0
+        self.counts = torch.zeros(num_examples, _LEVELS, dtype=torch.int32, device=device)
+        self.ratio = torch.ones(num_examples, dtype=torch.float32, device=device)  # ‖g̃‖/C, last seen
+        self.since = torch.zeros(num_examples, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def bytes_needed(num_examples: int) -> int:
+        """How much memory the table takes."""
+        return num_examples * (_LEVELS * 4 + 4 + 8)
+
+    def step(self, rows: Tensor, ratio: Tensor, noise_multiplier: float, sample_rate: float) -> None:
+        """Account one released step in which the examples ``rows`` had clipped norms ``ratio`` · C."""
+        if self.steps == 0:
+            self.anchor = self.noise_multiplier = noise_multiplier
+        if noise_multiplier != self.noise_multiplier:
+            self._settle(torch.arange(len(self.ratio), device=self.ratio.device))
+            self.noise_multiplier = noise_multiplier
+        self.lowest = min(self.lowest, noise_multiplier)
+        self.sample_rate = max(self.sample_rate, sample_rate)
+        self.replace(rows, ratio)
+        self.steps += 1
+
+    def replace(self, rows: Tensor, ratio: Tensor) -> None:
+        """From now on these examples have these norms; also how a refresh pass reports."""
+        self._settle(rows)
+        self.ratio[rows] = ratio.to(self.ratio.dtype)
+
+    def counts_of(self, rows: Tensor) -> Tensor:
+        """The counts of these examples with the open stretch included, [rows, levels]."""
+        counts = self.counts[rows].clone()
+        open_steps = (self.steps - self.since[rows]).to(counts.dtype)
+        counts.scatter_add_(1, self._level(rows)[:, None], open_steps[:, None])
+        return counts
+
+    def multipliers(self) -> list[float]:
+        """The noise multiplier of each grid level; the lowest level holds everything below it too."""
+        grid = [self.anchor * _RATIO ** (k - _BELOW) for k in range(_LEVELS)]
+        grid[0] = min(grid[0], self.lowest)
+        return grid
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as tensors and plain numbers."""
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        for name, value in vars(self).items():
+            new = state[name]
+            if isinstance(value, Tensor):
+                if value.shape != new.shape:
+                    raise ValueError(
+                        f"the norm history's {name!r} has shape {tuple(new.shape)}, not {tuple(value.shape)}"
+                    )
+                new = new.to(value.device, value.dtype).clone()
+            setattr(self, name, new)
+
+    def _level(self, rows: Tensor) -> Tensor:
+        effective = self.noise_multiplier / self.ratio[rows].double().clamp(min=1e-12)
+        position = torch.log(effective / self.anchor) / math.log(_RATIO)
+        return (position + 1e-5).floor().long().add(_BELOW).clamp(0, _LEVELS - 1)
+
+    def _settle(self, rows: Tensor) -> None:
+        """Book the steps since these examples' norms were last set."""
+        if len(rows) == 0 or self.steps == 0:
+            return
+        open_steps = (self.steps - self.since[rows]).to(self.counts.dtype)
+        level = self._level(rows)
+        self.counts[rows, level] += open_steps
+        self.since[rows] = self.steps
+
+
+def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tensor:
+    """ε_i at δ of these examples, [rows], by the RDP accountant's own orders and conversion."""
+    orders = np.asarray(RDPAccountant.DEFAULT_ALPHAS, dtype=float)
+    if history.steps == 0:
+        return torch.zeros(len(rows), dtype=torch.float64)
+    result = []
+    tables: dict[int, np.ndarray] = {}
+    multipliers = history.multipliers()
+    for part in rows.split(65_536):
+        counts = history.counts_of(part).cpu().double().numpy()
+        rdp = np.zeros((len(part), len(orders)))
+        for level in np.flatnonzero(counts.sum(axis=0)).tolist():
+            if level not in tables:
+                tables[level] = _rdp_per_step(history.sample_rate, multipliers[level], orders.tolist())
+            rdp += np.outer(counts[:, level], tables[level])
+        penalty = (math.log(delta) + np.log(orders)) / (orders - 1)
+        epsilon = rdp - penalty + np.log((orders - 1) / orders)
+        result.append(torch.from_numpy(np.nanmin(epsilon, axis=1).clip(min=0)))
+    return torch.cat(result) if result else torch.zeros(0, dtype=torch.float64)
+
+
+def _rdp_per_step(q: float, noise_multiplier: float, orders: Sequence[float]) -> np.ndarray:
+    return np.asarray(compute_rdp(q=q, noise_multiplier=noise_multiplier, steps=1, orders=list(orders)))

@@ -1,0 +1,290 @@
+"""Batches that know which examples they hold.
+
+The ids travel with the batch. The data set notes which items were fetched, the collate function, in the same
+process, takes that note and hands out the batch in a list, tuple or dict of the same content that remembers its
+ids, also on its way from a worker. When the training loop reads the batch, it becomes the current one. So skipped
+batches, workers, and ``BatchMemoryManager`` (which rebuilds the loader from its parts) cannot shift ids.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import WeightedRandomSampler as _Weighted
+
+__all__ = ["BatchTracker", "FILDataLoader", "refuse_sampler", "split_batch"]
+
+_TRACKERS: weakref.WeakValueDictionary[int, BatchTracker] = weakref.WeakValueDictionary()
+_TOKENS = itertools.count()
+_TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+
+
+class BatchTracker:
+    """Remembers the batch that the training loop read last: its ids and its content."""
+
+    def __init__(self) -> None:
+        self.token = next(_TOKENS)
+        self.ids: list[int] | None = None
+        self.batch: Any = None
+        _TRACKERS[self.token] = self
+
+    def take(self, ids: list[int], batch: Any) -> None:
+        """Make this the current batch."""
+        self.ids, self.batch = ids, batch
+
+
+class _Remembering:
+    """A batch with its ids; reading it makes it the current batch of the tracker with that token."""
+
+    _ids: list[int]
+    _token: int
+
+    def _touch(self) -> None:
+        tracker = _TRACKERS.get(self._token)
+        if tracker is not None:
+            tracker.take(self._ids, self)
+
+
+class RememberingList(_Remembering, list[Any]):
+    """A list batch that remembers its ids."""
+
+    def __getitem__(self, index: Any) -> Any:
+        self._touch()
+        return list.__getitem__(self, index)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._touch()
+        return list.__iter__(self)
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (list, list(list.__iter__(self)), self._ids, self._token)
+
+
+class RememberingTuple(_Remembering, tuple[Any, ...]):
+    """A tuple batch that remembers its ids."""
+
+    def __getitem__(self, index: Any) -> Any:
+        self._touch()
+        return tuple.__getitem__(self, index)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._touch()
+        return tuple.__iter__(self)
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (tuple, list(tuple.__iter__(self)), self._ids, self._token)
+
+
+class RememberingDict(_Remembering, dict[Any, Any]):
+    """A dict batch that remembers its ids."""
+
+    def __getitem__(self, key: Any) -> Any:
+        self._touch()
+        return dict.__getitem__(self, key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As in dict."""
+        self._touch()
+        return dict.get(self, key, default)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._touch()
+        return dict.__iter__(self)
+
+    def items(self) -> Any:
+        """As in dict."""
+        self._touch()
+        return dict.items(self)
+
+    def values(self) -> Any:
+        """As in dict."""
+        self._touch()
+        return dict.values(self)
+
+    def pop(self, *args: Any) -> Any:
+        """As in dict."""
+        self._touch()
+        return dict.pop(self, *args)
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (dict, dict(dict.items(self)), self._ids, self._token)
+
+
+_REMEMBERING: dict[type, type] = {list: RememberingList, tuple: RememberingTuple, dict: RememberingDict}
+
+
+def _rebuild(kind: type, content: Any, ids: list[int], token: int) -> Any:
+    batch = _REMEMBERING[kind](content)
+    batch._ids, batch._token = ids, token
+    return batch
+
+
+class NotingDataset(Dataset[Any]):
+    """The user's data set, which also notes which items were fetched last; all else is passed through."""
+
+    def __init__(self, dataset: Any, note: list[int]) -> None:
+        self.dataset = dataset
+        self._note = note
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        sample = self.dataset[index]
+        self._note.append(int(index))
+        return sample
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        if callable(getattr(self.dataset, "__getitems__", None)):
+            samples: list[Any] = self.dataset.__getitems__(indices)
+        else:
+            samples = [self.dataset[index] for index in indices]
+        self._note.extend(int(index) for index in indices)
+        return samples
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dataset", "_note"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+class RememberingCollate:
+    """Collates as before and hands out a batch that remembers its ids."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], note: list[int], token: int, workers: bool) -> None:
+        self.collate_fn = collate_fn
+        self._note = note
+        self._token = token
+        self._workers = workers
+
+    def __call__(self, samples: list[Any]) -> Any:
+        ids = self._note[len(self._note) - len(samples) :]
+        self._note.clear()
+        batch = self.collate_fn(samples)
+        if type(batch) in _REMEMBERING:
+            return _rebuild(type(batch), batch, ids, self._token)
+        if self._workers:
+            raise TypeError(
+                f"the collate function returns {type(batch).__name__}, which cannot carry example ids out of a worker "
+                "process; return a list, tuple or dict, or use num_workers=0"
+            )
+        tracker = _TRACKERS.get(self._token)
+        if tracker is not None:
+            tracker.take(ids, batch)
+        return batch
+
+
+class FILPoissonSampler(UniformWithReplacementSampler):
+    """Opacus's Poisson sampler, which announces the start of each pass over the data."""
+
+    def __init__(self, sampler: UniformWithReplacementSampler, on_start: Callable[[], None]) -> None:
+        super().__init__(
+            num_samples=sampler.num_samples,
+            sample_rate=sampler.sample_rate,
+            generator=sampler.generator,
+            steps=sampler.steps,
+        )
+        self._on_start = on_start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._on_start()
+        yield from super().__iter__()
+
+
+class FILBatchSampler(BatchSampler):
+    """An ordinary batch sampler, which announces the start of each pass over the data."""
+
+    def __init__(self, sampler: Any, on_start: Callable[[], None]) -> None:
+        if isinstance(sampler, BatchSampler):
+            super().__init__(sampler.sampler, sampler.batch_size, sampler.drop_last)
+        self._batches = sampler
+        self._on_start = on_start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._on_start()
+        yield from self._batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class FILDataLoader(DataLoader[Any]):
+    """A prepared loader, the same in every respect but that its batches remember their ids.
+
+    Args:
+        loader: The loader that Opacus prepared (Poisson), or the user's own.
+        tracker: Where the current batch is noted.
+        on_start: Called at the start of each pass, in the main process.
+    """
+
+    def __init__(self, loader: DataLoader[Any], tracker: BatchTracker, on_start: Callable[[], None]) -> None:
+        note: list[int] = []
+        self.plain_dataset: Any = loader.dataset
+        self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
+        sampler = loader.batch_sampler
+        self.sample_rate: float | None = None
+        if isinstance(sampler, UniformWithReplacementSampler):
+            self.sample_rate = float(sampler.sample_rate)
+            batch_sampler: Sampler[list[int]] = FILPoissonSampler(sampler, on_start)
+        else:
+            batch_sampler = FILBatchSampler(sampler, on_start)
+        super().__init__(
+            dataset=NotingDataset(loader.dataset, note),
+            batch_sampler=batch_sampler,
+            num_workers=loader.num_workers,
+            collate_fn=RememberingCollate(loader.collate_fn, note, tracker.token, loader.num_workers > 0),
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+
+def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None) -> tuple[Any, Any]:
+    """The (inputs, targets) of a batch: the user's split, a tuple's last item, or a dict's only target-like key."""
+    if batch_to_inputs is not None:
+        return batch_to_inputs(batch)
+    remedy = "pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
+    if isinstance(batch, Mapping):
+        keys = [key for key in _TARGET_KEYS if key in batch]
+        if len(keys) != 1:
+            raise ValueError(f"cannot tell the targets in a dict batch with keys {list(batch)}; {remedy}")
+        return {key: value for key, value in batch.items() if key != keys[0]}, batch[keys[0]]
+    if isinstance(batch, (list, tuple)) and len(batch) >= 2:
+        return tuple(batch[:-1]), batch[-1]
+    raise ValueError(f"cannot tell the targets in a batch of type {type(batch).__name__}; {remedy}")
+
+
+def refuse_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
+    """Raise for loaders whose sampling cannot be accounted for."""
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        raise ValueError(
+            "the loader must draw batches from a data set with numbered examples; an IterableDataset, or "
+            "batch_size=None, gives no example ids"
+        )
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    if isinstance(inner, _Weighted):
+        if poisson_sampling:
+            raise ValueError(
+                "the loader has a WeightedRandomSampler, but Poisson sampling draws every example with the same "
+                "probability and would drop its weights. Remove the sampler, or pass poisson_sampling=False and a "
+                "sampler without replacement (then amplification is 'none')."
+            )
+        if inner.replacement:
+            raise ValueError(
+                "WeightedRandomSampler(replacement=True) can put an example into a batch twice, and its gradient then "
+                "counts twice under one noise draw; build it with replacement=False"
+            )
+    if not poisson_sampling and isinstance(inner, RandomSampler) and inner.replacement:
+        raise ValueError(
+            "RandomSampler(replacement=True) can put an example into a batch twice; use replacement=False or Poisson "
+            "sampling"
+        )

@@ -1,0 +1,90 @@
+"""Opacus's optimizer with a clip function of choice, and two moments at which the engine is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+from torch import Tensor, optim
+
+from torchfil.clipping import ClipFunction
+
+__all__ = ["FILOptimizer"]
+
+
+class FILOptimizer(DPOptimizer):
+    """A :class:`DPOptimizer` that clips by g̃ = φ(‖g‖) g with a registered clip function.
+
+    The sensitivity of the noisy sum is ``clip.max_norm(max_grad_norm)``: ``max_grad_norm`` for calibrated clips.
+
+    Args:
+        optimizer: The wrapped torch optimizer.
+        clip: The clip function.
+        **settings: As in :class:`DPOptimizer`.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, *, clip: ClipFunction, **settings: Any) -> None:
+        super().__init__(optimizer, **settings)
+        self.clip = clip
+        self.measure: Callable[[FILOptimizer, Tensor], Callable[[], None]] | None = None
+        self.on_logical_step: Callable[[FILOptimizer], None] | None = None
+        self.on_zero_grad: Callable[[], None] | None = None
+
+    def per_sample_norms(self) -> Tensor:
+        """‖g‖ of each example of the present physical batch, [batch]."""
+        samples = self.grad_samples
+        device = samples[0].device
+        if len(samples[0]) == 0:
+            return torch.zeros(0, device=device, dtype=samples[0].dtype)
+        parts = [torch.linalg.vector_norm(sample.flatten(1), dim=1).to(device) for sample in samples]
+        return torch.linalg.vector_norm(torch.stack(parts, dim=1), dim=1)
+
+    def clip_and_accumulate(self) -> None:
+        """Clip every example's gradient and add it to ``p.summed_grad``.
+
+        The engine measures before anything is added, and records only after everything was.
+        """
+        for p in self.params:
+            _check_processed_flag(p.grad_sample)
+        norms = self.per_sample_norms()
+        record = self.measure(self, norms) if self.measure is not None else None
+        scale = self.clip.scale(norms, self.max_grad_norm)
+        for p in self.params:
+            grad_sample = self._get_flat_grad_sample(p).to(p.dtype)
+            summed = torch.einsum("i,i...", scale.to(grad_sample.device, p.dtype), grad_sample)
+            p.summed_grad = summed if p.summed_grad is None else p.summed_grad + summed
+            _mark_as_processed(p.grad_sample)
+        if record is not None:
+            record()
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
+        """As in Opacus; tells the engine when a logical batch has been released."""
+        proceed: bool | None = super().pre_step(closure)
+        if proceed and self.on_logical_step is not None:
+            self.on_logical_step(self)
+        return proceed
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """As in Opacus."""
+        super().zero_grad(set_to_none)
+        if self.on_zero_grad is not None:
+            self.on_zero_grad()
+
+    @property
+    def inside_logical_batch(self) -> bool:
+        """Whether physical batches were accumulated whose logical batch has not ended."""
+        return bool(self._is_last_step_skipped)
+
+    def discard_partial_batch(self) -> None:
+        """Forget what an unfinished logical batch has accumulated; nothing of it was released."""
+        for p in self.params:
+            p.summed_grad = None
+            p.grad_sample = None
+        self._step_skip_queue.clear()
+        self._is_last_step_skipped = False
+        self.original_optimizer.zero_grad()
+        if self.on_zero_grad is not None:
+            self.on_zero_grad()

@@ -1,0 +1,434 @@
+"""The accounting of one training run: from a physical batch's gradients to the ledger.
+
+A physical batch is measured before its gradients are added to the sum, staged after they were, and booked when the
+logical batch is released under one draw of noise. A refusal at any point leaves model, sums and ledger unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfil.engine.epsilon import NormHistory
+from torchfil.engine.loader import BatchTracker, FILDataLoader, split_batch
+from torchfil.engine.losses import IdentifiedLoss, check_loss, identify_loss
+from torchfil.engine.observer import ForwardPass, Observer
+from torchfil.engine.optimizer import FILOptimizer
+from torchfil.engine.settings import Settings
+from torchfil.examples import Examples, as_call
+from torchfil.fisher.amplification import (
+    Amplification,
+    NoAmplification,
+    PoissonAmplification,
+    Theorem4Amplification,
+)
+from torchfil.fisher.batch import Measurement, PrivateBatch
+from torchfil.fisher.estimators import Quantity
+from torchfil.fisher.gradients import (
+    ExampleGradients,
+    has_active_dropout,
+    output_of_one_example,
+    refuse_unsupported_modules,
+)
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.leakage import ExampleIds, Leakage
+from torchfil.ledger import Contribution, Ledger
+
+__all__ = ["Run"]
+
+logger = logging.getLogger(__name__)
+
+_NORM_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+
+
+class Run:
+    """One training run under account.
+
+    Args:
+        module: The user's module, before it is wrapped.
+        settings: How to account.
+        criterion: The loss, or None to identify it at the first step.
+        num_examples: n.
+        keys: The examples' own ids, or None.
+        generator: Source of the probes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        criterion: Callable[[Any, Any], Tensor] | None,
+        num_examples: int,
+        keys: Sequence[Hashable] | None,
+        generator: torch.Generator,
+    ) -> None:
+        refuse_unsupported_modules(module, allow_dropout=True)
+        self.module = module
+        self.template = _copy_without_weights(module)
+        self.settings = settings
+        self.loss = IdentifiedLoss(_name_of(criterion), criterion) if criterion is not None else None
+        self.ids = ExampleIds(num_examples, keys)
+        self.generator = generator
+        device = next(module.parameters()).device
+        _refuse_memory(NormHistory.bytes_needed(num_examples) + Ledger.bytes_needed(num_examples, 1, (), 1), settings)
+        self.history = NormHistory(num_examples, device)
+        self.ledger: Ledger | None = None
+        self.test_matrix: Tensor | None = None
+        self.tracker = BatchTracker()
+        self.observer: Observer | None = None
+        self.sample_rate: float | None = None
+        self.paused = False
+        self._staged: list[tuple[Contribution, Tensor]] = []
+        self._measure_this_step: bool | None = None
+
+    def connect(self, optimizer: FILOptimizer, loader: FILDataLoader) -> None:
+        """Start watching the model and the optimizer."""
+        self.observer = Observer(self.module, self.tracker)
+        self.sample_rate = loader.sample_rate
+        self.dataset = loader.plain_dataset
+        self.collate_fn = loader.plain_collate_fn
+        self.optimizer = optimizer
+        optimizer.measure = self._measure
+        optimizer.on_logical_step = self._book
+        optimizer.on_zero_grad = self.observer.forget_finished
+
+    @property
+    def leakage(self) -> Leakage:
+        """The ledger so far, for reading."""
+        if self.ledger is None:
+            raise RuntimeError(
+                "no private step has been taken yet, so there is nothing to report; train first (optimizer.step())"
+            )
+        exact = self.settings.exact and not self._random_forward()
+        return Leakage(self.ledger, self.ids, exact=exact, test_matrix=self.test_matrix)
+
+    def begin_pass(self, dataset_length: int) -> None:
+        """A new pass over the loader starts: refuse leftovers of the last one."""
+        if dataset_length != self.ids.num_examples:
+            raise ValueError(
+                f"the data set had {self.ids.num_examples} examples when make_private was called and has "
+                f"{dataset_length} now; the ids would shift. Make a new engine for the new data set."
+            )
+        if self.optimizer.inside_logical_batch:
+            raise RuntimeError(
+                "the last pass over the loader was left in the middle of a logical batch (a break under "
+                "BatchMemoryManager?): going on would add the next batch to it under one draw of noise. Call "
+                "optimizer.discard_partial_batch() to forget the unfinished batch (nothing of it was released)."
+            )
+        self._staged.clear()
+        self._measure_this_step = None
+        self.optimizer._step_skip_queue.clear()
+
+    def _measure(self, optimizer: FILOptimizer, norms: Tensor) -> Callable[[], None]:
+        """Measure a physical batch; the function that is returned stages it."""
+        assert self.observer is not None
+        if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
+            self._staged.clear()
+            self._measure_this_step = None
+        state = self.generator.get_state()
+        try:
+            return self._measured(optimizer, norms, self.observer.finished())
+        except Exception:
+            self.generator.set_state(state)
+            raise
+
+    def _measured(self, optimizer: FILOptimizer, norms: Tensor, forwards: list[ForwardPass]) -> Callable[[], None]:
+        rows = self._rows(forwards, len(norms))
+        measure_this_step = self._measure_this_step
+        if measure_this_step is None:
+            rate = self.settings.fil_rate
+            measure_this_step = rate == 1 or bool(torch.rand((), generator=self.generator) < rate)
+        scale = self.settings.clip.scale(norms, optimizer.max_grad_norm)
+        clipped = (norms * scale).detach()
+        loss, ledger, test_matrix = self.loss, self.ledger, self.test_matrix
+        contribution = Contribution(rows, clipped.square(), measured=not self.paused)
+        if len(rows):
+            if not self.paused:
+                loss = self._checked_loss(forwards)
+            measuring = measure_this_step and not self.paused
+            examples = [self._examples(forward) for forward in forwards] if measuring or ledger is None else []
+            if ledger is None:
+                ledger, test_matrix = self._new_ledger(examples[0].num_coordinates)
+            if measuring and loss is not None:
+                measurements = [self._measurement(part, loss, optimizer, ledger, test_matrix) for part in examples]
+                self._check_norms(measurements, norms)
+                contribution = self._contribution(contribution, measurements)
+
+        def stage() -> None:
+            self.loss, self.ledger, self.test_matrix = loss, ledger, test_matrix
+            self._measure_this_step = measure_this_step
+            if len(rows):
+                self._staged.append((contribution, clipped / optimizer.max_grad_norm))
+
+        return stage
+
+    def _book(self, optimizer: FILOptimizer) -> None:
+        """The logical batch has been released: enter what was staged."""
+        rows, ratios = [], []
+        for contribution, ratio in self._staged:
+            assert self.ledger is not None
+            self.ledger.add(contribution)
+            rows.append(contribution.rows)
+            ratios.append(ratio)
+        if self.ledger is not None:
+            self.ledger.steps += 1
+            self.ledger.missed_steps += int(self.paused)
+        device = self.history.ratio.device
+        self.history.step(
+            torch.cat(rows) if rows else torch.zeros(0, dtype=torch.long, device=device),
+            torch.cat(ratios) if ratios else torch.zeros(0, device=device),
+            float(optimizer.noise_multiplier),
+            self._accounted_rate(),
+        )
+        self._staged.clear()
+        self._measure_this_step = None
+        every = self.settings.norm_refresh
+        if every is not None and self.loss is not None and self.history.steps % every == 0:
+            self.refresh_norms(self.dataset, self.collate_fn)
+
+    def _rows(self, forwards: list[ForwardPass], num_gradients: int) -> Tensor:
+        if not forwards and num_gradients:
+            raise RuntimeError(
+                "optimizer.step() was called with gradients that did not come through the private model's output; call "
+                "the model that make_private returned, then loss.backward()"
+            )
+        ids: list[int] = []
+        for forward in forwards:
+            if forward.ids is None:
+                raise RuntimeError(
+                    "the model was trained on a batch that did not come from the loader that make_private returned, so "
+                    "its examples are unknown; iterate over that loader"
+                )
+            ids += forward.ids
+        device = self.history.ratio.device
+        if not ids:  # an empty batch, or Opacus's stand-in row for one (rand_on_empty), which is nobody
+            return torch.zeros(0, dtype=torch.long, device=device)
+        if len(ids) != num_gradients:
+            raise RuntimeError(
+                f"{len(ids)} examples were seen in {len(forwards)} forward passes, but there are {num_gradients} "
+                "per-example gradients. Call the model once per batch, with the whole batch; to use it on parts or "
+                "twice, put both calls into one module."
+            )
+        rows = torch.tensor(ids, dtype=torch.long, device=device)
+        earlier = [contribution.rows for contribution, _ in self._staged]
+        if len(torch.cat([rows, *earlier]).unique()) != len(rows) + sum(map(len, earlier)):
+            raise RuntimeError(
+                "an example occurs twice under one draw of noise: its gradient would count twice. Check the sampler "
+                "(no replacement within a batch), do not accumulate gradients over passes that share examples."
+            )
+        return rows
+
+    def _checked_loss(self, forwards: list[ForwardPass]) -> IdentifiedLoss:
+        loss = self.loss
+        for forward in forwards:
+            factor = len(forward.ids or ()) if self.settings.loss_reduction == "mean" else 1
+            observed = torch.utils._pytree.tree_map(lambda g, f=factor: g * f, forward.output_gradients)
+            targets = self._targets(forward)
+            if loss is None:
+                loss = identify_loss(forward.outputs, targets, observed)
+                logger.info("the training loop's loss was identified as %s", loss.name)
+            check_loss(loss, forward.outputs, targets, observed)
+        assert loss is not None
+        return loss
+
+    def _targets(self, forward: ForwardPass) -> Any:
+        targets, device = split_batch(forward.batch, self.settings.batch_to_inputs)[1], self.history.ratio.device
+        return torch.utils._pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, targets)
+
+    def _examples(self, forward: ForwardPass) -> Examples:
+        return self._lay_out(forward.args, forward.kwargs, self._targets(forward))
+
+    def _lay_out(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Examples:
+        def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
+            return output_of_one_example(self.module, name, public)
+
+        return Examples.from_call(args, kwargs, targets, self.settings.private, submodule_shape=submodule_shape)
+
+    def _gradients(self, examples: Examples, loss: IdentifiedLoss) -> ExampleGradients:
+        """The examples' gradients at the present weights."""
+        for live, copied in zip(self.module.modules(), self.template.modules(), strict=True):
+            copied.training = live.training
+        parameters = {k: v.detach() for k, v in self.module.named_parameters() if v.requires_grad}
+        constants = {k: v.detach() for k, v in self.module.named_parameters() if not v.requires_grad}
+        constants |= {k: v.detach() for k, v in self.module.named_buffers()}
+        seed = int(torch.randint(2**62, (), generator=self.generator)) if self._random_forward() else None
+        return ExampleGradients(self.template, loss, examples, parameters, constants, seed)
+
+    def _amplification(self, noise_multiplier: float) -> Amplification:
+        chosen = self.settings.amplification
+        if not isinstance(chosen, str):
+            return chosen
+        if chosen == "none" or self.sample_rate is None:
+            return NoAmplification()
+        if chosen == "poisson":
+            return PoissonAmplification(self.sample_rate)
+        return Theorem4Amplification(self.sample_rate, noise_multiplier, self.settings.theorem4_delta)
+
+    def _measurement(
+        self,
+        examples: Examples,
+        loss: IdentifiedLoss,
+        optimizer: FILOptimizer,
+        ledger: Ledger,
+        test_matrix: Tensor | None,
+    ) -> Measurement:
+        """The Fisher information of these examples under the present noise and clipping."""
+        if examples.num_coordinates != ledger.num_coordinates:
+            raise ValueError(
+                f"this batch has {examples.num_coordinates} private coordinates per example, earlier ones "
+                f"{ledger.num_coordinates}; pad inputs to one length so that the sums compare"
+            )
+        gradients = self._gradients(examples, loss)
+        mechanism = Mechanism.build(
+            float(optimizer.max_grad_norm),
+            float(optimizer.noise_multiplier),
+            self.settings.clip,
+            self._amplification(float(optimizer.noise_multiplier)),
+        )
+        return PrivateBatch(gradients, mechanism).measure(
+            self.settings.quantities,
+            self.settings.estimator,
+            self.settings.num_probes,
+            self.generator,
+            self.settings.max_memory,
+            test_matrix.to(gradients.dtype) if test_matrix is not None else None,
+        )
+
+    def _contribution(self, base: Contribution, measurements: list[Measurement]) -> Contribution:
+        """Weighted by 1/π, with the variance X²(1−π)/π² + v/π that random skipping leaves."""
+        rate = self.settings.fil_rate
+
+        def joined(quantity: Quantity) -> tuple[Tensor, Tensor]:
+            value = torch.cat([m.estimates[quantity].value for m in measurements]).double()
+            error = torch.cat([m.estimates[quantity].standard_error for m in measurements]).double()
+            return value / rate, value.square() * (1 - rate) / rate**2 + error.square() / rate
+
+        trace, variance = joined("trace")
+        result = replace(base, trace=trace, variance=variance)
+        if "diagonal" in self.settings.track:
+            diagonal, diagonal_variance = joined("diagonal")
+            result = replace(result, diagonal=diagonal, diagonal_variance=diagonal_variance)
+        if "fim" in self.settings.track:
+            result = replace(result, fim=joined("matrix")[0])
+        if "sketch" in self.settings.track:
+            products = [m.products for m in measurements if m.products is not None]
+            result = replace(result, sketch=torch.cat(products) / rate)
+        return result
+
+    def _check_norms(self, measurements: list[Measurement], norms: Tensor) -> None:
+        if self._random_forward():
+            return
+        measured = torch.cat([m.norm for m in measurements]).to(norms)
+        distance = float((measured - norms).abs().max())
+        if distance > _NORM_TOLERANCE.get(norms.dtype, 0.1) * float(norms.max()):
+            raise RuntimeError(
+                "the per-example gradients that the optimizer clips differ from those of the engine's loss (norms by "
+                f"up to {distance:.3g}, the largest being {float(norms.max()):.3g}): the loss reaches the parameters "
+                "by another road than the model's output, or the model mixes examples. This step was not taken."
+            )
+
+    def _new_ledger(self, num_coordinates: int) -> tuple[Ledger, Tensor | None]:
+        settings, device = self.settings, self.history.ratio.device
+        rank = min(settings.sketch_rank, num_coordinates)
+        needed = Ledger.bytes_needed(self.ids.num_examples, num_coordinates, settings.track, rank)
+        _refuse_memory(needed, settings)
+        logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, device)
+        ledger = Ledger(self.ids.num_examples, num_coordinates, track=settings.track, sketch_rank=rank, device=device)
+        ledger.steps = self.history.steps  # of empty batches
+        if "sketch" not in settings.track:
+            return ledger, None
+        gaussian = torch.randn(num_coordinates, rank, generator=self.generator, dtype=torch.float64)
+        return ledger, torch.linalg.qr(gaussian).Q.to(device)
+
+    def refresh_norms(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], batch_size: int = 256) -> None:
+        """Look up every example's clipped gradient norm at the present weights, for individual ε."""
+        if self.loss is None:
+            raise RuntimeError("the loss is not known before the first step; pass criterion= to refresh earlier")
+        device = self.history.ratio.device
+        for start in range(0, self.ids.num_examples, batch_size):
+            rows = range(start, min(start + batch_size, self.ids.num_examples))
+            batch = collate_fn([dataset[row] for row in rows])
+            inputs, targets = split_batch(batch, self.settings.batch_to_inputs)
+            inputs, targets = torch.utils._pytree.tree_map(
+                lambda t: t.to(device) if isinstance(t, Tensor) else t, (inputs, targets)
+            )
+            args, kwargs = as_call(inputs)
+            gradients = self._gradients(self._lay_out(args, kwargs, targets), self.loss)
+            chunks = gradients.chunks(self.settings.max_memory, 4)
+            norms = torch.cat([torch.linalg.vector_norm(part.gradients(), dim=1) for _, part in chunks])
+            ratio = norms * self.settings.clip.scale(norms, self.optimizer.max_grad_norm) / self.optimizer.max_grad_norm
+            self.history.replace(torch.tensor(rows, device=device), ratio)
+
+    def _random_forward(self) -> bool:
+        return any(has_active_dropout(module) for module in self.module.modules())
+
+    def _accounted_rate(self) -> float:
+        history = self.accountant_history()
+        return float(history[-1][1]) if history else 1.0
+
+    def accountant_history(self) -> list[tuple[float, float, int]]:
+        """(σ, q, steps) of the DP accountant; replaced by the engine."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ledger, norm history, test matrix and the probes' generator."""
+        if self._staged:
+            raise RuntimeError("the state can be saved only between logical batches; finish the batch first")
+        return {
+            "ledger": self.ledger.state_dict() if self.ledger is not None else None,
+            "history": self.history.state_dict(),
+            "test_matrix": self.test_matrix,
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`; checks everything before it changes anything."""
+        device = self.history.ratio.device
+        ledger = None
+        if state["ledger"] is not None:
+            ledger = Ledger.from_state_dict(state["ledger"], device)
+            if ledger.num_examples != self.ids.num_examples:
+                raise ValueError(
+                    f"the saved ledger has {ledger.num_examples} examples, the data set {self.ids.num_examples}"
+                )
+            if ledger.track != tuple(self.settings.track):
+                raise ValueError(
+                    f"the saved ledger tracks {ledger.track}, this run {self.settings.track}; pass the same track="
+                )
+        history = NormHistory(self.ids.num_examples, device)
+        history.load_state_dict(state["history"])
+        self.generator.set_state(state["generator"].cpu())
+        self.ledger, self.history = ledger, history
+        matrix = state["test_matrix"]
+        self.test_matrix = matrix.to(device) if matrix is not None else None
+        self._staged.clear()
+        self._measure_this_step = None
+
+
+def _copy_without_weights(module: nn.Module) -> nn.Module:
+    """A copy of the module's structure on the meta device, free of Opacus's hooks and of memory."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        empty = tensor.detach().to("meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(module, memo)
+
+
+def _refuse_memory(needed: int, settings: Settings) -> None:
+    if needed > settings.max_ledger_memory:
+        raise MemoryError(
+            f"the ledger would take {needed / 2**30:.2f} GiB, over the limit of "
+            f"{settings.max_ledger_memory / 2**30:.2f} GiB. Track less (track={settings.track}), or confirm with "
+            f"max_ledger_memory={needed}."
+        )
+
+
+def _name_of(criterion: Any) -> str:
+    return repr(criterion) if isinstance(criterion, nn.Module) else getattr(criterion, "__name__", repr(criterion))

@@ -1,0 +1,122 @@
+"""How a run is accounted for, checked before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchfil.clipping import ClipFunction
+from torchfil.examples import Private
+from torchfil.fisher.amplification import Amplification
+from torchfil.fisher.estimators import Quantity, get_estimator
+from torchfil.ledger import TRACKABLE, Track
+
+__all__ = ["BatchToInputs", "Settings", "choose_amplification", "refuse_modes"]
+
+BatchToInputs = Callable[[Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is accounted for; see :meth:`FILPrivacyEngine.make_private`."""
+
+    clip: ClipFunction
+    private: Private | None
+    amplification: str | Amplification
+    theorem4_delta: float
+    estimator: str
+    num_probes: int
+    fil_rate: float
+    track: tuple[Track, ...]
+    sketch_rank: int
+    loss_reduction: str
+    batch_to_inputs: BatchToInputs | None
+    norm_refresh: int | None
+    max_memory: int
+    max_ledger_memory: int
+
+    def __post_init__(self) -> None:
+        get_estimator(self.estimator)
+        if self.num_probes < 1:
+            raise ValueError(f"num_probes={self.num_probes} must be at least 1")
+        if not 0 < self.fil_rate <= 1:
+            raise ValueError(f"fil_rate={self.fil_rate} must lie in (0, 1]: it is the probability of measuring a step")
+        if self.sketch_rank < 1:
+            raise ValueError(f"sketch_rank={self.sketch_rank} must be at least 1")
+        if self.norm_refresh is not None and self.norm_refresh < 1:
+            raise ValueError(f"norm_refresh={self.norm_refresh} must be at least 1 step")
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction={self.loss_reduction!r} must be 'mean' or 'sum'")
+        if not self.clip.calibrated:
+            raise ValueError(
+                f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of {self.clip.norm_bound:g}, "
+                "so the accountant's ε would be too small. Use a calibrated clip: 'gelu' for the smooth one."
+            )
+        unknown = set(self.track) - set(TRACKABLE)
+        if unknown:
+            raise ValueError(f"track={sorted(unknown)} is not known; choose from {', '.join(TRACKABLE)}")
+        needs_rows = {"diagonal", "fim"} & set(self.track)
+        if needs_rows and self.estimator in ("coordinates", "input-probes"):
+            raise ValueError(
+                f"track={self.track} needs estimator='weight-probes' or 'exact'; {self.estimator!r} gives the trace "
+                "only"
+            )
+        if "fim" in self.track and self.estimator == "weight-probes" and self.num_probes < 2:
+            raise ValueError("track=('fim',) with weight probes needs num_probes of at least 2")
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is sampled."""
+        return self.estimator == "exact" and self.fil_rate == 1
+
+    @property
+    def quantities(self) -> tuple[Quantity, ...]:
+        """What has to be measured at each step."""
+        wanted: tuple[Quantity, ...] = ("trace",)
+        if "diagonal" in self.track:
+            wanted += ("diagonal",)
+        if "fim" in self.track:
+            wanted += ("matrix",)
+        return wanted
+
+
+def choose_amplification(amplification: str | Amplification | None, poisson_sampling: bool) -> str | Amplification:
+    """The user's choice, or the exact factors with Poisson sampling and none without."""
+    if amplification is None:
+        return "poisson" if poisson_sampling else "none"
+    if isinstance(amplification, str):
+        if amplification not in ("poisson", "none", "theorem4"):
+            raise ValueError(f"amplification={amplification!r} must be 'poisson', 'none', 'theorem4' or an object")
+        if amplification == "poisson" and not poisson_sampling:
+            raise ValueError(
+                "amplification='poisson' needs poisson_sampling=True: the exact factors hold for independent "
+                "inclusion only"
+            )
+    return amplification
+
+
+def refuse_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module) -> None:
+    """Raise for options of Opacus whose release the accounting would not describe."""
+    reasons = {
+        "adaptive": "it moves the threshold by counting factors below 1, which a smooth clip always has",
+        "per_layer": "its Jacobian has one clip factor per layer, which the accounting does not differentiate yet",
+    }
+    if clipping != "flat":
+        raise ValueError(
+            f"clipping={clipping!r} cannot be accounted for: {reasons.get(clipping, 'it is not known')}. Use 'flat'."
+        )
+    if grad_sample_mode not in ("hooks", "functorch", "ew"):
+        raise ValueError(
+            f"grad_sample_mode={grad_sample_mode!r} clips inside the module with Opacus's own hard formula, which is "
+            "not the one that is accounted for. Use 'hooks' or 'functorch'."
+        )
+    if not batch_first:
+        raise ValueError("batch_first=False is not supported: the first dimension must run over examples")
+    if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__ in (
+        "DifferentiallyPrivateDistributedDataParallel",
+        "FSDPModule",
+    ):
+        raise ValueError("distributed training is not supported by FILPrivacyEngine yet; train on one device")
