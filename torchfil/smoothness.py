@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchfil.errors import UnsupportedModuleError
-from torchfil.examples import Inputs
+from torchfil.examples import Inputs, as_call
 
-__all__ = ["ACTIVATIONS", "NonSmoothModuleError", "SmoothnessValidator", "register_smoothness_rule"]
+__all__ = ["ACTIVATIONS", "NonSmoothModuleError", "SmoothnessValidator", "non_smooth_operators", "register_smoothness_rule"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class SmoothnessValidator:
                 )
         if example_inputs is not None:
             smooth_model = SmoothnessValidator.fix(model)
-            for operator in sorted(_non_smooth_calls(smooth_model, example_inputs)):
+            for operator in sorted(non_smooth_operators(smooth_model, *as_call(example_inputs))):
                 errors.append(
                     NonSmoothModuleError(
                         f"{type(model).__name__}.forward calls {operator}, whose derivative jumps. Replace the call in "
@@ -183,14 +183,10 @@ class _RecordNonSmooth(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _non_smooth_calls(model: nn.Module, inputs: Inputs) -> set[str]:
+def non_smooth_operators(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
+    """The non-smooth operators that one forward pass calls, in its layers or by itself."""
     with torch.no_grad(), _RecordNonSmooth() as record:
-        if isinstance(inputs, Tensor):
-            model(inputs)
-        elif isinstance(inputs, dict):
-            model(**inputs)
-        else:
-            model(*inputs)
+        model(*args, **kwargs)
     return record.seen
 
 

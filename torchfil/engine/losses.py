@@ -64,13 +64,14 @@ def output_gradients(loss: LossFunction, outputs: Any, targets: Any) -> Any:
     return vmap(grad(one))(outputs, targets)
 
 
-def identify_loss(outputs: Any, targets: Any, observed: Any) -> IdentifiedLoss:
+def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "mean") -> IdentifiedLoss:
     """The standard torch loss whose gradient at the output is the observed one.
 
     Args:
         outputs: The model's outputs, [batch, …], detached.
         targets: The batch's targets.
         observed: δ_i of each example, unscaled by the batch size.
+        reduction: Which reduction to try first; on one number per example both are the same.
 
     Raises:
         LossMismatchError: None fits; the text says what was tried, what it looks like and what to pass.
@@ -81,7 +82,7 @@ def identify_loss(outputs: Any, targets: Any, observed: Any) -> IdentifiedLoss:
             f"{type(outputs).__name__} and {type(targets).__name__}. Pass criterion=a function(outputs, targets) of "
             "one example, and batch_to_inputs= if the targets are not the batch's last item."
         )
-    for candidate in _candidates(outputs, targets):
+    for candidate in sorted(_candidates(outputs, targets), key=lambda loss: reduction not in loss.name):
         difference = _difference(candidate, outputs, targets, observed)
         if difference is not None and difference < _tolerance(outputs):
             return candidate

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,7 @@ from torchfil.fisher.gradients import (
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.leakage import ExampleIds, Leakage
 from torchfil.ledger import Contribution, Ledger
+from torchfil.smoothness import non_smooth_operators
 
 __all__ = ["Run"]
 
@@ -149,13 +151,13 @@ class Run:
         loss, ledger, test_matrix = self.loss, self.ledger, self.test_matrix
         contribution = Contribution(rows, clipped.square(), measured=not self.paused)
         if len(rows):
+            examples = [self._examples(forward) for forward in forwards]
             if not self.paused:
                 loss = self._checked_loss(forwards)
-            measuring = measure_this_step and not self.paused
-            examples = [self._examples(forward) for forward in forwards] if measuring or ledger is None else []
             if ledger is None:
+                self._warn_if_not_smooth(forwards[0])
                 ledger, test_matrix = self._new_ledger(examples[0].num_coordinates)
-            if measuring and loss is not None:
+            if measure_this_step and not self.paused and loss is not None:
                 measurements = [self._measurement(part, loss, optimizer, ledger, test_matrix) for part in examples]
                 self._check_norms(measurements, norms)
                 contribution = self._contribution(contribution, measurements)
@@ -231,7 +233,7 @@ class Run:
             observed = torch.utils._pytree.tree_map(lambda g, f=factor: g * f, forward.output_gradients)
             targets = self._targets(forward)
             if loss is None:
-                loss = identify_loss(forward.outputs, targets, observed)
+                loss = identify_loss(forward.outputs, targets, observed, self.settings.loss_reduction)
                 logger.info("the training loop's loss was identified as %s", loss.name)
             check_loss(loss, forward.outputs, targets, observed)
         assert loss is not None
@@ -337,6 +339,7 @@ class Run:
         settings, device = self.settings, self.history.ratio.device
         rank = min(settings.sketch_rank, num_coordinates)
         needed = Ledger.bytes_needed(self.ids.num_examples, num_coordinates, settings.track, rank)
+        needed += NormHistory.bytes_needed(self.ids.num_examples)
         _refuse_memory(needed, settings)
         logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, device)
         ledger = Ledger(self.ids.num_examples, num_coordinates, track=settings.track, sketch_rank=rank, device=device)
@@ -364,6 +367,17 @@ class Run:
             norms = torch.cat([torch.linalg.vector_norm(part.gradients(), dim=1) for _, part in chunks])
             ratio = norms * self.settings.clip.scale(norms, self.optimizer.max_grad_norm) / self.optimizer.max_grad_norm
             self.history.replace(torch.tensor(rows, device=device), ratio)
+
+    def _warn_if_not_smooth(self, forward: ForwardPass) -> None:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            found = non_smooth_operators(self.module, forward.args, forward.kwargs)
+        if found:
+            warnings.warn(
+                f"the model calls {', '.join(sorted(found))}, whose derivative jumps: its Fisher information misses the "
+                "jumps, and error bounds made from it are not guarantees. torchfil.SmoothnessValidator.fix(model) "
+                "replaces such layers.",
+                stacklevel=2,
+            )
 
     def _random_forward(self) -> bool:
         return any(has_active_dropout(module) for module in self.module.modules())

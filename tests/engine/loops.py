@@ -1,0 +1,127 @@
+"""Training loops for the engine's tests, and the slow truth they are compared with."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchfil import FILPrivacyEngine
+from torchfil.fisher import reference
+
+SIGMA, C = 0.9, 0.8
+
+
+def data(n: int = 93, d: int = 5, classes: int = 3, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(classes, (n,), generator=generator))
+
+
+def network(d: int = 5, classes: int = 3, seed: int = 1) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(d, 6), nn.Tanh(), nn.Linear(6, classes)).double()
+
+
+def loader(dataset: Any, batch_size: int = 8, **options: Any) -> DataLoader[Any]:
+    options.setdefault("generator", torch.Generator().manual_seed(2))
+    return DataLoader(dataset, batch_size=batch_size, **options)
+
+
+@dataclass
+class Step:
+    weights: dict[str, Tensor]
+    x: list[Tensor] = field(default_factory=list)
+    y: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Trained:
+    engine: FILPrivacyEngine
+    model: Any
+    optimizer: Any
+    loader: Any
+    steps: list[Step]
+
+
+def train(
+    dataset: Any,
+    *,
+    steps: int = 20,
+    physical: int | None = None,
+    batch_size: int = 8,
+    workers: int = 0,
+    loss_fn: Any = nn.functional.cross_entropy,
+    module: nn.Module | None = None,
+    device: str = "cpu",
+    **options: Any,
+) -> Trained:
+    """Train for so many logical steps and record what every step saw."""
+    module = (module if module is not None else network()).to(device)
+    engine = FILPrivacyEngine()
+    options = {"noise_multiplier": SIGMA, "max_grad_norm": C, "seed": 3, **options}
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
+    torch.manual_seed(4)
+    plain = loader(dataset, batch_size, num_workers=workers)
+    model, optimizer, private = engine.make_private(module, optimizer, plain, **options)
+    recorded: list[Step] = []
+    run = Trained(engine, model, optimizer, private, recorded)
+
+    def one_pass(batches: Any) -> None:
+        pending: Step | None = None
+        for x, y in batches:
+            if pending is None:
+                pending = Step(copy.deepcopy({k: v.detach() for k, v in module.named_parameters()}))
+            pending.x.append(x.clone())
+            pending.y.append(y.clone())
+            optimizer.zero_grad()
+            loss_fn(model(x.to(device)), y.to(device)).backward()
+            optimizer.step()
+            if not optimizer.inside_logical_batch:
+                recorded.append(pending)
+                pending = None
+                if len(recorded) == steps:
+                    return
+
+    while len(recorded) < steps:
+        if physical is None:
+            one_pass(private)
+        else:
+            with BatchMemoryManager(
+                data_loader=private, max_physical_batch_size=physical, optimizer=optimizer
+            ) as batches:
+                one_pass(batches)
+    return run
+
+
+def truth(
+    run: Trained, dataset: TensorDataset, *, q: float | None, module: nn.Module, clip: str = "gelu", **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Σ_t I_t by jacrev at the recorded weights and batches, [n, d, d], and participations [n]."""
+    inputs = dataset.tensors[0]
+    d = inputs[0].numel()
+    fim = torch.zeros(len(dataset), d, d, dtype=torch.float64)
+    participations = torch.zeros(len(dataset), dtype=torch.long)
+    for step in run.steps:
+        x, y = torch.cat(step.x), torch.cat(step.y)
+        if len(x) == 0:
+            continue
+        rows = torch.tensor([int((inputs == row).flatten(1).all(dim=1).nonzero()) for row in x])
+        at = copy.deepcopy(module)
+        at.load_state_dict(step.weights)
+        arguments = (at, more.get("loss_fn", nn.CrossEntropyLoss()), x, y)
+        jacobian = reference.exact_jacobian(*arguments, max_grad_norm=C, clip=clip)
+        if q is None:
+            part = jacobian.mT @ jacobian / (SIGMA * C) ** 2
+        else:
+            clipped = reference.clipped_gradients(*arguments, max_grad_norm=C, clip=clip)
+            part = reference.poisson_fim(jacobian, clipped, SIGMA * C, q)
+        fim.index_add_(0, rows, part)
+        participations.index_add_(0, rows, torch.ones_like(rows))
+    return fim, participations

@@ -1,0 +1,420 @@
+"""Refusals and documented results, each of which changes nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import SIGMA, C, data, loader, network, train
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from torchfil import FILPrivacyEngine
+from torchfil.clipping import register_clip
+
+
+def make(dataset: Any = None, module: nn.Module | None = None, batch_size: int = 8, **options: Any) -> Any:
+    module = module if module is not None else network()
+    engine = FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
+    plain = dataset if isinstance(dataset, DataLoader) else loader(dataset or data(40), batch_size)
+    return engine, module, *engine.make_private(module, optimizer, plain, **options)
+
+
+def step(model: Any, optimizer: Any, batch: Any) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+def test_bare_three_argument_call_runs() -> None:
+    engine, _, model, optimizer, private = make()
+    for batch in private:
+        step(model, optimizer, batch)
+    assert optimizer.noise_multiplier == optimizer.max_grad_norm == 1.0
+    assert engine.get_fil().kind == "estimate"
+    assert (engine.get_fil().standard_error > 0).any()
+
+
+def test_unknown_keywords_raise() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'noise_multiplyer'"):
+        make(noise_multiplyer=1.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'probes'"):
+        engine = FILPrivacyEngine()
+        module = network()
+        engine.make_private_with_epsilon(
+            module,
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            loader(data(40)),
+            target_epsilon=3.0,
+            target_delta=1e-5,
+            epochs=1,
+            probes=3,
+        )
+
+
+class TestBreakUnderBatchMemoryManager:
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_leaving_inside_a_logical_batch_is_refused_until_discarded(self, workers: int) -> None:
+        dataset = data(93)
+        plain = loader(dataset, 12, num_workers=workers)
+        engine, module, model, optimizer, private = make(plain)
+        manager = {"data_loader": private, "max_physical_batch_size": 3, "optimizer": optimizer}
+        with BatchMemoryManager(**manager) as batches:
+            for batch in batches:
+                step(model, optimizer, batch)
+                if optimizer.inside_logical_batch:
+                    break
+        weights = {k: v.clone() for k, v in module.state_dict().items()}
+        with BatchMemoryManager(**manager) as batches, pytest.raises(
+            RuntimeError, match=r"left in the middle of a logical batch.*optimizer\.discard_partial_batch\(\)"
+        ):
+            for batch in batches:
+                step(model, optimizer, batch)
+        assert all(torch.equal(weights[k], v) for k, v in module.state_dict().items())
+        assert engine._current.history.steps == len(engine.accountant.history) == 0
+        optimizer.discard_partial_batch()
+        with BatchMemoryManager(**manager) as batches:
+            for batch in batches:
+                step(model, optimizer, batch)
+        assert engine._current.history.steps == engine.accountant.history[-1][2] == len(private)
+        assert (engine._current.ledger.sums["participations"] <= len(private)).all()
+
+    def test_leaving_at_the_end_of_a_logical_batch_is_fine_even_with_prefetched_batches(self) -> None:
+        dataset = data(93)
+        engine, _, model, optimizer, private = make(loader(dataset, 12, num_workers=2))
+        manager = {"data_loader": private, "max_physical_batch_size": 3, "optimizer": optimizer}
+        for _ in range(3):
+            with BatchMemoryManager(**manager) as batches:
+                seen = []
+                for batch in batches:
+                    step(model, optimizer, batch)
+                    seen += batch._ids
+                    if not optimizer.inside_logical_batch:
+                        break
+                assert len(seen) == len(set(seen))
+        assert engine._current.history.steps == 3
+
+
+def test_a_skipped_batch_does_not_shift_the_ids() -> None:
+    dataset = data(60)
+    engine, _, model, optimizer, private = make(dataset)
+    used: list[int] = []
+    for k, batch in enumerate(private):
+        x, y = batch
+        if k % 2:
+            continue
+        step(model, optimizer, (x, y))
+        used += [int((dataset.tensors[0] == row).all(dim=1).nonzero()) for row in x]
+    counts = torch.bincount(torch.tensor(used), minlength=60)
+    assert torch.equal(engine._current.ledger.sums["participations"], counts)
+
+
+def test_second_make_private_is_refused() -> None:
+    engine, module, model, _, private = make()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="this engine accounts for a run already"):
+        engine.make_private(network(), optimizer, private)
+    for again in (model, module):
+        with pytest.raises(ValueError, match="the model is private already"):
+            FILPrivacyEngine().make_private(again, optimizer, loader(data(40)))
+
+
+def test_a_refused_make_private_leaves_the_engine_usable() -> None:
+    engine, module = FILPrivacyEngine(), network()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="noise_multiplier=0.0 must be positive"):
+        engine.make_private(module, optimizer, loader(data(40)), noise_multiplier=0.0)
+    assert not hasattr(module, "autograd_grad_sample_hooks")
+    model, optimizer, private = engine.make_private(module, optimizer, loader(data(40)))
+    step(model, optimizer, next(iter(private)))
+
+
+class Growing(Dataset[Any]):
+    def __init__(self, n: int) -> None:
+        self.x, self.y = data(n).tensors
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Any:
+        return self.x[i], self.y[i]
+
+
+def test_a_data_set_whose_length_changed_is_refused() -> None:
+    dataset = Growing(40)
+    _, _, model, optimizer, private = make(dataset)
+    step(model, optimizer, next(iter(private)))
+    dataset.n = 30
+    with pytest.raises(ValueError, match=r"had 40 examples when make_private was called and has 30 now"):
+        next(iter(private))
+
+
+class TestIds:
+    def test_out_of_range(self) -> None:
+        run = train(data(40), steps=2)
+        for ids in ([40], [-1], [1.5], ["a"]):
+            with pytest.raises(KeyError, match=r"unknown example ids .*; ids are 0 to 39"):
+                run.engine.get_fil(ids)
+
+    def test_duplicates_are_answered_as_often_as_asked_in_the_order_asked(self) -> None:
+        run = train(data(40), steps=4)
+        everything = run.engine.get_fil().value
+        assert torch.equal(run.engine.get_fil([3, 1, 3]).value, everything[[3, 1, 3]])
+        assert torch.equal(run.engine.get_fil(torch.tensor([5])).value, everything[[5]])
+        assert list(run.engine.leakage([3, 1, 3]).index) == [3, 1, 3]
+        assert run.engine.get_fil([]).value.shape == (0,)
+
+    def test_own_keys(self) -> None:
+        keys = [f"patient-{i}" for i in range(40)]
+        by_column = train(data(40), steps=4, id_of=keys).engine
+        by_function = train(data(40), steps=4, id_of=lambda i: f"patient-{i}").engine
+        plain = train(data(40), steps=4).engine
+        assert torch.equal(by_column.get_fil(["patient-7"]).value, plain.get_fil([7]).value)
+        assert torch.equal(by_function.get_fil(["patient-7"]).value, plain.get_fil([7]).value)
+        assert list(by_column.leakage().index) == keys
+        with pytest.raises(KeyError, match=r"unknown example ids \[7\]; ids are the keys of id_of"):
+            by_column.get_fil([7])
+
+    def test_keys_must_be_one_each_and_distinct(self) -> None:
+        with pytest.raises(ValueError, match="id_of gives 39 keys for 40 examples"):
+            make(id_of=list(range(39)))
+        with pytest.raises(ValueError, match="id_of gives 'x' to more than one example"):
+            make(id_of=["x"] * 40)
+
+
+def test_reading_before_any_step() -> None:
+    engine = FILPrivacyEngine()
+    with pytest.raises(RuntimeError, match="call make_private first"):
+        engine.get_fil()
+    engine = make()[0]
+    readers: list[Callable[[], Any]] = [
+        engine.get_fil,
+        engine.get_mse_bound,
+        engine.get_attribute_fil,
+        engine.leakage,
+        engine.get_rdp_mse_bound,
+    ]
+    for read in readers:
+        with pytest.raises(RuntimeError, match="no private step has been taken yet"):
+            read()
+    assert torch.equal(engine.get_individual_epsilon(delta=1e-5).value, torch.zeros(40, dtype=torch.float64))
+
+
+def test_weighted_samplers_are_refused() -> None:
+    dataset = data(40)
+    weights = torch.rand(40)
+    replacing = DataLoader(dataset, batch_size=8, sampler=WeightedRandomSampler(weights.tolist(), 40))
+    with pytest.raises(ValueError, match="would drop its weights"):
+        make(replacing)
+    with pytest.raises(ValueError, match=r"can put an example into a batch twice.*replacement=False"):
+        make(replacing, poisson_sampling=False)
+    without = WeightedRandomSampler(weights.tolist(), 40, replacement=False)
+    engine, _, model, optimizer, private = make(
+        DataLoader(dataset, batch_size=8, sampler=without), poisson_sampling=False
+    )
+    for batch in private:
+        step(model, optimizer, batch)
+    assert engine._current.settings.amplification == "none"
+    assert engine._current.ledger.sums["participations"].tolist() == [1] * 40
+
+
+def test_data_without_numbered_examples_is_refused() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from data(8)
+
+    with pytest.raises(ValueError, match="gives no example ids"):
+        make(DataLoader(Stream(), batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise_multiplier": 0.0}, "noise_multiplier=0.0 must be positive"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be positive"),
+        ({"clipping": "adaptive"}, "counting factors below 1"),
+        ({"clipping": "per_layer"}, "one clip factor per layer"),
+        ({"grad_sample_mode": "ghost"}, "clips inside the module with Opacus's own hard formula"),
+        ({"clip": "gelu-paper"}, "lets gradients exceed max_grad_norm by a factor of 1.11522"),
+        ({"clip": "soft"}, "is not a registered clip function"),
+        ({"amplification": "magic"}, "must be 'poisson', 'none', 'theorem4' or an object"),
+        ({"amplification": "poisson", "poisson_sampling": False}, "needs poisson_sampling=True"),
+        ({"estimator": "magic"}, "is not known"),
+        ({"num_probes": 0}, "num_probes=0 must be at least 1"),
+        ({"fil_rate": 0.0}, r"fil_rate=0.0 must lie in \(0, 1\]"),
+        ({"fil_rate": 1.5}, r"fil_rate=1.5 must lie in \(0, 1\]"),
+        ({"track": ("spectrum",)}, r"track=\['spectrum'\] is not known"),
+        ({"track": ("diagonal",), "estimator": "coordinates"}, "gives the trace only"),
+        ({"track": ("fim",), "num_probes": 1}, "needs num_probes of at least 2"),
+        ({"loss_reduction": "none"}, "must be 'mean' or 'sum'"),
+        ({"batch_first": False}, "batch_first=False is not supported"),
+        ({"norm_refresh": 0}, "norm_refresh=0 must be at least 1"),
+    ],
+)
+def test_impossible_settings_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    module = network()
+    with pytest.raises(ValueError, match=message):
+        make(module=module, **options)
+    assert not hasattr(module, "autograd_grad_sample_hooks"), "nothing was touched"
+
+
+def test_too_large_a_ledger_is_refused_and_can_be_confirmed() -> None:
+    engine, module, model, optimizer, private = make(track=("fim",), max_ledger_memory=20_000)
+    batch = next(iter(private))
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    with pytest.raises(MemoryError, match=r"the ledger would take .* GiB.*confirm with max_ledger_memory=\d+"):
+        optimizer.step()
+    assert engine.accountant.history == []
+    with pytest.raises(MemoryError, match="Track less"):
+        make(max_ledger_memory=10)
+
+
+def test_batches_from_elsewhere_are_refused() -> None:
+    _, _, model, optimizer, _ = make()
+    x, y = data(8).tensors
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="did not come from the loader that make_private returned"):
+        optimizer.step()
+
+
+def test_a_changed_batch_is_refused() -> None:
+    _, _, model, optimizer, private = make()
+    x, y = next(iter(private))
+    F.cross_entropy(model(x[1:]), y[1:]).backward()
+    with pytest.raises((RuntimeError, ValueError), match="Call the model once per batch|disagree on the number"):
+        optimizer.step()
+
+
+def test_forward_passes_that_do_not_train_are_ignored() -> None:
+    engine, _, model, optimizer, private = make()
+    for batch in private:
+        x, y = batch
+        with torch.no_grad():
+            model(x)
+        model.eval()
+        model(x)
+        model.train()
+        step(model, optimizer, (x, y))
+    assert engine._current.history.steps == len(private)
+
+
+def test_the_usual_order_with_zero_grad_after_the_forward_pass() -> None:
+    dataset = data(40)
+    first = train(dataset, steps=5, estimator="exact").engine
+    engine, _, model, optimizer, private = make(
+        dataset, noise_multiplier=SIGMA, max_grad_norm=C, estimator="exact", seed=3
+    )
+    torch.manual_seed(4)
+    for x, y in private:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert engine._current.history.steps == 5
+    assert torch.equal(engine._current.ledger.sums["participations"], first._current.ledger.sums["participations"])
+
+
+def test_non_finite_inputs_are_named_and_stop_the_step() -> None:
+    x, y = data(8).tensors
+    x[3, 1] = float("nan")
+    dataset = TensorDataset(x, y)
+    _, module, model, optimizer, private = make(DataLoader(dataset, batch_size=8), poisson_sampling=False)
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    batch = next(iter(private))
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    with pytest.raises(ValueError, match=r"inputs has NaN or infinite values in 1 of 8 rows: 3"):
+        optimizer.step()
+    assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
+
+
+def test_a_non_smooth_model_warns_and_names_the_operators() -> None:
+    module = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    _, _, model, optimizer, private = make(module=module)
+    with pytest.warns(UserWarning, match=r"the model calls relu, whose derivative jumps.*SmoothnessValidator\.fix"):
+        step(model, optimizer, next(iter(private)))
+
+
+def test_batch_norm_is_refused_as_opacus_does() -> None:
+    module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    with pytest.raises(ValueError, match="batch normalisation mixes the examples"):
+        make(module=module)
+
+
+def test_custom_batches_need_the_main_process() -> None:
+    class Bag:
+        def __init__(self, samples: Any) -> None:
+            self.x = torch.stack([s[0] for s in samples])
+            self.y = torch.stack([s[1] for s in samples])
+
+    dataset = data(40)
+    options: dict[str, Any] = {"poisson_sampling": False, "batch_to_inputs": lambda bag: (bag.x, bag.y)}
+    engine, _, model, optimizer, private = make(DataLoader(dataset, batch_size=8, collate_fn=Bag), **options)
+    for bag in private:
+        step(model, optimizer, (bag.x, bag.y))
+    assert engine._current.ledger.sums["participations"].tolist() == [1] * 40
+    *_, private = make(DataLoader(dataset, batch_size=8, collate_fn=_bag, num_workers=1), **options)
+    with pytest.raises(TypeError, match="cannot carry example ids out of a worker"):
+        next(iter(private))
+
+
+def _bag(samples: Any) -> Any:
+    return frozenset(range(len(samples)))
+
+
+def test_the_loader_passes_the_data_set_through() -> None:
+    dataset = Growing(40)
+    *_, private = make(dataset)
+    assert len(private.dataset) == 40
+    assert private.dataset.n == 40
+    assert torch.equal(private.dataset[3][0], dataset.x[3])
+
+
+def test_a_clip_of_ones_own_and_schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opacus.schedulers import ExponentialGradClip, ExponentialNoise
+
+    from torchfil import clipping
+    from torchfil.fisher import exact_fim
+
+    monkeypatch.setattr(clipping, "_REGISTRY", dict(clipping._REGISTRY))
+    register_clip("quartic", lambda t: (1 + t**4) ** 0.25)
+    dataset, module, plain = data(40), network(), network()
+    engine = FILPrivacyEngine()
+    inner = torch.optim.Adam(module.parameters(), lr=0.05)
+    model, optimizer, private = engine.make_private(
+        module,
+        inner,
+        loader(dataset),
+        noise_multiplier=SIGMA,
+        max_grad_norm=C,
+        clip="quartic",
+        estimator="exact",
+        amplification="none",
+    )
+    rates = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    noise, threshold = ExponentialNoise(optimizer, gamma=0.9), ExponentialGradClip(optimizer, gamma=0.95)
+    want = torch.zeros(40, dtype=torch.float64)
+    for k, batch in enumerate(private):
+        plain.load_state_dict(module.state_dict())
+        if batch._ids:
+            fim = exact_fim(
+                plain,
+                nn.CrossEntropyLoss(),
+                *batch,
+                max_grad_norm=C * 0.95**k,
+                noise_multiplier=SIGMA * 0.9**k,
+                clip="quartic",
+            )
+            want[batch._ids] += torch.einsum("bii->b", fim)
+        step(model, optimizer, batch)
+        rates.step()
+        noise.step()
+        threshold.step()
+    assert torch.allclose(engine._current.leakage.get_trace().value, want, rtol=1e-6)
+    assert [round(h[0] / SIGMA, 6) for h in engine.accountant.history] == [round(0.9**k, 6) for k in range(5)]
+    assert engine.get_individual_epsilon(delta=1e-5).value.max() <= engine.get_epsilon(1e-5) + 1e-9

@@ -1,0 +1,196 @@
+"""ε: Opacus's own, and each example's."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import SIGMA, C, data, loader, network, train
+from opacus import PrivacyEngine
+from opacus.accountants import RDPAccountant
+from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from torchfil import FILPrivacyEngine, bounds
+from torchfil.engine.epsilon import NormHistory, individual_epsilon
+
+warnings.filterwarnings("ignore", message="Secure RNG")
+warnings.filterwarnings("ignore", message="Optimal order")
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv", "gdp"])
+def test_epsilon_equals_stock_opacus(accountant: str) -> None:
+    spent = []
+    for kind in (PrivacyEngine, FILPrivacyEngine):
+        module = network()
+        engine = kind(accountant=accountant)
+        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+        model, optimizer, private = engine.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=loader(data(93)),
+            noise_multiplier=SIGMA,
+            max_grad_norm=C,
+        )
+        for x, y in private:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        spent.append((engine.get_epsilon(1e-5), engine.accountant.history))
+    assert spent[0] == spent[1]
+
+
+def test_default_accountant_is_rdp_and_the_keyword_call_works() -> None:
+    assert FILPrivacyEngine().accountant.mechanism() == "rdp"
+
+
+def test_make_private_with_epsilon_spends_its_target() -> None:
+    module = network()
+    engine = FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, private = engine.make_private_with_epsilon(
+        module=module,
+        optimizer=optimizer,
+        data_loader=loader(data(96)),
+        target_epsilon=3.0,
+        target_delta=1e-3,
+        epochs=2,
+        max_grad_norm=C,
+        num_probes=2,
+    )
+    for _ in range(2):
+        for x, y in private:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
+    assert engine._current.settings.num_probes == 2
+
+
+def rounded_epsilon(ratios: list[float], q: float, sigma: float, delta: float, grid: float = 1.05) -> float:
+    orders = RDPAccountant.DEFAULT_ALPHAS
+    rdp = sum(
+        compute_rdp(
+            q=q,
+            noise_multiplier=sigma * grid ** math.floor(math.log(1 / ratio) / math.log(grid) + 1e-5),
+            steps=1,
+            orders=orders,
+        )
+        for ratio in ratios
+    )
+    return float(get_privacy_spent(orders=orders, rdp=rdp, delta=delta)[0])
+
+
+def test_history_by_hand() -> None:
+    """Unseen: C stands in; seen: the last norm; every step counts for everybody."""
+    history = NormHistory(3)
+    nobody = torch.zeros(0, dtype=torch.long)
+    history.step(torch.tensor([0]), torch.tensor([0.5]), 1.0, 0.1)
+    history.step(nobody, torch.zeros(0), 1.0, 0.1)
+    history.step(torch.tensor([0, 1]), torch.tensor([0.25, 0.9]), 1.0, 0.1)
+    history.step(nobody, torch.zeros(0), 1.0, 0.1)
+    got = individual_epsilon(history, torch.arange(3), 1e-5)
+    want = [[0.5, 0.5, 0.25, 0.25], [1.0, 1.0, 0.9, 0.9], [1.0] * 4]
+    for value, ratios in zip(got.tolist(), want, strict=True):
+        assert value == pytest.approx(rounded_epsilon(ratios, 0.1, 1.0, 1e-5), rel=1e-9)
+    assert got[0] < got[1] < got[2]
+
+
+def test_rounding_never_understates() -> None:
+    orders = RDPAccountant.DEFAULT_ALPHAS
+    for ratio in (0.03, 0.3, 0.62, 0.95, 0.999):
+        history = NormHistory(1)
+        for _ in range(5):
+            history.step(torch.tensor([0]), torch.tensor([ratio]), 1.2, 0.2)
+        exact = 5 * compute_rdp(q=0.2, noise_multiplier=1.2 / ratio, steps=1, orders=orders)
+        epsilon = get_privacy_spent(orders=orders, rdp=exact, delta=1e-6)[0]
+        got = individual_epsilon(history, torch.tensor([0]), 1e-6).item()
+        assert max(epsilon, 0) <= got * (1 + 1e-9)
+        assert got < 1.2 * max(epsilon, 0.05)
+
+
+def test_a_changing_noise_multiplier_is_accounted_step_by_step() -> None:
+    history = NormHistory(2)
+    orders = RDPAccountant.DEFAULT_ALPHAS
+    sigmas = [1.0, 0.9, 0.8, 1.1]
+    for sigma in sigmas:
+        history.step(torch.zeros(0, dtype=torch.long), torch.zeros(0), sigma, 0.1)
+    assert history.counts_of(torch.arange(2)).sum(dim=1).tolist() == [4, 4]
+    exact = sum(compute_rdp(q=0.1, noise_multiplier=s, steps=1, orders=orders) for s in sigmas)
+    epsilon = get_privacy_spent(orders=orders, rdp=exact, delta=1e-5)[0]
+    got = individual_epsilon(history, torch.arange(2), 1e-5)
+    assert (got >= epsilon * (1 - 1e-9)).all()
+    assert (got <= 1.15 * epsilon).all()
+
+
+def test_worst_example_never_exceeds_the_engines_epsilon() -> None:
+    engine = train(data(93), steps=30).engine
+    individual = engine.get_individual_epsilon(delta=1e-5)
+    assert individual.kind == "estimate"
+    assert individual.value.max() <= engine.get_epsilon(1e-5)
+    assert individual.value.min() < engine.get_epsilon(1e-5), "calm examples spend less"
+    table = engine.leakage(delta=1e-5)
+    assert table["individual_epsilon"].tolist() == individual.value.tolist()
+
+
+def test_an_example_that_always_hits_the_clip_spends_the_engines_epsilon() -> None:
+    """Huge inputs in a linear model: hard clipping leaves a norm of exactly C at every step."""
+    x, y = data(40).tensors
+    x = x.clone()
+    x[0] *= 1e4
+    x[1:] *= 0.01
+    run = train(
+        TensorDataset(x, y),
+        steps=15,
+        module=nn.Linear(5, 3).double(),
+        clip="hard",
+    )
+    engine = run.engine
+    assert engine._current.history.ratio[0].item() == pytest.approx(1.0, abs=1e-6)
+    value = engine.get_individual_epsilon([0], delta=1e-5).value.item()
+    assert value == pytest.approx(engine.get_epsilon(1e-5), rel=1e-9)
+
+
+def test_norm_refresh_looks_everybody_up() -> None:
+    dataset = data(40)
+    stale = train(dataset, steps=6).engine
+    fresh = train(dataset, steps=6, norm_refresh=1).engine
+    assert (fresh._current.history.ratio < 1).all(), "nobody keeps the stand-in"
+    assert (stale._current.history.ratio == 1).any()
+    fresh_epsilon = fresh.get_individual_epsilon(delta=1e-5).value
+    assert fresh_epsilon.mean() < stale.get_individual_epsilon(delta=1e-5).value.mean()
+    fresh.refresh_norms()
+    module = network()
+    module.load_state_dict(fresh._current.module.state_dict())
+    from torchfil.clipping import get_clip
+    from torchfil.fisher import ClippedJacobian, ExampleGradients
+
+    gradients = ExampleGradients.build(module, nn.CrossEntropyLoss(), *dataset.tensors)
+    want = ClippedJacobian(gradients, get_clip("gelu"), C).clipped_norm / C
+    assert torch.allclose(fresh._current.history.ratio.double(), want, rtol=1e-5)
+
+
+def test_rdp_bound_from_the_accountants_history() -> None:
+    engine = train(data(40), steps=7).engine
+
+    def rdp(order: float) -> float:
+        return float(compute_rdp(q=1 / 5, noise_multiplier=SIGMA, steps=7, orders=order))
+
+    paper = bounds.mse_from_rdp(rdp(2.0), [2.0] * 5)
+    assert engine.get_rdp_mse_bound(2.0, reading="paper") == pytest.approx(paper, rel=1e-9)
+    rigorous = engine.get_rdp_mse_bound(torch.full((5,), 2.0))
+    assert rigorous < paper
+    assert rigorous >= bounds.mse_from_rdp(1.5 * rdp(4.0) + rdp(3.0), [2.0] * 5) * (1 - 1e-9)
+    with pytest.raises(ValueError, match="reading='mine' must be"):
+        engine.get_rdp_mse_bound(reading="mine")  # type: ignore[arg-type]
+
+
+def test_impossible_delta_is_refused() -> None:
+    engine = train(data(40), steps=2).engine
+    with pytest.raises(ValueError, match="delta=0 must lie strictly between 0 and 1"):
+        engine.get_individual_epsilon(delta=0)

@@ -1,0 +1,201 @@
+"""The loop's loss: identified from the gradient at the output, checked at every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import data, loader, network, train
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from torchfil import FILPrivacyEngine
+from torchfil.engine import LossMismatchError
+
+
+def regression_data(n: int = 40, outputs: int = 2) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, 3 * torch.randn(n, outputs, generator=generator, dtype=torch.float64))
+
+
+def binary_data(n: int = 40, shape: tuple[int, ...] = (1,)) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(2, (n, *shape), generator=generator).double())
+
+
+def log_softmax_network() -> nn.Module:
+    return nn.Sequential(network(), nn.LogSoftmax(dim=1)).double()
+
+
+STANDARD = [
+    ("CrossEntropyLoss", F.cross_entropy, data(40), network()),
+    ("NLLLoss", F.nll_loss, data(40), log_softmax_network()),
+    ("BCEWithLogitsLoss", F.binary_cross_entropy_with_logits, binary_data(), network(classes=1)),
+    ("MSELoss", F.mse_loss, regression_data(), network(classes=2)),
+    ("HuberLoss", F.huber_loss, regression_data(), network(classes=2)),
+]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("name", "function", "dataset", "module"), STANDARD, ids=[case[0] for case in STANDARD])
+def test_the_three_argument_call_identifies_standard_losses(
+    name: str, function: Any, dataset: TensorDataset, module: nn.Module, reduction: str
+) -> None:
+    import copy
+
+    run = train(
+        dataset,
+        steps=4,
+        module=copy.deepcopy(module),
+        loss_fn=lambda o, t: function(o, t, reduction=reduction),
+        loss_reduction=reduction,
+    )
+    assert run.engine._current.loss is not None
+    assert run.engine._current.loss.name == f"{name}(reduction={reduction!r})"
+    assert run.engine.get_fil().value.max() > 0
+
+
+def test_targets_that_the_loop_reshapes() -> None:
+    """y of shape [B] against outputs [B, 1]: the usual unsqueeze(1).float()."""
+    dataset = TensorDataset(torch.randn(40, 5).double(), torch.randint(2, (40,)))
+    run = train(
+        dataset,
+        steps=3,
+        module=network(classes=1),
+        loss_fn=lambda o, t: F.binary_cross_entropy_with_logits(o, t.unsqueeze(1).double()),
+    )
+    assert run.engine._current.loss is not None
+    assert run.engine._current.loss.name.startswith("BCEWithLogitsLoss")
+
+
+def test_summed_squares_over_the_batch_size() -> None:
+    run = train(
+        regression_data(),
+        steps=2,
+        module=network(classes=2),
+        loss_fn=lambda o, t: F.mse_loss(o, t, reduction="sum") / len(o),
+    )
+    assert run.engine._current.loss is not None
+    assert run.engine._current.loss.name == "MSELoss(reduction='sum')"
+
+
+def unchanged_after(error: type[Exception], match: str, **options: Any) -> FILPrivacyEngine:
+    """A loop that raises at its first step, and has changed neither the weights nor the accounting."""
+    module = options.pop("module", network())
+    loss_fn = options.pop("loss_fn")
+    dataset = options.pop("dataset", data(40))
+    engine = FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
+    model, optimizer, private = engine.make_private(module, optimizer, loader(dataset), **options)
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    state = engine._current.generator.get_state()
+    x, y = next(iter(private))
+    assert len(x) > 1
+    loss_fn(model(x), y).backward()
+    with pytest.raises(error, match=match):
+        optimizer.step()
+    assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
+    assert len(engine.accountant) == 0
+    assert engine._current.ledger is None
+    assert engine._current.history.steps == 0
+    assert torch.equal(engine._current.generator.get_state(), state)
+    assert all(p.summed_grad is None for p in module.parameters())
+    return engine
+
+
+def test_undeclared_label_smoothing_raises_at_the_first_step_and_says_what_to_pass() -> None:
+    unchanged_after(
+        LossMismatchError,
+        r"none of the standard ones.*It looks like nn\.CrossEntropyLoss\(label_smoothing=0\.1\)\. Pass the loss you use to "
+        r"make_private: criterion=",
+        loss_fn=lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
+    )
+
+
+def test_declared_label_smoothing_works() -> None:
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+    run = train(data(40), steps=3, loss_fn=smooth, criterion=smooth)
+    assert run.engine.get_fil().value.max() > 0
+
+
+def test_a_scaled_loss_is_named_with_its_factor() -> None:
+    unchanged_after(
+        LossMismatchError,
+        r"It looks like 2\.5 times CrossEntropyLoss",
+        loss_fn=lambda o, t: 2.5 * F.cross_entropy(o, t),
+    )
+    unchanged_after(
+        LossMismatchError,
+        r"It is 2\.5 times that: the loop scales its loss",
+        loss_fn=lambda o, t: 2.5 * F.cross_entropy(o, t),
+        criterion=nn.CrossEntropyLoss(),
+    )
+
+
+def test_class_weights_raise_even_when_declared_because_their_mean_mixes_examples() -> None:
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]).double())
+    unchanged_after(LossMismatchError, "none of the standard ones", loss_fn=weighted)
+    unchanged_after(LossMismatchError, "one that mixes examples", loss_fn=weighted, criterion=weighted)
+    summed = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]).double(), reduction="sum")
+    run = train(data(40), steps=3, loss_fn=summed, criterion=summed, loss_reduction="sum")
+    assert run.engine.get_fil().value.max() > 0
+
+
+def test_a_wrong_loss_reduction_is_told() -> None:
+    unchanged_after(
+        LossMismatchError,
+        "loss_reduction is not what the loop does",
+        loss_fn=lambda o, t: F.cross_entropy(o, t, reduction="sum"),
+        criterion=nn.CrossEntropyLoss(reduction="sum"),
+    )
+
+
+def test_a_loss_that_changes_later_raises_then() -> None:
+    dataset, module = data(40), network()
+    engine = FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
+    model, optimizer, private = engine.make_private(module, optimizer, loader(dataset))
+    for step, (x, y) in enumerate(private):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y, label_smoothing=0.1 if step == 2 else 0.0).backward()
+        if step < 2:
+            optimizer.step()
+            continue
+        taken = engine._current.leakage.get_trace().value.clone()
+        with pytest.raises(LossMismatchError, match=r"label_smoothing=0\.1.*This step was not taken"):
+            optimizer.step()
+        assert torch.equal(engine._current.leakage.get_trace().value, taken)
+        break
+
+
+def test_a_criterion_that_does_not_fit_the_batch_is_told() -> None:
+    unchanged_after(
+        LossMismatchError,
+        r"the criterion \(MSELoss\(\)\) fails on one example|differs from that of the engine's loss",
+        loss_fn=F.cross_entropy,
+        criterion=nn.MSELoss(),
+    )
+
+
+def test_a_loss_that_goes_round_the_output_is_caught() -> None:
+    """A penalty on a hidden activation does not show at the output, but in the gradients' norms."""
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = network()[0], network()[2]
+
+        def forward(self, x: Any) -> Any:
+            self.hidden = torch.tanh(self.first(x))
+            return self.last(self.hidden)
+
+    module = Remembers()
+
+    def loss(o: Any, t: Any) -> Any:
+        return F.cross_entropy(o, t) + module.hidden.square().sum(dim=1).mean()
+
+    unchanged_after(RuntimeError, "by another road than the model's output", module=module, loss_fn=loss)

@@ -1,0 +1,274 @@
+"""Stopping and resuming, averaging, pausing, tables and groups, and the statistics of a probed run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import SIGMA, C, data, loader, network, train
+from torch import nn
+
+from torchfil import FILPrivacyEngine
+from torchfil.leakage import Leakage
+
+OPTIONS: dict[str, Any] = {
+    "noise_multiplier": SIGMA,
+    "max_grad_norm": C,
+    "track": ("diagonal", "sketch"),
+    "fil_rate": 0.7,
+    "seed": 5,
+}
+
+
+def start(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    module = network()
+    engine = FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
+    noise = torch.Generator().manual_seed(8)
+    return engine, *engine.make_private(module, optimizer, loader(data(60)), noise_generator=noise, **OPTIONS)
+
+
+def epochs(model: Any, optimizer: Any, private: Any, count: int) -> None:
+    for _ in range(count):
+        for x, y in private:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return bool(a == b)
+
+
+class TestResume:
+    def test_bit_for_bit(self, tmp_path: Path) -> None:
+        whole, model, optimizer, private = start()
+        epochs(model, optimizer, private, 4)
+
+        first, model, optimizer, private = start()
+        epochs(model, optimizer, private, 2)
+        first.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+
+        second, model, optimizer, private = start(seed=99)
+        second.load_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+        epochs(model, optimizer, private, 2)
+        assert same(second.state_dict(), whole.state_dict())
+        assert second.get_epsilon(1e-5) == whole.get_epsilon(1e-5)
+        assert [path.name for path in tmp_path.iterdir()] == ["run.pt"], "no temporary file is left"
+
+    def test_state_dict_round_trip_before_and_after_steps(self) -> None:
+        engine, model, optimizer, private = start()
+        before = engine.state_dict()
+        epochs(model, optimizer, private, 1)
+        after = engine.state_dict()
+        other, *_ = start(seed=3)
+        other.load_state_dict(after)
+        assert same(other.state_dict(), after)
+        other.load_state_dict(before)
+        with pytest.raises(RuntimeError, match="no private step"):
+            other.get_fil()
+
+    def test_a_failed_save_keeps_the_old_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine, model, optimizer, private = start()
+        epochs(model, optimizer, private, 1)
+        path = tmp_path / "run.pt"
+        engine.save_checkpoint(path=path, module=model)
+        old = path.read_bytes()
+
+        def full(*_args: Any, **_more: Any) -> None:
+            raise OSError("No space left on device")
+
+        monkeypatch.setattr(torch, "save", full)
+        with pytest.raises(OSError, match="No space left"):
+            engine.save_checkpoint(path=path, module=model)
+        assert path.read_bytes() == old
+        assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
+
+    def test_foreign_states_are_refused_and_change_nothing(self, tmp_path: Path) -> None:
+        engine, model, optimizer, private = start()
+        epochs(model, optimizer, private, 1)
+        before = engine.state_dict()
+        other = train(data(40), steps=2, **{**OPTIONS, "track": ("diagonal", "sketch")}).engine
+        with pytest.raises(ValueError, match="the saved ledger has 40 examples, the data set 60"):
+            engine.load_state_dict(other.state_dict())
+        plain = train(data(60), steps=2).engine
+        with pytest.raises(ValueError, match=r"the saved ledger tracks \(\), this run .*pass the same track"):
+            engine.load_state_dict(plain.state_dict())
+        with pytest.raises(ValueError, match="the state lacks"):
+            engine.load_state_dict({"run": {}})
+        torch.save({"module_state_dict": {}}, tmp_path / "other.pt")
+        with pytest.raises(ValueError, match="holds no Fisher accounting"):
+            engine.load_checkpoint(path=tmp_path / "other.pt", module=model)
+        assert same(engine.state_dict(), before)
+
+    def test_unsafe_files_are_refused(self, tmp_path: Path) -> None:
+        import pickle
+
+        engine, model, *_ = start()
+        torch.save({"fil_engine_state_dict": Leakage}, tmp_path / "evil.pt")
+        with pytest.raises(pickle.UnpicklingError):
+            engine.load_checkpoint(path=tmp_path / "evil.pt", module=model)
+
+
+class TestMerge:
+    def test_mean_and_run_to_run_error(self) -> None:
+        engines = [train(data(40), steps=6, estimator="exact", seed=s, module=network(seed=s)).engine for s in (1, 2, 3)]
+        traces = torch.stack([e._current.leakage.get_trace().value for e in engines])
+        merged = FILPrivacyEngine.merge(engines)
+        assert torch.allclose(merged.get_trace().value, traces.mean(dim=0))
+        assert torch.allclose(merged.get_trace().standard_error, traces.std(dim=0) / math.sqrt(3))
+        assert merged.get_trace().degrees_of_freedom == 2
+        assert merged.get_trace().kind == "estimate"
+        assert len(merged.leakage()) == 40
+
+    def test_one_run_is_itself(self) -> None:
+        engine = train(data(40), steps=3, estimator="exact").engine
+        merged = FILPrivacyEngine.merge([engine])
+        assert torch.equal(merged.get_fil().value, engine.get_fil().value)
+        assert merged.get_fil().kind == "exact"
+
+    def test_different_data_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="runs to average must share data set"):
+            FILPrivacyEngine.merge([train(data(40), steps=2).engine, train(data(41), steps=2).engine])
+        with pytest.raises(ValueError, match="at least one engine"):
+            FILPrivacyEngine.merge([])
+
+
+class TestPaused:
+    def test_totals_become_lower_bounds_loudly(self) -> None:
+        engine, model, optimizer, private = start()
+        epochs(model, optimizer, private, 1)
+        complete = engine._current.leakage.get_trace().value.clone()
+        with pytest.warns(UserWarning, match="Fisher accounting is paused"), engine.paused():
+            epochs(model, optimizer, private, 1)
+        missed = engine._current.ledger.sums["missed"]
+        assert missed.sum() > 0
+        with pytest.warns(UserWarning, match="took part in steps that were paused"):
+            fil = engine.get_fil()
+        assert fil.kind == "lower bound"
+        assert torch.equal(engine._current.ledger.sums["trace"], complete)
+        with pytest.warns(UserWarning):
+            assert engine.get_mse_bound().kind == "upper bound"
+        untouched = (missed == 0).nonzero().flatten().tolist()
+        assert engine.get_fil(untouched).kind == "estimate"
+        with pytest.warns(UserWarning):
+            kinds = engine.leakage()["fil_kind"]
+        assert [kind == "lower bound" for kind in kinds] == (missed > 0).tolist()
+        assert engine.accountant.history[-1][2] == engine._current.history.steps == 2 * len(private)
+
+    def test_pausing_from_the_first_step_and_in_a_pause(self) -> None:
+        engine, model, optimizer, private = start()
+        with pytest.warns(UserWarning), engine.paused():
+            with pytest.raises(RuntimeError, match="paused already"), engine.paused():
+                pass
+            epochs(model, optimizer, private, 1)
+        with pytest.warns(UserWarning):
+            assert engine.get_fil().value.max() == 0
+        epochs(model, optimizer, private, 1)
+        assert engine._current.ledger.sums["trace"].max() > 0
+        assert engine._current.ledger.missed_steps == len(private)
+
+
+class TestTables:
+    def test_columns(self) -> None:
+        engine = train(data(40), steps=8).engine
+        table = engine.leakage()
+        assert table.index.name == "id"
+        assert list(table.columns) == [
+            "fil",
+            "fil_error",
+            "fil_kind",
+            "mse_bound",
+            "mse_bound_low",
+            "participations",
+            "missed",
+            "squared_norm",
+        ]
+        seen = table[table.participations > 0]
+        assert (seen.mse_bound_low < seen.mse_bound).all()
+        assert torch.allclose(torch.tensor(seen.mse_bound.values), 1 / torch.tensor(seen.fil.values) ** 2)
+
+    def test_without_pandas_a_dict_of_lists(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import sys
+
+        engine = train(data(40), steps=3).engine
+        monkeypatch.setitem(sys.modules, "pandas", None)
+        table = engine.leakage([2, 5])
+        assert table["id"] == [2, 5]
+        assert len(table["fil"]) == 2
+
+    def test_groups(self) -> None:
+        engine = train(data(40), steps=8, estimator="exact").engine
+        group_of = {i: "even" if i % 2 == 0 else "odd" for i in range(40)}
+        table = engine.group_leakage(group_of, threshold=0.1, quantiles=(0.5,))
+        values = engine.get_fil(range(0, 40, 2)).value
+        row = table.loc["even"]
+        assert row["count"] == 20
+        assert row["mean"] == pytest.approx(values.mean().item())
+        assert row["max"] == pytest.approx(values.max().item())
+        assert row["q50"] == pytest.approx(values.quantile(0.5).item())
+        assert row["share_above"] == pytest.approx((values > 0.1).double().mean().item())
+        with pytest.raises(ValueError, match="group_of is empty"):
+            engine.group_leakage({})
+
+    def test_what_was_not_tracked_is_told(self) -> None:
+        engine = train(data(40), steps=2).engine
+        with pytest.raises(ValueError, match=r"make_private with track=\('diagonal',\)"):
+            engine.get_attribute_fil()
+        with pytest.raises(ValueError, match=r"track=\('fim',\)"):
+            engine.get_fil(kind="spectral")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_probes": 3},
+        {"num_probes": 3, "fil_rate": 0.5},
+        {"num_probes": 2, "estimator": "input-probes"},
+    ],
+    ids=["three probes", "half of the steps", "input probes"],
+)
+def test_probed_runs_are_unbiased_and_their_errors_calibrated(options: dict[str, Any]) -> None:
+    """Frozen weights (lr = 0), the same batches: many seeds of the probes against the exact sums."""
+    dataset = data(24)
+
+    def run(**more: Any) -> FILPrivacyEngine:
+        torch.manual_seed(0)
+        module = network()
+        engine = FILPrivacyEngine()
+        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.0)
+        model, optimizer, private = engine.make_private(
+            module, optimizer, loader(dataset, 12), noise_multiplier=SIGMA, max_grad_norm=C, **more
+        )
+        epochs(model, optimizer, private, 8)
+        return engine
+
+    truth = run(estimator="exact")._current.leakage.get_trace().value
+    results = [run(seed=s, **options)._current.leakage.get_trace() for s in range(60)]
+    values = torch.stack([r.value for r in results])
+    z = (values.mean(dim=0) - truth) / (values.std(dim=0) / math.sqrt(60))
+    assert (z.abs() < 4).all()
+    covered = torch.stack([(r.interval(0.95)[0] <= truth) & (truth <= r.interval(0.95)[1]) for r in results])
+    assert 0.90 <= covered.double().mean().item() <= 0.99
+    reported = torch.stack([r.standard_error.square() for r in results]).mean(dim=0).sqrt()
+    assert torch.allclose(reported.mean(), values.std(dim=0).mean(), rtol=0.15)
+
+
+def test_accounting_leaves_the_training_alone() -> None:
+    """Global random numbers and weights evolve as if nothing were accounted (exact, probed, skipped)."""
+    finals = []
+    for options in ({"estimator": "exact"}, {"num_probes": 1}, {"fil_rate": 0.3}):
+        run = train(data(40), steps=6, **options)
+        finals.append((torch.get_rng_state(), [p.clone() for p in run.engine._current.module.parameters()]))
+    for state, weights in finals[1:]:
+        assert torch.equal(state, finals[0][0])
+        assert all(torch.equal(a, b) for a, b in zip(weights, finals[0][1], strict=True))
