@@ -1,7 +1,11 @@
-"""The models on which every fast path is compared with brute force."""
+"""The models on which every fast path is compared with brute force.
+
+With TORCHFIL_TEST_DEVICE=cuda in the environment the same tests run on a GPU.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +18,7 @@ from torchfil.zoo import mnist_cnn
 
 CLIPS = ("gelu", "gelu-paper", "hard", "rsqrt")
 SIGMA = 1.7
+DEVICE = os.environ.get("TORCHFIL_TEST_DEVICE", "cpu")
 
 
 class GroupNormResidual(nn.Module):
@@ -119,12 +124,15 @@ def build(name: str, batch: int, dtype: torch.dtype = torch.float64, seed: int =
         case = CASES[name](batch)
 
     def convert(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(DEVICE, dtype if leaf.is_floating_point() else leaf.dtype)
 
     inputs = tuple(map(convert, case.inputs)) if isinstance(case.inputs, tuple) else convert(case.inputs)
-    return replace(case, model=case.model.to(dtype), inputs=inputs, targets=convert(case.targets))
+    return replace(case, model=case.model.to(DEVICE, dtype), inputs=inputs, targets=convert(case.targets))
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
     """‖value − truth‖ / ‖truth‖ over all entries."""
-    return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
+    value, truth = value.double().cpu(), truth.double().cpu()
+    return ((value - truth).norm() / truth.norm()).item()

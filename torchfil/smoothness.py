@@ -23,7 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchfil.errors import UnsupportedModuleError
 from torchfil.examples import Inputs, as_call
 
-__all__ = ["ACTIVATIONS", "NonSmoothModuleError", "SmoothnessValidator", "non_smooth_operators", "register_smoothness_rule"]
+__all__ = [
+    "ACTIVATIONS",
+    "NonSmoothModuleError",
+    "SmoothnessValidator",
+    "non_smooth_operators",
+    "register_smoothness_rule",
+]
 
 logger = logging.getLogger(__name__)
 

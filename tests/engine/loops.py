@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from cases import DEVICE
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,7 +27,7 @@ def data(n: int = 93, d: int = 5, classes: int = 3, seed: int = 0) -> TensorData
 def network(d: int = 5, classes: int = 3, seed: int = 1) -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(d, 6), nn.Tanh(), nn.Linear(6, classes)).double()
+        return nn.Sequential(nn.Linear(d, 6), nn.Tanh(), nn.Linear(6, classes)).double().to(DEVICE)
 
 
 def loader(dataset: Any, batch_size: int = 8, **options: Any) -> DataLoader[Any]:
@@ -59,7 +60,7 @@ def train(
     workers: int = 0,
     loss_fn: Any = nn.functional.cross_entropy,
     module: nn.Module | None = None,
-    device: str = "cpu",
+    device: str = DEVICE,
     **options: Any,
 ) -> Trained:
     """Train for so many logical steps and record what every step saw."""
@@ -115,13 +116,13 @@ def truth(
         rows = torch.tensor([int((inputs == row).flatten(1).all(dim=1).nonzero()) for row in x])
         at = copy.deepcopy(module)
         at.load_state_dict(step.weights)
-        arguments = (at, more.get("loss_fn", nn.CrossEntropyLoss()), x, y)
+        arguments = (at, more.get("loss_fn", nn.CrossEntropyLoss()), x.to(DEVICE), y.to(DEVICE))
         jacobian = reference.exact_jacobian(*arguments, max_grad_norm=C, clip=clip)
         if q is None:
             part = jacobian.mT @ jacobian / (SIGMA * C) ** 2
         else:
             clipped = reference.clipped_gradients(*arguments, max_grad_norm=C, clip=clip)
             part = reference.poisson_fim(jacobian, clipped, SIGMA * C, q)
-        fim.index_add_(0, rows, part)
+        fim.index_add_(0, rows, part.cpu())
         participations.index_add_(0, rows, torch.ones_like(rows))
     return fim, participations

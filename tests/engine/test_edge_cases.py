@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import DEVICE
 from loops import SIGMA, C, data, loader, network, train
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
@@ -27,7 +28,7 @@ def make(dataset: Any = None, module: nn.Module | None = None, batch_size: int =
 
 def step(model: Any, optimizer: Any, batch: Any) -> None:
     optimizer.zero_grad()
-    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    F.cross_entropy(model(batch[0].to(DEVICE)), batch[1].to(DEVICE)).backward()
     optimizer.step()
 
 
@@ -70,8 +71,11 @@ class TestBreakUnderBatchMemoryManager:
                 if optimizer.inside_logical_batch:
                     break
         weights = {k: v.clone() for k, v in module.state_dict().items()}
-        with BatchMemoryManager(**manager) as batches, pytest.raises(
-            RuntimeError, match=r"left in the middle of a logical batch.*optimizer\.discard_partial_batch\(\)"
+        with (
+            BatchMemoryManager(**manager) as batches,
+            pytest.raises(
+                RuntimeError, match=r"left in the middle of a logical batch.*optimizer\.discard_partial_batch\(\)"
+            ),
         ):
             for batch in batches:
                 step(model, optimizer, batch)
@@ -111,7 +115,7 @@ def test_a_skipped_batch_does_not_shift_the_ids() -> None:
         step(model, optimizer, (x, y))
         used += [int((dataset.tensors[0] == row).all(dim=1).nonzero()) for row in x]
     counts = torch.bincount(torch.tensor(used), minlength=60)
-    assert torch.equal(engine._current.ledger.sums["participations"], counts)
+    assert torch.equal(engine._current.ledger.sums["participations"].cpu(), counts)
 
 
 def test_second_make_private_is_refused() -> None:
@@ -265,9 +269,9 @@ def test_impossible_settings_are_refused_at_once(options: dict[str, Any], messag
 
 
 def test_too_large_a_ledger_is_refused_and_can_be_confirmed() -> None:
-    engine, module, model, optimizer, private = make(track=("fim",), max_ledger_memory=20_000)
+    engine, _, model, optimizer, private = make(track=("fim",), max_ledger_memory=20_000)
     batch = next(iter(private))
-    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    F.cross_entropy(model(batch[0].to(DEVICE)), batch[1].to(DEVICE)).backward()
     with pytest.raises(MemoryError, match=r"the ledger would take .* GiB.*confirm with max_ledger_memory=\d+"):
         optimizer.step()
     assert engine.accountant.history == []
@@ -277,7 +281,7 @@ def test_too_large_a_ledger_is_refused_and_can_be_confirmed() -> None:
 
 def test_batches_from_elsewhere_are_refused() -> None:
     _, _, model, optimizer, _ = make()
-    x, y = data(8).tensors
+    x, y = (t.to(DEVICE) for t in data(8).tensors)
     F.cross_entropy(model(x), y).backward()
     with pytest.raises(RuntimeError, match="did not come from the loader that make_private returned"):
         optimizer.step()
@@ -285,7 +289,7 @@ def test_batches_from_elsewhere_are_refused() -> None:
 
 def test_a_changed_batch_is_refused() -> None:
     _, _, model, optimizer, private = make()
-    x, y = next(iter(private))
+    x, y = (t.to(DEVICE) for t in next(iter(private)))
     F.cross_entropy(model(x[1:]), y[1:]).backward()
     with pytest.raises((RuntimeError, ValueError), match="Call the model once per batch|disagree on the number"):
         optimizer.step()
@@ -294,7 +298,7 @@ def test_a_changed_batch_is_refused() -> None:
 def test_forward_passes_that_do_not_train_are_ignored() -> None:
     engine, _, model, optimizer, private = make()
     for batch in private:
-        x, y = batch
+        x, y = (t.to(DEVICE) for t in batch)
         with torch.no_grad():
             model(x)
         model.eval()
@@ -312,6 +316,7 @@ def test_the_usual_order_with_zero_grad_after_the_forward_pass() -> None:
     )
     torch.manual_seed(4)
     for x, y in private:
+        x, y = x.to(DEVICE), y.to(DEVICE)
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
@@ -327,21 +332,21 @@ def test_non_finite_inputs_are_named_and_stop_the_step() -> None:
     _, module, model, optimizer, private = make(DataLoader(dataset, batch_size=8), poisson_sampling=False)
     before = {k: v.clone() for k, v in module.state_dict().items()}
     batch = next(iter(private))
-    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    F.cross_entropy(model(batch[0].to(DEVICE)), batch[1].to(DEVICE)).backward()
     with pytest.raises(ValueError, match=r"inputs has NaN or infinite values in 1 of 8 rows: 3"):
         optimizer.step()
     assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
 
 
 def test_a_non_smooth_model_warns_and_names_the_operators() -> None:
-    module = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    module = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double().to(DEVICE)
     _, _, model, optimizer, private = make(module=module)
     with pytest.warns(UserWarning, match=r"the model calls relu, whose derivative jumps.*SmoothnessValidator\.fix"):
         step(model, optimizer, next(iter(private)))
 
 
 def test_batch_norm_is_refused_as_opacus_does() -> None:
-    module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double().to(DEVICE)
     with pytest.raises(ValueError, match="batch normalisation mixes the examples"):
         make(module=module)
 
@@ -405,16 +410,16 @@ def test_a_clip_of_ones_own_and_schedulers(monkeypatch: pytest.MonkeyPatch) -> N
             fim = exact_fim(
                 plain,
                 nn.CrossEntropyLoss(),
-                *batch,
+                *(t.to(DEVICE) for t in batch),
                 max_grad_norm=C * 0.95**k,
                 noise_multiplier=SIGMA * 0.9**k,
                 clip="quartic",
             )
-            want[batch._ids] += torch.einsum("bii->b", fim)
+            want[batch._ids] += torch.einsum("bii->b", fim).cpu()
         step(model, optimizer, batch)
         rates.step()
         noise.step()
         threshold.step()
-    assert torch.allclose(engine._current.leakage.get_trace().value, want, rtol=1e-6)
+    assert torch.allclose(engine._current.leakage.get_trace().value.cpu(), want, rtol=1e-6)
     assert [round(h[0] / SIGMA, 6) for h in engine.accountant.history] == [round(0.9**k, 6) for k in range(5)]
     assert engine.get_individual_epsilon(delta=1e-5).value.max() <= engine.get_epsilon(1e-5) + 1e-9

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import DEVICE
 from loops import SIGMA, C, data, loader, network, train
 from opacus import PrivacyEngine
 from opacus.accountants import RDPAccountant
@@ -39,7 +40,7 @@ def test_epsilon_equals_stock_opacus(accountant: str) -> None:
         )
         for x, y in private:
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
             optimizer.step()
         spent.append((engine.get_epsilon(1e-5), engine.accountant.history))
     assert spent[0] == spent[1]
@@ -66,7 +67,7 @@ def test_make_private_with_epsilon_spends_its_target() -> None:
     for _ in range(2):
         for x, y in private:
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
             optimizer.step()
     assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
     assert engine._current.settings.num_probes == 2
@@ -170,7 +171,7 @@ def test_norm_refresh_looks_everybody_up() -> None:
     from torchfil.clipping import get_clip
     from torchfil.fisher import ClippedJacobian, ExampleGradients
 
-    gradients = ExampleGradients.build(module, nn.CrossEntropyLoss(), *dataset.tensors)
+    gradients = ExampleGradients.build(module, nn.CrossEntropyLoss(), *(t.to(DEVICE) for t in dataset.tensors))
     want = ClippedJacobian(gradients, get_clip("gelu"), C).clipped_norm / C
     assert torch.allclose(fresh._current.history.ratio.double(), want, rtol=1e-5)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import relative_error
+from cases import DEVICE, relative_error
 from loops import SIGMA, C, data, loader, network, train, truth
 from torch import nn
 
@@ -30,12 +30,12 @@ def check(run: Any, dataset: Any, q: float | None, clip: str = "gelu") -> None:
     assert relative_error(engine.get_attribute_fil().value, diagonal.sqrt()) < 1e-6
     norm = torch.linalg.eigvalsh(fim)[:, -1].clamp(min=0).sqrt()
     assert relative_error(engine.get_fil(kind="spectral").value, norm) < 1e-6
-    assert torch.equal(engine._current.ledger.sums["participations"], participations)
-    bound = engine.get_mse_bound().value
+    assert torch.equal(engine._current.ledger.sums["participations"].cpu(), participations)
+    bound = engine.get_mse_bound().value.cpu()
     assert relative_error(bound[seen], fim.shape[1] / diagonal.sum(dim=1)[seen]) < 1e-6
     assert torch.isinf(bound[~seen]).all()
     sketch = engine._current.ledger.sums["sketch"]
-    assert relative_error(sketch, fim @ engine._current.test_matrix) < 1e-6
+    assert relative_error(sketch, fim @ engine._current.test_matrix.cpu()) < 1e-6
 
 
 @pytest.mark.parametrize("amplification", ["none", "poisson"])
@@ -146,6 +146,7 @@ def test_what_is_released_is_what_is_accounted() -> None:
     )
     reference_model = network()
     for x, y in private:
+        x, y = x.to(DEVICE), y.to(DEVICE)
         reference_model.load_state_dict(module.state_dict())
         gradients = ExampleGradients.build(reference_model, nn.CrossEntropyLoss(), x, y)
         clipped = ClippedJacobian(gradients, get_clip("gelu"), C).clipped_gradient

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import DEVICE
 from loops import data, loader, network, train
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -95,7 +96,7 @@ def unchanged_after(error: type[Exception], match: str, **options: Any) -> FILPr
     state = engine._current.generator.get_state()
     x, y = next(iter(private))
     assert len(x) > 1
-    loss_fn(model(x), y).backward()
+    loss_fn(model(x.to(DEVICE)), y.to(DEVICE)).backward()
     with pytest.raises(error, match=match):
         optimizer.step()
     assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
@@ -110,8 +111,8 @@ def unchanged_after(error: type[Exception], match: str, **options: Any) -> FILPr
 def test_undeclared_label_smoothing_raises_at_the_first_step_and_says_what_to_pass() -> None:
     unchanged_after(
         LossMismatchError,
-        r"none of the standard ones.*It looks like nn\.CrossEntropyLoss\(label_smoothing=0\.1\)\. Pass the loss you use to "
-        r"make_private: criterion=",
+        r"none of the standard ones.*It looks like nn\.CrossEntropyLoss\(label_smoothing=0\.1\)\. Pass the loss you use "
+        r"to make_private: criterion=",
         loss_fn=lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
     )
 
@@ -137,10 +138,10 @@ def test_a_scaled_loss_is_named_with_its_factor() -> None:
 
 
 def test_class_weights_raise_even_when_declared_because_their_mean_mixes_examples() -> None:
-    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]).double())
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]).double().to(DEVICE))
     unchanged_after(LossMismatchError, "none of the standard ones", loss_fn=weighted)
     unchanged_after(LossMismatchError, "one that mixes examples", loss_fn=weighted, criterion=weighted)
-    summed = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]).double(), reduction="sum")
+    summed = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]).double().to(DEVICE), reduction="sum")
     run = train(data(40), steps=3, loss_fn=summed, criterion=summed, loss_reduction="sum")
     assert run.engine.get_fil().value.max() > 0
 
@@ -160,6 +161,7 @@ def test_a_loss_that_changes_later_raises_then() -> None:
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
     model, optimizer, private = engine.make_private(module, optimizer, loader(dataset))
     for step, (x, y) in enumerate(private):
+        x, y = x.to(DEVICE), y.to(DEVICE)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y, label_smoothing=0.1 if step == 2 else 0.0).backward()
         if step < 2:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import GroupNormResidual, TinyTransformer, relative_error
+from cases import DEVICE, GroupNormResidual, TinyTransformer, relative_error
 from loops import SIGMA, C, loader, network
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, TensorDataset
 
 from torchfil import FILPrivacyEngine, Private
@@ -24,6 +25,7 @@ def account(
 ) -> tuple[FILPrivacyEngine, Tensor]:
     """Train for a few steps; the traces that exact Jacobians at the weights of each step add up to."""
     engine = FILPrivacyEngine()
+    module.to(DEVICE)
     optimizer: Any = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.3)
     options = {"noise_multiplier": SIGMA, "max_grad_norm": C, "estimator": "exact", "amplification": "none", **options}
     plain = copy.deepcopy(module)
@@ -34,10 +36,11 @@ def account(
             break
         plain.load_state_dict(module.state_dict())
         optimizer.zero_grad()
-        call(model, batch).backward()
         ids = batch._ids
+        moved = pytree.tree_map(lambda leaf: leaf.to(DEVICE), dict(batch) if isinstance(batch, dict) else list(batch))
+        call(model, moved).backward()
         if ids:
-            inputs, targets = as_arguments(batch)
+            inputs, targets = as_arguments(moved)
             fim = reference.exact_fim(
                 plain,
                 options.get("criterion", nn.CrossEntropyLoss()),
@@ -47,7 +50,7 @@ def account(
                 noise_multiplier=SIGMA,
                 private=options.get("private"),
             )
-            traces[ids] += torch.einsum("bii->b", fim)
+            traces[ids] += torch.einsum("bii->b", fim).cpu()
         optimizer.step()
     return engine, traces
 
@@ -227,10 +230,11 @@ def test_gradients_accumulated_over_two_batches() -> None:
     )
     want = torch.zeros(16, dtype=torch.float64)
     for step, (x, y) in enumerate(private):
+        x, y = x.to(DEVICE), y.to(DEVICE)
         F.cross_entropy(model(x), y).backward()
         plain.load_state_dict(module.state_dict())
         fim = reference.exact_fim(plain, nn.CrossEntropyLoss(), x, y, max_grad_norm=C, noise_multiplier=SIGMA)
-        want[4 * step : 4 * step + 4] += torch.einsum("bii->b", fim)
+        want[4 * step : 4 * step + 4] += torch.einsum("bii->b", fim).cpu()
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -238,7 +242,7 @@ def test_gradients_accumulated_over_two_batches() -> None:
 
 
 class TestDropout:
-    """Masks are drawn afresh at each measurement: unbiased for the mean, over masks, of the Fisher information given masks."""
+    """Masks are drawn afresh at each measurement: unbiased for the mean over masks of the information given masks."""
 
     def module(self) -> nn.Sequential:
         base = network()
@@ -246,7 +250,7 @@ class TestDropout:
 
     def test_masks_are_the_same_in_every_pass_over_a_batch(self) -> None:
         module = self.module()
-        x, y = torch.randn(4, 5).double(), torch.randint(3, (4,))
+        x, y = torch.randn(4, 5).double().to(DEVICE), torch.randint(3, (4,)).to(DEVICE)
         gradients = ExampleGradients.build(module.eval(), nn.CrossEntropyLoss(), x, y)
         module.train()
         first, second = (
@@ -258,9 +262,9 @@ class TestDropout:
         assert torch.equal(first.gradients(), first.gradients())
         assert not torch.equal(first.gradients(), second.gradients())
         jacobian = first.jacobian_columns(slice(None))
-        v = torch.randn(4, 5).double()
+        v = torch.randn(4, 5).double().to(DEVICE)
         assert torch.allclose(first.jvp(v), torch.einsum("bpd,bd->bp", jacobian, v), atol=1e-12)
-        u = torch.randn(4, jacobian.shape[1]).double()
+        u = torch.randn(4, jacobian.shape[1]).double().to(DEVICE)
         assert torch.allclose(first.vjp(u), torch.einsum("bpd,bp->bd", jacobian, u), atol=1e-12)
 
     def test_unbiased_for_the_mean_over_masks(self) -> None:
@@ -283,7 +287,7 @@ class TestDropout:
                 seed=seed,
             )
             for a, b in private:
-                F.cross_entropy(model(a), b).backward()
+                F.cross_entropy(model(a.to(DEVICE)), b.to(DEVICE)).backward()
                 optimizer.step()
             assert engine.get_fil().kind == "estimate"
             values.append(engine._current.leakage.get_trace().value.item())
@@ -298,10 +302,15 @@ class TestDropout:
 
         total = 0.0
         for bits in range(2**6):
-            keep = torch.tensor([(bits >> k) & 1 for k in range(6)]).double()
+            keep = torch.tensor([(bits >> k) & 1 for k in range(6)]).double().to(DEVICE)
             probability = 0.6 ** keep.sum().item() * 0.4 ** (6 - keep.sum().item())
             fim = reference.exact_fim(
-                Masked(keep / 0.6), nn.CrossEntropyLoss(), x, y, max_grad_norm=C, noise_multiplier=SIGMA
+                Masked(keep / 0.6),
+                nn.CrossEntropyLoss(),
+                x.to(DEVICE),
+                y.to(DEVICE),
+                max_grad_norm=C,
+                noise_multiplier=SIGMA,
             )
             total += probability * fim[0].trace().item()
         sample = torch.tensor(values)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import DEVICE
 from loops import SIGMA, C, data, loader, network, train
-from torch import nn
 
 from torchfil import FILPrivacyEngine
 from torchfil.leakage import Leakage
@@ -29,7 +29,7 @@ def start(seed: int = 0) -> Any:
     module = network()
     engine = FILPrivacyEngine()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
-    noise = torch.Generator().manual_seed(8)
+    noise = torch.Generator(device=DEVICE).manual_seed(8)
     return engine, *engine.make_private(module, optimizer, loader(data(60)), noise_generator=noise, **OPTIONS)
 
 
@@ -37,7 +37,7 @@ def epochs(model: Any, optimizer: Any, private: Any, count: int) -> None:
     for _ in range(count):
         for x, y in private:
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
             optimizer.step()
 
 
@@ -121,7 +121,9 @@ class TestResume:
 
 class TestMerge:
     def test_mean_and_run_to_run_error(self) -> None:
-        engines = [train(data(40), steps=6, estimator="exact", seed=s, module=network(seed=s)).engine for s in (1, 2, 3)]
+        engines = [
+            train(data(40), steps=6, estimator="exact", seed=s, module=network(seed=s)).engine for s in (1, 2, 3)
+        ]
         traces = torch.stack([e._current.leakage.get_trace().value for e in engines])
         merged = FILPrivacyEngine.merge(engines)
         assert torch.allclose(merged.get_trace().value, traces.mean(dim=0))

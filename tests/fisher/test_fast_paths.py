@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from cases import CASES, CLIPS, SIGMA, Case, build, relative_error
+from cases import CASES, CLIPS, DEVICE, SIGMA, Case, build, relative_error
 from torch import Tensor, nn
 
 from torchfil import fisher
@@ -54,8 +54,8 @@ class TestAgainstBruteForce:
         known = truth(name, batch, clip)
         op = operator(known.case, clip)
         generator = torch.Generator().manual_seed(1)
-        v = torch.randn(batch, known.jacobian.shape[2], generator=generator, dtype=torch.float64)
-        u = torch.randn(batch, known.jacobian.shape[1], generator=generator, dtype=torch.float64)
+        v = torch.randn(batch, known.jacobian.shape[2], generator=generator, dtype=torch.float64).to(DEVICE)
+        u = torch.randn(batch, known.jacobian.shape[1], generator=generator, dtype=torch.float64).to(DEVICE)
         assert relative_error(op.clipped_gradient, known.clipped) < TOLERANCE
         assert relative_error(op.clipped_norm, known.clipped.norm(dim=1)) < TOLERANCE
         difference = (op.clipped_norm_gradient - known.norm_gradient).norm()  # a hard clip has a = 0
@@ -185,7 +185,12 @@ def test_shared_weights() -> None:
             return self.b(torch.tanh(self.a(x)))
 
     torch.manual_seed(0)
-    arguments = (Shared().double(), nn.MSELoss(), torch.randn(3, 4).double(), torch.randn(3, 4).double())
+    arguments = (
+        Shared().double().to(DEVICE),
+        nn.MSELoss(),
+        torch.randn(3, 4).double().to(DEVICE),
+        torch.randn(3, 4).double().to(DEVICE),
+    )
     settings = {"max_grad_norm": 1.0, "noise_multiplier": SIGMA}
     assert relative_error(fisher.exact_fim(*arguments, **settings), reference.exact_fim(*arguments, **settings)) < 1e-8
 
@@ -210,7 +215,7 @@ def test_power_iteration_is_a_lower_bound_that_converges() -> None:
     settings = {"max_grad_norm": case.C, "noise_multiplier": SIGMA, "generator": torch.Generator().manual_seed(0)}
     exact = fisher.fim_spectral_norm(*case.arguments, **settings, method="exact")
     assert exact.kind == "exact"
-    previous = torch.zeros(3, dtype=torch.float64)
+    previous = torch.zeros(3, dtype=torch.float64, device=DEVICE)
     for iterations in (2, 10, 150):
         settings["generator"] = torch.Generator().manual_seed(0)
         power = fisher.fim_spectral_norm(*case.arguments, **settings, method="power", iterations=iterations)

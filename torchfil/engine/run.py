@@ -373,8 +373,8 @@ class Run:
             found = non_smooth_operators(self.module, forward.args, forward.kwargs)
         if found:
             warnings.warn(
-                f"the model calls {', '.join(sorted(found))}, whose derivative jumps: its Fisher information misses the "
-                "jumps, and error bounds made from it are not guarantees. torchfil.SmoothnessValidator.fix(model) "
+                f"the model calls {', '.join(sorted(found))}, whose derivative jumps: its Fisher information misses "
+                "the jumps, and error bounds made from it are not guarantees. torchfil.SmoothnessValidator.fix(model) "
                 "replaces such layers.",
                 stacklevel=2,
             )
