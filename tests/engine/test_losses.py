@@ -111,8 +111,8 @@ def unchanged_after(error: type[Exception], match: str, **options: Any) -> FILPr
 def test_undeclared_label_smoothing_raises_at_the_first_step_and_says_what_to_pass() -> None:
     unchanged_after(
         LossMismatchError,
-        r"none of the standard ones.*It looks like nn\.CrossEntropyLoss\(label_smoothing=0\.1\)\. Pass the loss you use "
-        r"to make_private: criterion=",
+        r"none of the standard ones.*It looks like nn\.CrossEntropyLoss\(label_smoothing=0\.1\)\. Pass the loss you "
+        r"use to make_private: criterion=",
         loss_fn=lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
     )
 
