@@ -18,7 +18,7 @@ pytestmark = [
 def peak_bytes(max_memory: int, estimator: str) -> int:
     torch.manual_seed(0)
     model = zoo.mnist_cnn().cuda()
-    x, y = torch.rand(256, 1, 28, 28, device="cuda"), torch.randint(10, (256,), device="cuda")
+    x, y = torch.rand(1024, 1, 28, 28, device="cuda"), torch.randint(10, (1024,), device="cuda")
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -80,7 +80,8 @@ class Leakage:
         ids: The examples' names.
         exact: Whether every step was measured without sampling.
         test_matrix: Ω of the sketch, [d, r], where one was kept.
-        degrees_of_freedom: Of the standard errors; runs − 1 for averages over runs.
+        degrees_of_freedom: Of the standard errors: runs − 1 for averages over runs. None: each example's own, from
+            the spread of its steps' variances.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Leakage:
         *,
         exact: bool,
         test_matrix: Tensor | None = None,
-        degrees_of_freedom: float = math.inf,
+        degrees_of_freedom: float | None = None,
     ) -> None:
         self.ledger = ledger
         self.ids = ids
@@ -125,7 +126,7 @@ class Leakage:
             trace, d = self.get_trace(example_ids), self.num_coordinates
             value = (trace.value / d).sqrt()
             error = _divide(trace.standard_error, 2 * d * value)
-            return Estimate(value, error, trace.kind, self.degrees_of_freedom, positive=True)
+            return Estimate(value, error, trace.kind, trace.degrees_of_freedom, positive=True)
         if kind != "spectral":
             raise ValueError(f"kind={kind!r} must be 'trace' or 'spectral'")
         rows = self._rows(example_ids)
@@ -142,7 +143,7 @@ class Leakage:
             )
         value = top.clamp(min=0).sqrt()
         error = torch.zeros_like(value) if self.exact or how == "lower bound" else torch.full_like(value, math.nan)
-        return Estimate(value, error, how, self.degrees_of_freedom, positive=True)
+        return Estimate(value, error, how, positive=True)
 
     def get_mse_bound(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """The MSE per coordinate that no unbiased attacker can get below, d / tr(I), [ids]; infinite where none."""
@@ -150,7 +151,7 @@ class Leakage:
         value = mse_from_trace(trace.value, self.num_coordinates)
         error = _divide(value * trace.standard_error, trace.value)
         turned: dict[Kind, Kind] = {"lower bound": "upper bound", "upper bound": "lower bound"}
-        return Estimate(value, error, turned.get(trace.kind, trace.kind), self.degrees_of_freedom, positive=True)
+        return Estimate(value, error, turned.get(trace.kind, trace.kind), trace.degrees_of_freedom, positive=True)
 
     def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """sqrt(I_jj) per private coordinate, [ids, d]; its inverse is the error of an unbiased guess of it."""
@@ -167,7 +168,7 @@ class Leakage:
             diagonal = Estimate(value, unknown, self._kind(rows))
         value = diagonal.value.clamp(min=0).sqrt()
         error = _divide(diagonal.standard_error, 2 * value)
-        return Estimate(value, error, diagonal.kind, self.degrees_of_freedom, positive=True)
+        return Estimate(value, error, diagonal.kind, diagonal.degrees_of_freedom, positive=True)
 
     def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
         """One table by id: a pandas DataFrame where pandas is installed, else a dict of lists.
@@ -292,7 +293,12 @@ class Leakage:
         return self._kind_when_complete
 
     def _estimate(self, value: Tensor, variance: Tensor, rows: Tensor) -> Estimate:
-        return Estimate(value, variance.clamp(min=0).sqrt(), self._kind(rows), self.degrees_of_freedom, positive=True)
+        freedom: float | Tensor | None = self.degrees_of_freedom
+        if freedom is None:
+            spread = self.ledger.sums["variance_spread"][rows]
+            total = self.ledger.sums["variance"][rows].square()
+            freedom = torch.where(spread > 0, total / spread, torch.full_like(spread, math.inf))
+        return Estimate(value, variance.clamp(min=0).sqrt(), self._kind(rows), freedom, positive=True)
 
 
 def as_table(names: Sequence[Hashable], columns: Mapping[str, list[Any]], *, index_name: str = "id") -> Any:

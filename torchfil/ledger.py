@@ -30,6 +30,8 @@ class Contribution:
         trace: tr I_t, already weighted by 1/π where steps are skipped, [batch]; None where this step was
             skipped at random or not measured.
         variance: The variance of ``trace``, [batch].
+        variance_spread: variance² / its degrees of freedom, [batch]; summed, it gives those of the total
+            (Welch and Satterthwaite).
         diagonal: diag I_t, [batch, d]; with its variance.
         diagonal_variance: [batch, d].
         fim: I_t, [batch, d, d].
@@ -41,6 +43,7 @@ class Contribution:
     measured: bool = True
     trace: Tensor | None = None
     variance: Tensor | None = None
+    variance_spread: Tensor | None = None
     diagonal: Tensor | None = None
     diagonal_variance: Tensor | None = None
     fim: Tensor | None = None
@@ -97,7 +100,7 @@ class Ledger:
         if not contribution.measured:
             self.sums["missed"].index_add_(0, rows, torch.ones_like(rows))
             return
-        for name in ("trace", "variance", "diagonal", "diagonal_variance", "fim", "sketch"):
+        for name in ("trace", "variance", "variance_spread", "diagonal", "diagonal_variance", "fim", "sketch"):
             value = getattr(contribution, name)
             if value is not None and name in self.sums:
                 self.sums[name].index_add_(0, rows, value.double())
@@ -146,6 +149,7 @@ def _layout(
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "trace": ((n,), torch.float64),
         "variance": ((n,), torch.float64),
+        "variance_spread": ((n,), torch.float64),
         "squared_norm": ((n,), torch.float64),
         "participations": ((n,), torch.int64),
         "missed": ((n,), torch.int64),

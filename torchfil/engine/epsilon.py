@@ -9,7 +9,8 @@ the result is an **estimate**, not a guarantee.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -114,20 +115,19 @@ def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tens
     if history.steps == 0:
         return torch.zeros(len(rows), dtype=torch.float64)
     result = []
-    tables: dict[int, np.ndarray] = {}
     multipliers = history.multipliers()
     for part in rows.split(65_536):
         counts = history.counts_of(part).cpu().double().numpy()
         rdp = np.zeros((len(part), len(orders)))
         for level in np.flatnonzero(counts.sum(axis=0)).tolist():
-            if level not in tables:
-                tables[level] = _rdp_per_step(history.sample_rate, multipliers[level], orders.tolist())
-            rdp += np.outer(counts[:, level], tables[level])
+            rdp += np.outer(counts[:, level], _rdp_per_step(history.sample_rate, multipliers[level]))
         penalty = (math.log(delta) + np.log(orders)) / (orders - 1)
         epsilon = rdp - penalty + np.log((orders - 1) / orders)
         result.append(torch.from_numpy(np.nanmin(epsilon, axis=1).clip(min=0)))
     return torch.cat(result) if result else torch.zeros(0, dtype=torch.float64)
 
 
-def _rdp_per_step(q: float, noise_multiplier: float, orders: Sequence[float]) -> np.ndarray:
-    return np.asarray(compute_rdp(q=q, noise_multiplier=noise_multiplier, steps=1, orders=list(orders)))
+@lru_cache(maxsize=1024)
+def _rdp_per_step(q: float, noise_multiplier: float) -> np.ndarray:
+    orders = RDPAccountant.DEFAULT_ALPHAS
+    return np.asarray(compute_rdp(q=q, noise_multiplier=noise_multiplier, steps=1, orders=orders))

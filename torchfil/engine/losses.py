@@ -133,6 +133,8 @@ def _candidates(outputs: Tensor, targets: Tensor) -> Iterator[IdentifiedLoss]:
             if name in ("CrossEntropyLoss", "NLLLoss"):
                 if _are_class_numbers(targets, outputs) or (name == "CrossEntropyLoss" and same_shape):
                     yield IdentifiedLoss(label, loss)
+            elif name == "BCELoss" and not (_are_probabilities(outputs) and _are_probabilities(targets)):
+                continue
             elif same_shape:
                 yield IdentifiedLoss(label, loss)
             elif targets.numel() == outputs.numel():
@@ -143,6 +145,11 @@ def _are_class_numbers(targets: Tensor, outputs: Tensor) -> bool:
     if targets.is_floating_point() or outputs.ndim < 2 or targets.shape != outputs.shape[:1] + outputs.shape[2:]:
         return False
     return targets.numel() == 0 or (int(targets.max()) < outputs.shape[1] and int(targets.min()) >= -100)
+
+
+def _are_probabilities(values: Tensor) -> bool:
+    """On a GPU a value outside [0, 1] would not raise but end the process's CUDA context."""
+    return bool(((values >= 0) & (values <= 1)).all())
 
 
 def _reshaping(loss: nn.Module) -> LossFunction:

@@ -312,7 +312,8 @@ class Run:
             return value / rate, value.square() * (1 - rate) / rate**2 + error.square() / rate
 
         trace, variance = joined("trace")
-        result = replace(base, trace=trace, variance=variance)
+        freedom = measurements[0].estimates["trace"].degrees_of_freedom if rate == 1 else 1.0
+        result = replace(base, trace=trace, variance=variance, variance_spread=variance.square() / freedom)
         if "diagonal" in self.settings.track:
             diagonal, diagonal_variance = joined("diagonal")
             result = replace(result, diagonal=diagonal, diagonal_variance=diagonal_variance)

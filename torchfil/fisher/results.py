@@ -22,8 +22,8 @@ class Estimate:
         value: The number; its first dimension runs over examples.
         standard_error: Its sampling standard deviation, same shape; 0 where nothing was sampled.
         kind: "exact", "estimate" (unbiased), "lower bound" or "upper bound".
-        degrees_of_freedom: Of the standard error (probes − 1); infinite where it is not itself estimated
-            from a few probes.
+        degrees_of_freedom: Of the standard error (probes − 1), one number or one per example; infinite where it is
+            not itself estimated from a few probes.
         positive: Whether the quantity cannot be negative (a trace, a diagonal); its interval is then
             multiplicative.
 
@@ -37,7 +37,7 @@ class Estimate:
     value: Tensor
     standard_error: Tensor
     kind: Kind
-    degrees_of_freedom: float = float("inf")
+    degrees_of_freedom: float | Tensor = float("inf")
     positive: bool = False
 
     @classmethod
@@ -54,8 +54,16 @@ class Estimate:
         """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
-        width = float(stats.t.ppf(0.5 + confidence / 2, self.degrees_of_freedom)) * self.standard_error
+        width = self._quantile(0.5 + confidence / 2) * self.standard_error
         if not self.positive:
             return self.value - width, self.value + width
         factor = torch.exp(width / self.value.where(self.value > 0, torch.ones_like(self.value)))
         return self.value / factor, self.value * factor
+
+    def _quantile(self, level: float) -> float | Tensor:
+        """Student's quantile, one number or one per example in a shape that broadcasts to the value's."""
+        freedom = self.degrees_of_freedom
+        if not isinstance(freedom, Tensor):
+            return float(stats.t.ppf(level, freedom))
+        quantile = torch.from_numpy(stats.t.ppf(level, freedom.cpu().numpy())).to(self.value)
+        return quantile.reshape(-1, *(1,) * (self.value.ndim - 1))
