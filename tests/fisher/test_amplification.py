@@ -123,8 +123,8 @@ def test_simulated_scores_of_the_real_step_agree_and_lie_below_theorem_4(q: floa
     case = build("mlp", 1)
     sigma = 0.9
     settings = {"max_grad_norm": case.C, "noise_multiplier": sigma}
-    jacobian = reference.exact_jacobian(*case.arguments, max_grad_norm=case.C)[0]
-    clipped = reference.clipped_gradients(*case.arguments, max_grad_norm=case.C)[0]
+    jacobian = reference.exact_jacobian(*case.arguments, max_grad_norm=case.C)[0].cpu()
+    clipped = reference.clipped_gradients(*case.arguments, max_grad_norm=case.C)[0].cpu()
     mean, error = reference.sampled_fim(
         jacobian,
         clipped,
@@ -133,12 +133,14 @@ def test_simulated_scores_of_the_real_step_agree_and_lie_below_theorem_4(q: floa
         num_samples=400_000,
         generator=torch.Generator().manual_seed(0),
     )
-    exact = fisher.exact_fim(*case.arguments, **settings, amplification=PoissonAmplification(q))[0]
+    exact = fisher.exact_fim(*case.arguments, **settings, amplification=PoissonAmplification(q))[0].cpu()
     assert ((mean - exact).abs() < 4.5 * error).all()
     assert (mean.trace() - exact.trace()).abs() < 0.05 * exact.trace()
 
-    unamplified = fisher.exact_fim(*case.arguments, **settings, amplification=NoAmplification())[0]
+    unamplified = fisher.exact_fim(*case.arguments, **settings, amplification=NoAmplification())[0].cpu()
     assert ((mean - unamplified).abs() > 10 * error).any(), "the simulation can tell the factors apart"
-    theorem4 = fisher.exact_fim(*case.arguments, **settings, amplification=Theorem4Amplification(q, sigma, 1e-6))[0]
+    theorem4 = fisher.exact_fim(*case.arguments, **settings, amplification=Theorem4Amplification(q, sigma, 1e-6))[
+        0
+    ].cpu()
     assert torch.linalg.eigvalsh(theorem4 - exact).min() > 0
     assert (mean.trace() + 4 * error.diagonal().sum() < theorem4.trace()).item()

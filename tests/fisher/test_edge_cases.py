@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SIGMA, TinyTransformer, build, relative_error
+from cases import DEVICE, SIGMA, TinyTransformer, build, relative_error
 from torch import Tensor, nn
 
 from torchfil import fisher
@@ -167,7 +167,7 @@ def test_wrong_submodules_are_refused() -> None:
             return super().forward(tokens) + super().forward(tokens)
 
     with pytest.raises(ValueError, match="submodule 'embedding' is called 2 times in one forward pass"):
-        fisher.exact_fim(Twice().double(), *case.arguments[1:], **SETTINGS, private=case.private)
+        fisher.exact_fim(Twice().to(DEVICE, torch.float64), *case.arguments[1:], **SETTINGS, private=case.private)
 
 
 def test_loss_with_several_numbers_per_example_is_refused() -> None:

@@ -162,6 +162,8 @@ class ExampleGradients:
     def jacobian_columns(self, coordinates: slice) -> Tensor:
         """The columns ``coordinates`` of J, [batch, p, columns]."""
         basis = torch.eye(self.num_coordinates, dtype=self.examples.z.dtype, device=self.device)[coordinates]
+        if self.dropout_seed is not None:  # dropout inside two vmaps, one of them sharing masks, crashes on CUDA
+            return torch.stack([self.jvp(e.expand(len(self), -1)) for e in basis], dim=2)
 
         def one(z: Tensor, public: Any) -> Tensor:
             def column(e: Tensor) -> Tensor:
@@ -170,7 +172,7 @@ class ExampleGradients:
 
                 return _flatten(grad(directional)(self.parameters))
 
-            return vmap(column, out_dims=1, randomness="same")(basis)  # [p, columns]
+            return vmap(column, out_dims=1)(basis)  # [p, columns]
 
         return self._map(one, (), (self.num_parameters, len(basis)))
 
@@ -270,7 +272,7 @@ def _differentiable_twice() -> Iterator[None]:
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Inside, the global random numbers follow the seed; outside they go on as if nothing had happened."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 
