@@ -72,6 +72,8 @@ class Leakage:
 
     Guarantees:
         * Every number says whether it is exact, an estimate with a standard error, or a bound.
+        * Standard errors are those of the probes and skipped steps of this run. With secret batches the bound is a mean
+          over which batches draw the example, too; :meth:`get_sampling_error` tells how far one run can be off.
         * Where steps were paused, the Fisher information of an example that took part in them is a lower bound,
           and reading it warns.
 
@@ -80,6 +82,7 @@ class Leakage:
         ids: The examples' names.
         exact: Whether every step was measured without sampling.
         test_matrix: Ω of the sketch, [d, r], where one was kept.
+        sample_rate: q, where the attacker does not know the batches; then participation is part of what is random.
         degrees_of_freedom: Of the standard errors: runs − 1 for averages over runs. None: each example's own, from
             the spread of its steps' variances.
     """
@@ -91,12 +94,14 @@ class Leakage:
         *,
         exact: bool,
         test_matrix: Tensor | None = None,
+        sample_rate: float | None = None,
         degrees_of_freedom: float | None = None,
     ) -> None:
         self.ledger = ledger
         self.ids = ids
         self.exact = exact
         self.test_matrix = test_matrix
+        self.sample_rate = sample_rate
         self.degrees_of_freedom = degrees_of_freedom
 
     @property
@@ -170,12 +175,27 @@ class Leakage:
         error = _divide(diagonal.standard_error, 2 * value)
         return Estimate(value, error, diagonal.kind, diagonal.degrees_of_freedom, positive=True)
 
+    def get_sampling_error(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
+        """The standard deviation of η̄ due to chance in which batches drew the example, [ids].
+
+        The run's sum Σ_t B_t X_t, B_t ~ Bernoulli(q), has the variance Σ_t q(1−q) X_t², estimated by (1−q) Σ B_t X_t².
+        0 where batches count as known; infinite for an example that was never drawn, about which one run says
+        nothing. Averaging repeated runs lowers it (:meth:`FILPrivacyEngine.merge`).
+        """
+        rows = self._rows(example_ids)
+        fil = self.get_fil(example_ids).value
+        if self.sample_rate is None:
+            return torch.zeros_like(fil)
+        deviation = ((1 - self.sample_rate) * self.ledger.sums["square"][rows]).sqrt()
+        never = self.ledger.sums["participations"][rows] == 0
+        return torch.where(never, torch.full_like(fil, math.inf), _divide(deviation, 2 * self.num_coordinates * fil))
+
     def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
         """One table by id: a pandas DataFrame where pandas is installed, else a dict of lists.
 
-        Columns: ``fil`` (η̄), ``fil_error``, ``fil_kind``, ``mse_bound``, ``mse_bound_low`` (the lower end of its
-        95 % interval), ``participations``, ``missed`` (participations that were not measured), ``squared_norm``
-        (Σ‖g̃‖²).
+        Columns: ``fil`` (η̄), ``fil_error``, ``sampling_error``, ``fil_kind``, ``mse_bound``, ``mse_bound_low`` (the
+        lower end of its 95 % interval), ``participations``, ``missed`` (participations that were not measured),
+        ``squared_norm`` (Σ‖g̃‖²).
         """
         return as_table(*self.columns(example_ids))
 
@@ -190,6 +210,7 @@ class Leakage:
         return names, {
             "fil": fil.value.tolist(),
             "fil_error": fil.standard_error.tolist(),
+            "sampling_error": self.get_sampling_error(names).tolist(),
             "fil_kind": ["lower bound" if m else self._kind_when_complete for m in missed.tolist()],
             "mse_bound": bound.value.tolist(),
             "mse_bound_low": bound.interval(0.95)[0].tolist(),

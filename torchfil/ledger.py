@@ -32,6 +32,7 @@ class Contribution:
         variance: The variance of ``trace``, [batch].
         variance_spread: variance² / its degrees of freedom, [batch]; summed, it gives those of the total
             (Welch and Satterthwaite).
+        square: An estimate of (tr I_t)², [batch]; summed, it gives the variance due to random participation.
         diagonal: diag I_t, [batch, d]; with its variance.
         diagonal_variance: [batch, d].
         fim: I_t, [batch, d, d].
@@ -44,6 +45,7 @@ class Contribution:
     trace: Tensor | None = None
     variance: Tensor | None = None
     variance_spread: Tensor | None = None
+    square: Tensor | None = None
     diagonal: Tensor | None = None
     diagonal_variance: Tensor | None = None
     fim: Tensor | None = None
@@ -100,7 +102,16 @@ class Ledger:
         if not contribution.measured:
             self.sums["missed"].index_add_(0, rows, torch.ones_like(rows))
             return
-        for name in ("trace", "variance", "variance_spread", "diagonal", "diagonal_variance", "fim", "sketch"):
+        for name in (
+            "trace",
+            "variance",
+            "variance_spread",
+            "square",
+            "diagonal",
+            "diagonal_variance",
+            "fim",
+            "sketch",
+        ):
             value = getattr(contribution, name)
             if value is not None and name in self.sums:
                 self.sums[name].index_add_(0, rows, value.double())
@@ -150,6 +161,7 @@ def _layout(
         "trace": ((n,), torch.float64),
         "variance": ((n,), torch.float64),
         "variance_spread": ((n,), torch.float64),
+        "square": ((n,), torch.float64),
         "squared_norm": ((n,), torch.float64),
         "participations": ((n,), torch.int64),
         "missed": ((n,), torch.int64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,36 @@ def test_a_skipped_batch_does_not_shift_the_ids() -> None:
             continue
         step(model, optimizer, (x, y))
         used += [int((dataset.tensors[0] == row).all(dim=1).nonzero()) for row in x]
+    counts = torch.bincount(torch.tensor(used), minlength=60)
+    assert torch.equal(engine._current.ledger.sums["participations"].cpu(), counts)
+
+
+def test_batches_touched_by_another_thread_do_not_become_current() -> None:
+    """Workers' batches are pinned ahead of time in a thread of its own."""
+    dataset = data(60)
+    engine, _, model, optimizer, private = make(dataset)
+    batches = iter(private)
+    now, later = next(batches), next(batches)
+    x, y = now
+    thread = threading.Thread(target=lambda: list(later))
+    thread.start()
+    thread.join()
+    step(model, optimizer, (x, y))
+    seen = engine._current.ledger.sums["participations"].nonzero().flatten().tolist()
+    assert seen == sorted(now._ids)
+    assert seen != sorted(later._ids)
+
+
+def test_workers_that_are_spawned() -> None:
+    dataset = data(60)
+    engine, _, model, optimizer, private = make(
+        loader(dataset, 8, num_workers=1, multiprocessing_context="spawn", pin_memory=torch.cuda.is_available())
+    )
+    used: list[int] = []
+    for batch in private:
+        x, y = batch
+        used += [int((dataset.tensors[0] == row.cpu()).all(dim=1).nonzero()) for row in x]
+        step(model, optimizer, (x, y))
     counts = torch.bincount(torch.tensor(used), minlength=60)
     assert torch.equal(engine._current.ledger.sums["participations"].cpu(), counts)
 

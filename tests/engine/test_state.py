@@ -188,6 +188,7 @@ class TestTables:
         assert list(table.columns) == [
             "fil",
             "fil_error",
+            "sampling_error",
             "fil_kind",
             "mse_bound",
             "mse_bound_low",
@@ -263,6 +264,33 @@ def test_probed_runs_are_unbiased_and_their_errors_calibrated(options: dict[str,
     assert 0.90 <= covered.double().mean().item() <= 0.99
     reported = torch.stack([r.standard_error.square() for r in results]).mean(dim=0).sqrt()
     assert torch.allclose(reported.mean(), values.std(dim=0).mean(), rtol=0.15)
+
+
+def test_sampling_error_is_the_spread_over_batches() -> None:
+    """Frozen weights, many draws of the batches: the spread of η̄² about its mean is what one run reports."""
+    dataset = data(24)
+
+    def run(seed: int) -> FILPrivacyEngine:
+        module = network()
+        engine = FILPrivacyEngine()
+        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.0)
+        plain = loader(dataset, 6, generator=torch.Generator().manual_seed(seed))
+        model, optimizer, private = engine.make_private(
+            module, optimizer, plain, noise_multiplier=SIGMA, max_grad_norm=C, estimator="exact"
+        )
+        epochs(model, optimizer, private, 4)
+        return engine
+
+    engines = [run(seed) for seed in range(60)]
+    traces = torch.stack([e._current.leakage.get_trace().value for e in engines])
+    reported = torch.stack([(1 - 1 / 4) * e._current.ledger.sums["square"] for e in engines]).mean(dim=0).sqrt()
+    assert torch.allclose(reported.mean(), traces.std(dim=0).mean(), rtol=0.1)
+    leakage = engines[0]._current.leakage
+    error = leakage.get_sampling_error()
+    never = leakage.ledger.sums["participations"] == 0
+    assert torch.equal(torch.isinf(error), never)
+    public = train(dataset, steps=4, poisson_sampling=False).engine._current.leakage
+    assert torch.equal(public.get_sampling_error(), torch.zeros(24, dtype=torch.float64, device=public.ledger.device))
 
 
 def test_accounting_leaves_the_training_alone() -> None:

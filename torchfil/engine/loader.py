@@ -9,6 +9,7 @@ batches, workers, and ``BatchMemoryManager`` (which rebuilds the loader from its
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,11 +32,17 @@ class BatchTracker:
         self.token = next(_TOKENS)
         self.ids: list[int] | None = None
         self.batch: Any = None
+        self._thread: int | None = None
         _TRACKERS[self.token] = self
+
+    def begin_pass(self) -> None:
+        """The present thread reads the loader from now on; others, which pin memory, are not listened to."""
+        self._thread = threading.get_ident()
 
     def take(self, ids: list[int], batch: Any) -> None:
         """Make this the current batch."""
-        self.ids, self.batch = ids, batch
+        if self._thread is None or self._thread == threading.get_ident():
+            self.ids, self.batch = ids, batch
 
 
 class _Remembering:
@@ -199,9 +206,8 @@ class FILPoissonSampler(UniformWithReplacementSampler):
 class FILBatchSampler(BatchSampler):
     """An ordinary batch sampler, which announces the start of each pass over the data."""
 
-    def __init__(self, sampler: Any, on_start: Callable[[], None]) -> None:
-        if isinstance(sampler, BatchSampler):
-            super().__init__(sampler.sampler, sampler.batch_size, sampler.drop_last)
+    def __init__(self, sampler: BatchSampler, on_start: Callable[[], None]) -> None:
+        super().__init__(sampler.sampler, sampler.batch_size, sampler.drop_last)
         self._batches = sampler
         self._on_start = on_start
 
@@ -231,8 +237,13 @@ class FILDataLoader(DataLoader[Any]):
         if isinstance(sampler, UniformWithReplacementSampler):
             self.sample_rate = float(sampler.sample_rate)
             batch_sampler: Sampler[list[int]] = FILPoissonSampler(sampler, on_start)
-        else:
+        elif isinstance(sampler, BatchSampler):
             batch_sampler = FILBatchSampler(sampler, on_start)
+        else:
+            raise ValueError(
+                f"batch_sampler of type {type(sampler).__name__} is not supported; derive it from "
+                "torch.utils.data.BatchSampler, or use Poisson sampling"
+            )
         super().__init__(
             dataset=NotingDataset(loader.dataset, note),
             batch_sampler=batch_sampler,

@@ -108,10 +108,12 @@ class Run:
                 "no private step has been taken yet, so there is nothing to report; train first (optimizer.step())"
             )
         exact = self.settings.exact and not self._random_forward()
-        return Leakage(self.ledger, self.ids, exact=exact, test_matrix=self.test_matrix)
+        rate = self.sample_rate if self.settings.amplification == "poisson" else None
+        return Leakage(self.ledger, self.ids, exact=exact, test_matrix=self.test_matrix, sample_rate=rate)
 
     def begin_pass(self, dataset_length: int) -> None:
         """A new pass over the loader starts: refuse leftovers of the last one."""
+        self.tracker.begin_pass()
         if dataset_length != self.ids.num_examples:
             raise ValueError(
                 f"the data set had {self.ids.num_examples} examples when make_private was called and has "
@@ -313,7 +315,10 @@ class Run:
 
         trace, variance = joined("trace")
         freedom = measurements[0].estimates["trace"].degrees_of_freedom if rate == 1 else 1.0
-        result = replace(base, trace=trace, variance=variance, variance_spread=variance.square() / freedom)
+        probe_variance = torch.cat([m.estimates["trace"].standard_error for m in measurements]).double().square()
+        square = ((trace * rate).square() - probe_variance).clamp(min=0) / rate
+        spread = variance.square() / freedom
+        result = replace(base, trace=trace, variance=variance, variance_spread=spread, square=square)
         if "diagonal" in self.settings.track:
             diagonal, diagonal_variance = joined("diagonal")
             result = replace(result, diagonal=diagonal, diagonal_variance=diagonal_variance)
