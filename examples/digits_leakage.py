@@ -79,7 +79,7 @@ def main() -> None:
     for left, right in zip(drawn(images[most, 0]), drawn(images[least, 0]), strict=True):
         print(f"{left:<24}  {right}")
     print(
-        "\nfil_error: of the probes. sampling_error: of chance in which batches drew the digit; averaging runs lowers it."
+        "\nfil_error: of the probes. sampling_error: of chance in which batches drew the digit (averaging runs helps)."
     )
     print(f"{never} digits were never drawn in this run, which says nothing about them.")
     groups = engine.group_leakage(dict(enumerate(labels.tolist())), quantiles=(0.5,))
