@@ -356,6 +356,21 @@ def test_the_usual_order_with_zero_grad_after_the_forward_pass() -> None:
     assert torch.equal(engine._current.ledger.sums["participations"], first._current.ledger.sums["participations"])
 
 
+def test_loops_that_clear_gradients_through_the_model_or_throw_them_away() -> None:
+    engine, _, model, optimizer, private = make(data(60))
+    seen = torch.zeros(60, dtype=torch.long)
+    for k, batch in enumerate(private):
+        x, y = (t.to(DEVICE) for t in batch)
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if k == 2:
+            continue  # the gradients of this batch are never used
+        optimizer.step()
+        seen[batch._ids] += 1
+    assert torch.equal(engine._current.ledger.sums["participations"].cpu(), seen)
+    assert engine._current.history.steps == len(private) - 1
+
+
 def test_non_finite_inputs_are_named_and_stop_the_step() -> None:
     x, y = data(8).tensors
     x[3, 1] = float("nan")

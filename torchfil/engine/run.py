@@ -83,11 +83,14 @@ class Run:
         self.ledger: Ledger | None = None
         self.test_matrix: Tensor | None = None
         self.tracker = BatchTracker()
-        self.observer: Observer | None = None
         self.sample_rate: float | None = None
         self.paused = False
+        self.drew_masks = False  # whether dropout was active in a measured step
         self._staged: list[tuple[Contribution, Tensor]] = []
         self._measure_this_step: bool | None = None
+
+    observer: Observer
+    optimizer: FILOptimizer
 
     def connect(self, optimizer: FILOptimizer, loader: FILDataLoader) -> None:
         """Start watching the model and the optimizer."""
@@ -107,8 +110,8 @@ class Run:
             raise RuntimeError(
                 "no private step has been taken yet, so there is nothing to report; train first (optimizer.step())"
             )
-        exact = self.settings.exact and not self._random_forward()
-        rate = self.sample_rate if self.settings.amplification == "poisson" else None
+        exact = self.settings.exact and not self.drew_masks
+        rate = self.sample_rate if self.settings.amplification != "none" else None
         return Leakage(self.ledger, self.ids, exact=exact, test_matrix=self.test_matrix, sample_rate=rate)
 
     def begin_pass(self, dataset_length: int) -> None:
@@ -131,7 +134,6 @@ class Run:
 
     def _measure(self, optimizer: FILOptimizer, norms: Tensor) -> Callable[[], None]:
         """Measure a physical batch; the function that is returned stages it."""
-        assert self.observer is not None
         if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
             self._staged.clear()
             self._measure_this_step = None
@@ -143,6 +145,7 @@ class Run:
             raise
 
     def _measured(self, optimizer: FILOptimizer, norms: Tensor, forwards: list[ForwardPass]) -> Callable[[], None]:
+        forwards = _latest(forwards, len(norms))
         rows = self._rows(forwards, len(norms))
         measure_this_step = self._measure_this_step
         if measure_this_step is None:
@@ -167,6 +170,8 @@ class Run:
         def stage() -> None:
             self.loss, self.ledger, self.test_matrix = loss, ledger, test_matrix
             self._measure_this_step = measure_this_step
+            self.drew_masks = self.drew_masks or self._random_forward()
+            self.observer.forget_finished()
             if len(rows):
                 self._staged.append((contribution, clipped / optimizer.max_grad_norm))
 
@@ -404,6 +409,7 @@ class Run:
             "ledger": self.ledger.state_dict() if self.ledger is not None else None,
             "history": self.history.state_dict(),
             "test_matrix": self.test_matrix,
+            "drew_masks": self.drew_masks,
             "generator": self.generator.get_state(),
         }
 
@@ -425,10 +431,19 @@ class Run:
         history.load_state_dict(state["history"])
         self.generator.set_state(state["generator"].cpu())
         self.ledger, self.history = ledger, history
+        self.drew_masks = bool(state["drew_masks"])
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(device) if matrix is not None else None
         self._staged.clear()
         self._measure_this_step = None
+
+
+def _latest(forwards: list[ForwardPass], num_gradients: int) -> list[ForwardPass]:
+    """The latest forward passes that account for the gradients; earlier ones were thrown away."""
+    for start in range(len(forwards) - 1, -1, -1):
+        if sum(len(forward.ids or ()) for forward in forwards[start:]) == num_gradients:
+            return forwards[start:]
+    return forwards
 
 
 def _copy_without_weights(module: nn.Module) -> nn.Module:
