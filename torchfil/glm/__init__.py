@@ -1,0 +1,25 @@
+"""Generalised linear models with output perturbation: exact Fisher information loss at any granularity."""
+
+from torchfil.glm.estimators import (
+    GeneralizedLinearModel,
+    LinearRegression,
+    LogisticRegression,
+    PoissonRegression,
+)
+from torchfil.glm.fil import Sensitivity
+from torchfil.glm.irfil import IRFIL, iteratively_reweighted_fil
+from torchfil.glm.losses import MarginLoss
+from torchfil.glm.solver import NotConvergedError, SingularHessianError
+
+__all__ = [
+    "IRFIL",
+    "GeneralizedLinearModel",
+    "LinearRegression",
+    "LogisticRegression",
+    "MarginLoss",
+    "NotConvergedError",
+    "PoissonRegression",
+    "Sensitivity",
+    "SingularHessianError",
+    "iteratively_reweighted_fil",
+]
