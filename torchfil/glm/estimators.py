@@ -1,4 +1,4 @@
-"""Generalised linear models in scikit-learn's manner, computed in torch, with the Fisher information of their release."""
+"""Generalised linear models in scikit-learn's manner, computed in torch, with the Fisher information they release."""
 
 from __future__ import annotations
 
@@ -105,7 +105,11 @@ class GeneralizedLinearModel(BaseEstimator):
         return self.margin(X)
 
     def release(
-        self, scale: float, generator: torch.Generator | None = None, *, noise: Literal["gaussian", "laplace"] = "gaussian"
+        self,
+        scale: float,
+        generator: torch.Generator | None = None,
+        *,
+        noise: Literal["gaussian", "laplace"] = "gaussian",
     ) -> Tensor:
         """The perturbed parameters, [p] (the intercept last): Gaussian of deviation σ or Laplace of scale b.
 
@@ -188,9 +192,7 @@ class GeneralizedLinearModel(BaseEstimator):
             }
         coordinates = self.n_features_in_ + int(private_target)
         if groups is not None:
-            return {
-                group: value / sigma for group, value in _group_fil(sensitivity, groups, kind, coordinates).items()
-            }
+            return {group: value / sigma for group, value in _group_fil(sensitivity, groups, kind, coordinates).items()}
         square = sensitivity.squared_norm() if kind == "spectral" else sensitivity.squared_trace() / coordinates
         return square.clamp(min=0).sqrt().cpu().numpy() / sigma
 
@@ -210,8 +212,8 @@ class GeneralizedLinearModel(BaseEstimator):
     def sigma_for_dp(self, X: Any, epsilon: float, delta: float) -> float:
         """The σ that makes the release (ε, δ)-differentially private (replace one), analytic Gaussian mechanism.
 
-        Sensitivity 2L/(nλ) (Chaudhuri et al. 2011), for an L-Lipschitz loss, ‖x‖ ≤ 1, λ > 0, equal weights, no intercept;
-        each assumption is checked.
+        Sensitivity 2L/(nλ) (Chaudhuri et al. 2011), for an L-Lipschitz loss, ‖x‖ ≤ 1, λ > 0, equal weights and no
+        intercept; each assumption is checked.
         """
         self._check_fitted()
         lipschitz = self._margin_loss().lipschitz

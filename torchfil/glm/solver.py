@@ -51,7 +51,10 @@ def minimise(
     max_iterations: int = 100,
     start: Tensor | None = None,
 ) -> Fit:
-    """argmin_w Σ_i ω_i ℓ(wᵀx_i, y_i) + (nλ/2) wᵀPw by Newton's method with backtracking; exact for the squared loss.
+    """The minimiser of Σ_i ω_i ℓ(wᵀx_i, y_i) + (nλ/2) wᵀPw, by Newton's method with backtracking; exact for the squared loss.
+
+    It counts as found when the gradient is below the tolerance and the next Newton step would not matter: on separable
+    data the gradient vanishes, too, but the steps do not.
 
     Args:
         loss: ℓ.
@@ -80,12 +83,10 @@ def minimise(
         margin = X @ w
         gradient = X.mT @ (sample_weight * loss.first(margin, y)) + ridge * w
         size = float(gradient.abs().max()) / n
-        if size <= tolerance:
-            hessian = _hessian(loss, X, y, sample_weight, ridge, margin)
-            _factor(hessian, X, l2)
+        hessian = _hessian(loss, X, y, sample_weight, ridge, margin)
+        step = torch.cholesky_solve(gradient[:, None], _factor(hessian, X, l2))[:, 0]
+        if size <= tolerance and float(step.abs().max()) <= 1e-5 * (1 + float(w.abs().max())):
             return Fit(w, hessian, size, iteration)
-        factor = _factor(_hessian(loss, X, y, sample_weight, ridge, margin), X, l2)
-        step = torch.cholesky_solve(gradient[:, None], factor)[:, 0]
         decrease = float(gradient @ step)
         length = 1.0
         while length > 1e-10:
@@ -104,9 +105,7 @@ def minimise(
     )
 
 
-def _hessian(
-    loss: MarginLoss, X: Tensor, y: Tensor, sample_weight: Tensor, ridge: Tensor, margin: Tensor
-) -> Tensor:
+def _hessian(loss: MarginLoss, X: Tensor, y: Tensor, sample_weight: Tensor, ridge: Tensor, margin: Tensor) -> Tensor:
     curvature = sample_weight * loss.second(margin, y)
     return X.mT @ (curvature[:, None] * X) + torch.diag(ridge)
 
