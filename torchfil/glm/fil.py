@@ -1,7 +1,8 @@
 r"""Fisher information of an output-perturbed generalised linear model, in closed form and without its Jacobian.
 
-The released parameters are w* + N(0, σ²I). With A = H⁻¹, b_i = ∂ℓ/∂m, a_i = ∂²ℓ/∂m², c_i = −∂²ℓ/∂m∂y at w*, and E the map
-of the d private inputs into the p coordinates of w (an intercept is public), the minimiser's Jacobian about example i is
+The released parameters are w* + N(0, σ²I). With A = H⁻¹, b_i = ∂ℓ/∂m, a_i = ∂²ℓ/∂m², c_i = −∂²ℓ/∂m∂y at w*, and E the
+map of the d private inputs into the p coordinates of w (an intercept is public), the minimiser's Jacobian about
+example i is
 
     J_i = −ω_i A [ a_i x_i wᵀ + b_i E ,  −c_i x_i ]  ∈ R^{p×(d+1)}         (without the last column where y is public)
 

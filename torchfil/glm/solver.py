@@ -51,7 +51,7 @@ def minimise(
     max_iterations: int = 100,
     start: Tensor | None = None,
 ) -> Fit:
-    """The minimiser of Σ_i ω_i ℓ(wᵀx_i, y_i) + (nλ/2) wᵀPw, by Newton's method with backtracking; exact for the squared loss.
+    """The minimiser of Σ_i ω_i ℓ(wᵀx_i, y_i) + (nλ/2) wᵀPw, by Newton's method with backtracking.
 
     It counts as found when the gradient is below the tolerance and the next Newton step would not matter: on separable
     data the gradient vanishes, too, but the steps do not.
