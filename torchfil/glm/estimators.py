@@ -17,7 +17,7 @@ from torchfil.glm.solver import minimise
 
 try:
     from sklearn.base import BaseEstimator
-except ImportError as error:  # pragma: no cover
+except ImportError as error:
     raise ImportError("torchfil.glm needs scikit-learn: pip install 'torchfil[glm]'") from error
 
 __all__ = ["GeneralizedLinearModel", "LinearRegression", "LogisticRegression", "PoissonRegression"]
