@@ -84,7 +84,7 @@ def test_summed_squares_over_the_batch_size() -> None:
     assert run.engine._current.loss.name == "MSELoss(reduction='sum')"
 
 
-def unchanged_after(error: type[Exception], match: str, **options: Any) -> FILPrivacyEngine:
+def check_unchanged_after(error: type[Exception], match: str, **options: Any) -> FILPrivacyEngine:
     """A loop that raises at its first step, and has changed neither the weights nor the accounting."""
     module = options.pop("module", network())
     loss_fn = options.pop("loss_fn")
@@ -109,7 +109,7 @@ def unchanged_after(error: type[Exception], match: str, **options: Any) -> FILPr
 
 
 def test_undeclared_label_smoothing_raises_at_the_first_step_and_says_what_to_pass() -> None:
-    unchanged_after(
+    check_unchanged_after(
         LossMismatchError,
         r"none of the standard ones.*It looks like nn\.CrossEntropyLoss\(label_smoothing=0\.1\)\. Pass the loss you "
         r"use to make_private: criterion=",
@@ -124,12 +124,12 @@ def test_declared_label_smoothing_works() -> None:
 
 
 def test_a_scaled_loss_is_named_with_its_factor() -> None:
-    unchanged_after(
+    check_unchanged_after(
         LossMismatchError,
         r"It looks like 2\.5 times CrossEntropyLoss",
         loss_fn=lambda o, t: 2.5 * F.cross_entropy(o, t),
     )
-    unchanged_after(
+    check_unchanged_after(
         LossMismatchError,
         r"It is 2\.5 times that: the loop scales its loss",
         loss_fn=lambda o, t: 2.5 * F.cross_entropy(o, t),
@@ -139,15 +139,15 @@ def test_a_scaled_loss_is_named_with_its_factor() -> None:
 
 def test_class_weights_raise_even_when_declared_because_their_mean_mixes_examples() -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]).double().to(DEVICE))
-    unchanged_after(LossMismatchError, "none of the standard ones", loss_fn=weighted)
-    unchanged_after(LossMismatchError, "one that mixes examples", loss_fn=weighted, criterion=weighted)
+    check_unchanged_after(LossMismatchError, "none of the standard ones", loss_fn=weighted)
+    check_unchanged_after(LossMismatchError, "one that mixes examples", loss_fn=weighted, criterion=weighted)
     summed = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]).double().to(DEVICE), reduction="sum")
     run = train(data(40), steps=3, loss_fn=summed, criterion=summed, loss_reduction="sum")
     assert run.engine.get_fil().value.max() > 0
 
 
 def test_a_wrong_loss_reduction_is_told() -> None:
-    unchanged_after(
+    check_unchanged_after(
         LossMismatchError,
         "loss_reduction is not what the loop does",
         loss_fn=lambda o, t: F.cross_entropy(o, t, reduction="sum"),
@@ -175,7 +175,7 @@ def test_a_loss_that_changes_later_raises_then() -> None:
 
 
 def test_a_criterion_that_does_not_fit_the_batch_is_told() -> None:
-    unchanged_after(
+    check_unchanged_after(
         LossMismatchError,
         r"the criterion \(MSELoss\(\)\) fails on one example|differs from that of the engine's loss",
         loss_fn=F.cross_entropy,
@@ -200,4 +200,4 @@ def test_a_loss_that_goes_round_the_output_is_caught() -> None:
     def loss(o: Any, t: Any) -> Any:
         return F.cross_entropy(o, t) + module.hidden.square().sum(dim=1).mean()
 
-    unchanged_after(RuntimeError, "by another road than the model's output", module=module, loss_fn=loss)
+    check_unchanged_after(RuntimeError, "by another road than the model's output", module=module, loss_fn=loss)

@@ -6,41 +6,25 @@ logical batch is released under one draw of noise. A refusal at any point leaves
 
 from __future__ import annotations
 
-import copy
 import logging
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchfil.engine.epsilon import NormHistory
-from torchfil.engine.loader import BatchTracker, FILDataLoader, split_batch
-from torchfil.engine.losses import IdentifiedLoss, check_loss, identify_loss
+from torchfil.engine.loader import BatchTracker, FILDataLoader
+from torchfil.engine.losses import IdentifiedLoss
+from torchfil.engine.measuring import Measurer
 from torchfil.engine.observer import ForwardPass, Observer
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.settings import Settings
-from torchfil.examples import Examples, as_call
-from torchfil.fisher.amplification import (
-    Amplification,
-    NoAmplification,
-    PoissonAmplification,
-    Theorem4Amplification,
-)
-from torchfil.fisher.batch import Measurement, PrivateBatch
-from torchfil.fisher.estimators import Quantity
 from torchfil.fisher.gradients import (
-    ExampleGradients,
-    has_active_dropout,
-    output_of_one_example,
     refuse_unsupported_modules,
 )
-from torchfil.fisher.mechanism import Mechanism
 from torchfil.leakage import ExampleIds, Leakage
 from torchfil.ledger import Contribution, Ledger
-from torchfil.smoothness import non_smooth_operators
 
 __all__ = ["Run"]
 
@@ -72,7 +56,7 @@ class Run:
     ) -> None:
         refuse_unsupported_modules(module, allow_dropout=True)
         self.module = module
-        self.template = _copy_without_weights(module)
+        self.measurer = Measurer(module, settings, generator)
         self.settings = settings
         self.loss = IdentifiedLoss(_name_of(criterion), criterion) if criterion is not None else None
         self.ids = ExampleIds(num_examples, keys)
@@ -83,7 +67,6 @@ class Run:
         self.ledger: Ledger | None = None
         self.test_matrix: Tensor | None = None
         self.tracker = BatchTracker()
-        self.sample_rate: float | None = None
         self.paused = False
         self.drew_masks = False  # whether dropout was active in a measured step
         self._staged: list[tuple[Contribution, Tensor]] = []
@@ -95,7 +78,7 @@ class Run:
     def connect(self, optimizer: FILOptimizer, loader: FILDataLoader) -> None:
         """Start watching the model and the optimizer."""
         self.observer = Observer(self.module, self.tracker)
-        self.sample_rate = loader.sample_rate
+        self.measurer.sample_rate = loader.sample_rate
         self.dataset = loader.plain_dataset
         self.collate_fn = loader.plain_collate_fn
         self.optimizer = optimizer
@@ -111,7 +94,7 @@ class Run:
                 "no private step has been taken yet, so there is nothing to report; train first (optimizer.step())"
             )
         exact = self.settings.exact and not self.drew_masks
-        rate = self.sample_rate if self.settings.amplification != "none" else None
+        rate = self.measurer.sample_rate if self.settings.amplification != "none" else None
         return Leakage(self.ledger, self.ids, exact=exact, test_matrix=self.test_matrix, sample_rate=rate)
 
     def begin_pass(self, dataset_length: int) -> None:
@@ -156,21 +139,23 @@ class Run:
         loss, ledger, test_matrix = self.loss, self.ledger, self.test_matrix
         contribution = Contribution(rows, clipped.square(), measured=not self.paused)
         if len(rows):
-            examples = [self._examples(forward) for forward in forwards]
+            examples = [self.measurer.examples_of(forward) for forward in forwards]
             if not self.paused:
-                loss = self._checked_loss(forwards)
+                loss = self.measurer.checked_loss(forwards, loss)
             if ledger is None:
-                self._warn_if_not_smooth(forwards[0])
+                self.measurer.warn_if_not_smooth(forwards[0])
                 ledger, test_matrix = self._new_ledger(examples[0].num_coordinates)
             if measure_this_step and not self.paused and loss is not None:
-                measurements = [self._measurement(part, loss, optimizer, ledger, test_matrix) for part in examples]
-                self._check_norms(measurements, norms)
-                contribution = self._contribution(contribution, measurements)
+                measurements = [
+                    self.measurer.measurement(part, loss, optimizer, ledger, test_matrix) for part in examples
+                ]
+                self.measurer.check_norms(measurements, norms)
+                contribution = self.measurer.contribution(contribution, measurements)
 
         def stage() -> None:
             self.loss, self.ledger, self.test_matrix = loss, ledger, test_matrix
             self._measure_this_step = measure_this_step
-            self.drew_masks = self.drew_masks or self._random_forward()
+            self.drew_masks = self.drew_masks or self.measurer.draws_masks()
             self.observer.forget_finished()
             if len(rows):
                 self._staged.append((contribution, clipped / optimizer.max_grad_norm))
@@ -233,119 +218,6 @@ class Run:
             )
         return rows
 
-    def _checked_loss(self, forwards: list[ForwardPass]) -> IdentifiedLoss:
-        loss = self.loss
-        for forward in forwards:
-            factor = len(forward.ids or ()) if self.settings.loss_reduction == "mean" else 1
-            observed = torch.utils._pytree.tree_map(lambda g, f=factor: g * f, forward.output_gradients)
-            targets = self._targets(forward)
-            if loss is None:
-                loss = identify_loss(forward.outputs, targets, observed, self.settings.loss_reduction)
-                logger.info("the training loop's loss was identified as %s", loss.name)
-            check_loss(loss, forward.outputs, targets, observed)
-        assert loss is not None
-        return loss
-
-    def _targets(self, forward: ForwardPass) -> Any:
-        targets, device = split_batch(forward.batch, self.settings.batch_to_inputs)[1], self.history.ratio.device
-        return torch.utils._pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, targets)
-
-    def _examples(self, forward: ForwardPass) -> Examples:
-        return self._lay_out(forward.args, forward.kwargs, self._targets(forward))
-
-    def _lay_out(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Examples:
-        def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
-            return output_of_one_example(self.module, name, public)
-
-        return Examples.from_call(args, kwargs, targets, self.settings.private, submodule_shape=submodule_shape)
-
-    def _gradients(self, examples: Examples, loss: IdentifiedLoss) -> ExampleGradients:
-        """The examples' gradients at the present weights."""
-        for live, copied in zip(self.module.modules(), self.template.modules(), strict=True):
-            copied.training = live.training
-        parameters = {k: v.detach() for k, v in self.module.named_parameters() if v.requires_grad}
-        constants = {k: v.detach() for k, v in self.module.named_parameters() if not v.requires_grad}
-        constants |= {k: v.detach() for k, v in self.module.named_buffers()}
-        seed = int(torch.randint(2**62, (), generator=self.generator)) if self._random_forward() else None
-        return ExampleGradients(self.template, loss, examples, parameters, constants, seed)
-
-    def _amplification(self, noise_multiplier: float) -> Amplification:
-        chosen = self.settings.amplification
-        if not isinstance(chosen, str):
-            return chosen
-        if chosen == "none" or self.sample_rate is None:
-            return NoAmplification()
-        if chosen == "poisson":
-            return PoissonAmplification(self.sample_rate)
-        return Theorem4Amplification(self.sample_rate, noise_multiplier, self.settings.theorem4_delta)
-
-    def _measurement(
-        self,
-        examples: Examples,
-        loss: IdentifiedLoss,
-        optimizer: FILOptimizer,
-        ledger: Ledger,
-        test_matrix: Tensor | None,
-    ) -> Measurement:
-        """The Fisher information of these examples under the present noise and clipping."""
-        if examples.num_coordinates != ledger.num_coordinates:
-            raise ValueError(
-                f"this batch has {examples.num_coordinates} private coordinates per example, earlier ones "
-                f"{ledger.num_coordinates}; pad inputs to one length so that the sums compare"
-            )
-        gradients = self._gradients(examples, loss)
-        mechanism = Mechanism.build(
-            float(optimizer.max_grad_norm),
-            float(optimizer.noise_multiplier),
-            self.settings.clip,
-            self._amplification(float(optimizer.noise_multiplier)),
-        )
-        return PrivateBatch(gradients, mechanism).measure(
-            self.settings.quantities,
-            self.settings.estimator,
-            self.settings.num_probes,
-            self.generator,
-            self.settings.max_memory,
-            test_matrix.to(gradients.dtype) if test_matrix is not None else None,
-        )
-
-    def _contribution(self, base: Contribution, measurements: list[Measurement]) -> Contribution:
-        """Weighted by 1/π, with the variance X²(1−π)/π² + v/π that random skipping leaves."""
-        rate = self.settings.fil_rate
-
-        def joined(quantity: Quantity) -> tuple[Tensor, Tensor]:
-            value = torch.cat([m.estimates[quantity].value for m in measurements]).double()
-            error = torch.cat([m.estimates[quantity].standard_error for m in measurements]).double()
-            return value / rate, value.square() * (1 - rate) / rate**2 + error.square() / rate
-
-        trace, variance = joined("trace")
-        freedom = measurements[0].estimates["trace"].degrees_of_freedom if rate == 1 else 1.0
-        probe_variance = torch.cat([m.estimates["trace"].standard_error for m in measurements]).double().square()
-        square = ((trace * rate).square() - probe_variance).clamp(min=0) / rate
-        spread = variance.square() / freedom
-        result = replace(base, trace=trace, variance=variance, variance_spread=spread, square=square)
-        if "diagonal" in self.settings.track:
-            diagonal, diagonal_variance = joined("diagonal")
-            result = replace(result, diagonal=diagonal, diagonal_variance=diagonal_variance)
-        if "fim" in self.settings.track:
-            result = replace(result, fim=joined("matrix")[0])
-        if "sketch" in self.settings.track:
-            products = [m.products for m in measurements if m.products is not None]
-            result = replace(result, sketch=torch.cat(products) / rate)
-        return result
-
-    def _check_norms(self, measurements: list[Measurement], norms: Tensor) -> None:
-        if self._random_forward():
-            return
-        measured = torch.cat([m.norm for m in measurements]).to(norms)
-        distance = float((measured - norms).abs().max())
-        if distance > _NORM_TOLERANCE.get(norms.dtype, 0.1) * float(norms.max()):
-            raise RuntimeError(
-                "the per-example gradients that the optimizer clips differ from those of the engine's loss (norms by "
-                f"up to {distance:.3g}, the largest being {float(norms.max()):.3g}): the loss reaches the parameters "
-                "by another road than the model's output, or the model mixes examples. This step was not taken."
-            )
-
     def _new_ledger(self, num_coordinates: int) -> tuple[Ledger, Tensor | None]:
         settings, device = self.settings, self.history.ratio.device
         rank = min(settings.sketch_rank, num_coordinates)
@@ -368,30 +240,8 @@ class Run:
         for start in range(0, self.ids.num_examples, batch_size):
             rows = range(start, min(start + batch_size, self.ids.num_examples))
             batch = collate_fn([dataset[row] for row in rows])
-            inputs, targets = split_batch(batch, self.settings.batch_to_inputs)
-            inputs, targets = torch.utils._pytree.tree_map(
-                lambda t: t.to(device) if isinstance(t, Tensor) else t, (inputs, targets)
-            )
-            args, kwargs = as_call(inputs)
-            gradients = self._gradients(self._lay_out(args, kwargs, targets), self.loss)
-            chunks = gradients.chunks(self.settings.max_memory, 4)
-            norms = torch.cat([torch.linalg.vector_norm(part.gradients(), dim=1) for _, part in chunks])
-            ratio = norms * self.settings.clip.scale(norms, self.optimizer.max_grad_norm) / self.optimizer.max_grad_norm
+            ratio = self.measurer.clipped_ratios(batch, self.loss, self.optimizer.max_grad_norm)
             self.history.replace(torch.tensor(rows, device=device), ratio)
-
-    def _warn_if_not_smooth(self, forward: ForwardPass) -> None:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            found = non_smooth_operators(self.module, forward.args, forward.kwargs)
-        if found:
-            warnings.warn(
-                f"the model calls {', '.join(sorted(found))}, whose derivative jumps: its Fisher information misses "
-                "the jumps, and error bounds made from it are not guarantees. torchfil.SmoothnessValidator.fix(model) "
-                "replaces such layers.",
-                stacklevel=2,
-            )
-
-    def _random_forward(self) -> bool:
-        return any(has_active_dropout(module) for module in self.module.modules())
 
     def _accounted_rate(self) -> float:
         history = self.accountant_history()
@@ -444,16 +294,6 @@ def _latest(forwards: list[ForwardPass], num_gradients: int) -> list[ForwardPass
         if sum(len(forward.ids or ()) for forward in forwards[start:]) == num_gradients:
             return forwards[start:]
     return forwards
-
-
-def _copy_without_weights(module: nn.Module) -> nn.Module:
-    """A copy of the module's structure on the meta device, free of Opacus's hooks and of memory."""
-    tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {}
-    for tensor in tensors:
-        empty = tensor.detach().to("meta")
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(module, memo)
 
 
 def _refuse_memory(needed: int, settings: Settings) -> None:

@@ -1,0 +1,210 @@
+"""The Fisher information of the examples in a forward pass, at the live weights and the present noise and clipping."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchfil.engine.loader import split_batch
+from torchfil.engine.losses import IdentifiedLoss, check_loss, identify_loss
+from torchfil.engine.observer import ForwardPass
+from torchfil.engine.optimizer import FILOptimizer
+from torchfil.engine.settings import Settings
+from torchfil.examples import Examples, as_call
+from torchfil.fisher.amplification import (
+    Amplification,
+    NoAmplification,
+    PoissonAmplification,
+    Theorem4Amplification,
+)
+from torchfil.fisher.batch import Measurement, PrivateBatch
+from torchfil.fisher.estimators import Quantity
+from torchfil.fisher.gradients import ExampleGradients, has_active_dropout, output_of_one_example
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.ledger import Contribution, Ledger
+from torchfil.smoothness import non_smooth_operators
+
+__all__ = ["Measurer"]
+
+logger = logging.getLogger(__name__)
+
+_NORM_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+
+
+class Measurer:
+    """Turns forward passes of the training loop into contributions to a ledger; keeps no sums.
+
+    Args:
+        module: The user's module, before it is wrapped; a weightless copy of it is differentiated.
+        settings: How to account.
+        generator: Source of the probes and masks.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings, generator: torch.Generator) -> None:
+        self.module = module
+        self.template = _copy_without_weights(module)
+        self.settings = settings
+        self.generator = generator
+        self.device = next(module.parameters()).device
+        self.sample_rate: float | None = None
+
+    def checked_loss(self, forwards: list[ForwardPass], loss: IdentifiedLoss | None) -> IdentifiedLoss:
+        """The loss, identified where it is not known yet, after the observed gradients were checked against it."""
+        for forward in forwards:
+            factor = len(forward.ids or ()) if self.settings.loss_reduction == "mean" else 1
+            observed = pytree.tree_map(lambda g, f=factor: g * f, forward.output_gradients)
+            targets = self._targets(forward)
+            if loss is None:
+                loss = identify_loss(forward.outputs, targets, observed, self.settings.loss_reduction)
+                logger.info("the training loop's loss was identified as %s", loss.name)
+            check_loss(loss, forward.outputs, targets, observed)
+        assert loss is not None
+        return loss
+
+    def examples_of(self, forward: ForwardPass) -> Examples:
+        """The examples of a forward pass with their private coordinates laid out."""
+        return self._lay_out(forward.args, forward.kwargs, self._targets(forward))
+
+    def _lay_out(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Examples:
+        def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
+            return output_of_one_example(self.module, name, public)
+
+        return Examples.from_call(args, kwargs, targets, self.settings.private, submodule_shape=submodule_shape)
+
+    def _targets(self, forward: ForwardPass) -> Any:
+        return _moved(split_batch(forward.batch, self.settings.batch_to_inputs)[1], self.device)
+
+    def _gradients(self, examples: Examples, loss: IdentifiedLoss) -> ExampleGradients:
+        """The examples' gradients at the present weights."""
+        for live, copied in zip(self.module.modules(), self.template.modules(), strict=True):
+            copied.training = live.training
+        parameters = {k: v.detach() for k, v in self.module.named_parameters() if v.requires_grad}
+        constants = {k: v.detach() for k, v in self.module.named_parameters() if not v.requires_grad}
+        constants |= {k: v.detach() for k, v in self.module.named_buffers()}
+        seed = int(torch.randint(2**62, (), generator=self.generator)) if self.draws_masks() else None
+        return ExampleGradients(self.template, loss, examples, parameters, constants, seed)
+
+    def _amplification(self, noise_multiplier: float) -> Amplification:
+        chosen = self.settings.amplification
+        if not isinstance(chosen, str):
+            return chosen
+        if chosen == "none" or self.sample_rate is None:
+            return NoAmplification()
+        if chosen == "poisson":
+            return PoissonAmplification(self.sample_rate)
+        return Theorem4Amplification(self.sample_rate, noise_multiplier, self.settings.theorem4_delta)
+
+    def measurement(
+        self,
+        examples: Examples,
+        loss: IdentifiedLoss,
+        optimizer: FILOptimizer,
+        ledger: Ledger,
+        test_matrix: Tensor | None,
+    ) -> Measurement:
+        """The Fisher information of these examples under the present noise and clipping."""
+        if examples.num_coordinates != ledger.num_coordinates:
+            raise ValueError(
+                f"this batch has {examples.num_coordinates} private coordinates per example, earlier ones "
+                f"{ledger.num_coordinates}; pad inputs to one length so that the sums compare"
+            )
+        gradients = self._gradients(examples, loss)
+        mechanism = Mechanism.build(
+            float(optimizer.max_grad_norm),
+            float(optimizer.noise_multiplier),
+            self.settings.clip,
+            self._amplification(float(optimizer.noise_multiplier)),
+        )
+        return PrivateBatch(gradients, mechanism).measure(
+            self.settings.quantities,
+            self.settings.estimator,
+            self.settings.num_probes,
+            self.generator,
+            self.settings.max_memory,
+            test_matrix.to(gradients.dtype) if test_matrix is not None else None,
+        )
+
+    def contribution(self, base: Contribution, measurements: list[Measurement]) -> Contribution:
+        """Weighted by 1/π, with the variance X²(1−π)/π² + v/π that random skipping leaves."""
+        rate = self.settings.fil_rate
+
+        def joined(quantity: Quantity) -> tuple[Tensor, Tensor]:
+            value = torch.cat([m.estimates[quantity].value for m in measurements]).double()
+            error = torch.cat([m.estimates[quantity].standard_error for m in measurements]).double()
+            return value / rate, value.square() * (1 - rate) / rate**2 + error.square() / rate
+
+        trace, variance = joined("trace")
+        freedom = measurements[0].estimates["trace"].degrees_of_freedom if rate == 1 else 1.0
+        probe_variance = torch.cat([m.estimates["trace"].standard_error for m in measurements]).double().square()
+        square = ((trace * rate).square() - probe_variance).clamp(min=0) / rate
+        spread = variance.square() / freedom
+        result = replace(base, trace=trace, variance=variance, variance_spread=spread, square=square)
+        if "diagonal" in self.settings.track:
+            diagonal, diagonal_variance = joined("diagonal")
+            result = replace(result, diagonal=diagonal, diagonal_variance=diagonal_variance)
+        if "fim" in self.settings.track:
+            result = replace(result, fim=joined("matrix")[0])
+        if "sketch" in self.settings.track:
+            products = [m.products for m in measurements if m.products is not None]
+            result = replace(result, sketch=torch.cat(products) / rate)
+        return result
+
+    def check_norms(self, measurements: list[Measurement], norms: Tensor) -> None:
+        """Raise unless the gradients that were measured are those that Opacus clips."""
+        if self.draws_masks():
+            return
+        measured = torch.cat([m.norm for m in measurements]).to(norms)
+        distance = float((measured - norms).abs().max())
+        if distance > _NORM_TOLERANCE.get(norms.dtype, 0.1) * float(norms.max()):
+            raise RuntimeError(
+                "the per-example gradients that the optimizer clips differ from those of the engine's loss (norms by "
+                f"up to {distance:.3g}, the largest being {float(norms.max()):.3g}): the loss reaches the parameters "
+                "by another road than the model's output, or the model mixes examples. This step was not taken."
+            )
+
+    def clipped_ratios(self, batch: Any, loss: IdentifiedLoss, max_grad_norm: float) -> Tensor:
+        """‖g̃‖/C of every example of a batch from the data set, at the present weights, [batch]."""
+        inputs, targets = _moved(split_batch(batch, self.settings.batch_to_inputs), self.device)
+        args, kwargs = as_call(inputs)
+        gradients = self._gradients(self._lay_out(args, kwargs, targets), loss)
+        chunks = gradients.chunks(self.settings.max_memory, 4)
+        norms = torch.cat([torch.linalg.vector_norm(part.gradients(), dim=1) for _, part in chunks])
+        return norms * self.settings.clip.scale(norms, max_grad_norm) / max_grad_norm
+
+    def warn_if_not_smooth(self, forward: ForwardPass) -> None:
+        """Warn of operators whose derivative jumps, in layers or called by the forward pass itself."""
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            found = non_smooth_operators(self.module, forward.args, forward.kwargs)
+        if found:
+            warnings.warn(
+                f"the model calls {', '.join(sorted(found))}, whose derivative jumps: its Fisher information misses "
+                "the jumps, and error bounds made from it are not guarantees. torchfil.SmoothnessValidator.fix(model) "
+                "replaces such layers.",
+                stacklevel=2,
+            )
+
+    def draws_masks(self) -> bool:
+        """Whether dropout is active now."""
+        return any(has_active_dropout(module) for module in self.module.modules())
+
+
+def _copy_without_weights(module: nn.Module) -> nn.Module:
+    """A copy of the module's structure on the meta device, free of Opacus's hooks and of memory."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        empty = tensor.detach().to("meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(module, memo)
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
