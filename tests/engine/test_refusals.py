@@ -280,6 +280,7 @@ def test_data_without_numbered_examples_is_refused() -> None:
         ({"clip": "soft"}, "is not a registered clip function"),
         ({"amplification": "magic"}, "must be 'poisson', 'none', 'theorem4' or an object"),
         ({"amplification": "poisson", "poisson_sampling": False}, "needs poisson_sampling=True"),
+        ({"amplification": "theorem4", "poisson_sampling": False}, "needs poisson_sampling=True"),
         ({"estimator": "magic"}, "is not known"),
         ({"num_probes": 0}, "num_probes=0 must be at least 1"),
         ({"fil_rate": 0.0}, r"fil_rate=0.0 must lie in \(0, 1\]"),

@@ -105,6 +105,11 @@ class TestResume:
             engine.load_state_dict(plain.state_dict())
         with pytest.raises(ValueError, match="the state lacks"):
             engine.load_state_dict({"run": {}})
+        older = {k: v for k, v in before["run"].items() if k != "drew_masks"}
+        with pytest.raises(ValueError, match=r"the run's state lacks \['drew_masks'\]"):
+            engine.load_state_dict({**before, "run": older})
+        with pytest.raises(ValueError, match="the state is of accountant 'prv', this engine's is 'rdp'"):
+            engine.load_state_dict({**before, "accountant": {"mechanism": "prv", "history": []}})
         torch.save({"module_state_dict": {}}, tmp_path / "other.pt")
         with pytest.raises(ValueError, match="holds no Fisher accounting"):
             engine.load_checkpoint(path=tmp_path / "other.pt", module=model)

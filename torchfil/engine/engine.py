@@ -367,6 +367,9 @@ class FILPrivacyEngine(PrivacyEngine):
         missing = [key for key in ("accountant", "run", "generators") if key not in state_dict]
         if missing:
             raise ValueError(f"the state lacks {missing}; was it saved by FILPrivacyEngine.state_dict?")
+        saved = state_dict["accountant"].get("mechanism")
+        if saved != self.accountant.mechanism():
+            raise ValueError(f"the state is of accountant {saved!r}, this engine's is {self.accountant.mechanism()!r}")
         run.load_state_dict(state_dict["run"])
         self.accountant.load_state_dict(state_dict["accountant"])
         generators = {"loader": self._loader.generator, "noise": run.optimizer.generator}

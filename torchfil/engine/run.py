@@ -20,17 +20,13 @@ from torchfil.engine.measuring import Measurer
 from torchfil.engine.observer import ForwardPass, Observer
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.settings import Settings
-from torchfil.fisher.gradients import (
-    refuse_unsupported_modules,
-)
+from torchfil.fisher.gradients import refuse_unsupported_modules
 from torchfil.leakage import ExampleIds, Leakage
 from torchfil.ledger import Contribution, Ledger
 
 __all__ = ["Run"]
 
 logger = logging.getLogger(__name__)
-
-_NORM_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
 class Run:
@@ -251,6 +247,8 @@ class Run:
         """(σ, q, steps) of the DP accountant; replaced by the engine."""
         return []
 
+    state_dict_keys = ("ledger", "history", "test_matrix", "drew_masks", "generator")
+
     def state_dict(self) -> dict[str, Any]:
         """Ledger, norm history, test matrix and the probes' generator."""
         if self._staged:
@@ -266,6 +264,9 @@ class Run:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`; checks everything before it changes anything."""
         device = self.history.ratio.device
+        missing = [key for key in self.state_dict_keys if key not in state]
+        if missing:
+            raise ValueError(f"the run's state lacks {missing}; was it saved by another version?")
         ledger = None
         if state["ledger"] is not None:
             ledger = Ledger.from_state_dict(state["ledger"], device)

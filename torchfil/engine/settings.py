@@ -90,10 +90,10 @@ def choose_amplification(amplification: str | Amplification | None, poisson_samp
     if isinstance(amplification, str):
         if amplification not in ("poisson", "none", "theorem4"):
             raise ValueError(f"amplification={amplification!r} must be 'poisson', 'none', 'theorem4' or an object")
-        if amplification == "poisson" and not poisson_sampling:
+        if amplification != "none" and not poisson_sampling:
             raise ValueError(
-                "amplification='poisson' needs poisson_sampling=True: the exact factors hold for independent "
-                "inclusion only"
+                f"amplification={amplification!r} needs poisson_sampling=True: it holds for batches drawn at random, "
+                "not for passes over a shuffled data set. Use 'none'."
             )
     return amplification
 
