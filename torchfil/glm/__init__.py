@@ -1,10 +1,12 @@
 """Generalised linear models with output perturbation: exact Fisher information loss at any granularity."""
 
+from torchfil.glm.composition import Composition
 from torchfil.glm.estimators import (
     GeneralizedLinearModel,
     LinearRegression,
     LogisticRegression,
     PoissonRegression,
+    SoftmaxRegression,
 )
 from torchfil.glm.fil import Sensitivity
 from torchfil.glm.irfil import IRFIL, iteratively_reweighted_fil
@@ -13,6 +15,7 @@ from torchfil.glm.solver import NotConvergedError, SingularHessianError
 
 __all__ = [
     "IRFIL",
+    "Composition",
     "GeneralizedLinearModel",
     "LinearRegression",
     "LogisticRegression",
@@ -21,5 +24,6 @@ __all__ = [
     "PoissonRegression",
     "Sensitivity",
     "SingularHessianError",
+    "SoftmaxRegression",
     "iteratively_reweighted_fil",
 ]

@@ -1,33 +1,40 @@
 r"""Fisher information of an output-perturbed generalised linear model, in closed form and without its Jacobian.
 
-The released parameters are w* + N(0, σ²I). With A = H⁻¹, b_i = ∂ℓ/∂m, a_i = ∂²ℓ/∂m², c_i = −∂²ℓ/∂m∂y at w*, and E the
-map of the d private inputs into the p coordinates of w (an intercept is public), the minimiser's Jacobian about
-example i is
+The released parameters are U* + noise, U* ∈ R^{p×K} the minimiser, K the number of margins Uᵀx of an example (1, or
+one less than the classes of a softmax). With r_i = ∂ℓ/∂m ∈ R^K, M_i = ∂²ℓ/∂m² ∈ R^{K×K}, C_i = ∂²ℓ/∂m∂y ∈ R^{K×t}
+at U*, the Hessian's inverse A ∈ R^{pK×pK}, and E the map of the d private inputs into the p coordinates of x (an
+intercept is public), moving example i by z = (z_x, z_y) moves its gradient x_i r_iᵀ and the minimiser by
 
-    J_i = −ω_i A [ a_i x_i wᵀ + b_i E ,  −c_i x_i ]  ∈ R^{p×(d+1)}         (without the last column where y is public)
+    G_i z = E z_x r_iᵀ + x_i (M_i UᵀE z_x + C_i z_y)ᵀ ∈ R^{p×K},      J_i = −ω_i A G_i ∈ R^{pK×(d+t)}.
 
-and, with q_i = A x_i, v = A E w, M = A E Eᵀ A, γ_i = a_i²‖w‖² + c_i²,
+**One margin.** With a = M, b = r, c = C, q_i = A x_i, v = A E w, S = A E Eᵀ A, γ_i = a_i²‖w‖² + c_i²,
 
-    J_i J_iᵀ / ω_i² = b_i² M + a_i b_i (q_i vᵀ + v q_iᵀ) + γ_i q_i q_iᵀ.
+    J_i J_iᵀ / ω_i² = b_i² S + a_i b_i (q_i vᵀ + v q_iᵀ) + γ_i q_i q_iᵀ
 
-In the eigenbasis of M that is diagonal plus rank two: its largest eigenvalue is found by counting eigenvalues above a
-trial value (Sylvester's law of inertia), O(p) per trial. Nothing of size n×p×p is ever formed.
+is diagonal plus rank two in the eigenbasis of S: its largest eigenvalue is found by counting eigenvalues above a trial
+value (Sylvester's law of inertia), O(p) per trial. Nothing of size n×p×p is ever formed.
+
+**Several margins, or several releases.** The matrix J_iᵀJ_i ∈ R^{(d+t)×(d+t)} is formed for a few examples at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from torchfil.glm.losses import MarginLoss
+from torchfil.fisher.spectral import lanczos
+from torchfil.glm.losses import Loss
 
-__all__ = ["Sensitivity"]
+__all__ = ["Sensitivity", "largest_eigenvalues"]
 
 _BISECTIONS = 60
 _CHUNK_NUMBERS = 2**21  # numbers of a chunk's [rows, p] arrays
+_GRAM_NUMBERS = 2**23  # numbers of a chunk's [rows, d + t, d + t] matrices
+_DENSE = 96  # up to this size all eigenvalues are computed at once
 
 
 @dataclass(frozen=True)
@@ -36,11 +43,11 @@ class Sensitivity:
 
     Attributes:
         X: The inputs with the intercept's column of ones, where there is one, last, [n, p].
-        weights: w*, [p].
-        inverse: A = H⁻¹, [p, p].
-        first: b, [n].
-        second: a, [n].
-        cross: c, [n]; 0 where the target is public.
+        weights: U*, [p, K].
+        inverse: A = H⁻¹, [pK, pK]; parameter (a, k) is row aK + k.
+        residual: r = ∂ℓ/∂m, [n, K].
+        curvature: M = ∂²ℓ/∂m², [n, K, K].
+        coupling: C = ∂²ℓ/∂m∂y, [n, K, t]; t = 0 where the target is public.
         sample_weight: ω, [n].
         num_inputs: d; p is d, or d + 1 with an intercept.
     """
@@ -48,16 +55,16 @@ class Sensitivity:
     X: Tensor
     weights: Tensor
     inverse: Tensor
-    first: Tensor
-    second: Tensor
-    cross: Tensor
+    residual: Tensor
+    curvature: Tensor
+    coupling: Tensor
     sample_weight: Tensor
     num_inputs: int
 
     @classmethod
     def build(
         cls,
-        loss: MarginLoss,
+        loss: Loss,
         X: Tensor,
         y: Tensor,
         sample_weight: Tensor,
@@ -69,97 +76,161 @@ class Sensitivity:
     ) -> Sensitivity:
         """From data, minimiser and Hessian."""
         margin = X @ weights
-        cross = loss.target_sensitivity(margin, y)
+        coupling = loss.coupling(margin, y)
         return cls(
             X,
             weights,
             torch.linalg.inv(hessian),
-            loss.first(margin, y),
-            loss.second(margin, y),
-            cross if private_target else torch.zeros_like(cross),
+            loss.residual(margin, y),
+            loss.curvature(margin, y),
+            coupling if private_target else coupling[:, :, :0],
             sample_weight,
             num_inputs,
         )
 
+    @property
+    def num_coordinates(self) -> int:
+        """How many private coordinates an example has, d + t."""
+        return self.num_inputs + self.coupling.shape[2]
+
     def jacobian(self, example: int) -> Tensor:
-        """J_i, [p, d + 1], for checks; the last column is zero where the target is public."""
-        x, w = self.X[example], self.weights[: self.num_inputs]
-        inputs = self.second[example] * torch.outer(x, w)
-        inputs[: self.num_inputs] += self.first[example] * torch.eye(self.num_inputs, dtype=x.dtype, device=x.device)
-        full = torch.cat([inputs, -(self.cross[example] * x)[:, None]], dim=1)
-        return -self.sample_weight[example] * self.inverse @ full
+        """J_i, [pK, d + t], the inputs first; for checks."""
+        x, r = self.X[example], self.residual[example]
+        slopes = torch.cat([self.curvature[example] @ self._input_weights.mT, self.coupling[example]], dim=1)
+        moved = x[:, None, None] * slopes  # [p, K, d + t]
+        inputs = range(self.num_inputs)
+        moved[inputs, :, inputs] += r
+        return -self.sample_weight[example] * self.inverse @ moved.flatten(0, 1)
 
     def squared_trace(self) -> Tensor:
         """tr(J_iᵀJ_i) of every example, [n]."""
-        q, v, m, gamma = self._pieces()
-        b, ab = self.first, self.first * self.second
-        trace = b.square() * m.trace() + 2 * ab * (q @ v) + gamma * q.square().sum(dim=1)
-        return self.sample_weight.square() * trace
-
-    def squared_norm(self) -> Tensor:
-        """‖J_i‖₂² of every example, [n], to about 1e-15 relative to its upper bound."""
-        q, v, m, gamma = self._pieces()
-        eigenvalues, basis = torch.linalg.eigh(m)
-        eigenvalues = eigenvalues.clamp(min=0)
-        rotated_v = basis.mT @ v
-        result = torch.empty_like(gamma)
-        rows_at_once = max(1, _CHUNK_NUMBERS // q.shape[1])
-        for start in range(0, len(gamma), rows_at_once):
-            rows = slice(start, start + rows_at_once)
-            result[rows] = _largest_eigenvalue(
-                self.first[rows].square(),
-                eigenvalues,
-                q[rows] @ basis,
-                rotated_v,
-                (self.first * self.second)[rows],
-                gamma[rows],
+        inverse = self.inverse.view(-1, *self.weights.shape)[:, : self.num_inputs]  # [pK, d, K]
+        squares = torch.einsum("cak,cal->kl", inverse, inverse)
+        mixed = torch.einsum("cak,am->ckm", inverse, self._input_weights)
+        overlap = self._input_weights.mT @ self._input_weights
+        result = torch.empty_like(self.sample_weight)
+        for rows in self._chunks(self.inverse.shape[0] * self.weights.shape[1], _CHUNK_NUMBERS):
+            pushed, r, m, c = self._pushed(rows), self.residual[rows], self.curvature[rows], self.coupling[rows]
+            slopes = m @ overlap @ m + c @ c.mT
+            result[rows] = (
+                torch.einsum("nk,kl,nl->n", r, squares, r)
+                + 2 * torch.einsum("nlkm,nk,nlm->n", torch.einsum("nlc,ckm->nlkm", pushed, mixed), r, m)
+                + ((pushed @ pushed.mT) * slopes).sum(dim=(1, 2))
             )
         return self.sample_weight.square() * result
 
-    def attribute_gram(self, columns: Sequence[int], *, tangent: bool = False) -> Tensor:
-        """J_SᵀJ_S for the inputs S of every example, [n, |S|, |S|]; with ``tangent`` restricted to Σ = 0.
-
-        An |S|-level one-hot attribute moves only within the simplex: its tangent space has dimension |S| − 1.
-        """
-        index = torch.as_tensor(list(columns), device=self.X.device)
-        q = self.X @ self.inverse
-        aq = (q @ self.inverse)[:, index]
-        w = self.weights[index]
-        square = (self.inverse @ self.inverse)[index][:, index]
-        a, b = self.second, self.first
-        outer = aq[:, :, None] * w[None, None, :]
-        gram = (
-            (a.square() * q.square().sum(dim=1))[:, None, None] * torch.outer(w, w)
-            + (a * b)[:, None, None] * (outer + outer.mT)
-            + b.square()[:, None, None] * square
-        )
-        gram = self.sample_weight.square()[:, None, None] * gram
-        if not tangent:
-            return gram
-        basis = _tangent_basis(len(index)).to(gram)
-        return basis.mT @ gram @ basis
-
-    def group_gram(self, rows: Tensor) -> Tensor:
-        """Σ_{i∈G} J_i J_iᵀ of a group of examples, [p, p]; its norm is ‖J_G‖₂², its trace the summed traces."""
-        X, weight = self.X[rows], self.sample_weight[rows].square()
-        a, b, c = self.second[rows], self.first[rows], self.cross[rows]
-        w = torch.zeros_like(self.weights)
-        w[: self.num_inputs] = self.weights[: self.num_inputs]
-        gamma = a.square() * w.square().sum() + c.square()
-        cross = torch.outer(X.mT @ (weight * a * b), w)
-        inner = X.mT @ ((weight * gamma)[:, None] * X) + cross + cross.mT
-        inner[: self.num_inputs, : self.num_inputs] += (weight * b.square()).sum() * torch.eye(
-            self.num_inputs, dtype=X.dtype, device=X.device
-        )
-        return self.inverse @ inner @ self.inverse
-
-    def _pieces(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, [n, p]; v, [p]; M, [p, p]; γ, [n]."""
-        w = torch.zeros_like(self.weights)
-        w[: self.num_inputs] = self.weights[: self.num_inputs]
+    def squared_norm(self) -> Tensor:
+        """‖J_i‖₂² of every example, [n]; for one margin to about 1e-15 relative to its upper bound."""
+        if self.weights.shape[1] > 1:
+            return torch.cat([largest_eigenvalues(self.gram(rows)) for rows in self.gram_chunks()])
+        a, b = self.curvature[:, 0, 0], self.residual[:, 0]
+        w = torch.zeros_like(self.weights[:, 0])
+        w[: self.num_inputs] = self._input_weights[:, 0]
         left = self.inverse[:, : self.num_inputs]
-        gamma = self.second.square() * w.square().sum() + self.cross.square()
-        return self.X @ self.inverse, self.inverse @ w, left @ left.mT, gamma
+        gamma = a.square() * w.square().sum() + self.coupling[:, 0].square().sum(dim=1)
+        eigenvalues, basis = torch.linalg.eigh(left @ left.mT)
+        eigenvalues = eigenvalues.clamp(min=0)
+        rotation, v = self.inverse @ basis, basis.mT @ (self.inverse @ w)
+        result = torch.empty_like(gamma)
+        for rows in self._chunks(len(w), _CHUNK_NUMBERS):
+            result[rows] = _largest_eigenvalue(
+                b[rows].square(), eigenvalues, self.X[rows] @ rotation, v, (a * b)[rows], gamma[rows]
+            )
+        return self.sample_weight.square() * result
+
+    def gram(self, rows: slice, columns: Sequence[int] | None = None) -> Tensor:
+        """J_iᵀJ_i of the examples ``rows``, [rows, d + t, d + t]; with ``columns`` about those inputs only."""
+        index = torch.arange(self.num_inputs) if columns is None else torch.as_tensor(list(columns))
+        index = index.to(self.X.device)
+        pushed, r, m = self._pushed(rows), self.residual[rows], self.curvature[rows]
+        selected = self.inverse.view(-1, *self.weights.shape)[:, index]  # [pK, |S|, K]
+        squares = self._squares[:, :, index][:, :, :, index]
+        own = torch.einsum("nk,nl,klab->nab", r, r, squares)
+        mixed = torch.einsum("nlc,cak,nk->nal", pushed, selected, r)
+        slopes = m @ self._input_weights[index].mT  # [rows, K, |S|]
+        if columns is None:
+            coupling = self.coupling[rows]
+            targets = coupling.shape[2]
+            own = torch.nn.functional.pad(own, (0, targets, 0, targets))
+            mixed = torch.nn.functional.pad(mixed, (0, 0, 0, targets))
+            slopes = torch.cat([slopes, coupling], dim=2)
+        cross = mixed @ slopes
+        gram = own + cross + cross.mT + slopes.mT @ (pushed @ pushed.mT) @ slopes
+        return self.sample_weight[rows].square()[:, None, None] * gram
+
+    def gram_chunks(self, columns: Sequence[int] | None = None) -> Iterator[slice]:
+        """All examples, as many at a time as :meth:`gram` may hold."""
+        size = self.num_coordinates if columns is None else len(columns)
+        width = self.inverse.shape[0] * self.weights.shape[1]
+        return self._chunks(max(size**2, width), _GRAM_NUMBERS)
+
+    def group_gram(self, rows: Tensor, other: Sensitivity | None = None) -> Tensor:
+        """Σ_{i∈G} J_i J′_iᵀ of a group of examples, [pK, p′K′], J′ that of another release of the same examples.
+
+        With itself (None), its norm is ‖J_G‖₂² and its trace the sum of the traces.
+        """
+        first, second = self, self if other is None else other
+        weight = (first.sample_weight * second.sample_weight)[rows]
+        x1, r1, m1, c1 = first.X[rows], first.residual[rows], first.curvature[rows], first.coupling[rows]
+        x2, r2, m2, c2 = second.X[rows], second.residual[rows], second.curvature[rows], second.coupling[rows]
+        u1, u2, d = first._input_weights, second._input_weights, first.num_inputs
+        inner = x1.new_zeros(*first.weights.shape, *second.weights.shape)  # [p, K, p′, K′]
+        diagonal = torch.einsum("n,nk,nl->kl", weight, r1, r2)
+        inner[range(d), :, range(d), :] += diagonal
+        slopes = weight[:, None, None] * (m1 @ (u1.mT @ u2) @ m2 + c1 @ c2.mT)  # [n, K, K′]
+        for k in range(slopes.shape[1]):
+            moved = torch.einsum("nb,nlm->blm", x2, (weight * r1[:, k])[:, None, None] * m2)
+            inner[:d, k] += torch.einsum("am,blm->abl", u2, moved)
+            for j in range(slopes.shape[2]):
+                inner[:, k, :, j] += x1.mT @ (slopes[:, k, j, None] * x2)
+        for j in range(slopes.shape[2]):
+            moved = torch.einsum("na,nkm->akm", x1, (weight * r2[:, j])[:, None, None] * m1)
+            inner[:, :, :d, j] += torch.einsum("bm,akm->akb", u1, moved)
+        return first.inverse @ inner.flatten(2).flatten(0, 1) @ second.inverse
+
+    @cached_property
+    def _input_weights(self) -> Tensor:
+        """UᵀE's transpose, [d, K]."""
+        return self.weights[: self.num_inputs]
+
+    @cached_property
+    def _squares(self) -> Tensor:
+        """The blocks EᵀA²E, [K, K, d, d]."""
+        inverse = self.inverse.view(-1, *self.weights.shape)[:, : self.num_inputs]
+        return torch.einsum("cak,cbl->klab", inverse, inverse)
+
+    def _pushed(self, rows: slice) -> Tensor:
+        """A (x_i ⊗ e_l), [rows, K, pK]."""
+        return torch.einsum("nb,blc->nlc", self.X[rows], self.inverse.view(*self.weights.shape, -1))
+
+    def _chunks(self, numbers_per_row: int, numbers: int) -> Iterator[slice]:
+        at_once = max(1, numbers // numbers_per_row)
+        return (slice(start, start + at_once) for start in range(0, len(self.X), at_once))
+
+
+def largest_eigenvalues(matrices: Tensor) -> Tensor:
+    """λ_max of symmetric positive semidefinite matrices [batch, m, m]; large ones by Lanczos to 1e-10 relative.
+
+    Example:
+        >>> bool(largest_eigenvalues(torch.diag(torch.arange(200.0, dtype=torch.float64))[None]).allclose(
+        ...     torch.tensor([199.0], dtype=torch.float64)))
+        True
+    """
+    batch, size, _ = matrices.shape
+    if size <= _DENSE:
+        return torch.linalg.eigvalsh(matrices)[:, -1].clamp(min=0)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(batch, size, generator=generator, dtype=matrices.dtype).to(matrices.device)
+
+    def product(v: Tensor) -> Tensor:
+        return (matrices @ v[:, :, None])[:, :, 0]
+
+    steps, before = 16, torch.full_like(start[:, 0], -torch.inf)
+    while True:
+        value = lanczos(product, start, steps)
+        if steps >= size or bool((value - before <= 1e-10 * value).all()):
+            return value
+        steps, before = 2 * steps, value
 
 
 def _largest_eigenvalue(scale: Tensor, eigenvalues: Tensor, q: Tensor, v: Tensor, ab: Tensor, gamma: Tensor) -> Tensor:
@@ -188,11 +259,3 @@ def _largest_eigenvalue(scale: Tensor, eigenvalues: Tensor, q: Tensor, v: Tensor
         found = above >= 1
         low, high = torch.where(found, middle, low), torch.where(found, high, middle)
     return 0.5 * (low + high)
-
-
-def _tangent_basis(size: int) -> Tensor:
-    """An orthonormal basis of {t ∈ R^size : Σ t = 0}, [size, size − 1]."""
-    if size < 2:
-        raise ValueError(f"a one-hot attribute needs at least 2 columns, got {size}")
-    ones = torch.ones(size, 1, dtype=torch.float64)
-    return torch.linalg.qr(torch.cat([ones, torch.eye(size, dtype=torch.float64)[:, 1:]], dim=1)).Q[:, 1:]

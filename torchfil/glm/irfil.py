@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from torchfil.glm.estimators import GeneralizedLinearModel
+from torchfil.glm.measures import Kind
 
 __all__ = ["IRFIL", "iteratively_reweighted_fil"]
 
@@ -21,13 +22,15 @@ class IRFIL:
         model: The model at the last weights.
         sample_weight: ω, [n], of mean 1.
         etas: η of every example at each round, the unweighted fit first, [rounds + 1, n].
-        spread: The standard deviation of η at each round.
+        spread: The standard deviation, at each round, of what is equalised: η over examples, or its mean over groups.
+        converged: Whether the spread fell to the tolerance.
     """
 
     model: Any
     sample_weight: np.ndarray
     etas: np.ndarray
     spread: np.ndarray = field(repr=False)
+    converged: bool
 
 
 def iteratively_reweighted_fil(
@@ -36,9 +39,13 @@ def iteratively_reweighted_fil(
     y: Any,
     *,
     rounds: int = 15,
+    groups: Literal["class"] | Sequence[Hashable] | None = None,
+    attribute: Sequence[Any] | slice | None = None,
+    one_hot: bool = False,
+    private_target: bool = True,
+    kind: Kind = "spectral",
     tolerance: float = 0.0,
     clamp: tuple[float, float] = (0.0, np.inf),
-    eta: Callable[[GeneralizedLinearModel, np.ndarray], np.ndarray] | None = None,
     progress: bool = False,
 ) -> IRFIL:
     """ω ← n (ω/η) / Σ(ω/η), refit, repeat: at a fixed point all η are equal.
@@ -48,36 +55,59 @@ def iteratively_reweighted_fil(
         X: Inputs, [n, d].
         y: Targets, [n].
         rounds: Reweightings at most.
-        tolerance: Stop when the standard deviation of η over its mean falls below it.
+        groups: None equalises η over examples. One label per example (or "class": the targets) gives all examples of
+            a group one weight and equalises the groups' mean η.
+        attribute: The columns (numbers, names or a slice) of the attribute whose η is meant; None: the whole example.
+        one_hot: Whether that attribute moves within the simplex only.
+        private_target: Whether y is private (without ``attribute``).
+        kind: Which η, as in :meth:`GeneralizedLinearModel.fil`.
+        tolerance: Stop when the spread over the mean η falls to it.
         clamp: The smallest and largest weight, before they are scaled to mean 1.
-        eta: (fitted model, weights) ↦ η of every example; by default its spectral FIL. For an attribute's:
-            ``lambda m, w: m.fil(X, y, attributes={"a": columns}, sample_weight=w)["a"]``; for classes, average within.
         progress: Whether to show a progress bar (tqdm).
     """
     from sklearn.base import clone
 
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
-    if eta is None:
+    if not (0 <= clamp[0] <= 1 <= clamp[1]):
+        raise ValueError(f"clamp={clamp} must hold 1, the mean weight, and no negative number")
+    n = len(y)
+    member = _members(y if isinstance(groups, str) and groups == "class" else groups, n)
+    sizes = np.bincount(member)
 
-        def eta(fitted: GeneralizedLinearModel, weights: np.ndarray) -> np.ndarray:
-            result: np.ndarray = fitted.fil(X, y, sample_weight=weights)
-            return result
+    def fitted(weights: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
+        found = clone(model).fit(X, y, sample_weight=weights)
+        attributes = None if attribute is None else {"attribute": attribute}
+        eta = found.fil(X, y, 1.0, attributes, None, private_target, kind, one_hot=one_hot, sample_weight=weights)
+        eta = eta if attribute is None else eta["attribute"]
+        return found, eta, np.bincount(member, eta) / sizes
 
-    weights = np.ones(len(y))
-    fitted = clone(model).fit(X, y, sample_weight=weights)
-    etas = [eta(fitted, weights)]
+    weights = np.ones(n)
+    current, eta, level = fitted(weights)
+    etas, spread = [eta], [level.std()]
     for _ in _counted(rounds, progress):
-        if etas[-1].std() <= tolerance * etas[-1].mean():
+        if spread[-1] <= tolerance * level.mean():
             break
-        if not (etas[-1] > 0).all():
-            raise ValueError("an example has η = 0 and would get infinite weight; it does not influence the model")
-        weights = np.clip(weights / etas[-1] * etas[-1].mean(), *clamp)
-        weights *= len(weights) / weights.sum()
-        fitted = clone(model).fit(X, y, sample_weight=weights)
-        etas.append(eta(fitted, weights))
-    history = np.stack(etas)
-    return IRFIL(fitted, weights, history, history.std(axis=1))
+        if not (level > 0).all():
+            what = "an example" if groups is None else "a group"
+            raise ValueError(f"{what} has η = 0 and would get infinite weight; it does not influence the model")
+        weights = np.clip(weights * (level.mean() / level)[member], *clamp)
+        weights *= n / weights.sum()
+        current, eta, level = fitted(weights)
+        etas.append(eta)
+        spread.append(level.std())
+    return IRFIL(current, weights, np.stack(etas), np.asarray(spread), bool(spread[-1] <= tolerance * level.mean()))
+
+
+def _members(groups: Any, n: int) -> np.ndarray:
+    """The number of every example's group, [n]."""
+    if groups is None:
+        return np.arange(n)
+    labels = list(np.asarray(groups).tolist())
+    if len(labels) != n:
+        raise ValueError(f"groups must give one label per example: {len(labels)} for {n}")
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+    return np.array([numbers[label] for label in labels])
 
 
 def _counted(rounds: int, progress: bool) -> Any:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from scipy import linalg
+from scipy import linalg, optimize
 from torch import Tensor
 
-from torchfil.glm.losses import MarginLoss
+from torchfil.glm.losses import Loss
 
-__all__ = ["Fit", "NotConvergedError", "SingularHessianError", "minimise"]
+__all__ = ["Fit", "NotConvergedError", "Objective", "SingularHessianError", "Solver", "minimise"]
+
+Solver = Literal["newton", "lbfgs"]
 
 
 class NotConvergedError(ValueError):
@@ -23,13 +27,65 @@ class SingularHessianError(ValueError):
 
 
 @dataclass(frozen=True)
+class Objective:
+    """Σ_i ω_i ℓ(Uᵀx_i, y_i) + (nλ/2) tr(UᵀPU), U ∈ R^{p×K} for K margins.
+
+    Attributes:
+        loss: ℓ.
+        X: [n, p].
+        y: The targets, one row each.
+        sample_weight: ω, [n].
+        l2: λ.
+        penalised: The diagonal of P, [p]: 1, and 0 for an intercept.
+        margins: K.
+    """
+
+    loss: Loss
+    X: Tensor
+    y: Tensor
+    sample_weight: Tensor
+    l2: float
+    penalised: Tensor
+    margins: int = 1
+
+    @property
+    def ridge(self) -> Tensor:
+        """nλP's diagonal as a column, [p, 1]."""
+        return (len(self.X) * self.l2 * self.penalised)[:, None]
+
+    def value(self, weights: Tensor) -> Tensor:
+        """The objective at U, a scalar."""
+        losses = self.loss.losses(self.X @ weights, self.y)
+        return (self.sample_weight * losses).sum() + 0.5 * (self.ridge * weights.square()).sum()
+
+    def gradient(self, weights: Tensor) -> Tensor:
+        """[p, K]."""
+        residual = self.loss.residual(self.X @ weights, self.y)
+        return self.X.mT @ (self.sample_weight[:, None] * residual) + self.ridge * weights
+
+    def hessian(self, weights: Tensor) -> Tensor:
+        """H = Σ ω_i x_i x_iᵀ ⊗ M_i + nλP ⊗ I, [pK, pK]; parameter (a, k) is row aK + k."""
+        curvature = self.sample_weight[:, None, None] * self.loss.curvature(self.X @ weights, self.y)
+        p, k = weights.shape
+        result = self.X.new_zeros(p, k, p, k)
+        for i in range(k):
+            for j in range(i, k):
+                block = self.X.mT @ (curvature[:, i, j, None] * self.X)
+                result[:, i, :, j] = block
+                result[:, j, :, i] = block
+        result = result.view(p * k, p * k)
+        result.diagonal().add_(self.ridge.expand(p, k).flatten())
+        return result
+
+
+@dataclass(frozen=True)
 class Fit:
     """A minimiser with what is known of it.
 
     Attributes:
-        weights: w*, [p].
-        hessian: H = Σ ω_i ℓ″_i x_i x_iᵀ + nλP, [p, p], at w*.
-        gradient_norm: The largest entry of the objective's gradient over n, at w*.
+        weights: U*, [p, K].
+        hessian: H at U*, [pK, pK].
+        gradient_norm: The largest entry of the objective's gradient over n, at U*.
         iterations: Newton steps taken.
     """
 
@@ -40,94 +96,96 @@ class Fit:
 
 
 def minimise(
-    loss: MarginLoss,
-    X: Tensor,
-    y: Tensor,
-    sample_weight: Tensor,
-    l2: float,
-    penalised: Tensor,
+    objective: Objective,
     *,
     tolerance: float = 1e-10,
     max_iterations: int = 100,
-    start: Tensor | None = None,
+    solver: Solver = "newton",
+    names: Sequence[Any] | None = None,
 ) -> Fit:
-    """The minimiser of Σ_i ω_i ℓ(wᵀx_i, y_i) + (nλ/2) wᵀPw, by Newton's method with backtracking.
+    """The minimiser, by Newton's method with backtracking.
 
     It counts as found when the gradient is below the tolerance and the next Newton step would not matter: on separable
     data the gradient vanishes, too, but the steps do not.
 
     Args:
-        loss: ℓ.
-        X: [n, p].
-        y: [n].
-        sample_weight: ω, [n].
-        l2: λ.
-        penalised: The diagonal of P, [p]: 1, and 0 for an intercept.
+        objective: What to minimise.
         tolerance: The largest entry of the gradient over n at which to stop.
         max_iterations: Newton steps at most.
-        start: Where to start; None: at 0.
+        solver: "newton"; "lbfgs" runs L-BFGS first, so that only the last few steps need a Hessian (many columns).
+        names: The columns' names, for messages.
 
     Raises:
         SingularHessianError: Collinear columns without regularisation; the text names them.
         NotConvergedError: The tolerance was not reached (separable data without regularisation).
     """
-    n, p = X.shape
-    ridge = n * l2 * penalised
-    w = torch.zeros(p, dtype=X.dtype, device=X.device) if start is None else start.clone()
-
-    def objective(w: Tensor) -> float:
-        return float((sample_weight * loss.value(X @ w, y)).sum() + 0.5 * (ridge * w.square()).sum())
-
-    value = objective(w)
+    n, p = objective.X.shape
+    weights = objective.X.new_zeros(p, objective.margins)
+    if solver == "lbfgs":
+        weights = _lbfgs(objective, weights)
+    elif solver != "newton":
+        raise ValueError(f"solver={solver!r} must be 'newton' or 'lbfgs'")
+    value = float(objective.value(weights))
     for iteration in range(max_iterations + 1):
-        margin = X @ w
-        gradient = X.mT @ (sample_weight * loss.first(margin, y)) + ridge * w
+        gradient = objective.gradient(weights)
         size = float(gradient.abs().max()) / n
-        hessian = _hessian(loss, X, y, sample_weight, ridge, margin)
-        step = torch.cholesky_solve(gradient[:, None], _factor(hessian, X, l2))[:, 0]
-        if size <= tolerance and float(step.abs().max()) <= 1e-5 * (1 + float(w.abs().max())):
-            return Fit(w, hessian, size, iteration)
-        decrease = float(gradient @ step)
+        hessian = objective.hessian(weights)
+        factor = _factor(hessian, objective, names)
+        step = torch.cholesky_solve(gradient.flatten()[:, None], factor).view_as(weights)
+        if size <= tolerance and float(step.abs().max()) <= 1e-5 * (1 + float(weights.abs().max())):
+            return Fit(weights, hessian, size, iteration)
+        decrease = float((gradient * step).sum())
         length = 1.0
         while length > 1e-10:
-            candidate = objective(w - length * step)
+            candidate = float(objective.value(weights - length * step))
             if candidate <= value - 1e-4 * length * decrease or decrease < 1e-13 * abs(value):
                 break
             length /= 2
-        w = w - length * step
-        value = objective(w)
-        if not np.isfinite(value) or float(w.abs().max()) > 1e8:
+        weights = weights - length * step
+        value = float(objective.value(weights))
+        if not np.isfinite(value) or float(weights.abs().max()) > 1e8:
             break
     raise NotConvergedError(
-        f"the {loss.name} model did not converge: the gradient is {size:.2g} after {iteration} Newton steps, above "
-        f"tolerance={tolerance:g}. With l2=0 a minimum exists only if the classes overlap (separable data drive the "
-        "weights to infinity): set l2 > 0, or raise max_iterations."
+        f"the {objective.loss.name} model did not converge: the gradient is {size:.2g} after {iteration} Newton steps, "
+        f"above tolerance={tolerance:g}. With l2=0 a minimum exists only if the classes overlap (separable data drive "
+        "the weights to infinity): set l2 > 0, or raise max_iterations."
     )
 
 
-def _hessian(loss: MarginLoss, X: Tensor, y: Tensor, sample_weight: Tensor, ridge: Tensor, margin: Tensor) -> Tensor:
-    curvature = sample_weight * loss.second(margin, y)
-    return X.mT @ (curvature[:, None] * X) + torch.diag(ridge)
+def _lbfgs(objective: Objective, start: Tensor) -> Tensor:
+    n = len(objective.X)
+
+    def evaluate(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        weights = torch.as_tensor(flat, device=start.device).view_as(start)
+        return float(objective.value(weights)) / n, objective.gradient(weights).flatten().cpu().numpy() / n
+
+    options = {"maxiter": 500, "maxcor": 20, "gtol": 1e-7, "ftol": 1e-15}
+    found = optimize.minimize(evaluate, start.flatten().cpu().numpy(), jac=True, method="L-BFGS-B", options=options)
+    return torch.as_tensor(found.x, device=start.device).view_as(start)
 
 
-def _factor(hessian: Tensor, X: Tensor, l2: float) -> Tensor:
-    factor, failed = torch.linalg.cholesky_ex(hessian)
-    diagonal = factor.diagonal()
-    if int(failed) == 0 and float(diagonal.min()) > 1e-7 * float(diagonal.max()):
-        return factor
-    columns = _dependent_columns(X)
+def _factor(hessian: Tensor, objective: Objective, names: Sequence[Any] | None) -> Tensor:
+    """Its Cholesky factor, if the Hessian is regular whatever the columns' scales."""
+    scale = hessian.diagonal().clamp(min=1e-300).sqrt()
+    pivots, failed = torch.linalg.cholesky_ex(hessian / scale / scale[:, None])
+    if int(failed) == 0 and float(pivots.diagonal().min()) > 1e-6:
+        return scale[:, None] * pivots
+    columns = _dependent_columns(objective.X)
     if columns:
+        named = [names[column] if names is not None and column < len(names) else column for column in columns]
         raise SingularHessianError(
-            f"columns {columns} are linear combinations of the others and l2={l2:g}, so the minimiser is not unique: "
-            "drop them (a one-hot attribute needs one level less), or set l2 > 0"
+            f"columns {named} are linear combinations of the others and l2={objective.l2:g}, so the minimiser is not "
+            "unique: drop them (a one-hot attribute needs one level less), or set l2 > 0"
         )
     raise SingularHessianError(
-        f"the Hessian is singular at l2={l2:g} (the loss is flat in some direction, as on separable data); set l2 > 0"
+        f"the Hessian is singular at l2={objective.l2:g} (the loss is flat in some direction, as on separable data); "
+        "set l2 > 0"
     )
 
 
 def _dependent_columns(X: Tensor) -> list[int]:
-    _, triangle, order = linalg.qr(X.cpu().numpy(), mode="economic", pivoting=True)
+    scale = torch.linalg.vector_norm(X, dim=0).clamp(min=1e-300)
+    _, triangle, order = linalg.qr((X / scale).cpu().numpy(), mode="economic", pivoting=True)
     size = np.abs(np.diag(triangle))
-    rank = int((size > 1e-9 * max(size[0], 1e-300)).sum()) if len(size) else 0
+    rank = int((size > 1e-6 * max(size[0], 1e-300)).sum()) if len(size) else 0
     return sorted(int(column) for column in order[rank:])

@@ -1,0 +1,197 @@
+"""The estimators as users of scikit-learn meet them: fitting, predicting, releasing, refusing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from glm.glm_cases import CASES, D, N, data, pseudo_huber
+from sklearn.base import clone
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from torchfil.glm import (
+    GeneralizedLinearModel,
+    LinearRegression,
+    LogisticRegression,
+    NotConvergedError,
+    PoissonRegression,
+    SingularHessianError,
+    SoftmaxRegression,
+)
+
+
+class TestRelease:
+    def test_gaussian_and_laplace_noise(self) -> None:
+        X, y, _ = data("linear", False)
+        model = LinearRegression().fit(X, y)
+        generator = torch.Generator().manual_seed(0)
+        draws = torch.stack([model.release(0.3, generator) for _ in range(4000)]).numpy()
+        assert np.allclose(draws.mean(axis=0), model.coef_, atol=0.02)
+        assert np.allclose(draws.std(axis=0), 0.3, rtol=0.05)
+        laplace = torch.stack([model.release(0.3, generator, noise="laplace") for _ in range(4000)]).numpy()
+        assert np.allclose(np.abs(laplace - model.coef_).mean(axis=0), 0.3, rtol=0.06)
+        with pytest.raises(ValueError, match="scale=0 must be positive"):
+            model.release(0)
+
+    def test_an_attacker_who_knows_all_else_attains_the_bound(self) -> None:
+        """One attribute unknown: the best unbiased guess from w* + noise has error σ/‖J_j‖ (linearised)."""
+        X, y, _ = data("linear", False)
+        model = LinearRegression().fit(X, y)
+        sigma, i, j = 1e-4, 5, 1
+        column = model.sensitivity(X, y).jacobian(i).numpy()[:, j]
+        generator = torch.Generator().manual_seed(1)
+        noise = torch.stack([model.release(sigma, generator) for _ in range(4000)]).numpy() - model.coef_
+        guess_error = noise @ column / (column @ column)
+        eta = model.fil(X, y, sigma=sigma, attributes={"a": [j]})["a"][i]
+        assert guess_error.std() == pytest.approx(1 / eta, rel=0.05)
+
+    def test_sigma_for_a_target(self) -> None:
+        X, y, _ = data("logistic", False)
+        model = LogisticRegression(l2=0.05).fit(X, y)
+        assert model.fil(X, y, model.sigma_for(X, y, 0.2)).max() == pytest.approx(0.2)
+        assert model.fil(X, y, model.sigma_for(X, y, 0.2, reduce="mean")).mean() == pytest.approx(0.2)
+        everybody = model.sigma_for(X, y, 0.2, groups=["all"] * N)
+        assert model.fil(X, y, everybody, groups=["all"] * N)["all"] == pytest.approx(0.2)
+        sigma = model.sigma_for(X, y, 0.2, reduce=0.9)
+        assert np.quantile(model.fil(X, y, sigma), 0.9) == pytest.approx(0.2)
+        with pytest.raises(ValueError, match="reduce='median' must be"):
+            model.sigma_for(X, y, 0.2, reduce="median")  # type: ignore[arg-type]
+
+    def test_sigma_for_differential_privacy(self) -> None:
+        from torchfil.fisher import analytic_gaussian_epsilon
+
+        X, y, _ = data("logistic", False)
+        X = X / np.linalg.norm(X, axis=1).max()
+        model = LogisticRegression(l2=0.05).fit(X, y)
+        sigma = model.sigma_for_dp(X, 1.0, 1e-5)
+        sensitivity = 2 / (N * 0.05)
+        assert analytic_gaussian_epsilon(sigma / sensitivity, 1e-5) == pytest.approx(1.0, rel=1e-6)
+        moved = X.copy()
+        moved[0] = -moved[0]
+        other = LogisticRegression(l2=0.05).fit(moved, np.where(np.arange(N) == 0, 1 - y, y))
+        assert np.linalg.norm(other.coef_ - model.coef_) <= sensitivity
+        softmax = SoftmaxRegression(l2=0.05).fit(X, y)
+        assert softmax.sigma_for_dp(X, 1.0, 1e-5) == pytest.approx(np.sqrt(2) * sigma)
+        with pytest.raises(ValueError, match="the squared loss has an unbounded derivative; l2=0.0 must be positive"):
+            LinearRegression().fit(X, y).sigma_for_dp(X, 1.0, 1e-5)
+
+    def test_mse_bounds_are_what_the_noise_leaves(self) -> None:
+        X, y, _ = data("linear", False)
+        model = LinearRegression().fit(X, y)
+        bound = model.mse_bound(X, y, sigma=0.3, private_target=False)
+        assert np.allclose(bound, 1 / model.fil(X, y, sigma=0.3, kind="trace", private_target=False) ** 2)
+        one = model.mse_bound(X, y, sigma=0.3, attributes={"a": [1]})["a"]
+        assert np.allclose(one, 1 / model.fil(X, y, sigma=0.3, attributes={"a": [1]})["a"] ** 2)
+        assert isinstance(model.mse_bound(X, y, groups=["all"] * N)["all"], float)
+
+    def test_a_softmax_is_released_class_by_class(self) -> None:
+        X, y, _ = data("softmax", False)
+        model = SoftmaxRegression(l2=0.03, fit_intercept=True).fit(X, y)
+        generator = torch.Generator().manual_seed(0)
+        draws = torch.stack([model.release(0.1, generator) for _ in range(2000)]).numpy()
+        assert draws.shape[1:] == (3, D + 1)
+        assert np.allclose(draws.mean(axis=0)[:, :D], model.coef_, atol=0.02)
+        assert np.allclose(draws.mean(axis=0)[:, D], model.intercept_, atol=0.02)
+
+
+class TestFit:
+    def test_separable_data_without_regularisation_is_told(self) -> None:
+        X = np.array([[1.0, 0.1], [2.0, -0.3], [-1.0, 0.2], [-2.0, 0.5]])
+        with pytest.raises((NotConvergedError, SingularHessianError), match="separable"):
+            LogisticRegression().fit(X, [1, 1, 0, 0])
+
+    def test_collinear_columns_are_named(self) -> None:
+        X, y, _ = data("linear", False)
+        X = np.hstack([X, X[:, :1] + X[:, 1:2]])
+        with pytest.raises(SingularHessianError, match=r"columns \[\d\] are linear combinations of the others"):
+            LinearRegression().fit(X, y)
+        assert LinearRegression(l2=0.1).fit(X, y).coef_.shape == (5,)
+        frame = pandas.DataFrame(X[:, [0, 1, 4]], columns=["age", "height", "sum"])
+        with pytest.raises(SingularHessianError, match=r"columns \['(age|height|sum)'\] are linear combinations"):
+            LinearRegression().fit(frame, y)
+        constant = np.ones((N, 1))
+        with pytest.raises(SingularHessianError, match=r"columns \[(0|'intercept')\]"):
+            LinearRegression(fit_intercept=True).fit(constant, y)
+
+    def test_agrees_with_scikit_learn(self) -> None:
+        from sklearn.linear_model import LogisticRegression as Theirs
+
+        X, y, weights = data("logistic", True)
+        ours = LogisticRegression(l2=0.05, fit_intercept=True).fit(X, y, weights)
+        theirs = Theirs(C=1 / (N * 0.05), tol=1e-12, max_iter=10_000).fit(X, y, weights)
+        assert np.allclose(ours.coef_, theirs.coef_[0], atol=1e-6)
+        assert ours.intercept_ == pytest.approx(theirs.intercept_[0], abs=1e-6)
+        assert np.allclose(ours.predict_proba(X), theirs.predict_proba(X), atol=1e-6)
+
+    def test_softmax_agrees_with_scikit_learn(self) -> None:
+        from sklearn.linear_model import LogisticRegression as Theirs
+
+        X, y, weights = data("softmax", True)
+        labels = np.array(["a", "b", "c"])[y.astype(int)]
+        ours = SoftmaxRegression(l2=0.05, fit_intercept=True).fit(X, labels, weights)
+        theirs = Theirs(C=1 / (N * 0.05), tol=1e-12, max_iter=10_000).fit(X, labels, weights)
+        assert np.allclose(ours.coef_, theirs.coef_, atol=1e-5)
+        assert np.allclose(ours.predict_proba(X), theirs.predict_proba(X), atol=1e-5)
+        assert (ours.predict(X) == theirs.predict(X)).all()
+        assert ours.score(X, labels) == theirs.score(X, labels)
+        with pytest.raises(ValueError, match=r"labels \['d'\] are not among the classes \['a', 'b', 'c'\]"):
+            ours.fil(X[:1], ["d"], sample_weight=[1.0])
+        with pytest.raises(ValueError, match="needs at least 2 classes"):
+            SoftmaxRegression().fit(X, ["a"] * N)
+
+    def test_both_solvers_find_the_same_minimum(self) -> None:
+        for name, build in CASES.items():
+            X, y, weights = data(name, True)
+            newton = build().fit(X, y, weights)
+            quasi = build().set_params(solver="lbfgs").fit(X, y, weights)
+            assert np.allclose(newton.coef_, quasi.coef_, atol=1e-7), name
+            assert quasi.n_iter_ <= 3, "L-BFGS leaves little to Newton"
+        with pytest.raises(ValueError, match="solver='adam' must be 'newton' or 'lbfgs'"):
+            LinearRegression(solver="adam").fit(X, y)  # type: ignore[arg-type]
+
+    def test_scores(self) -> None:
+        from sklearn.metrics import d2_tweedie_score, r2_score
+        from sklearn.model_selection import cross_val_score
+
+        X, y, weights = data("poisson", True)
+        poisson = PoissonRegression(l2=0.1).fit(X, y)
+        assert poisson.score(X, y) == pytest.approx(d2_tweedie_score(y, poisson.predict(X), power=1))
+        linear = LinearRegression().fit(X, y)
+        assert linear.score(X, y, weights) == pytest.approx(r2_score(y, linear.predict(X), sample_weight=weights))
+        general = GeneralizedLinearModel(pseudo_huber, l2=0.1).fit(X, y)
+        assert general.score(X, y) == pytest.approx(-(np.sqrt(1 + (general.predict(X) - y) ** 2) - 1).mean())
+        assert cross_val_score(SoftmaxRegression(l2=0.1), X, y > 1, cv=3).shape == (3,)
+
+    def test_pipelines_clones_and_column_names(self) -> None:
+        X, y, _ = data("linear", False)
+        pipeline = make_pipeline(StandardScaler(), LinearRegression(fit_intercept=True)).fit(X, y)
+        assert pipeline.score(X, y) > 0.3
+        assert clone(LinearRegression(l2=3.0)).get_params()["l2"] == 3.0
+        frame = pandas.DataFrame(X, columns=list("abcd"))
+        named = LinearRegression().fit(frame, y)
+        by_name = named.fil(frame, y, attributes={"x": ["b", "d"]})["x"]
+        assert np.allclose(by_name, named.fil(X, y, attributes={"x": [1, 3]})["x"])
+        with pytest.raises(ValueError, match=r"unknown columns \['z'\]"):
+            named.fil(frame, y, attributes={"x": ["z"]})
+
+    def test_refusals(self) -> None:
+        X, y, _ = data("linear", False)
+        with pytest.raises(ValueError, match="is not fitted yet"):
+            LinearRegression().fil(X, y)
+        with pytest.raises(ValueError, match="l2=-1 must be ≥ 0"):
+            LinearRegression(l2=-1).fit(X, y)
+        with pytest.raises(ValueError, match="the smallest is -1"):
+            PoissonRegression().fit(X, -np.ones(N))
+        with pytest.raises(ValueError, match="logistic targets must be 0 or 1"):
+            LogisticRegression().fit(X, np.sign(y))
+        broken = X.copy()
+        broken[3, 0] = np.nan
+        with pytest.raises(ValueError, match=r"NaN or infinite values in rows \[3\]"):
+            LinearRegression().fit(broken, y)
+        model = LinearRegression().fit(X, y)
+        with pytest.raises(ValueError, match="sigma=0 must be positive"):
+            model.fil(X, y, sigma=0)
+        with pytest.raises(ValueError, match="the model was fitted on 25, got 3"):
+            model.fil(X[:3], y[:3])
