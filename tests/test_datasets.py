@@ -122,6 +122,18 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         adult(tmp_path)
 
 
+def test_a_named_folder_that_does_not_exist_is_not_replaced_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHFIL_DATA", str(tmp_path))
+    assert data_folder() == tmp_path
+    with pytest.raises(DataNotFoundError, match="no data folder .*absent"):
+        data_folder(tmp_path / "absent")
+    monkeypatch.setenv("TORCHFIL_DATA", str(tmp_path / "missing"))
+    with pytest.raises(DataNotFoundError, match="no data folder .*missing"):
+        data_folder()
+
+
 def check_codes(task: TabularTask) -> None:
     """Every row's columns are its level's code; the attributes share out the columns; one level has none."""
     assert sorted(c for columns in task.attributes.values() for c in columns) == list(range(len(task.columns)))

@@ -115,18 +115,18 @@ class TabularTask:
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """The folder given, or that of ``TORCHFIL_DATA``, or ``../shared/data`` where it exists.
+    """The folder given, or else that of ``TORCHFIL_DATA``, or else ``../shared/data``.
 
     Raises:
-        DataNotFoundError: None of them exists.
+        DataNotFoundError: It does not exist.
     """
-    candidates = [folder, os.environ.get("TORCHFIL_DATA"), "../shared/data"]
-    for candidate in candidates:
-        if candidate is not None and Path(candidate).is_dir():
-            return Path(candidate)
+    named = folder if folder is not None else os.environ.get("TORCHFIL_DATA")
+    found = Path("../shared/data" if named is None else named)
+    if found.is_dir():
+        return found
     raise DataNotFoundError(
-        "no data folder: pass it, or set the environment variable TORCHFIL_DATA to the folder that holds MNIST/raw, "
-        "cifar10, adult and iwpc"
+        f"no data folder {found}: pass it, or set the environment variable TORCHFIL_DATA to the folder that holds "
+        "MNIST/raw, cifar10, adult and iwpc"
     )
 
 
