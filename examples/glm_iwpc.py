@@ -100,14 +100,7 @@ def reweighted(
     The bound matters for logistic regression on Adult only: some incomes are so certain that η is 1e-14 at σ = 1, and
     the first round would give those examples all the weight.
     """
-    return iteratively_reweighted_fil(
-        model,
-        X,
-        y,
-        rounds=rounds,
-        clamp=(0, 100),
-        eta=lambda m, w: m.fil(X, y, attributes={"a": columns}, sample_weight=w)["a"],
-    )
+    return iteratively_reweighted_fil(model, X, y, rounds=rounds, clamp=(0, 100), attribute=columns)
 
 
 def _penalties(setting: Setting, path: Path) -> None:
