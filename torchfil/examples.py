@@ -82,11 +82,13 @@ class _Slot:
         return flat if self.index is None else flat[:, self.index]
 
     def fill(self, base: Tensor, part: Tensor) -> Tensor:
-        """One example's tensor with its private coordinates replaced by ``part``."""
+        """A tensor with its private coordinates replaced by ``part``: one example's, or a batch's."""
         part = part.to(base.dtype)
+        batch = part.shape[:-1]
         if self.index is None:
-            return part.reshape(self.shape)
-        return base.reshape(-1).index_copy(0, self.index, part).reshape(self.shape)
+            return part.reshape(*batch, *self.shape)
+        flat = base.reshape(*batch, self.shape.numel())
+        return flat.index_copy(-1, self.index, part).reshape(*batch, *self.shape)
 
 
 @dataclass(frozen=True)
@@ -201,17 +203,22 @@ class Examples:
             yield rows, self[rows]
 
     def restore(self, z: Tensor, public: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any, Tensor | None]:
-        """One example from its z of shape [d]: positional and keyword inputs, target, submodule offset."""
+        """Positional and keyword inputs, target and submodule offset from z: one example's, or those of a batch.
+
+        Args:
+            z: [d], or [batch, d].
+            public: What :attr:`public` holds, of that example or batch.
+        """
         args, kwargs, target = list(public[0]), dict(public[1]), public[2]
         offset: Tensor | None = None
         start = 0
         for slot in self._slots:
-            part = z[start : start + slot.size]
+            part = z[..., start : start + slot.size]
             start += slot.size
             if slot.place == "target":
                 target = slot.fill(target, part)
             elif slot.place == "submodule":
-                offset = slot.fill(part.new_zeros(slot.shape), part)
+                offset = slot.fill(part.new_zeros(*part.shape[:-1], *slot.shape), part)
             elif isinstance(slot.key, int):
                 args[slot.key] = slot.fill(args[slot.key], part)
             elif slot.key is not None:

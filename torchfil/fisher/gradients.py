@@ -181,7 +181,7 @@ class ExampleGradients:
         batched = pytree.tree_map(
             lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, (args, kwargs, target)
         )
-        with _added_to_output(self.model, self.examples.submodule, offset):
+        with added_to_output(self.model, self.examples.submodule, offset):
             outputs = functional_call(self.model, {**parameters, **self.constants}, batched[0], batched[1])
         value = self.loss_fn(outputs, batched[2])
         if value.numel() != 1:
@@ -199,7 +199,7 @@ class ExampleGradients:
             return torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
         in_dims = (0, self.examples.in_dims, *(dim for _, dim in extra))
         arguments = (self.examples.z, self.examples.public, *(t for t, _ in extra))
-        with _differentiable_twice():
+        with differentiable_twice():
             if self.dropout_seed is None:
                 with _explain_randomness():
                     result: Tensor = vmap(one, in_dims=in_dims, randomness="error")(*arguments)
@@ -258,7 +258,7 @@ def _flatten(tree: dict[str, Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def _differentiable_twice() -> Iterator[None]:
+def differentiable_twice() -> Iterator[None]:
     """Fused attention kernels have no second derivative: use the plain ones inside."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -291,7 +291,7 @@ def _explain_randomness() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _added_to_output(model: nn.Module, submodule: str | None, offset: Tensor | None) -> Iterator[None]:
+def added_to_output(model: nn.Module, submodule: str | None, offset: Tensor | None) -> Iterator[None]:
     if submodule is None or offset is None:
         yield
         return

@@ -1,0 +1,303 @@
+"""Norms from one batched pass against plain autograd, example by example, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, DEVICE, build
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchfil import zoo
+from torchfil.examples import Private
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.ghost.norms import norm_gradient, plan
+
+BATCH = 3
+
+
+def brute_force(model: nn.Module, loss_fn: Any, x: Tensor, y: Any) -> tuple[Tensor, Tensor]:
+    """‖g‖² and its gradient with respect to x, one example at a time."""
+    squares, slopes = [], []
+    weights = [p for p in model.parameters() if p.requires_grad]
+    for i in range(len(x)):
+        one = x[i : i + 1].detach().clone().requires_grad_()
+        loss = loss_fn(model(one * 1), y[i : i + 1])  # times one: a leaf must not be changed in place
+        gradients = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+        square = sum((g.square().sum() for g in gradients if g is not None), start=torch.zeros(()))
+        (slope,) = torch.autograd.grad(square, one, allow_unused=True)
+        squares.append(square.detach())
+        slopes.append(torch.zeros_like(one[0]) if slope is None else slope[0])
+    return torch.stack(squares), torch.stack(slopes)
+
+
+def check(model: nn.Module, x: Tensor, *, supported: bool = True, loss_fn: Any = None) -> None:
+    model = model.to(DEVICE).double()
+    x = x.to(DEVICE).double()
+    with torch.no_grad():
+        y = torch.randn_like(model(x.clone()))
+    loss_fn = loss_fn or nn.MSELoss()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    gradients = ExampleGradients.build(model, loss_fn, x, y, None)
+    found = plan(gradients)
+    assert (found.reason is None) == supported, found.reason
+    if not supported:
+        return
+    got = norm_gradient(gradients)
+    square, slope = brute_force(model, loss_fn, x, y)
+    assert torch.allclose(got.square, square, rtol=1e-10)
+    assert torch.allclose(got.gradient.reshape(slope.shape), slope, rtol=1e-8, atol=1e-10 * float(slope.abs().max()))
+    assert found.bytes_per_example > 0
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(isinstance(p, nn.Parameter) and p.grad is None for p in model.parameters())
+
+
+class Flat(nn.Module):
+    """A layer under a nonlinearity, so that its input and output gradient both depend on x."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.sin(x))).flatten(1)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(5, 4), (5,)),
+    "linear without bias": (lambda: nn.Linear(5, 4, bias=False), (5,)),
+    "linear on few tokens": (lambda: nn.Linear(20, 15), (2, 20)),
+    "linear on many tokens": (lambda: nn.Linear(3, 2), (9, 3)),
+    "linear on a grid": (lambda: nn.Linear(3, 2), (2, 4, 3)),
+    "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1), (2, 7)),
+    "conv2d": (lambda: nn.Conv2d(2, 3, 3), (2, 5, 6)),
+    "conv2d ghost": (lambda: nn.Conv2d(6, 8, 2), (6, 3, 2)),
+    "conv2d stride, padding": (lambda: nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2)), (2, 5, 6)),
+    "conv2d dilation": (lambda: nn.Conv2d(2, 3, 2, dilation=(2, 3), padding=1), (2, 6, 6)),
+    "conv2d groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (4, 4, 4)),
+    "conv2d depthwise": (lambda: nn.Conv2d(3, 6, 3, groups=3, bias=False), (3, 5, 5)),
+    "conv2d same": (lambda: nn.Conv2d(2, 3, (3, 4), padding="same"), (2, 5, 5)),
+    "conv2d circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 5, 5)),
+    "conv2d reflect": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 5, 5)),
+    "conv3d": (lambda: nn.Conv3d(2, 2, 2, stride=(1, 2, 1)), (2, 3, 4, 3)),
+    "transposed conv": (lambda: nn.ConvTranspose2d(2, 3, 2), (2, 3, 3)),
+    "layernorm": (lambda: nn.LayerNorm(5), (5,)),
+    "layernorm on tokens": (lambda: nn.LayerNorm((4, 3)), (2, 4, 3)),
+    "rmsnorm": (lambda: nn.RMSNorm(5), (3, 5)),
+    "groupnorm": (lambda: nn.GroupNorm(2, 4), (4, 3, 3)),
+    "instancenorm": (lambda: nn.InstanceNorm2d(3, affine=True), (3, 4, 4)),
+    "bilinear-like own parameters": (lambda: Scaled(), (4,)),
+    "prelu": (lambda: nn.PReLU(4), (4,)),
+}
+
+
+class Scaled(nn.Module):
+    """A plain parameter beside a child with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 0.5]))
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * torch.tanh(self.inner(x))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_layer_alone(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    layer = make()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    check(Flat(layer), torch.randn(BATCH, *shape))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_layer_with_a_frozen_parameter(name: str) -> None:
+    torch.manual_seed(1)
+    make, shape = LAYERS[name]
+    layer = make()
+    parameters = list(layer.parameters())
+    if len(parameters) < 2:
+        pytest.skip("it has one parameter only")
+    parameters[0].requires_grad_(False)
+    check(Flat(layer), torch.randn(BATCH, *shape))
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h.tanh_()
+        return self.second(h).tanh_()
+
+
+class RootParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)
+        return torch.tanh(self.layer(x)).mean(dim=1)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.never = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "a layer used twice": (Twice, (4,)),
+    "tied weights": (Tied, (4,)),
+    "in-place operations": (InPlace, (4,)),
+    "in-place ReLU": (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)), (4,)),
+    "a parameter of the model itself": (RootParameter, (2, 4)),
+    "a layer that is never called": (Unused, (4,)),
+    "frozen first layer": (
+        lambda: nn.Sequential(nn.Linear(4, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 2)),
+        (4,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unusual_models(name: str) -> None:
+    torch.manual_seed(2)
+    make, shape = MODELS[name]
+    check(make(), torch.randn(BATCH, *shape))
+
+
+class BehindTheBack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.layer(x)), self.layer.weight)
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return torch.tanh(h - h.mean(dim=0))
+
+
+class Folded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x.reshape(-1, 4))).reshape(x.shape)
+
+
+@pytest.mark.parametrize("model", [BehindTheBack, Mixing, Folded])
+def test_what_one_pass_cannot_see_is_told(model: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(3)
+    shape = (BATCH, 2, 4) if model is Folded else (BATCH, 4)
+    check(model(), torch.randn(shape), supported=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases_against_vmap(name: str) -> None:
+    """Private columns, targets, embeddings and several inputs: ∇‖g‖² = 2Jᵀg."""
+    case = build(name, 5)
+    gradients = ExampleGradients.build(*case.arguments, case.private)
+    assert plan(gradients).reason is None
+    got = norm_gradient(gradients)
+    g = gradients.gradients()
+    assert torch.allclose(got.square, g.square().sum(dim=1), rtol=1e-10)
+    want = 2 * gradients.vjp(g)
+    assert torch.allclose(got.gradient, want, rtol=1e-8, atol=1e-10 * float(want.abs().max()))
+
+
+def test_repeated_tokens_and_padding() -> None:
+    torch.manual_seed(4)
+    model = zoo_like_embedding().to(DEVICE).double()
+    tokens = torch.tensor([[1, 2, 1, 0], [3, 3, 3, 3], [0, 0, 5, 0]], device=DEVICE)
+    y = torch.randn(3, 2, dtype=torch.float64, device=DEVICE)
+    gradients = ExampleGradients.build(model, nn.MSELoss(), tokens, y, Private(submodule="0"))
+    assert plan(gradients).reason is None
+    got = norm_gradient(gradients)
+    g = gradients.gradients()
+    assert torch.allclose(got.square, g.square().sum(dim=1), rtol=1e-10)
+    assert torch.allclose(got.gradient, 2 * gradients.vjp(g), rtol=1e-8, atol=1e-12)
+
+
+def zoo_like_embedding() -> nn.Module:
+    return nn.Sequential(nn.Embedding(6, 4, padding_idx=0), nn.Tanh(), nn.Flatten(), nn.Linear(16, 2))
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64), label_smoothing=0.1),
+        nn.CrossEntropyLoss(reduction="sum"),
+    ],
+    ids=["weighted", "sum"],
+)
+def test_losses(loss_fn: nn.Module) -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(DEVICE).double()
+    x = torch.randn(4, 4, dtype=torch.float64, device=DEVICE)
+    y = torch.tensor([0, 1, 2, 1], device=DEVICE)
+    loss_fn = loss_fn.to(DEVICE)
+    got = norm_gradient(ExampleGradients.build(model, loss_fn, x, y, None))
+    square, slope = brute_force(model, loss_fn, x, y)
+    assert torch.allclose(got.square, square, rtol=1e-10)
+    assert torch.allclose(got.gradient, slope, rtol=1e-8, atol=1e-12)
+
+
+def test_a_zero_gradient_has_a_zero_slope() -> None:
+    model = nn.Linear(2, 1, bias=False).to(DEVICE).double()
+    x = torch.tensor([[1.0, 1.0]], dtype=torch.float64, device=DEVICE)
+    got = norm_gradient(ExampleGradients.build(model, nn.MSELoss(), x, model(x).detach(), None))
+    assert (got.square == 0).all()
+    assert (got.gradient == 0).all()
+
+
+def test_single_precision() -> None:
+    torch.manual_seed(6)
+    model, x, y = zoo.mnist_cnn(), torch.rand(4, 1, 28, 28), torch.randint(10, (4,))
+    single = norm_gradient(ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y, None))
+    double = norm_gradient(ExampleGradients.build(model.double(), nn.CrossEntropyLoss(), x.double(), y, None))
+    assert torch.allclose(single.square.double(), double.square, rtol=1e-4)
+    assert torch.allclose(single.gradient.double(), double.gradient, atol=1e-4 * float(double.gradient.abs().max()))

@@ -1,0 +1,127 @@
+"""‖g‖² of every example and its gradient with respect to the private coordinates, in one batched pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
+from torchfil.ghost.recording import Call, Recording, UnsupportedCallError, record
+from torchfil.ghost.rules import GenericRule, rule_for, total_square
+
+__all__ = ["Held", "NormGradient", "Plan", "norm_gradient", "plan", "squared_norms"]
+
+
+@dataclass(frozen=True)
+class NormGradient:
+    """‖g‖², [batch], and ∇_z‖g‖² = 2Jᵀg, [batch, d]."""
+
+    square: Tensor
+    gradient: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a trial with one example found.
+
+    Attributes:
+        reason: Why the batched pass does not fit this model; None: it does.
+        bytes_per_example: What the pass holds for one example.
+    """
+
+    reason: str | None
+    bytes_per_example: int
+
+
+class Held:
+    """Bytes that autograd keeps for backward passes, the weights aside."""
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.total = 0
+        self._known = {weight.untyped_storage().data_ptr() for weight in weights}
+
+    @contextmanager
+    def counting(self, call: Call | None = None) -> Iterator[None]:
+        """Count what is kept inside; for a generic rule, which takes no such hooks, two gradients per example."""
+        if call is not None and isinstance(rule_for(call.module), GenericRule):
+            size = sum(value.numel() * value.itemsize for value in call.parameters.values())
+            self.total += 2 * size * len(call.delta)
+            yield
+            return
+
+        def pack(tensor: Tensor) -> Tensor:
+            pointer = tensor.untyped_storage().data_ptr()
+            if pointer not in self._known:
+                self._known.add(pointer)
+                self.total += tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+
+def squared_norms(recording: Recording, held: Held | None = None) -> Tensor:
+    """‖g‖² of every example over all trainable parameters, [batch]; differentiable with respect to z.
+
+    The gradient of a parameter that several calls use is formed and summed over them first.
+
+    Args:
+        recording: The calls.
+        held: Counts what the graph keeps, where given.
+    """
+    uses = Counter(name for call in recording.calls for name in call.shared_names.values())
+    result = torch.zeros_like(recording.losses)
+    summed: dict[str, Tensor] = {}
+    for call in recording.calls:
+        rule = rule_for(call.module)
+        with held.counting(call) if held is not None else nullcontext():
+            if all(uses[name] == 1 for name in call.shared_names.values()):
+                result = result + rule.squared_norm(call)
+                continue
+            for local, gradient in rule.gradients(call).items():
+                name = call.shared_names[local]
+                summed[name] = summed[name] + gradient if name in summed else gradient
+    return result + total_square(summed.values(), result)
+
+
+def norm_gradient(gradients: ExampleGradients, held: Held | None = None) -> NormGradient:
+    """‖g‖² and its gradient with respect to z, by one forward pass, one backward pass, and the backward pass of both.
+
+    Args:
+        gradients: The examples with model and loss.
+        held: Counts what the graph keeps, where given.
+
+    Raises:
+        UnsupportedCallError: See :func:`torchfil.ghost.record`; :func:`plan` tells beforehand.
+    """
+    z = gradients.examples.z.detach().requires_grad_()
+    with torch.enable_grad(), differentiable_twice():
+        with held.counting() if held is not None else nullcontext():
+            recording = record(gradients, z)
+        square = squared_norms(recording, held)
+        (gradient,) = torch.autograd.grad(square.sum(), z, allow_unused=True, materialize_grads=True)
+    return NormGradient(square.detach(), gradient)
+
+
+def plan(gradients: ExampleGradients) -> Plan:
+    """Try the pass on the first two examples: does it give their gradients' norms, and how much does it hold?
+
+    The norms are compared with those of plain per-example gradients, which finds parameters that the model uses
+    behind its modules' backs and models that mix examples.
+    """
+    part = replace(gradients, examples=gradients.examples[slice(0, 2)])
+    held = Held([*part.parameters.values(), *part.constants.values()])
+    try:
+        found = norm_gradient(part, held)
+    except UnsupportedCallError as error:
+        return Plan(str(error), 0)
+    true = part.gradients().square().sum(dim=1)
+    tolerance = 1e-3 if true.dtype != torch.float64 else 1e-8
+    if not torch.allclose(found.square, true, rtol=tolerance, atol=tolerance * float(true.max())):
+        return Plan("the layers' calls do not account for the whole gradient, or the model mixes examples", 0)
+    return Plan(None, 2 * held.total // len(part.examples))

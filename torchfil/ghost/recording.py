@@ -1,0 +1,188 @@
+"""One batched forward and backward pass, with what each layer saw kept as a differentiable graph.
+
+A layer's gradient for one example depends on two things only: its input a_i and the loss's gradient δ_i at its output.
+Both are recorded for the whole batch at once, as differentiable functions of the private coordinates z, so that
+whatever the layer rules make of them (norms, inner products) can be differentiated with respect to z.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils import _pytree as pytree
+
+from torchfil.fisher.gradients import ExampleGradients, added_to_output, differentiable_twice, has_active_dropout
+
+__all__ = ["Call", "Recording", "UnsupportedCallError", "record"]
+
+
+class UnsupportedCallError(Exception):
+    """The model uses a parameter in a way that one batched pass cannot attribute to examples."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a module that holds trainable parameters.
+
+    Attributes:
+        name: The module's, as in ``named_modules``.
+        module: The module.
+        args: Its positional inputs.
+        kwargs: Its keyword inputs.
+        delta: δ, the gradient of the summed loss at its output, [batch, …]; differentiable.
+        parameters: Its trainable parameters by local name, detached.
+        constants: Its other parameters and buffers by local name.
+        shared_names: The model's name of each trainable parameter; the same where weights are tied.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    delta: Tensor
+    parameters: dict[str, Tensor]
+    constants: dict[str, Tensor]
+    shared_names: dict[str, str]
+
+    @property
+    def input(self) -> Tensor:
+        """A, the first positional input, [batch, …].
+
+        Raises:
+            UnsupportedCallError: It is no tensor, or does not run over the examples first.
+        """
+        value = self.args[0] if self.args else None
+        if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != self.delta.shape[0]:
+            raise UnsupportedCallError(f"{self.name}: its input does not run over the examples first")
+        return value
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The calls of one pass and the losses, [batch], both differentiable with respect to z."""
+
+    calls: tuple[Call, ...]
+    losses: Tensor
+
+
+@dataclass
+class _Seen:
+    """What a forward hook saw."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+    versions: list[int]
+
+    def tensors(self) -> list[Tensor]:
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return [self.output, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+
+    def was_overwritten(self) -> bool:
+        return [tensor._version for tensor in self.tensors()] != self.versions
+
+
+def record(gradients: ExampleGradients, z: Tensor) -> Recording:
+    """Run the batch forward and backward at z, [batch, d], keeping the graph.
+
+    Raises:
+        UnsupportedCallError: Active dropout; a module whose output is no tensor or does not run over the examples.
+    """
+    for name, module in gradients.model.named_modules():
+        if has_active_dropout(module):
+            raise UnsupportedCallError(f"{name}: active dropout draws one mask for a batch")
+    with differentiable_twice():
+        seen, losses = _forward(gradients, z, clone=False)
+        if any(call.was_overwritten() for call in seen):
+            seen, losses = _forward(gradients, z, clone=True)
+        deltas = torch.autograd.grad(
+            losses.sum(), [call.output for call in seen], create_graph=True, allow_unused=True, materialize_grads=True
+        )
+    names = {id(module): name for name, module in gradients.model.named_modules()}
+    shared = {id(value): name for name, value in gradients.model.named_parameters()}
+    calls = tuple(
+        _call(gradients, call, names[id(call.module)], delta, shared) for call, delta in zip(seen, deltas, strict=True)
+    )
+    return Recording(calls, losses)
+
+
+def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[list[_Seen], Tensor]:
+    """The modules' calls in order, and every example's loss; ``clone`` keeps copies of what may be overwritten."""
+    examples, batch = gradients.examples, len(z)
+    args, kwargs, targets, offset = examples.restore(z, examples.public)
+    seen: list[_Seen] = []
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        if not isinstance(first, Tensor) or first.ndim == 0 or first.shape[0] != batch:
+            what = f"shape {tuple(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
+            raise UnsupportedCallError(f"a {type(module).__name__} has an output ({what}) that is not one per example")
+        if not first.requires_grad:
+            first = first.detach().requires_grad_()
+        if clone:
+            args, kwargs = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
+        call = _Seen(module, args, kwargs, first, [])
+        call.versions = [tensor._version for tensor in call.tensors()]
+        seen.append(call)
+        handed_on = first.clone() if clone else first
+        return (handed_on, *output[1:]) if isinstance(output, tuple) else handed_on
+
+    with contextlib.ExitStack() as stack:
+        for module in _holders(gradients):
+            handle = module.register_forward_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
+        stack.enter_context(added_to_output(gradients.model, examples.submodule, offset))
+        weights = {**gradients.parameters, **gradients.constants}
+        outputs = functional_call(gradients.model, weights, args, kwargs)
+    return seen, _losses(gradients, outputs, targets)
+
+
+def _holders(gradients: ExampleGradients) -> Iterator[nn.Module]:
+    """The modules that hold trainable parameters; attention holds its children's, too, and calls them by itself."""
+    inside: set[int] = set()
+    for module in gradients.model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            inside |= {id(child) for child in module.modules() if child is not module}
+    for module in gradients.model.modules():
+        whole = isinstance(module, nn.MultiheadAttention)
+        if id(module) not in inside and any(p.requires_grad for p in module.parameters(recurse=whole)):
+            yield module
+
+
+def _losses(gradients: ExampleGradients, outputs: Any, targets: Any) -> Tensor:
+    def one(output: Any, target: Any) -> Tensor:
+        single = pytree.tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, (output, target))
+        return gradients.loss_fn(*single).reshape(())
+
+    in_dims = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (outputs, targets))
+    try:
+        losses: Tensor = vmap(one, in_dims=in_dims)(outputs, targets)
+    except RuntimeError:  # a loss that vmap does not know, such as weighted cross-entropy with smoothed labels
+        rows = range(len(pytree.tree_leaves(outputs)[0]))
+        single = [
+            pytree.tree_map(lambda x, i=i: x[i] if isinstance(x, Tensor) else x, (outputs, targets)) for i in rows
+        ]
+        losses = torch.stack([one(*pair) for pair in single])
+    return losses
+
+
+def _call(gradients: ExampleGradients, seen: _Seen, name: str, delta: Tensor, shared: Mapping[int, str]) -> Call:
+    whole = isinstance(seen.module, nn.MultiheadAttention)
+    weights = {**gradients.parameters, **gradients.constants}
+    parameters: dict[str, Tensor] = {}
+    names: dict[str, str] = {}
+    for local, value in seen.module.named_parameters(recurse=whole):
+        canonical = shared[id(value)]
+        if canonical in gradients.parameters:
+            parameters[local], names[local] = gradients.parameters[canonical], canonical
+    prefix = f"{name}." if name else ""
+    local_weights = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+    constants = {local: value for local, value in local_weights.items() if local not in parameters}
+    return Call(name, seen.module, seen.args, seen.kwargs, delta, parameters, constants, names)

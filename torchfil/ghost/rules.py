@@ -1,0 +1,250 @@
+"""How each kind of layer makes an example's gradient, and its norm, from the layer's input a and output gradient δ.
+
+A layer that applies its weight W at T positions t (pixels, tokens) has the gradient Σ_t δ_t a_tᵀ, and
+
+    ‖Σ_t δ_t a_tᵀ‖² = Σ_{t,s} (δ_t·δ_s)(a_t·a_s):
+
+the *ghost* form, T²(p_in + p_out) operations; forming the gradient takes T·p_in·p_out. The cheaper is chosen. Every
+formula is differentiable in a and δ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.nn import functional as F
+
+from torchfil.ghost.recording import Call, UnsupportedCallError
+
+__all__ = ["LayerRule", "register_rule", "rule_for"]
+
+
+class LayerRule:
+    """The gradient of one call by its trainable parameters; subclasses may have a cheaper norm."""
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        """Every example's gradient by local parameter name, [batch, *shape]."""
+        raise NotImplementedError
+
+    def squared_norm(self, call: Call) -> Tensor:
+        """Σ over the call's parameters of ‖gradient‖², [batch]."""
+        return total_square(self.gradients(call).values(), call.delta)
+
+
+def total_square(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
+    """Σ ‖gradient‖² over tensors [batch, …], [batch], in the dtype of ``like``."""
+    return sum((g.flatten(1).square().sum(dim=1) for g in gradients), start=like.new_zeros(len(like)))
+
+
+class GenericRule(LayerRule):
+    """Any module: its own vector-Jacobian product, example by example (vmapped)."""
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        batch = len(call.delta)
+
+        def one(args: Any, kwargs: Any, delta: Tensor) -> dict[str, Tensor]:
+            def output(parameters: dict[str, Tensor]) -> Tensor:
+                single = [_one_more(x) if d == 0 else x for x, d in zip(args, in_dims[0], strict=True)]
+                named = {k: _one_more(x) if in_dims[1][k] == 0 else x for k, x in kwargs.items()}
+                result = functional_call(call.module, {**parameters, **call.constants}, tuple(single), named)
+                first: Tensor = result[0] if isinstance(result, tuple) else result
+                return first
+
+            return vjp(output, call.parameters)[1](delta.unsqueeze(0))[0]
+
+        def dim(value: Any) -> int | None:
+            return 0 if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch else None
+
+        in_dims = (tuple(dim(x) for x in call.args), {k: dim(x) for k, x in call.kwargs.items()}, 0)
+        try:
+            result: dict[str, Tensor] = vmap(one, in_dims=in_dims)(call.args, dict(call.kwargs), call.delta)
+        except RuntimeError as error:
+            raise UnsupportedCallError(f"{call.name} ({type(call.module).__name__}): {error}") from error
+        return result
+
+
+def _one_more(value: Tensor) -> Tensor:
+    return value.unsqueeze(0)
+
+
+class _BatchedProduct(torch.autograd.Function):
+    """A @ b over leading dimensions, with a transposed right factor copied first on CPUs.
+
+    Their batched products of small matrices are several times slower with one, and autograd's own derivative has one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ (b.contiguous() if b.device.type == "cpu" else b)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        (gradient,) = gradients
+        left = _product(gradient, b.mT) if ctx.needs_input_grad[0] else None
+        right = _product(a.mT, gradient) if ctx.needs_input_grad[1] else None
+        return left, right
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    result: Tensor = _BatchedProduct.apply(a, b)
+    return result
+
+
+class OuterProductRule(LayerRule):
+    """A weight met as Σ_t δ_t a_tᵀ, and a bias as Σ_t δ_t, in groups; subclasses lay a and δ out."""
+
+    def factors(self, call: Call) -> tuple[Tensor, Tensor]:
+        """A as [batch, groups, T, p_in] and δ as [batch, groups, T, p_out]."""
+        raise NotImplementedError
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        a, delta = self.factors(call)
+        result = {}
+        if "weight" in call.parameters:
+            result["weight"] = _product(delta.mT, a).reshape(len(a), *call.parameters["weight"].shape)
+        if "bias" in call.parameters:
+            result["bias"] = delta.sum(dim=2).flatten(1)
+        return result
+
+    def squared_norm(self, call: Call) -> Tensor:
+        a, delta = self.factors(call)
+        positions, p_in, p_out = a.shape[2], a.shape[3], delta.shape[3]
+        result = delta.new_zeros(len(delta))
+        if "weight" in call.parameters:
+            if positions == 1:
+                product = a.square().sum(dim=(2, 3)) * delta.square().sum(dim=(2, 3))
+            elif positions * (p_in + p_out) < p_in * p_out:
+                product = (_product(a, a.mT) * _product(delta, delta.mT)).sum(dim=(2, 3))
+            else:
+                product = _product(delta.mT, a).square().sum(dim=(2, 3))
+            result = result + product.sum(dim=1)
+        if "bias" in call.parameters:
+            result = result + delta.sum(dim=2).square().sum(dim=(1, 2))
+        return result
+
+
+class LinearRule(OuterProductRule):
+    """Inputs [batch, …, in], outputs [batch, …, out]."""
+
+    def factors(self, call: Call) -> tuple[Tensor, Tensor]:
+        a, delta = call.input, call.delta
+        return a.reshape(len(a), 1, -1, a.shape[-1]), delta.reshape(len(delta), 1, -1, delta.shape[-1])
+
+
+class ConvolutionRule(OuterProductRule):
+    """In one, two or three dimensions, with stride, padding of any mode, dilation and groups.
+
+    The patches are strided views of the padded input, copied once.
+    """
+
+    def factors(self, call: Call) -> tuple[Tensor, Tensor]:
+        module, a, delta = call.module, call.input, call.delta
+        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        if a.ndim != 2 + len(module.kernel_size):
+            raise UnsupportedCallError(f"{call.name}: a convolution of inputs without a batch dimension")
+        padding = module._reversed_padding_repeated_twice
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        patches = F.pad(a, padding, mode=mode) if any(padding) else a
+        for axis, (size, stride, dilation) in enumerate(
+            zip(module.kernel_size, module.stride, module.dilation, strict=True)
+        ):
+            patches = patches.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+        batch, groups, axes = len(a), module.groups, len(module.kernel_size)
+        patches = patches.reshape(batch, groups, -1, *patches.shape[2:])  # [batch, groups, in, *positions, *kernel]
+        patches = patches.movedim(2, 2 + axes)  # [batch, groups, *positions, in, *kernel]
+        positions = delta.shape[2:].numel()
+        return (
+            patches.reshape(batch, groups, positions, -1),
+            delta.reshape(batch, groups, -1, positions).mT,
+        )
+
+
+class NormalisationRule(LayerRule):
+    """A scale and a shift of a normalised input x̂: gradients Σ_t δ_t x̂_t and Σ_t δ_t."""
+
+    def __init__(self, normalised: Callable[[Any, Tensor], Tensor], *, channels_first: bool) -> None:
+        self.normalised = normalised
+        self.channels_first = channels_first
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        shape = next(iter(call.parameters.values())).shape
+        delta = self._summed(call.delta, shape)
+        result = {}
+        if "weight" in call.parameters:
+            result["weight"] = self._summed(call.delta * self.normalised(call.module, call.input), shape)
+        if "bias" in call.parameters:
+            result["bias"] = delta
+        return result
+
+    def _summed(self, value: Tensor, shape: torch.Size) -> Tensor:
+        """Over positions: those behind the channels, or those between batch and the normalised dimensions."""
+        if self.channels_first:
+            return value.reshape(*value.shape[:2], -1).sum(dim=2)
+        return value.reshape(len(value), -1, *shape).sum(dim=1)
+
+
+class EmbeddingRule(LayerRule):
+    """Rows of a table, [batch, …] numbers to [batch, …, width]: ‖g‖² = Σ_{t,s} 1[token_t = token_s] δ_t·δ_s."""
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        tokens, delta = self._layout(call)
+        table = call.parameters["weight"]
+        empty = delta.new_zeros(len(delta), *table.shape)
+        index = tokens[:, :, None].expand(-1, -1, table.shape[1])
+        return {"weight": empty.scatter_add(1, index, delta)}
+
+    def squared_norm(self, call: Call) -> Tensor:
+        tokens, delta = self._layout(call)
+        same = (tokens[:, :, None] == tokens[:, None, :]).to(delta.dtype)
+        return (_product(delta, delta.mT) * same).sum(dim=(1, 2))
+
+    @staticmethod
+    def _layout(call: Call) -> tuple[Tensor, Tensor]:
+        """The tokens, [batch, T], and δ, [batch, T, width], 0 at padding."""
+        module = call.module
+        assert isinstance(module, nn.Embedding)
+        if module.max_norm is not None or module.scale_grad_by_freq:
+            raise UnsupportedCallError(f"{call.name}: max_norm and scale_grad_by_freq change the gradient")
+        tokens = call.input.reshape(len(call.delta), -1)
+        delta = call.delta.reshape(*tokens.shape, -1)
+        if module.padding_idx is not None:
+            delta = delta * (tokens != module.padding_idx)[:, :, None]
+        return tokens, delta
+
+
+_RULES: dict[type[nn.Module], LayerRule] = {}
+_GENERIC = GenericRule()
+
+
+def register_rule(kind: type[nn.Module], rule: LayerRule) -> None:
+    """Use ``rule`` for modules of exactly this class."""
+    _RULES[kind] = rule
+
+
+def rule_for(module: nn.Module) -> LayerRule:
+    """The rule of the module's class, or the generic one."""
+    return _RULES.get(type(module), _GENERIC)
+
+
+register_rule(nn.Linear, LinearRule())
+for _convolution in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    register_rule(_convolution, ConvolutionRule())
+register_rule(nn.Embedding, EmbeddingRule())
+register_rule(
+    nn.LayerNorm,
+    NormalisationRule(lambda m, x: F.layer_norm(x, m.normalized_shape, eps=m.eps), channels_first=False),
+)
+register_rule(
+    nn.RMSNorm, NormalisationRule(lambda m, x: F.rms_norm(x, m.normalized_shape, eps=m.eps), channels_first=False)
+)
+register_rule(
+    nn.GroupNorm, NormalisationRule(lambda m, x: F.group_norm(x, m.num_groups, eps=m.eps), channels_first=True)
+)
+for _instance in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
+    register_rule(_instance, NormalisationRule(lambda m, x: F.instance_norm(x, eps=m.eps), channels_first=True))
