@@ -1,0 +1,204 @@
+"""Charts of scores: columns of a table as bars, examples as a cumulative distribution."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchfil.viz.common import NEGATIVE, NEUTRAL, POSITIVE, finite, new_figure, plain_number, vector
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["bar_chart", "distribution"]
+
+NAME_WIDTH = 36  # characters
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+STYLES = ("-", "--", "-.", ":")
+
+
+def bar_chart(
+    values: Any,
+    names: Iterable[Hashable],
+    *,
+    errors: Any = None,
+    intervals: Any = None,
+    top: int = 20,
+    sort: bool = True,
+    title: str | None = None,
+    label: str = "PLIS",
+    unit: str | None = None,
+) -> Figure:
+    """Horizontal bars, one per column of a table, the largest magnitude on top.
+
+    Positive bars are orange and negative ones purple, as in signed maps; values without a sign are all orange.
+
+    Args:
+        values: [n].
+        names: n names, never cut off: long ones are wrapped.
+        errors: [n], half the length of each whisker, such as a standard error; or
+        intervals: [n, 2], the ends of each whisker, around its value.
+        top: The most bars; a note says how many are left out and how large they are at most.
+        sort: Whether to order by magnitude; otherwise the first ``top`` stand in the order given.
+        title: Over the figure.
+        label: The name of the value.
+        unit: Its unit, shown after the name.
+
+    Returns:
+        The figure.
+    """
+    heights = vector(values, "values")
+    texts = [textwrap.fill(str(name), NAME_WIDTH) for name in names]
+    if len(texts) != len(heights):
+        raise ValueError(f"names has {len(texts)} entries for {len(heights)} values; it must have one each")
+    if top < 1:
+        raise ValueError(f"top={top} must be at least 1")
+    whiskers = _whiskers(heights, errors, intervals)
+    order = np.argsort(-np.abs(heights), kind="stable") if sort else np.arange(len(heights))
+    shown, rest = order[:top], order[top:]
+    labels = [texts[i] for i in shown]
+
+    lines = sum(1 + text.count("\n") for text in labels)
+    longest = max(len(line) for text in labels for line in text.split("\n"))
+    figure = new_figure(4.5 + 0.08 * longest, 1.1 + 0.24 * lines + 0.3 * (title is not None), "constrained")
+    axis = figure.subplots()
+    tops = np.cumsum([0] + [1 + text.count("\n") for text in labels])
+    places = (tops[:-1] + tops[1:]) / 2  # a wrapped name gets the room of its lines
+    axis.barh(places, heights[shown], height=0.7, color=[POSITIVE if heights[i] >= 0 else NEGATIVE for i in shown])
+    if whiskers is not None:
+        axis.errorbar(
+            heights[shown], places, xerr=whiskers[:, shown], fmt="none", ecolor=NEUTRAL, capsize=2.5, linewidth=1
+        )
+    axis.set_yticks(places, labels, parse_math=False)
+    axis.tick_params(axis="y", length=0)
+    axis.set_ylim(tops[-1] + 0.1, -0.1)
+    axis.axvline(0, color=NEUTRAL, linewidth=0.8)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.set_xlabel(label if unit is None else f"{label} ({unit})")
+    if len(rest):
+        largest = plain_number(float(np.abs(heights[rest]).max()))
+        axis.set_ylabel("")
+        figure.supxlabel(
+            f"… {len(rest)} more, of magnitude at most {largest}", fontsize="small", color=NEUTRAL, x=0.99, ha="right"
+        )
+    if title is not None:
+        figure.suptitle(title)
+    return figure
+
+
+def distribution(
+    values: Any,
+    *,
+    groups: Iterable[Hashable] | None = None,
+    threshold: float | None = None,
+    threshold_label: str = "threshold",
+    log: bool = True,
+    label: str = "PLIS",
+    title: str | None = None,
+) -> Figure:
+    """The share of examples whose score is at most x: the empirical distribution, without bins to choose.
+
+    Args:
+        values: [n]. Infinite ones count among the examples but have no place on the axis; so do zeros where ``log``:
+            the curve then starts above 0 or ends below 1, and the legend says how many.
+        groups: n names; one curve each, told apart by colour and line style.
+        threshold: A score to mark, such as the error of guessing without the model; the legend says which share of all
+            examples lies at or below it.
+        threshold_label: Its name.
+        log: Whether x is logarithmic.
+        label: The name of the score.
+        title: Over the figure.
+
+    Returns:
+        The figure.
+    """
+    scores = vector(values, "values", infinite=True)
+    members = [str(group) for group in groups] if groups is not None else ["all"] * len(scores)
+    if len(members) != len(scores):
+        raise ValueError(f"groups has {len(members)} entries for {len(scores)} values; it must have one each")
+    if log and bool((scores < 0).any()):
+        raise ValueError(f"values holds {scores.min():g}, which has no place on a logarithmic axis; pass log=False")
+    if log and threshold is not None and not threshold > 0:
+        raise ValueError(f"threshold={threshold} has no place on a logarithmic axis; pass log=False")
+    drawable = np.isfinite(scores) & ((scores > 0) | (not log))
+    if not drawable.any():
+        raise ValueError(
+            f"no value can be drawn: {int((scores == 0).sum())} of {len(scores)} are zero and "
+            f"{int(np.isinf(scores).sum())} infinite{'; pass log=False to draw zeros' if log else ''}"
+        )
+    kinds = list(dict.fromkeys(members))
+    if len(kinds) > len(COLOURS) * len(STYLES):
+        raise ValueError(
+            f"{len(kinds)} groups cannot be told apart; merge them into {len(COLOURS) * len(STYLES)} or fewer"
+        )
+
+    figure = new_figure(6.4, 4.0, "constrained")
+    axis = figure.subplots()
+    entries = []
+    left, right = float(scores[drawable].min()), float(scores[drawable].max())
+    for i, kind in enumerate(kinds):
+        own = np.sort(scores[[member == kind for member in members]])
+        inside = np.isfinite(own) & ((own > 0) | (not log))
+        share = np.arange(1, len(own) + 1) / len(own)
+        below = int((own < left).sum())  # not drawable, left of the axis
+        curve = axis.step(
+            np.concatenate([[left], own[inside], [right]]),
+            np.concatenate(
+                [[below / len(own)], share[inside], [share[inside][-1] if inside.any() else below / len(own)]]
+            ),
+            where="post",
+            color=COLOURS[i % len(COLOURS)],
+            linestyle=STYLES[i % len(STYLES)],
+            linewidth=1.8,
+        )[0]
+        notes = [f"n = {len(own)}"]
+        notes += [f"{below} at {'zero' if log else '−∞'}"] * (below > 0)
+        notes += [f"{int(np.isposinf(own).sum())} at ∞"] * bool(np.isposinf(own).any())
+        entries.append((curve, f"{kind} ({', '.join(notes)})"))
+    if threshold is not None:
+        line = axis.axvline(threshold, color=NEUTRAL, linewidth=1.2, linestyle=(0, (1, 1)))
+        at_most = 100 * float((scores <= threshold).mean())
+        entries.append((line, f"{threshold_label} {plain_number(threshold)} ({at_most:.3g} % at or below)"))
+    if log:
+        axis.set_xscale("log")
+    axis.set_ylim(0, 1.02)
+    axis.set(xlabel=label, ylabel="share of examples at or below")
+    axis.spines[["top", "right"]].set_visible(False)
+    legend = figure.legend(
+        [handle for handle, _ in entries],
+        [str(i) for i in range(len(entries))],
+        loc="outside right upper" if len(entries) > 4 else "outside upper left",
+        frameon=False,
+        fontsize="small",
+    )
+    for text, (_, content) in zip(legend.get_texts(), entries, strict=True):
+        text.set_parse_math(False)
+        text.set_text(content)  # set afterwards: matplotlib hides labels that begin with an underscore
+    if title is not None:
+        axis.set_title(title, loc="left")
+    return figure
+
+
+def _whiskers(heights: np.ndarray, errors: Any, intervals: Any) -> np.ndarray | None:
+    """Distances from the values down and up to the ends of the whiskers, [2, n]."""
+    if errors is not None and intervals is not None:
+        raise ValueError("errors and intervals both describe the whiskers; pass one of them")
+    if errors is not None:
+        half = vector(errors, "errors", len(heights))
+        if bool((half < 0).any()):
+            raise ValueError(f"errors must be ≥ 0, got {half.min():g}")
+        return np.stack([half, half])
+    if intervals is None:
+        return None
+    ends = finite(intervals, "intervals")
+    if ends.shape != (len(heights), 2):
+        raise ValueError(f"intervals must have shape [{len(heights)}, 2], low and high, got {list(ends.shape)}")
+    down, up = heights - ends[:, 0], ends[:, 1] - heights
+    outside = np.flatnonzero((down < 0) | (up < 0))
+    if len(outside):
+        i = int(outside[0])
+        raise ValueError(f"values[{i}]={heights[i]:g} lies outside its interval [{ends[i, 0]:g}, {ends[i, 1]:g}]")
+    return np.stack([down, up])

@@ -1,0 +1,70 @@
+"""What all pictures share: arrays from tensors, a figure without pyplot, colours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["NEGATIVE", "NEUTRAL", "POSITIVE", "as_array", "finite", "new_figure", "plain_number", "vector"]
+
+POSITIVE, NEGATIVE = "#E08214", "#8073AC"  # the orange and the purple of ColorBrewer's PuOr, as in signed maps
+NEUTRAL = "#4D4D4D"
+
+
+def new_figure(width: float, height: float, layout: str) -> Figure:
+    """An empty figure of width × height inches that pyplot does not know."""
+    try:
+        from torchfil.viz._notebook import NotebookFigure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'torchfil[report]'") from error
+    return NotebookFigure(figsize=(width, height), layout=layout)  # type: ignore[arg-type]
+
+
+def as_array(values: Any) -> np.ndarray:
+    """Values as a numpy array of their own dtype (half precision: float64), detached, on the CPU."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        return np.asarray((values.double() if values.is_floating_point() else values).numpy())
+    if isinstance(values, list | tuple) and any(isinstance(value, Tensor) for value in values):
+        return np.stack([as_array(value) for value in values])
+    return np.asarray(values)
+
+
+def finite(values: Any, name: str) -> np.ndarray:
+    """Values as float64; NaN and infinity are refused."""
+    array = as_array(values).astype(np.float64)
+    bad = ~np.isfinite(array)
+    if bad.any():
+        where = [int(i) for i in np.argwhere(bad)[0]]
+        raise ValueError(
+            f"{name} holds {array[tuple(where)]:g} at {where} ({int(bad.sum())} of {array.size} values not finite), "
+            "which no colour or length can show; find the cause, or replace or drop such values before drawing"
+        )
+    return array
+
+
+def vector(values: Any, name: str, length: int | None = None, *, infinite: bool = False) -> np.ndarray:
+    """Values as float64 of shape [length], at least one; NaN is refused, infinity unless ``infinite``."""
+    array = as_array(values).astype(np.float64)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"{name} must be one number per entry, [n] with n ≥ 1, got shape {list(array.shape)}")
+    if length is not None and len(array) != length:
+        raise ValueError(f"{name} has {len(array)} entries for {length}; it must have one each")
+    if not infinite:
+        return finite(array, name)
+    if np.isnan(array).any():
+        raise ValueError(
+            f"{name} holds NaN at {[int(i) for i in np.flatnonzero(np.isnan(array))[:5]]}; drop such entries "
+            "before drawing: their place in the order is unknown"
+        )
+    return array
+
+
+def plain_number(value: float) -> str:
+    """Three significant digits, infinity as ∞, and a true minus sign."""
+    return f"{value:.3g}".replace("inf", "∞").replace("-", "−")

@@ -1,0 +1,297 @@
+"""Attributions over images: one map, and a gallery of the most and the least exposed examples."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from torchfil.viz.common import as_array, finite, new_figure, plain_number, vector
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Mode", "View", "gallery", "show_map"]
+
+Mode = Literal["absolute", "signed"]
+View = Literal["image", "map", "overlay"]
+
+COLOUR_MAPS = {"absolute": "magma_r", "signed": "PuOr_r"}
+
+
+def show_map(
+    image: Any,
+    attribution: Any,
+    *,
+    mode: Mode = "absolute",
+    views: Sequence[View] = ("image", "map", "overlay"),
+    outlier_percentile: float = 2.0,
+    limit: float | None = None,
+    alpha: float = 0.8,
+    label: str = "PLIS",
+    title: str | None = None,
+    colour_bar: bool = True,
+    axes: Axes | Sequence[Axes] | None = None,
+) -> Figure:
+    """One image beside, and under, the map of an attribution such as its PLIS.
+
+    Channels are put together per pixel: ``absolute`` shows their 2-norm, which is the pixel's PLIS (the norm over its
+    coordinates) and runs from pale to dark; ``signed`` shows their sum, the change of the privacy loss when all
+    channels of the pixel rise together: orange raises it, purple lowers it, white is zero.
+
+    The overlay is the map over a pale grey copy of the image. A pixel's opacity grows in proportion to its magnitude,
+    up to ``alpha``, so the image stays visible where nothing leaks; read values off the map, places off the overlay.
+
+    Args:
+        image: [H, W], [C, H, W] or [H, W, C] with C 1 or 3; where both readings fit, channels come first. Bytes and
+            values within [0, 1] are shown as they are, others are stretched from their smallest to their largest.
+        attribution: The same shape as the image, or [H, W].
+        mode: "absolute" or "signed".
+        views: What to draw, from left to right.
+        outlier_percentile: This share, in percent, of the largest non-zero magnitudes may saturate; the colour bar
+            then has a pointed end.
+        limit: The magnitude at which the colours saturate, instead of ``outlier_percentile``: give the same to several
+            figures to compare them.
+        alpha: The opacity of the strongest pixels of the overlay, in (0, 1].
+        label: The name of the attribution.
+        title: Over the figure; with ``axes``, over the first of them.
+        colour_bar: Whether to draw one beside the maps.
+        axes: Axes to draw in, one per view; by default those of a new figure.
+
+    Returns:
+        The figure.
+
+    Guarantees:
+        The arrays drawn are the attribution, channels put together, clipped to the limits; signed limits are symmetric.
+        A map of zeros is drawn as such.
+
+    Example:
+        >>> figure = show_map(np.eye(4), np.diag([1.0, -2.0, 0.0, 3.0]), mode="signed", views=["overlay"])
+        >>> figure.axes[0].images[-1].get_clim()
+        (-3.0, 3.0)
+    """
+    if mode not in COLOUR_MAPS:
+        raise ValueError(f"mode={mode!r} must be 'absolute' or 'signed'")
+    if not views or any(view not in ("image", "map", "overlay") for view in views):
+        raise ValueError(f"views={views!r} must name one or more of 'image', 'map', 'overlay'")
+    _check_alpha(alpha)
+    picture, heat = _pair(image, attribution, mode)
+    scale = _limit(heat, outlier_percentile, limit)
+    if axes is None:
+        figure = new_figure(2.6 * len(views) + 1.2 * colour_bar, 3.0 + 0.3 * (title is not None), "compressed")
+        drawn = list(figure.subplots(1, len(views), squeeze=False)[0])
+        if title is not None:
+            figure.suptitle(title)
+    else:
+        drawn = list(np.ravel(np.asarray(axes, dtype=object)))
+        if len(drawn) != len(views):
+            raise ValueError(f"axes has {len(drawn)} axes for {len(views)} views {tuple(views)}; give one per view")
+        figure = drawn[0].figure.figure
+    name = f"|{label}|" if mode == "absolute" else label
+    for axis, view in zip(drawn, views, strict=True):
+        axis.set_title({"image": "image", "map": name, "overlay": "overlay"}[view])
+        _bare(axis)
+        if view == "image":
+            _draw_image(axis, picture)
+        elif view == "map":
+            axis.imshow(_clipped(heat, scale), **_colours(mode, scale))
+        else:
+            _draw_overlay(axis, picture, heat, mode, scale, alpha)
+    if axes is not None and title is not None:
+        drawn[0].set_title(title)
+    maps = [axis for axis, view in zip(drawn, views, strict=True) if view != "image"]
+    if colour_bar and maps:
+        _draw_colour_bar(figure, maps, heat, mode, scale, name)
+    return figure
+
+
+def gallery(
+    images: Any,
+    scores: Any,
+    *,
+    attributions: Any = None,
+    ids: Iterable[Hashable] | None = None,
+    count: int = 8,
+    label: str = "PLIS",
+    higher: Literal["more exposed", "less exposed"] = "more exposed",
+    mode: Mode = "absolute",
+    outlier_percentile: float = 2.0,
+    alpha: float = 0.8,
+    title: str | None = None,
+) -> Figure:
+    """The most and the least exposed examples, the extreme one leftmost in each row, score above and id below.
+
+    Args:
+        images: n images, each as in :func:`show_map`: [n, ...] or a sequence.
+        scores: [n]; infinity is allowed.
+        attributions: n maps; each is drawn over its image in a row below, as in :func:`show_map`. The colours of each
+            overlay saturate at its own limit: they tell where an example leaks, and its score how much.
+        ids: n names; by default 0 … n−1.
+        count: The most examples in a row.
+        label: The name of the score and of the attribution.
+        higher: Whether a higher score means more exposed (PLIS, FIL) or less (a bound on the attacker's error).
+        mode: As in :func:`show_map`.
+        outlier_percentile: As in :func:`show_map`.
+        alpha: As in :func:`show_map`.
+        title: Over the figure.
+
+    Returns:
+        The figure.
+
+    Guarantees:
+        No example is shown twice: below 2·count examples they are shared out among the rows, the odd one going to the
+        most exposed; a single example gets one row. Equal scores keep the order of the data.
+    """
+    values = vector(scores, "scores", infinite=True)
+    names = list(ids) if ids is not None else list(range(len(values)))
+    for given, what in ((images, "images"), (names, "ids"), (attributions, "attributions")):
+        if given is not None and len(given) != len(values):
+            raise ValueError(f"{what} has {len(given)} entries for {len(values)} scores; it must have one each")
+    if count < 1:
+        raise ValueError(f"count={count} must be at least 1")
+    if higher not in ("more exposed", "less exposed"):
+        raise ValueError(f"higher={higher!r} must be 'more exposed' or 'less exposed'")
+    if mode not in COLOUR_MAPS:
+        raise ValueError(f"mode={mode!r} must be 'absolute' or 'signed'")
+    _check_alpha(alpha)
+    order = np.argsort(-values if higher == "more exposed" else values, kind="stable")
+    most = order[: min(count, (len(order) + 1) // 2)]
+    least = order[len(most) :][::-1][:count]
+    blocks = [("most exposed", most)] + [("least exposed", least)] * (len(least) > 0)
+    height = 2 if attributions is not None else 1
+    figure = new_figure(1.25 * len(most) + 0.6, len(blocks) * (1.25 * height + 0.55) + 0.3, "compressed")
+    figure.suptitle(title if title is not None else f"{label}, {len(most) + len(least)} of {len(order)} examples")
+    grid = figure.subplots(height * len(blocks), len(most), squeeze=False)
+    for axis in grid.flat:
+        axis.set_axis_off()
+    for block, (text, rows) in enumerate(blocks):
+        for column, row in enumerate(rows):
+            cells = grid[height * block : height * (block + 1), column]
+            for axis in cells:
+                axis.set_axis_on()
+                _bare(axis)
+            if attributions is None:
+                _draw_image(cells[0], _picture(as_array(images[row]), "images[i]"))
+            else:
+                picture, heat = _pair(images[row], attributions[row], mode)
+                _draw_image(cells[0], picture)
+                _draw_overlay(cells[1], picture, heat, mode, _limit(heat, outlier_percentile, None), alpha)
+            cells[0].set_title(plain_number(values[row]), fontsize="small", pad=3)
+            cells[-1].set_xlabel(
+                textwrap.fill(str(names[row]), 14), fontsize="x-small", color="0.35", labelpad=2, parse_math=False
+            )
+        first = grid[height * block : height * (block + 1), 0]
+        first[0].set_ylabel(text, fontsize="small")
+        if attributions is not None:
+            first[1].set_ylabel(f"where ({'|' + label + '|' if mode == 'absolute' else label})", fontsize="small")
+    return figure
+
+
+def _pair(image: Any, attribution: Any, mode: str) -> tuple[np.ndarray, np.ndarray]:
+    """The image for display, [H, W] or [H, W, 3], and the attribution with its channels put together, [H, W]."""
+    array = as_array(image)
+    picture = _picture(array, "image")
+    heat = finite(attribution, "attribution")
+    if heat.shape == array.shape:
+        heat = np.moveaxis(heat, 0, -1) if _channels_first(array.shape) else heat
+    elif heat.shape != picture.shape[:2]:
+        raise ValueError(
+            f"attribution has shape {list(heat.shape)} and image {list(array.shape)}; the attribution must have the "
+            f"image's shape or {list(picture.shape[:2])}"
+        )
+    heat = heat if heat.ndim == 3 else heat[..., None]
+    return picture, np.linalg.norm(heat, axis=-1) if mode == "absolute" else heat.sum(axis=-1)
+
+
+def _picture(array: np.ndarray, name: str) -> np.ndarray:
+    """The image as [H, W] or [H, W, 3] with values in [0, 1]."""
+    shape = array.shape
+    if len(shape) == 3 and _channels_first(shape):
+        array = np.moveaxis(array, 0, -1)
+    elif len(shape) != 2 and (len(shape) != 3 or shape[-1] not in (1, 3)):
+        batch = len(shape) == 4
+        remedy = f"take {name}[i], or gallery for several" if batch else "choose the channels to show"
+        raise ValueError(
+            f"{name} has shape {list(shape)}{', a batch' * batch}; it must be one image, [H, W], [C, H, W] or "
+            f"[H, W, C] with 1 or 3 channels: {remedy}"
+        )
+    if array.size == 0:
+        raise ValueError(f"{name} has shape {list(shape)}, which holds no pixels")
+    values = finite(array, name)
+    if array.dtype == np.uint8:
+        values = values / 255
+    low, high = values.min(), values.max()
+    if low < 0 or high > 1:
+        values = (values - low) / (high - low) if high > low else np.full_like(values, 0.5)
+    return values[..., 0] if values.ndim == 3 and values.shape[-1] == 1 else values
+
+
+def _channels_first(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and shape[0] in (1, 3)
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0 < alpha <= 1:
+        raise ValueError(f"alpha={alpha} must lie in (0, 1]")
+
+
+def _limit(heat: np.ndarray, outlier_percentile: float, limit: float | None) -> float:
+    """The magnitude at which colours saturate; 0 for a map of zeros."""
+    if limit is not None:
+        if not (limit > 0 and np.isfinite(limit)):
+            raise ValueError(f"limit={limit} must be positive and finite; leave it out to take it from the map")
+        return float(limit)
+    if not 0 <= outlier_percentile < 100:
+        raise ValueError(f"outlier_percentile={outlier_percentile} must lie in [0, 100)")
+    magnitudes = np.abs(heat[heat != 0])
+    return float(np.percentile(magnitudes, 100 - outlier_percentile, method="higher")) if magnitudes.size else 0.0
+
+
+def _clipped(heat: np.ndarray, scale: float) -> np.ndarray:
+    return np.clip(heat, -scale, scale)
+
+
+def _colours(mode: str, scale: float) -> dict[str, Any]:
+    top = scale or 1.0
+    return {
+        "cmap": COLOUR_MAPS[mode],
+        "vmin": -top if mode == "signed" else 0.0,
+        "vmax": top,
+        "interpolation": "nearest",
+    }
+
+
+def _draw_image(axis: Axes, picture: np.ndarray) -> None:
+    axis.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+
+
+def _draw_overlay(axis: Axes, picture: np.ndarray, heat: np.ndarray, mode: str, scale: float, alpha: float) -> None:
+    grey = picture.mean(axis=-1) if picture.ndim == 3 else picture
+    axis.imshow(0.6 + 0.4 * grey, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    shown = _clipped(heat, scale)
+    axis.imshow(shown, alpha=alpha * np.abs(shown) / (scale or 1.0), **_colours(mode, scale))
+
+
+def _draw_colour_bar(figure: Figure, axes: list[Axes], heat: np.ndarray, mode: str, scale: float, name: str) -> None:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    colours = _colours(mode, scale)
+    ends = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
+    bar = figure.colorbar(
+        ScalarMappable(Normalize(colours["vmin"], colours["vmax"]), colours["cmap"]),
+        ax=axes,
+        extend=ends[bool((heat < -scale).any()), bool((heat > scale).any())],
+        label=name if scale else f"{name} (zero everywhere)",
+        ticks=None if scale else [0.0],
+    )
+    bar.ax.set_label("colour bar")
+
+
+def _bare(axis: Axes) -> None:
+    """No ticks; the frame stays, to mark where an image ends."""
+    axis.set_xticks([])
+    axis.set_yticks([])
