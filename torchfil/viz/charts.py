@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchfil.viz.common import NEGATIVE, NEUTRAL, POSITIVE, finite, new_figure, plain_number, vector
+from torchfil.viz.common import NEGATIVE, NEUTRAL, POSITIVE, finite, new_figure, plain_number, vector, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +40,7 @@ def bar_chart(
         names: n names, never cut off: long ones are wrapped.
         errors: [n], half the length of each whisker, such as a standard error; or
         intervals: [n, 2], the ends of each whisker, around its value.
-        top: The most bars; a note says how many are left out and how large they are at most.
+        top: The most bars; a last line says how many are left out, and the largest magnitude among them.
         sort: Whether to order by magnitude; otherwise the first ``top`` stand in the order given.
         title: Over the figure.
         label: The name of the value.
@@ -51,7 +50,7 @@ def bar_chart(
         The figure.
     """
     heights = vector(values, "values")
-    texts = [textwrap.fill(str(name), NAME_WIDTH) for name in names]
+    texts = [wrapped(str(name), NAME_WIDTH) for name in names]
     if len(texts) != len(heights):
         raise ValueError(f"names has {len(texts)} entries for {len(heights)} values; it must have one each")
     if top < 1:
@@ -60,6 +59,9 @@ def bar_chart(
     order = np.argsort(-np.abs(heights), kind="stable") if sort else np.arange(len(heights))
     shown, rest = order[:top], order[top:]
     labels = [texts[i] for i in shown]
+    if len(rest):
+        bound = "within ±" if bool((heights[rest] < 0).any()) else "at most "
+        labels.append(f"… {len(rest)} more, each {bound}{plain_number(float(np.abs(heights[rest]).max()))}")
 
     lines = sum(1 + text.count("\n") for text in labels)
     longest = max(len(line) for text in labels for line in text.split("\n"))
@@ -67,10 +69,11 @@ def bar_chart(
     axis = figure.subplots()
     tops = np.cumsum([0] + [1 + text.count("\n") for text in labels])
     places = (tops[:-1] + tops[1:]) / 2  # a wrapped name gets the room of its lines
-    axis.barh(places, heights[shown], height=0.7, color=[POSITIVE if heights[i] >= 0 else NEGATIVE for i in shown])
+    rows = places[: len(shown)]
+    axis.barh(rows, heights[shown], height=0.7, color=[POSITIVE if heights[i] >= 0 else NEGATIVE for i in shown])
     if whiskers is not None:
         axis.errorbar(
-            heights[shown], places, xerr=whiskers[:, shown], fmt="none", ecolor=NEUTRAL, capsize=2.5, linewidth=1
+            heights[shown], rows, xerr=whiskers[:, shown], fmt="none", ecolor=NEUTRAL, capsize=2.5, linewidth=1
         )
     axis.set_yticks(places, labels, parse_math=False)
     axis.tick_params(axis="y", length=0)
@@ -79,11 +82,12 @@ def bar_chart(
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.set_xlabel(label if unit is None else f"{label} ({unit})")
     if len(rest):
-        largest = plain_number(float(np.abs(heights[rest]).max()))
-        axis.set_ylabel("")
-        figure.supxlabel(
-            f"… {len(rest)} more, of magnitude at most {largest}", fontsize="small", color=NEUTRAL, x=0.99, ha="right"
-        )
+        axis.get_yticklabels()[-1].set(color=NEUTRAL, style="italic")
+    if not heights[shown].any() and whiskers is None:
+        axis.set_xticks([0.0])
+    else:
+        axis.locator_params(axis="x", nbins=7)
+        axis.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
     if title is not None:
         figure.suptitle(title)
     return figure
@@ -116,7 +120,7 @@ def distribution(
         The figure.
     """
     scores = vector(values, "values", infinite=True)
-    members = [str(group) for group in groups] if groups is not None else ["all"] * len(scores)
+    members = list(groups) if groups is not None else ["all"] * len(scores)
     if len(members) != len(scores):
         raise ValueError(f"groups has {len(members)} entries for {len(scores)} values; it must have one each")
     if log and bool((scores < 0).any()):
@@ -129,7 +133,7 @@ def distribution(
             f"no value can be drawn: {int((scores == 0).sum())} of {len(scores)} are zero and "
             f"{int(np.isinf(scores).sum())} infinite{'; pass log=False to draw zeros' if log else ''}"
         )
-    kinds = list(dict.fromkeys(members))
+    kinds = _in_order(members)
     if len(kinds) > len(COLOURS) * len(STYLES):
         raise ValueError(
             f"{len(kinds)} groups cannot be told apart; merge them into {len(COLOURS) * len(STYLES)} or fewer"
@@ -180,6 +184,15 @@ def distribution(
     if title is not None:
         axis.set_title(title, loc="left")
     return figure
+
+
+def _in_order(members: list[Any]) -> list[Any]:
+    """The distinct groups, sorted where they can be compared, otherwise as they first come."""
+    kinds = list(dict.fromkeys(members))
+    try:
+        return sorted(kinds)
+    except TypeError:
+        return kinds
 
 
 def _whiskers(heights: np.ndarray, errors: Any, intervals: Any) -> np.ndarray | None:

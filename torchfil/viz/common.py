@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["NEGATIVE", "NEUTRAL", "POSITIVE", "as_array", "finite", "new_figure", "plain_number", "vector"]
+__all__ = ["NEGATIVE", "NEUTRAL", "POSITIVE", "as_array", "finite", "new_figure", "plain_number", "vector", "wrapped"]
 
 POSITIVE, NEGATIVE = "#E08214", "#8073AC"  # the orange and the purple of ColorBrewer's PuOr, as in signed maps
 NEUTRAL = "#4D4D4D"
@@ -68,3 +69,21 @@ def vector(values: Any, name: str, length: int | None = None, *, infinite: bool 
 def plain_number(value: float) -> str:
     """Three significant digits, infinity as ∞, and a true minus sign."""
     return f"{value:.3g}".replace("inf", "∞").replace("-", "−")
+
+
+def wrapped(text: str, width: int) -> str:
+    """Text in lines of at most ``width`` characters, broken after spaces and ``_ - . / :`` where there are any.
+
+    Example:
+        >>> wrapped("patient_000123_scan_2.png", 15).splitlines()
+        ['patient_000123_', 'scan_2.png']
+    """
+    lines = [""]
+    for word in re.split(r"(?<=[\s_\-./:])", text):
+        pieces = [word[i : i + width] for i in range(0, len(word), width)]
+        for piece in pieces:
+            if len((lines[-1] + piece).rstrip()) <= width:
+                lines[-1] += piece
+            else:
+                lines.append(piece)
+    return "\n".join(line.strip() for line in lines)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from torchfil.viz.common import as_array, finite, new_figure, plain_number, vector
+from torchfil.viz.common import as_array, finite, new_figure, plain_number, vector, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +18,7 @@ __all__ = ["Mode", "View", "gallery", "show_map"]
 Mode = Literal["absolute", "signed"]
 View = Literal["image", "map", "overlay"]
 
-COLOUR_MAPS = {"absolute": "magma_r", "signed": "PuOr_r"}
+MODES = ("absolute", "signed")
 
 
 def show_map(
@@ -42,7 +41,7 @@ def show_map(
     coordinates) and runs from pale to dark; ``signed`` shows their sum, the change of the privacy loss when all
     channels of the pixel rise together: orange raises it, purple lowers it, white is zero.
 
-    The overlay is the map over a pale grey copy of the image. A pixel's opacity grows in proportion to its magnitude,
+    The overlay is the map over a pale grey copy of the image. A pixel's opacity grows with the root of its magnitude,
     up to ``alpha``, so the image stays visible where nothing leaks; read values off the map, places off the overlay.
 
     Args:
@@ -73,7 +72,7 @@ def show_map(
         >>> figure.axes[0].images[-1].get_clim()
         (-3.0, 3.0)
     """
-    if mode not in COLOUR_MAPS:
+    if mode not in MODES:
         raise ValueError(f"mode={mode!r} must be 'absolute' or 'signed'")
     if not views or any(view not in ("image", "map", "overlay") for view in views):
         raise ValueError(f"views={views!r} must name one or more of 'image', 'map', 'overlay'")
@@ -154,7 +153,7 @@ def gallery(
         raise ValueError(f"count={count} must be at least 1")
     if higher not in ("more exposed", "less exposed"):
         raise ValueError(f"higher={higher!r} must be 'more exposed' or 'less exposed'")
-    if mode not in COLOUR_MAPS:
+    if mode not in MODES:
         raise ValueError(f"mode={mode!r} must be 'absolute' or 'signed'")
     _check_alpha(alpha)
     order = np.argsort(-values if higher == "more exposed" else values, kind="stable")
@@ -162,14 +161,16 @@ def gallery(
     least = order[len(most) :][::-1][:count]
     blocks = [("most exposed", most)] + [("least exposed", least)] * (len(least) > 0)
     height = 2 if attributions is not None else 1
-    figure = new_figure(1.25 * len(most) + 0.6, len(blocks) * (1.25 * height + 0.55) + 0.3, "compressed")
-    figure.suptitle(title if title is not None else f"{label}, {len(most) + len(least)} of {len(order)} examples")
-    grid = figure.subplots(height * len(blocks), len(most), squeeze=False)
+    stride = height + 1  # a block and the gap below it
+    figure = new_figure(max(1.25 * len(most) + 0.6, 3.6), len(blocks) * (1.25 * height + 0.65) + 0.4, "compressed")
+    figure.suptitle(title if title is not None else f"{label}: {len(most) + len(least)} of {len(order)} examples")
+    ratios = ([1.0] * height + [0.12]) * len(blocks)
+    grid = figure.subplots(len(ratios[:-1]), len(most), squeeze=False, height_ratios=ratios[:-1])
     for axis in grid.flat:
         axis.set_axis_off()
     for block, (text, rows) in enumerate(blocks):
         for column, row in enumerate(rows):
-            cells = grid[height * block : height * (block + 1), column]
+            cells = grid[stride * block : stride * block + height, column]
             for axis in cells:
                 axis.set_axis_on()
                 _bare(axis)
@@ -181,12 +182,15 @@ def gallery(
                 _draw_overlay(cells[1], picture, heat, mode, _limit(heat, outlier_percentile, None), alpha)
             cells[0].set_title(plain_number(values[row]), fontsize="small", pad=3)
             cells[-1].set_xlabel(
-                textwrap.fill(str(names[row]), 14), fontsize="x-small", color="0.35", labelpad=2, parse_math=False
+                wrapped(str(names[row]), 15), fontsize="x-small", color="0.35", labelpad=2, parse_math=False
             )
-        first = grid[height * block : height * (block + 1), 0]
+        first = grid[stride * block : stride * block + height, 0]
         first[0].set_ylabel(text, fontsize="small")
         if attributions is not None:
-            first[1].set_ylabel(f"where ({'|' + label + '|' if mode == 'absolute' else label})", fontsize="small")
+            first[1].set_ylabel(f"|{label}|" if mode == "absolute" else label, fontsize="small")
+    if attributions is not None:
+        key = "darker: larger" if mode == "absolute" else "orange: positive, purple: negative"
+        figure.supxlabel(f"{key}; each overlay on its own scale", fontsize="x-small", color="0.35")
     return figure
 
 
@@ -203,7 +207,7 @@ def _pair(image: Any, attribution: Any, mode: str) -> tuple[np.ndarray, np.ndarr
             f"image's shape or {list(picture.shape[:2])}"
         )
     heat = heat if heat.ndim == 3 else heat[..., None]
-    return picture, np.linalg.norm(heat, axis=-1) if mode == "absolute" else heat.sum(axis=-1)
+    return picture, np.abs(np.hypot.reduce(heat, axis=-1)) if mode == "absolute" else heat.sum(axis=-1)
 
 
 def _picture(array: np.ndarray, name: str) -> np.ndarray:
@@ -255,9 +259,18 @@ def _clipped(heat: np.ndarray, scale: float) -> np.ndarray:
 
 
 def _colours(mode: str, scale: float) -> dict[str, Any]:
+    """How imshow draws a map: pale or white is zero, in both modes, and darker is more.
+
+    magma is perceptually uniform; its black end is left out, for over a grey image black would look like the image.
+    PuOr is told apart under every common kind of colour blindness, and does not read as good and bad.
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
     top = scale or 1.0
+    cmap = colormaps["PuOr_r"] if mode == "signed" else ListedColormap(colormaps["magma_r"](np.linspace(0, 0.82, 256)))
     return {
-        "cmap": COLOUR_MAPS[mode],
+        "cmap": cmap,
         "vmin": -top if mode == "signed" else 0.0,
         "vmax": top,
         "interpolation": "nearest",
@@ -270,9 +283,9 @@ def _draw_image(axis: Axes, picture: np.ndarray) -> None:
 
 def _draw_overlay(axis: Axes, picture: np.ndarray, heat: np.ndarray, mode: str, scale: float, alpha: float) -> None:
     grey = picture.mean(axis=-1) if picture.ndim == 3 else picture
-    axis.imshow(0.6 + 0.4 * grey, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axis.imshow(0.7 + 0.3 * grey, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     shown = _clipped(heat, scale)
-    axis.imshow(shown, alpha=alpha * np.abs(shown) / (scale or 1.0), **_colours(mode, scale))
+    axis.imshow(shown, alpha=alpha * np.sqrt(np.abs(shown) / (scale or 1.0)), **_colours(mode, scale))
 
 
 def _draw_colour_bar(figure: Figure, axes: list[Axes], heat: np.ndarray, mode: str, scale: float, name: str) -> None:
