@@ -262,7 +262,7 @@ def _colours(mode: str, scale: float) -> dict[str, Any]:
     """How imshow draws a map: pale or white is zero, in both modes, and darker is more.
 
     magma is perceptually uniform; its black end is left out, for over a grey image black would look like the image.
-    PuOr is told apart under every common kind of colour blindness, and does not read as good and bad.
+    PuOr's two sides stay as far apart for red-green blind readers as for others, and do not read as good and bad.
     """
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
