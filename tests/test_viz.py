@@ -43,7 +43,7 @@ def bar_of(figure):
 @pytest.mark.parametrize("shape", [(6, 7), (1, 6, 7), (3, 6, 7), (6, 7, 1), (6, 7, 3)])
 def test_map_and_overlay_hold_the_attribution_clipped_to_the_limits(mode, shape):
     heat = noise(*shape)
-    figure = rendered(show_map(noise(*shape, seed=1), heat, mode=mode, outlier_percentile=10))
+    figure = show_map(noise(*shape, seed=1), heat, mode=mode, outlier_percentile=10)
     axis = {(3, 6, 7): 0, (1, 6, 7): 0, (6, 7, 3): 2, (6, 7, 1): 2}.get(shape)
     expected = heat if axis is None else heat.sum(axis) if mode == "signed" else np.sqrt((heat**2).sum(axis))
     expected = np.abs(expected) if mode == "absolute" else expected
@@ -66,7 +66,7 @@ def test_the_overlay_is_transparent_where_nothing_leaks_and_alpha_where_most_doe
     ("heat", "extend"), [([-1, 1, 5], "max"), ([-5, 1, 1], "min"), ([-5, 1, 5], "both"), ([-1, 0, 1], "neither")]
 )
 def test_the_colour_bar_is_pointed_where_values_saturate(heat, extend):
-    figure = rendered(show_map(np.zeros((1, 3)), np.array([heat]), mode="signed", limit=2))
+    figure = show_map(np.zeros((1, 3)), np.array([heat]), mode="signed", limit=2)
     bar = bar_of(figure)
     assert bar._colorbar.extend == extend
     assert bar.get_ylabel() == "PLIS"
@@ -135,7 +135,7 @@ def test_colour_images_keep_their_colours_and_three_by_three_channels_come_first
 def test_tensors_that_require_grad(dtype):
     image = torch.rand(1, 4, 4, dtype=dtype, requires_grad=True)
     heat = (image * 3).sum(0)
-    figure = rendered(show_map(image, heat))
+    figure = show_map(image, heat)
     np.testing.assert_allclose(figure.axes[1].images[0].get_array(), heat.detach().double().clamp(max=10))
     assert image.grad is None
 
