@@ -180,19 +180,26 @@ def test_shared_weights() -> None:
             super().__init__()
             self.a = nn.Linear(4, 4)
             self.b = self.a
+            self.c = nn.Linear(4, 4)
+            self.c.weight = self.a.weight
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.b(torch.tanh(self.a(x)))
+            return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
     torch.manual_seed(0)
+    model = Shared().double().to(DEVICE)
+    weight, names = model.a.weight, [name for name, _ in model.named_parameters()]
     arguments = (
-        Shared().double().to(DEVICE),
+        model,
         nn.MSELoss(),
         torch.randn(3, 4).double().to(DEVICE),
         torch.randn(3, 4).double().to(DEVICE),
     )
     settings = {"max_grad_norm": 1.0, "noise_multiplier": SIGMA}
     assert relative_error(fisher.exact_fim(*arguments, **settings), reference.exact_fim(*arguments, **settings)) < 1e-8
+    assert model.a.weight is model.b.weight is model.c.weight is weight
+    assert [name for name, _ in model.named_parameters()] == names == ["a.weight", "a.bias", "c.bias"]
+    assert weight.requires_grad
 
 
 def test_probed_matrix_converges_to_the_exact_one() -> None:

@@ -182,7 +182,7 @@ class ExampleGradients:
             lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, (args, kwargs, target)
         )
         with added_to_output(self.model, self.examples.submodule, offset):
-            outputs = functional_call(self.model, {**parameters, **self.constants}, batched[0], batched[1])
+            outputs = call_with(self.model, {**parameters, **self.constants}, batched[0], batched[1])
         value = self.loss_fn(outputs, batched[2])
         if value.numel() != 1:
             raise ValueError(
@@ -214,6 +214,23 @@ class ExampleGradients:
             name: piece.reshape(value.shape)
             for (name, value), piece in zip(self.parameters.items(), pieces, strict=True)
         }
+
+
+def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """``model(*args, **kwargs)`` with these parameters and buffers by name, and wherever else the model holds them.
+
+    torch's own tying swaps the parameters of a module that is used twice twice, and then cannot put them back
+    (pytorch/pytorch#164759); here every module is visited once.
+    """
+    first: dict[int, str] = {}
+    tied: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for own, value in (*module._parameters.items(), *module._buffers.items()):
+            name = f"{prefix}.{own}" if prefix else own
+            source = first.setdefault(id(value), name)
+            if value is not None and source in values:
+                tied[name] = values[source]
+    return functional_call(model, tied, args, kwargs, tie_weights=False)
 
 
 def output_of_one_example(model: nn.Module, name: str, public: Any) -> tuple[torch.Size, torch.dtype]:

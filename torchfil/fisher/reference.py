@@ -13,13 +13,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacfwd, jacrev
+from torch.func import jacfwd, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from torchfil.clipping import ClipFunction, get_clip
 from torchfil.examples import Examples, Inputs, Private
-from torchfil.fisher.gradients import LossFunction, output_of_one_example
+from torchfil.fisher.gradients import LossFunction, call_with, output_of_one_example
 
 __all__ = [
     "clipped_gradients",
@@ -190,7 +190,7 @@ def _clipped_gradient_functions(
                     module = model.get_submodule(examples.submodule)
                     handle = module.register_forward_hook(lambda _m, _i, output: output + offset)
                 try:
-                    outputs = functional_call(model, parameters, args, kwargs)
+                    outputs = call_with(model, parameters, args, kwargs)
                 finally:
                     if handle is not None:
                         handle.remove()
