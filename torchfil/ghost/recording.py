@@ -14,10 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from torchfil.fisher.gradients import ExampleGradients, added_to_output, differentiable_twice, has_active_dropout
+from torchfil.fisher.gradients import (
+    ExampleGradients,
+    added_to_output,
+    call_with,
+    differentiable_twice,
+    has_active_dropout,
+)
 
 __all__ = ["Call", "Recording", "UnsupportedCallError", "record"]
 
@@ -140,7 +146,7 @@ def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[li
             stack.callback(handle.remove)
         stack.enter_context(added_to_output(gradients.model, examples.submodule, offset))
         weights = {**gradients.parameters, **gradients.constants}
-        outputs = functional_call(gradients.model, weights, args, kwargs)
+        outputs = call_with(gradients.model, weights, args, kwargs)
     return seen, _losses(gradients, outputs, targets)
 
 
