@@ -179,6 +179,10 @@ def _losses(gradients: ExampleGradients, outputs: Any, targets: Any) -> Tensor:
     return losses
 
 
+def _row(tree: Any, i: int) -> Any:
+    return pytree.tree_map(lambda x: x[i] if isinstance(x, Tensor) else x, tree)
+
+
 def _call(gradients: ExampleGradients, seen: _Seen, name: str, delta: Tensor, shared: Mapping[int, str]) -> Call:
     whole = isinstance(seen.module, nn.MultiheadAttention)
     weights = {**gradients.parameters, **gradients.constants}
