@@ -1,24 +1,31 @@
 """torchfil: for every training example, how much a trained model leaks about it.
 
-    torchfil.FILPrivacyEngine  Opacus's engine, with every example's leakage beside ε
+torchfil.FILPrivacyEngine  Opacus's engine, with every example's leakage beside ε
 torchfil.fisher      Fisher information of a private step, per example, attribute or direction
 torchfil.bounds      what it means for an attacker
 torchfil.clipping    smooth gradient clipping
+torchfil.PLIS        which pixels or columns drive an example's loss of privacy
+torchfil.exposure    who is exposed most
+torchfil.layers      which layers leak
+torchfil.viz         pictures of it
+torchfil.glm         generalised linear models with output perturbation, in closed form
 torchfil.smoothness  is the model smooth enough, and how to make it so
 """
 
 from typing import TYPE_CHECKING, Any
 
-from torchfil import bounds, clipping, fisher, smoothness, zoo
+from torchfil import bounds, clipping, exposure, fisher, layers, smoothness, viz, zoo
 from torchfil._version import __version__
 from torchfil.clipping import available_clips, register_clip
 from torchfil.examples import Private, superpixel
+from torchfil.plis import PLIS
 from torchfil.smoothness import SmoothnessValidator
 
 if TYPE_CHECKING:
     from torchfil.engine import FILPrivacyEngine
 
 __all__ = [
+    "PLIS",
     "FILPrivacyEngine",
     "Private",
     "SmoothnessValidator",
@@ -26,10 +33,13 @@ __all__ = [
     "available_clips",
     "bounds",
     "clipping",
+    "exposure",
     "fisher",
+    "layers",
     "register_clip",
     "smoothness",
     "superpixel",
+    "viz",
     "zoo",
 ]
 

@@ -175,6 +175,15 @@ class Leakage:
         error = _divide(diagonal.standard_error, 2 * value)
         return Estimate(value, error, diagonal.kind, diagonal.degrees_of_freedom, positive=True)
 
+    def get_plis(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
+        """Σ_t ∂(‖g̃_t‖/s_t)²/∂z over the steps that used the example, [ids, d], in the order of z.
+
+        Unbiased where steps were skipped at random; steps that were paused are missing from it.
+        """
+        if "plis" not in self.ledger.sums:
+            raise ValueError("PLIS was not accumulated; make_private with track=('plis',)")
+        return self.ledger.sums["plis"][self._rows(example_ids)]
+
     def get_sampling_error(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """The standard deviation of η̄ due to chance in which batches drew the example, [ids].
 

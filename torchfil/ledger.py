@@ -15,8 +15,8 @@ from torch import Tensor
 
 __all__ = ["TRACKABLE", "Contribution", "Ledger", "Track"]
 
-Track = Literal["diagonal", "fim", "sketch"]
-TRACKABLE: tuple[Track, ...] = ("diagonal", "fim", "sketch")
+Track = Literal["diagonal", "fim", "sketch", "plis"]
+TRACKABLE: tuple[Track, ...] = ("diagonal", "fim", "sketch", "plis")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Contribution:
         diagonal_variance: [batch, d].
         fim: I_t, [batch, d, d].
         sketch: I_t Ω, [batch, d, r].
+        plis: ∂(‖g̃‖/s)²/∂z, [batch, d].
     """
 
     rows: Tensor
@@ -50,6 +51,7 @@ class Contribution:
     diagonal_variance: Tensor | None = None
     fim: Tensor | None = None
     sketch: Tensor | None = None
+    plis: Tensor | None = None
 
 
 class Ledger:
@@ -58,7 +60,8 @@ class Ledger:
     Args:
         num_examples: n.
         num_coordinates: d.
-        track: What to keep beside the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "sketch" (ndr).
+        track: What to keep beside the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "sketch" (ndr),
+            "plis" (nd).
         sketch_rank: r, the number of columns of the test matrix.
         device: Where the sums live.
     """
@@ -111,6 +114,7 @@ class Ledger:
             "diagonal_variance",
             "fim",
             "sketch",
+            "plis",
         ):
             value = getattr(contribution, name)
             if value is not None and name in self.sums:
@@ -172,6 +176,8 @@ def _layout(
         layout["fim"] = ((n, d, d), torch.float64)
     if "sketch" in track:
         layout["sketch"] = ((n, d, sketch_rank), torch.float64)
+    if "plis" in track:
+        layout["plis"] = ((n, d), torch.float64)
     return layout
 
 

@@ -127,7 +127,8 @@ class FILPrivacyEngine(PrivacyEngine):
             estimator: "weight-probes", "input-probes", "coordinates" or "exact".
             num_probes: Probes per step and example. One suffices for long runs, but its errors are conservative.
             fil_rate: The probability with which a step is measured (and then weighted by its inverse), in (0, 1].
-            track: What to keep beside the trace: "diagonal" for attributes, "fim" or "sketch" for the spectral norm.
+            track: What to keep beside the trace: "diagonal" for attributes, "fim" or "sketch" for the spectral norm,
+                "plis" for the privacy loss's derivative.
             sketch_rank: Columns of the sketch.
             id_of: The examples' own ids: a function of the number in the data set, or a column of n keys.
             batch_to_inputs: Maps a batch of the loader to (inputs, targets); needed where the targets are not the last
@@ -263,6 +264,24 @@ class FILPrivacyEngine(PrivacyEngine):
     def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``."""
         return self._current.leakage.get_attribute_fil(example_ids)
+
+    def get_plis(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
+        """The PLIS summed over the run, [ids, d]; needs ``track=("plis",)``."""
+        return self._current.leakage.get_plis(example_ids)
+
+    def plis(self, example_ids: Iterable[Hashable] | Tensor | None = None, *, private: bool = True) -> Any:
+        """Which coordinates drive these examples' privacy loss at the present weights; see :class:`torchfil.PLIS`.
+
+        Args:
+            example_ids: None: all of the data set.
+            private: Whether to take the clipped norm and the run's noise; otherwise the plain gradient signal ‖g‖².
+
+        Returns:
+            A tensor [ids, …] in the shape of the private input; for several a dict by position or name.
+        """
+        run = self._current
+        maps = run.plis(run.ids.rows(example_ids)[1].tolist(), private=private)
+        return next(iter(maps.values())) if len(maps) == 1 else maps
 
     def get_individual_epsilon(
         self, example_ids: Iterable[Hashable] | Tensor | None = None, *, delta: float

@@ -155,6 +155,8 @@ class Measurer:
         if "sketch" in self.settings.track:
             products = [m.products for m in measurements if m.products is not None]
             result = replace(result, sketch=torch.cat(products) / rate)
+        if "plis" in self.settings.track:
+            result = replace(result, plis=torch.cat([m.susceptibility for m in measurements]) / rate)
         return result
 
     def check_norms(self, measurements: list[Measurement], norms: Tensor) -> None:
@@ -170,11 +172,15 @@ class Measurer:
                 "by another road than the model's output, or the model mixes examples. This step was not taken."
             )
 
-    def clipped_ratios(self, batch: Any, loss: IdentifiedLoss, max_grad_norm: float) -> Tensor:
-        """‖g̃‖/C of every example of a batch from the data set, at the present weights, [batch]."""
+    def gradients_of(self, batch: Any, loss: IdentifiedLoss) -> ExampleGradients:
+        """The gradients, at the present weights, of a batch from the data set."""
         inputs, targets = _moved(split_batch(batch, self.settings.batch_to_inputs), self.device)
         args, kwargs = as_call(inputs)
-        gradients = self._gradients(self._lay_out(args, kwargs, targets), loss)
+        return self._gradients(self._lay_out(args, kwargs, targets), loss)
+
+    def clipped_ratios(self, batch: Any, loss: IdentifiedLoss, max_grad_norm: float) -> Tensor:
+        """‖g̃‖/C of every example of a batch from the data set, at the present weights, [batch]."""
+        gradients = self.gradients_of(batch, loss)
         chunks = gradients.chunks(self.settings.max_memory, 4)
         norms = torch.cat([torch.linalg.vector_norm(part.gradients(), dim=1) for _, part in chunks])
         return norms * self.settings.clip.scale(norms, max_grad_norm) / max_grad_norm

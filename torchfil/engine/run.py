@@ -23,6 +23,7 @@ from torchfil.engine.settings import Settings
 from torchfil.fisher.gradients import refuse_unsupported_modules
 from torchfil.leakage import ExampleIds, Leakage
 from torchfil.ledger import Contribution, Ledger
+from torchfil.plis import susceptibility
 
 __all__ = ["Run"]
 
@@ -238,6 +239,27 @@ class Run:
             batch = collate_fn([dataset[row] for row in rows])
             ratio = self.measurer.clipped_ratios(batch, self.loss, self.optimizer.max_grad_norm)
             self.history.replace(torch.tensor(rows, device=device), ratio)
+
+    def plis(self, rows: Sequence[int], *, private: bool, batch_size: int = 256) -> dict[Hashable, Tensor]:
+        """The PLIS of these examples at the present weights, by private tensor, [rows, …]."""
+        if self.loss is None:
+            raise RuntimeError("the loss is not known before the first step; pass criterion= to make_private")
+        optimizer, settings = self.optimizer, self.settings
+        max_grad_norm = float(optimizer.max_grad_norm)
+        parts: dict[Hashable, list[Tensor]] = {}
+        for start in range(0, len(rows), batch_size):
+            batch = self.collate_fn([self.dataset[row] for row in rows[start : start + batch_size]])
+            gradients = self.measurer.gradients_of(batch, self.loss)
+            found = susceptibility(
+                gradients,
+                noise_std=float(optimizer.noise_multiplier) * max_grad_norm if private else None,
+                max_grad_norm=max_grad_norm if private else None,
+                clip=settings.clip,
+                max_memory=settings.max_memory,
+            )
+            for key, part in gradients.examples.maps(found.gradient).items():
+                parts.setdefault(key, []).append(part)
+        return {key: torch.cat(pieces) for key, pieces in parts.items()}
 
     def _accounted_rate(self) -> float:
         history = self.accountant_history()

@@ -35,11 +35,13 @@ class Measurement:
         estimates: The quantities of the FIM that were asked for.
         norm: ‖g‖ before clipping, [batch].
         products: I Ω, [batch, d, r], where a test matrix Ω was given.
+        susceptibility: ∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s², [batch, d] (PLIS).
     """
 
     estimates: dict[Quantity, Estimate]
     norm: Tensor
     products: Tensor | None
+    susceptibility: Tensor
 
 
 @dataclass(frozen=True)
@@ -104,17 +106,20 @@ class PrivateBatch:
         parts: dict[Quantity, list[Moments]] = {quantity: [] for quantity in quantities}
         empty = torch.zeros(0, dtype=self.gradients.dtype, device=self.gradients.device)
         norms, products = [empty], []
+        slopes = [empty.reshape(0, self.gradients.num_coordinates)]
         for rows, jacobian in self._chunks(max_memory, vectors):
             perpendicular = run(jacobian, quantities, Draws(seeds, rows, len(self.gradients), columns))
             for quantity in quantities:
                 parts[quantity].append(self._add_parallel_part(jacobian, quantity, perpendicular[quantity]))
             norms.append(jacobian.norm)
+            factor = 2 * jacobian.clipped_norm / self.mechanism.noise_std**2
+            slopes.append(factor[:, None] * jacobian.clipped_norm_gradient)
             if test_matrix is not None:
                 matvec = self._fim_matvec(jacobian)
                 columns_of = [matvec(omega.expand(len(jacobian.norm), -1)) for omega in test_matrix.mT]
                 products.append(torch.stack(columns_of, dim=2))
         estimates = {quantity: self._collect(quantity, parts[quantity], estimator) for quantity in quantities}
-        return Measurement(estimates, torch.cat(norms), torch.cat(products) if products else None)
+        return Measurement(estimates, torch.cat(norms), torch.cat(products) if products else None, torch.cat(slopes))
 
     def spectral_norm(
         self,
