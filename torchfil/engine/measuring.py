@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Mapping
@@ -27,7 +26,12 @@ from torchfil.fisher.amplification import (
 )
 from torchfil.fisher.batch import Measurement, PrivateBatch
 from torchfil.fisher.estimators import Quantity
-from torchfil.fisher.gradients import ExampleGradients, has_active_dropout, output_of_one_example
+from torchfil.fisher.gradients import (
+    ExampleGradients,
+    copy_without_weights,
+    has_active_dropout,
+    output_of_one_example,
+)
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.ledger import Contribution, Ledger
 from torchfil.smoothness import non_smooth_operators
@@ -50,7 +54,7 @@ class Measurer:
 
     def __init__(self, module: nn.Module, settings: Settings, generator: torch.Generator) -> None:
         self.module = module
-        self.template = _copy_without_weights(module)
+        self.template = copy_without_weights(module)
         self.settings = settings
         self.generator = generator
         self.device = next(module.parameters()).device
@@ -200,16 +204,6 @@ class Measurer:
     def draws_masks(self) -> bool:
         """Whether dropout is active now."""
         return any(has_active_dropout(module) for module in self.module.modules())
-
-
-def _copy_without_weights(module: nn.Module) -> nn.Module:
-    """A copy of the module's structure on the meta device, free of Opacus's hooks and of memory."""
-    tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {}
-    for tensor in tensors:
-        empty = tensor.detach().to("meta")
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(module, memo)
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

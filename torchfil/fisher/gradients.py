@@ -12,6 +12,8 @@ differentiated twice works. Clipping, noise and subsampling come later, in :mod:
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torchfil.errors import UnsupportedModuleError
 from torchfil.examples import Examples, Inputs, Private, submodule_output
 
-__all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction"]
+__all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "copy_without_weights"]
 
 LossFunction = Callable[[Any, Any], Tensor]
 DEFAULT_MAX_MEMORY = 2**30
@@ -41,7 +43,8 @@ class ExampleGradients:
         * An empty batch gives empty tensors of the right shape.
 
     Attributes:
-        model: Any module; it is called functionally and left unchanged.
+        model: Any module; it is called functionally and left unchanged. Of a model that Opacus has made private, a
+            copy without hooks is called, with the present weights.
         loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss.
         examples: The batch with its private coordinates laid out.
         parameters: The trainable parameters by name, detached.
@@ -74,18 +77,19 @@ class ExampleGradients:
             ValueError: No trainable parameter; a batch that :meth:`Examples.build` refuses; a loss that
                 gives more than one number for one example.
         """
+        live, model = _without_opacus(model)
         refuse_unsupported_modules(model)
-        parameters = {k: v.detach() for k, v in model.named_parameters() if v.requires_grad}
+        parameters = {k: v.detach() for k, v in live.named_parameters() if v.requires_grad}
         if not parameters:
             raise ValueError(
                 f"{type(model).__name__} has no trainable parameter (requires_grad=True), so its gradient "
                 "releases nothing; unfreeze what the optimizer trains"
             )
-        constants = {k: v.detach() for k, v in model.named_parameters() if not v.requires_grad}
-        constants |= {k: v.detach() for k, v in model.named_buffers()}
+        constants = {k: v.detach() for k, v in live.named_parameters() if not v.requires_grad}
+        constants |= {k: v.detach() for k, v in live.named_buffers()}
 
         def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
-            return output_of_one_example(model, name, public)
+            return output_of_one_example(live, name, public)
 
         examples = Examples.build(inputs, targets, private, submodule_shape=submodule_shape)
         return cls(model, loss_fn, examples, parameters, constants)
@@ -231,6 +235,29 @@ def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: An
             if value is not None and source in values:
                 tied[name] = values[source]
     return functional_call(model, tied, args, kwargs, tie_weights=False)
+
+
+def copy_without_weights(module: nn.Module) -> nn.Module:
+    """A copy of the module's structure on the meta device, free of memory and of all hooks."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        empty = tensor.detach().to("meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    for part in module.modules():
+        memo |= {id(getattr(part, name)): OrderedDict() for name in hooks}
+        memo[id(part.__dict__.get("autograd_grad_sample_hooks"))] = []
+        memo[id(part.__dict__.get("activations"))] = []
+    memo.pop(id(None), None)
+    return copy.deepcopy(module, memo)
+
+
+def _without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The module that holds the weights, and the one to call: a copy where Opacus has put its hooks."""
+    wrapped = any(base.__name__ == "AbstractGradSampleModule" for base in type(model).__mro__)
+    live: nn.Module = model._module if wrapped else model  # type: ignore[assignment]
+    hooked = wrapped or hasattr(model, "autograd_grad_sample_hooks")
+    return live, copy_without_weights(live) if hooked else live
 
 
 def output_of_one_example(model: nn.Module, name: str, public: Any) -> tuple[torch.Size, torch.dtype]:

@@ -1,0 +1,64 @@
+"""A PLIS map of a batch of MNIST images as a multiple of a plain pass (forward and backward) over the same batch.
+
+python benchmarks/plis_map.py [--device cuda] [--batch 256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from torchfil import PLIS, zoo
+
+
+def seconds(work: dict[str, Callable[[], object]], device: str, repeats: int = 15) -> dict[str, float]:
+    """The median time of each, taken in turns."""
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(repeats + 2):
+        for name, run in work.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if turn >= 2:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch", type=int, default=256)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model, loss_fn = zoo.mnist_cnn().to(options.device), nn.CrossEntropyLoss()
+    x = torch.rand(options.batch, 1, 28, 28, device=options.device)
+    y = torch.randint(10, (options.batch,), device=options.device)
+    kinds = {"gradient signal": PLIS(model, loss_fn), "private": PLIS(model, loss_fn, noise_std=1.0, max_grad_norm=1.0)}
+
+    def forward_and_backward() -> None:
+        model.zero_grad()
+        loss_fn(model(x), y).backward()
+
+    work: dict[str, Callable[[], object]] = {"forward": lambda: model(x), "pass": forward_and_backward}
+    work |= {name: lambda plis=plis: plis.attribute(x, y) for name, plis in kinds.items()}  # type: ignore[misc]
+    found = seconds(work, options.device)
+    backward = found["pass"] - found["forward"]
+    print(f"MNIST CNN, batch {options.batch}, {options.device}, torch {torch.__version__}")
+    print(
+        f"  a plain pass, forward and backward: {1e3 * found['pass']:.1f} ms (backward alone {1e3 * backward:.1f} ms)"
+    )
+    for name in kinds:
+        ratio, alone = found[name] / found["pass"], found[name] / backward
+        print(f"  PLIS, {name}: {ratio:.2f} plain passes ({alone:.2f} times the backward pass alone)")
+
+
+if __name__ == "__main__":
+    main()

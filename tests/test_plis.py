@@ -1,0 +1,228 @@
+"""PLIS against brute force, finite differences and the accounting's own direction a."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import CASES, CLIPS, DEVICE, build
+from torch import Tensor, nn
+
+from torchfil import PLIS, Private, exposure, fisher, zoo
+from torchfil.clipping import get_clip
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.operator import ClippedJacobian
+from torchfil.plis import column_norms, subject_norms, superpixel_norms
+
+STD, C = 0.7, 1.3
+
+
+def small_zoo() -> dict[str, tuple[nn.Module, Tensor, int]]:
+    """Model, inputs and number of classes; small versions of the zoo."""
+    return {
+        "mnist_cnn": (zoo.mnist_cnn(3), torch.rand(3, 1, 28, 28), 3),
+        "cifar_cnn": (zoo.cifar_cnn(3), torch.rand(2, 3, 32, 32), 3),
+        "small_alexnet": (zoo.small_alexnet(3, 1, 8), torch.rand(3, 1, 8, 8), 3),
+        "vgg11": (zoo.vgg11(3, 1, 8), torch.rand(3, 1, 8, 8), 3),
+        "fcnet": (zoo.fcnet(3, 16, width=8), torch.rand(3, 1, 4, 4), 3),
+        "vit_tiny": (zoo.vit_tiny(3, 1, 8, width=8, depth=1, heads=2), torch.rand(3, 1, 8, 8), 3),
+    }
+
+
+def privacy_loss(model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor, clip: str | None) -> Tensor:
+    """PL of one example as a differentiable function of its input, by plain autograd."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss_fn(model(x[None]), y[None]), weights, create_graph=True)
+    square = torch.stack([g.square().sum() for g in gradients]).sum()
+    if clip is None:
+        return square
+    return square * get_clip(clip).scale(square.sqrt(), C) ** 2 / STD**2
+
+
+@pytest.mark.parametrize("clip", [None, "gelu"])
+@pytest.mark.parametrize("name", list(small_zoo()))
+def test_every_zoo_model_against_plain_autograd(name: str, clip: str | None) -> None:
+    torch.manual_seed(0)
+    model, x, classes = small_zoo()[name]
+    model, x = model.to(DEVICE).double(), x.to(DEVICE).double()
+    y = torch.randint(classes, (len(x),), device=DEVICE)
+    options: dict[str, Any] = {} if clip is None else {"noise_std": STD, "max_grad_norm": C, "clip": clip}
+    plis = PLIS(model, nn.CrossEntropyLoss(), **options)
+    got = plis.attribute(x, y)
+    assert plis.method == "one pass"
+    assert got.shape == x.shape
+    for i in range(len(x)):
+        one = x[i].clone().requires_grad_()
+        value = privacy_loss(model, nn.CrossEntropyLoss(), one, y[i], clip)
+        (want,) = torch.autograd.grad(value, one)
+        assert torch.allclose(got[i], want, rtol=1e-8, atol=1e-8 * float(want.abs().max()))
+        assert torch.allclose(plis.privacy_loss(x, y)[i], value, rtol=1e-10)
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_parallel_direction_up_to_its_factor(name: str, clip: str) -> None:
+    """PLIS = 2‖g̃‖a/s² = 2g̃ᵀJ̃/s², for columns, targets, embeddings and several inputs."""
+    case = build(name, 4)
+    options: dict[str, Any] = {"noise_std": STD, "max_grad_norm": case.C, "clip": clip, "private": case.private}
+    got = PLIS(case.model, case.loss_fn, **options).attribute(case.inputs, case.targets)
+    gradients = ExampleGradients.build(*case.arguments, case.private)
+    jacobian = ClippedJacobian(gradients, get_clip(clip), case.C)
+    a = jacobian.clipped_norm_gradient
+    want = gradients.examples.maps(2 * jacobian.clipped_norm[:, None] * a / STD**2)
+    product = 2 * jacobian.rmatvec(jacobian.clipped_gradient) / STD**2
+    for key, values in gradients.examples.maps(product).items():
+        assert torch.allclose(values, want[key], rtol=1e-8, atol=1e-12, equal_nan=True)
+    got = got if isinstance(got, dict) else {next(iter(want)): got}
+    assert set(got) == set(want)
+    for key, values in want.items():
+        assert torch.allclose(got[key], values, rtol=1e-8, atol=1e-10, equal_nan=True)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_it_is_the_finite_difference_of_the_privacy_loss(private: bool) -> None:
+    case = build("groupnorm_residual", 3)
+    options: dict[str, Any] = {"noise_std": STD, "max_grad_norm": C} if private else {}
+    plis = PLIS(case.model, case.loss_fn, **options)
+    got = plis.attribute(case.inputs, case.targets)
+    for pixel in ((0, 1, 2), (1, 3, 0)):
+        step = torch.zeros_like(case.inputs)
+        step[:, pixel[0], pixel[1], pixel[2]] = 1e-5
+        upper = plis.privacy_loss(case.inputs + step, case.targets)
+        lower = plis.privacy_loss(case.inputs - step, case.targets)
+        assert torch.allclose(got[:, pixel[0], pixel[1], pixel[2]], (upper - lower) / 2e-5, rtol=1e-6, atol=1e-9)
+
+
+def test_tokens_are_attributed_at_the_embedding() -> None:
+    torch.manual_seed(1)
+    model = zoo.token_transformer(3, 20, 6, width=8, depth=1, heads=2).double()
+    tokens, y = torch.randint(20, (4, 6)), torch.randint(3, (4,))
+    plis = PLIS(model, nn.CrossEntropyLoss(), private=Private(submodule="embedding"))
+    got = plis.attribute(tokens, y)
+    assert got.shape == (4, 6, 8)
+    assert plis.method == "one pass"
+    gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), tokens, y, Private(submodule="embedding"))
+    want = 2 * gradients.vjp(gradients.gradients()).reshape(4, 6, 8)
+    assert torch.allclose(got, want, rtol=1e-8, atol=1e-12)
+
+
+class TestChunks:
+    @pytest.mark.parametrize("name", ["mnist_cnn", "transformer"])
+    def test_the_memory_ceiling_does_not_change_the_result(self, name: str) -> None:
+        case = build(name, 7)
+        whole = PLIS(case.model, case.loss_fn, private=case.private).attribute(case.inputs, case.targets)
+        parts = PLIS(case.model, case.loss_fn, private=case.private, max_memory=1).attribute(case.inputs, case.targets)
+        assert torch.allclose(whole, parts, rtol=1e-10, atol=1e-14, equal_nan=True)
+
+    def test_an_empty_batch(self) -> None:
+        plis = PLIS(zoo.mnist_cnn(), nn.CrossEntropyLoss())
+        x, y = torch.zeros(0, 1, 28, 28), torch.zeros(0, dtype=torch.long)
+        assert plis.attribute(x, y).shape == (0, 1, 28, 28)
+        assert plis.subject(x, y).shape == plis.privacy_loss(x, y).shape == (0,)
+
+    def test_what_one_pass_cannot_see_is_mapped(self) -> None:
+        class Folded(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(3, 2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.layer(x.reshape(-1, 3)).reshape(len(x), -1).tanh()
+
+        torch.manual_seed(2)
+        model, x, y = Folded().double(), torch.randn(4, 2, 3).double(), torch.randn(4, 4).double()
+        plis = PLIS(model, nn.MSELoss())
+        got = plis.attribute(x, y)
+        assert str(plis.method).startswith("mapped gradients: ")
+        for i in range(4):
+            one = x[i].clone().requires_grad_()
+            (want,) = torch.autograd.grad(privacy_loss(model, nn.MSELoss(), one, y[i], None), one)
+            assert torch.allclose(got[i], want, rtol=1e-8)
+
+
+class TestNorms:
+    def test_subjects_columns_superpixels(self) -> None:
+        case = build("groupnorm_residual", 3)
+        plis = PLIS(case.model, case.loss_fn)
+        maps = plis.attribute(case.inputs, case.targets)
+        assert torch.allclose(subject_norms(maps), maps.flatten(1).norm(dim=1))
+        assert torch.allclose(plis.subject(case.inputs, case.targets), subject_norms(maps))
+        assert torch.allclose(column_norms(maps), maps.square().sum(dim=(1, 2)).sqrt())
+        segments = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [5, 5, 5, 5], [5, 5, 5, 5]])
+        got = superpixel_norms(maps, segments)
+        want = torch.stack([maps[:, :, segments == k].flatten(1).norm(dim=1) for k in (0, 1, 5)], dim=1)
+        assert torch.allclose(got, want)
+        assert torch.allclose(superpixel_norms(maps, segments.expand(3, -1, -1)), want)
+        assert torch.allclose(got.norm(dim=1), subject_norms(maps))
+        with pytest.raises(ValueError, match="must be integer labels of shape"):
+            superpixel_norms(maps, torch.zeros(3, 3, dtype=torch.long))
+
+    def test_coordinates_that_are_not_private_count_as_nothing(self) -> None:
+        case = build("mnist_cnn", 2)
+        plis = PLIS(case.model, case.loss_fn, private=case.private)
+        maps = plis.attribute(case.inputs, case.targets)
+        assert bool(maps.isnan().any())
+        assert torch.allclose(subject_norms(maps), plis.subject(case.inputs, case.targets))
+
+
+def test_refusals() -> None:
+    model = zoo.mnist_cnn()
+    with pytest.raises(ValueError, match="noise_std=0 must be positive"):
+        PLIS(model, nn.CrossEntropyLoss(), noise_std=0)
+    with pytest.raises(ValueError, match="clip='soft' is not a registered clip function"):
+        PLIS(model, nn.CrossEntropyLoss(), max_grad_norm=1.0, clip="soft")
+    with pytest.raises(ValueError, match="nothing private to measure"):
+        PLIS(model, nn.CrossEntropyLoss()).attribute(torch.zeros(1, 1, 28, 28, dtype=torch.long), torch.zeros(1).long())
+
+
+class TestExposure:
+    def test_auroc_against_pairs(self) -> None:
+        rng = np.random.default_rng(0)
+        scores, outlier = rng.integers(0, 6, 60) / 2.0, rng.random(60) < 0.3
+        scores[outlier] += 0.5
+        pairs = [(a > b) + 0.5 * (a == b) for a in scores[outlier] for b in scores[~outlier]]
+        got = exposure.auroc(scores, outlier)
+        assert got.value == pytest.approx(np.mean(pairs))
+        assert got.low < got.value < got.high
+        assert exposure.auroc(torch.tensor([1.0, 2.0]), torch.tensor([False, True])).low == 0
+
+    def test_its_interval_covers_the_truth(self) -> None:
+        """Two normals one deviation apart: AUROC = Φ(1/sqrt 2) = 0.7602."""
+        rng = np.random.default_rng(1)
+        truth, covered, errors, values = 0.7602, 0, [], []
+        for _ in range(300):
+            scores = np.concatenate([rng.normal(size=40), rng.normal(1.0, size=30)])
+            got = exposure.auroc(scores, np.arange(70) >= 40)
+            covered += got.low <= truth <= got.high
+            errors.append(got.standard_error)
+            values.append(got.value)
+        assert 0.92 <= covered / 300 <= 0.985
+        assert np.mean(errors) == pytest.approx(np.std(values), rel=0.1)
+
+    def test_ranking(self) -> None:
+        table = exposure.rank_by_exposure([0.5, 2.0, 2.0, 0.1], ids=["a", "b", "c", "d"])
+        assert list(table.index) == ["b", "c", "a", "d"]
+        assert table["rank"].tolist() == [1, 1, 3, 4]
+        assert table["plis"].tolist() == [2.0, 2.0, 0.5, 0.1]
+        with pytest.raises(ValueError, match="NaN at \\[1\\]"):
+            exposure.rank_by_exposure([0.1, float("nan")])
+        with pytest.raises(ValueError, match="0 of 2 are outliers"):
+            exposure.auroc([1.0, 2.0], [False, False])
+
+
+def test_an_exact_poisson_step_weighs_the_same_direction() -> None:
+    """The FIM under κ∥ minus that under κ⊥ alone is (κ∥ − κ⊥) a aᵀ/s²: PLIS spans it."""
+    case = build("mlp", 3)
+    options: dict[str, Any] = {"max_grad_norm": case.C, "noise_multiplier": 1.0}
+    amplification = fisher.PoissonAmplification(0.1)
+    poisson = fisher.exact_fim(*case.arguments, **options, amplification=amplification)
+    plain = fisher.exact_fim(*case.arguments, **options)
+    plis = PLIS(case.model, case.loss_fn, noise_std=case.C, max_grad_norm=case.C)
+    maps, loss = plis.attribute(case.inputs, case.targets), plis.privacy_loss(case.inputs, case.targets)
+    perp, par = amplification.factors(loss.sqrt())
+    a = maps * case.C / (2 * loss.sqrt()[:, None])  # s² PLIS/(2‖g̃‖), ‖g̃‖ = s·sqrt(PL)
+    rank_one = a[:, :, None] * a[:, None, :] / case.C**2
+    want = perp[:, None, None] * plain + (par - perp)[:, None, None] * rank_one
+    assert torch.allclose(poisson, want, rtol=1e-8, atol=1e-10)
