@@ -7,7 +7,7 @@ import torch
 from cases import relative_error
 from torch import nn
 
-from torchfil import fisher, zoo
+from torchfil import PLIS, fisher, zoo
 
 pytestmark = [
     pytest.mark.cuda,
@@ -67,3 +67,45 @@ def test_same_probes_same_numbers_as_on_the_cpu_up_to_the_device_generator() -> 
     cpu = fisher.fim_trace(model, nn.CrossEntropyLoss(), x, y, **settings).value
     gpu = fisher.fim_trace(model.cuda(), nn.CrossEntropyLoss(), x.cuda(), y.cuda(), **settings).value
     assert relative_error(gpu, cpu) < 1e-8
+
+
+@pytest.mark.vision
+@pytest.mark.parametrize("ceiling", [8 * 10**9, 2 * 10**9])
+def test_a_plis_map_of_a_resnet18_with_group_norm_keeps_its_ceiling(ceiling: int) -> None:
+    """Batch 64 at 224×224, as the allocator sees it: below 8 GB by default, and below a smaller ceiling."""
+    torchvision = pytest.importorskip("torchvision")
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(norm_layer=lambda channels: nn.GroupNorm(8, channels), num_classes=10).cuda()
+    x, y = torch.rand(64, 3, 224, 224, device="cuda"), torch.randint(10, (64,), device="cuda")
+    plis = PLIS(model, nn.CrossEntropyLoss(), noise_std=1.0, max_grad_norm=1.0, max_memory=ceiling // 2)
+    plis.attribute(x[:2], y[:2])
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    maps = plis.attribute(x, y)
+    peak = torch.cuda.max_memory_allocated()
+    print(f"peak {peak / 1e9:.2f} GB, {plis.method}")
+    assert plis.method == "one pass"
+    assert maps.shape == x.shape
+    assert peak < ceiling
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_plis_agrees_with_the_cpu(private: bool) -> None:
+    torch.manual_seed(0)
+    model, x, y = zoo.mnist_cnn().double(), torch.rand(8, 1, 28, 28).double(), torch.randint(10, (8,))
+    options = {"noise_std": 0.5, "max_grad_norm": 1.0} if private else {}
+    want = PLIS(model, nn.CrossEntropyLoss(), **options).attribute(x, y)
+    got = PLIS(model.cuda(), nn.CrossEntropyLoss(), **options).attribute(x.cuda(), y.cuda())
+    assert relative_error(got, want) < 1e-10
+
+
+def test_softmax_regression_agrees_with_the_cpu() -> None:
+    glm = pytest.importorskip("torchfil.glm")
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(400, 12, generator=generator).numpy()
+    y = torch.randint(4, (400,), generator=generator).numpy()
+    on_cpu, on_cuda = (glm.SoftmaxRegression(l2=0.01, device=device).fit(X, y) for device in ("cpu", "cuda"))
+    for options in ({}, {"kind": "trace"}, {"attributes": {"a": [1, 2]}}, {"groups": (y > 1).tolist()}):
+        want, got = on_cpu.fil(X, y, **options), on_cuda.fil(X, y, **options)
+        values = zip(want.values(), got.values(), strict=True) if isinstance(want, dict) else [(want, got)]
+        assert all(relative_error(torch.as_tensor(g), torch.as_tensor(w)) < 1e-9 for w, g in values)

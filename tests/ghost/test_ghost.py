@@ -301,3 +301,13 @@ def test_single_precision() -> None:
     double = norm_gradient(ExampleGradients.build(model.double(), nn.CrossEntropyLoss(), x.double(), y, None))
     assert torch.allclose(single.square.double(), double.square, rtol=1e-4)
     assert torch.allclose(single.gradient.double(), double.gradient, atol=1e-4 * float(double.gradient.abs().max()))
+
+
+def test_the_memory_plan_does_not_depend_on_the_batch() -> None:
+    """A chunk's examples are views of the whole batch; only what belongs to them counts."""
+    model = zoo.mnist_cnn()
+    sizes = []
+    for batch in (2, 64):
+        x, y = torch.rand(batch, 1, 28, 28), torch.randint(10, (batch,))
+        sizes.append(plan(ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y, None)).bytes_per_example)
+    assert sizes[0] == sizes[1]

@@ -58,7 +58,7 @@ class Held:
             pointer = tensor.untyped_storage().data_ptr()
             if pointer not in self._known:
                 self._known.add(pointer)
-                self.total += tensor.untyped_storage().nbytes()
+                self.total += min(tensor.untyped_storage().nbytes(), tensor.numel() * tensor.itemsize)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
