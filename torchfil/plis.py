@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from torchfil.clipping import ClipFunction, get_clip
 from torchfil.examples import Inputs, Private
+from torchfil.fisher.ghost.norms import NormGradient, Plan, norm_gradient, plan
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
-from torchfil.ghost.norms import NormGradient, Plan, norm_gradient, plan
 
 __all__ = ["PLIS", "Susceptibility", "column_norms", "subject_norms", "superpixel_norms", "susceptibility"]
 
@@ -45,8 +45,8 @@ def susceptibility(
 ) -> Susceptibility:
     """PL and PLIS of every example of a batch.
 
-    One batched pass without per-example gradients where the layers allow (:mod:`torchfil.ghost`), else from gradients
-    mapped over examples; in chunks either way.
+    One batched pass without per-example gradients where the layers allow (:mod:`torchfil.fisher.ghost`), else from
+    gradients mapped over examples; in chunks either way.
 
     Args:
         gradients: The examples with model and loss.
@@ -54,7 +54,7 @@ def susceptibility(
         max_grad_norm: C; None: no clipping.
         clip: The clip function.
         max_memory: Bytes that a chunk's graph or gradients may take; at least one example is worked on.
-        known: What :func:`torchfil.ghost.norms.plan` found for such a batch before.
+        known: What :func:`torchfil.fisher.ghost.norms.plan` found for such a batch before.
     """
     if len(gradients) == 0:
         empty = torch.zeros(0, gradients.num_coordinates, dtype=gradients.dtype, device=gradients.device)

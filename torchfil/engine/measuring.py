@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from torchfil.fisher.amplification import (
 )
 from torchfil.fisher.batch import Measurement, PrivateBatch
 from torchfil.fisher.estimators import Quantity
+from torchfil.fisher.ghost import Plan, plan
 from torchfil.fisher.gradients import (
     ExampleGradients,
     copy_without_weights,
@@ -59,6 +60,7 @@ class Measurer:
         self.generator = generator
         self.device = next(module.parameters()).device
         self.sample_rate: float | None = None
+        self._plans: dict[Hashable, Plan] = {}
 
     def checked_loss(self, forwards: list[ForwardPass], loss: IdentifiedLoss | None) -> IdentifiedLoss:
         """The loss, identified where it is not known yet, after the observed gradients were checked against it."""
@@ -127,7 +129,7 @@ class Measurer:
             self.settings.clip,
             self._amplification(float(optimizer.noise_multiplier)),
         )
-        return PrivateBatch(gradients, mechanism).measure(
+        return PrivateBatch(gradients, mechanism, self._plan(gradients)).measure(
             self.settings.quantities,
             self.settings.estimator,
             self.settings.num_probes,
@@ -135,6 +137,16 @@ class Measurer:
             self.settings.max_memory,
             test_matrix.to(gradients.dtype) if test_matrix is not None else None,
         )
+
+    def _plan(self, gradients: ExampleGradients) -> Plan:
+        """Whether one batched pass fits this model; tried once for every shape of examples."""
+        tensors = [leaf for leaf in pytree.tree_leaves(gradients.examples.public) if isinstance(leaf, Tensor)]
+        key = (tuple(t.shape[1:] for t in tensors), self.draws_masks(), self.module.training)
+        if key not in self._plans and len(gradients):
+            self._plans[key] = plan(gradients)
+            if self._plans[key].reason is not None:
+                logger.info("gradients are mapped over examples, which is slower: %s", self._plans[key].reason)
+        return self._plans.get(key, Plan(None, 1))
 
     def contribution(self, base: Contribution, measurements: list[Measurement]) -> Contribution:
         """Weighted by 1/π, with the variance X²(1−π)/π² + v/π that random skipping leaves."""

@@ -6,7 +6,7 @@ The public functions of :mod:`torchfil.fisher.fim` and the training engine both 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torchfil.clipping import ClipFunction
 from torchfil.examples import Inputs, Private
 from torchfil.fisher.amplification import Amplification
 from torchfil.fisher.estimators import Draws, Moments, Quantity, get_estimator
+from torchfil.fisher.ghost import GhostJacobian, Plan, plan
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
@@ -50,6 +51,7 @@ class PrivateBatch:
 
     gradients: ExampleGradients
     mechanism: Mechanism
+    known: Plan | None = None  # what a trial of the batched pass found before; None: try
 
     @classmethod
     def build(
@@ -107,7 +109,8 @@ class PrivateBatch:
         empty = torch.zeros(0, dtype=self.gradients.dtype, device=self.gradients.device)
         norms, products = [empty], []
         slopes = [empty.reshape(0, self.gradients.num_coordinates)]
-        for rows, jacobian in self._chunks(max_memory, vectors):
+        one_pass = estimator == "weight-probes" and test_matrix is None
+        for rows, jacobian in self._chunks(max_memory, vectors, one_pass=one_pass):
             perpendicular = run(jacobian, quantities, Draws(seeds, rows, len(self.gradients), columns))
             for quantity in quantities:
                 parts[quantity].append(self._add_parallel_part(jacobian, quantity, perpendicular[quantity]))
@@ -138,9 +141,19 @@ class PrivateBatch:
             values.append(solve(self._fim_matvec(jacobian), start[rows], iterations))
         return torch.cat(values)
 
-    def _chunks(self, max_memory: int, vectors: int) -> Iterator[tuple[slice, ClippedJacobian]]:
+    def _chunks(
+        self, max_memory: int, vectors: int, *, one_pass: bool = False
+    ) -> Iterator[tuple[slice, ClippedJacobian]]:
         if max_memory <= 0:
             raise ValueError(f"max_memory={max_memory} must be a positive number of bytes")
+        if one_pass and len(self.gradients):
+            found = self.known if self.known is not None else plan(self.gradients)
+            if found.reason is None:
+                at_once = max(1, max_memory // max(1, found.bytes_per_example))
+                for rows, examples in self.gradients.examples.chunks(at_once):
+                    part = replace(self.gradients, examples=examples)
+                    yield rows, GhostJacobian(part, self.mechanism.clip, self.mechanism.max_grad_norm)
+                return
         for rows, part in self.gradients.chunks(max_memory, vectors):
             yield rows, ClippedJacobian(part, self.mechanism.clip, self.mechanism.max_grad_norm)
 

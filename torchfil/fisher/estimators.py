@@ -134,7 +134,8 @@ def weight_probes(jacobian: ClippedJacobian, quantities: Sequence[Quantity], dra
         "matrix": lambda r: r[:, :, None] * r[:, None, :],
     }
     totals = {name: _RunningMoments(spread=_PROBE_SPREAD) for name in quantities}
-    for u in draws.signs(jacobian.gradients.num_parameters, like=jacobian.gradient):
+    like = torch.empty(0, dtype=jacobian.gradients.dtype, device=jacobian.gradients.device)
+    for u in draws.signs(jacobian.gradients.num_parameters, like=like):
         r = jacobian.perpendicular_rmatvec(u)
         for name, total in totals.items():
             total.add(read[name](r))

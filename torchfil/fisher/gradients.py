@@ -153,7 +153,7 @@ class ExampleGradients:
         """Jᵀu of every example, [batch, d], for u of shape [p] (shared) or [batch, p]."""
 
         def one(z: Tensor, public: Any, u: Tensor) -> Tensor:
-            direction = self._unflatten(u)
+            direction = self.unflatten(u)
 
             def directional(z: Tensor) -> Tensor:
                 gradient = grad(self._loss)(self.parameters, z, public)
@@ -212,7 +212,8 @@ class ExampleGradients:
                     result = vmap(one, in_dims=in_dims, randomness="different")(*arguments)
         return result.detach()
 
-    def _unflatten(self, u: Tensor) -> dict[str, Tensor]:
+    def unflatten(self, u: Tensor) -> dict[str, Tensor]:
+        """A vector of length p by parameter name, in the parameters' shapes."""
         pieces = u.split([value.numel() for value in self.parameters.values()])
         return {
             name: piece.reshape(value.shape)

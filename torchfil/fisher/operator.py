@@ -58,7 +58,7 @@ class ClippedJacobian:
     @cached_property
     def unit_gradient(self) -> Tensor:
         """ĝ = g/n, 0 where g = 0, [batch, p]."""
-        return self.gradient * _safe_reciprocal(self.norm)[:, None]
+        return self.gradient * safe_reciprocal(self.norm)[:, None]
 
     @cached_property
     def norm_gradient(self) -> Tensor:
@@ -163,5 +163,5 @@ class ClippedJacobian:
         return self.scale.square()[:, None] * (square - self.norm_gradient.square()).clamp(min=0)
 
 
-def _safe_reciprocal(norm: Tensor) -> Tensor:
+def safe_reciprocal(norm: Tensor) -> Tensor:
     return torch.where(norm > 0, 1.0 / norm.where(norm > 0, torch.ones_like(norm)), torch.zeros_like(norm))

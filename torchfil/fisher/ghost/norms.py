@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from torchfil.fisher.ghost.recording import Call, Recording, UnsupportedCallError, record
+from torchfil.fisher.ghost.rules import GenericRule, rule_for, total_square
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
-from torchfil.ghost.recording import Call, Recording, UnsupportedCallError, record
-from torchfil.ghost.rules import GenericRule, rule_for, total_square
 
-__all__ = ["Held", "NormGradient", "Plan", "norm_gradient", "plan", "squared_norms"]
+__all__ = ["Held", "NormGradient", "Plan", "inner_products", "norm_gradient", "plan", "squared_norms"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,15 @@ def squared_norms(recording: Recording, held: Held | None = None) -> Tensor:
     return result + total_square(summed.values(), result)
 
 
+def inner_products(recording: Recording, direction: Mapping[str, Tensor]) -> Tensor:
+    """⟨g, u⟩ of every example, [batch], for u by the model's parameter names; differentiable with respect to z."""
+    result = torch.zeros_like(recording.losses)
+    for call in recording.calls:
+        part = {local: direction[name] for local, name in call.shared_names.items()}
+        result = result + rule_for(call.module).inner(call, part)
+    return result
+
+
 def norm_gradient(gradients: ExampleGradients, held: Held | None = None) -> NormGradient:
     """‖g‖² and its gradient with respect to z, by one forward pass, one backward pass, and the backward pass of both.
 
@@ -97,7 +106,7 @@ def norm_gradient(gradients: ExampleGradients, held: Held | None = None) -> Norm
         held: Counts what the graph keeps, where given.
 
     Raises:
-        UnsupportedCallError: See :func:`torchfil.ghost.record`; :func:`plan` tells beforehand.
+        UnsupportedCallError: See :func:`torchfil.fisher.ghost.record`; :func:`plan` tells beforehand.
     """
     z = gradients.examples.z.detach().requires_grad_()
     with torch.enable_grad(), differentiable_twice():

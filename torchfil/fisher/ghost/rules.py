@@ -10,7 +10,7 @@ formula is differentiable in a and δ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from torchfil.ghost.recording import Call, UnsupportedCallError
+from torchfil.fisher.ghost.recording import Call, UnsupportedCallError
 
 __all__ = ["LayerRule", "register_rule", "rule_for"]
 
@@ -33,6 +33,11 @@ class LayerRule:
     def squared_norm(self, call: Call) -> Tensor:
         """Σ over the call's parameters of ‖gradient‖², [batch]."""
         return total_square(self.gradients(call).values(), call.delta)
+
+    def inner(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
+        """Σ over the call's parameters of ⟨gradient, direction⟩, [batch], for directions of the parameters' shapes."""
+        products = [(g * direction[name]).flatten(1).sum(dim=1) for name, g in self.gradients(call).items()]
+        return torch.stack(products).sum(dim=0)
 
 
 def total_square(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
@@ -96,7 +101,20 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return result
 
 
-class OuterProductRule(LayerRule):
+class LinearInWeightsRule(LayerRule):
+    """Layers whose output is linear in their parameters together: ⟨g, u⟩ = ⟨δ, layer(a; weights := u)⟩."""
+
+    def inner(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
+        frozen = {name: torch.zeros_like(value) for name, value in call.constants.items()}
+        output = functional_call(call.module, {**direction, **frozen}, call.args, dict(call.kwargs))
+        return (self.visible(call) * output).flatten(1).sum(dim=1)
+
+    def visible(self, call: Call) -> Tensor:
+        """δ, 0 where the parameters do not see it."""
+        return call.delta
+
+
+class OuterProductRule(LinearInWeightsRule):
     """A weight met as Σ_t δ_t a_tᵀ, and a bias as Σ_t δ_t, in groups; subclasses lay a and δ out."""
 
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
@@ -165,7 +183,7 @@ class ConvolutionRule(OuterProductRule):
         )
 
 
-class NormalisationRule(LayerRule):
+class NormalisationRule(LinearInWeightsRule):
     """A scale and a shift of a normalised input x̂: gradients Σ_t δ_t x̂_t and Σ_t δ_t."""
 
     def __init__(self, normalised: Callable[[Any, Tensor], Tensor], *, channels_first: bool) -> None:
@@ -189,7 +207,7 @@ class NormalisationRule(LayerRule):
         return value.reshape(len(value), -1, *shape).sum(dim=1)
 
 
-class EmbeddingRule(LayerRule):
+class EmbeddingRule(LinearInWeightsRule):
     """Rows of a table, [batch, …] numbers to [batch, …, width]: ‖g‖² = Σ_{t,s} 1[token_t = token_s] δ_t·δ_s."""
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
@@ -203,6 +221,9 @@ class EmbeddingRule(LayerRule):
         tokens, delta = self._layout(call)
         same = (tokens[:, :, None] == tokens[:, None, :]).to(delta.dtype)
         return (_product(delta, delta.mT) * same).sum(dim=(1, 2))
+
+    def visible(self, call: Call) -> Tensor:
+        return self._layout(call)[1].reshape(call.delta.shape)
 
     @staticmethod
     def _layout(call: Call) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchfil import zoo
+from torchfil.clipping import get_clip
 from torchfil.examples import Private
+from torchfil.fisher.ghost import GhostJacobian, norm_gradient, plan
 from torchfil.fisher.gradients import ExampleGradients
-from torchfil.ghost.norms import norm_gradient, plan
+from torchfil.fisher.operator import ClippedJacobian
 
 BATCH = 3
 
@@ -50,6 +52,12 @@ def check(model: nn.Module, x: Tensor, *, supported: bool = True, loss_fn: Any =
     square, slope = brute_force(model, loss_fn, x, y)
     assert torch.allclose(got.square, square, rtol=1e-10)
     assert torch.allclose(got.gradient.reshape(slope.shape), slope, rtol=1e-8, atol=1e-10 * float(slope.abs().max()))
+    ghost, mapped = (kind(gradients, get_clip("gelu"), 1.0) for kind in (GhostJacobian, ClippedJacobian))
+    u = torch.randn(gradients.num_parameters, dtype=torch.float64, device=DEVICE)
+    for probe in (u, u.expand(BATCH, -1)):
+        want = mapped.perpendicular_rmatvec(probe)
+        assert torch.allclose(ghost.perpendicular_rmatvec(probe), want, rtol=1e-8, atol=1e-10 * float(want.abs().max()))
+    assert torch.allclose(ghost.clipped_norm_gradient, mapped.clipped_norm_gradient, rtol=1e-8, atol=1e-12)
     assert found.bytes_per_example > 0
     assert not any(module._forward_hooks for module in model.modules())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

@@ -1,0 +1,65 @@
+"""The clipped Jacobian's products with weight probes, from one recorded pass over the batch."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from torchfil.fisher.ghost.norms import inner_products, squared_norms
+from torchfil.fisher.ghost.recording import Recording, record
+from torchfil.fisher.gradients import differentiable_twice
+from torchfil.fisher.operator import ClippedJacobian, safe_reciprocal
+
+__all__ = ["GhostJacobian"]
+
+
+class GhostJacobian(ClippedJacobian):
+    """A :class:`ClippedJacobian` that forms no gradient for norms and shared weight probes.
+
+    One forward and one backward pass are recorded; ‖g‖² and ⟨u, g⟩ are functions of what each layer saw in them, and
+    one more backward pass through both gives ∇‖g‖², or Jᵀu, for the whole batch. Other products come from mapped
+    gradients.
+    """
+
+    @cached_property
+    def _z(self) -> Tensor:
+        return self.gradients.examples.z.detach().requires_grad_()
+
+    @cached_property
+    def _recording(self) -> Recording:
+        with torch.enable_grad():
+            return record(self.gradients, self._z)
+
+    @cached_property
+    def _square(self) -> Tensor:
+        with torch.enable_grad(), differentiable_twice():
+            return squared_norms(self._recording)
+
+    @cached_property
+    def norm(self) -> Tensor:
+        """N = ‖g‖, [batch]."""
+        return self._square.detach().sqrt()
+
+    @cached_property
+    def norm_gradient(self) -> Tensor:
+        """∇n = ∇(n²)/(2n), 0 where g = 0, [batch, d]."""
+        return 0.5 * safe_reciprocal(self.norm)[:, None] * self._derivative(self._square)
+
+    def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
+        """φJᵀPu, [batch, d], for u of shape [p] or [batch, p]."""
+        if u.ndim == 2:
+            return super().perpendicular_rmatvec(u)
+        with torch.enable_grad(), differentiable_twice():
+            products = inner_products(self._recording, self.gradients.unflatten(u))
+        along = products.detach() * safe_reciprocal(self.norm)
+        return self.scale[:, None] * (self._derivative(products) - along[:, None] * self.norm_gradient)
+
+    def _derivative(self, values: Tensor) -> Tensor:
+        """∂Σvalues/∂z, [batch, d]; the graph is kept for the next one."""
+        with differentiable_twice():
+            (result,) = torch.autograd.grad(
+                values.sum(), self._z, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+        return result
