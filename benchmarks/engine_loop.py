@@ -1,17 +1,21 @@
-"""A training loop with Fisher accounting, as a multiple of the same loop in stock Opacus.
+"""A training loop with Fisher accounting, as a multiple of the same loop in stock Opacus, in one run.
 
-    python benchmarks/engine_loop.py [--batch 256] [--steps 10] [--device cuda]
+    python benchmarks/engine_loop.py [--models mnist cifar] [--batch 256] [--steps 10] [--device cuda] [--json FILE]
 
-The MNIST network of Guo et al. 2022 on random images; the private step, noise and update included, the drawing of
-batches not.
+The networks of Guo et al. 2022, a ResNet-18 with GroupNorm (torchvision) and a transformer on tokens, on random data; the
+private step, noise and update included, the drawing of batches not. "fused" is ``engine.train_step``.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import statistics
 import time
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,34 +23,94 @@ from opacus import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchfil import FILPrivacyEngine
-from torchfil.zoo import mnist_cnn
+from torchfil import FILPrivacyEngine, Private, zoo
 
 warnings.filterwarnings("ignore")
 
+CRITERION = nn.CrossEntropyLoss()
 
-def seconds_per_step(engine: Any, options: argparse.Namespace, **settings: Any) -> float:
-    torch.manual_seed(0)
-    count = options.batch * 20
-    dataset = TensorDataset(torch.rand(count, 1, 28, 28), torch.randint(10, (count,)))
-    module = mnist_cnn().to(options.device)
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
-    loader = DataLoader(dataset, batch_size=options.batch, generator=torch.Generator().manual_seed(1))
-    model, optimizer, private = engine.make_private(
-        module=module, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, **settings
-    )
-    start = 0.0
-    batches = [batch for _, batch in zip(range(options.steps + 2), itertools.cycle(private), strict=False)]
-    for step, batch in enumerate(batches):
-        x, y = batch
-        if step == 2:  # two steps warm up
-            _synchronize(options.device)
-            start = time.perf_counter()
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x.to(options.device)), y.to(options.device)).backward()
-        optimizer.step()
-    _synchronize(options.device)
-    return (time.perf_counter() - start) / options.steps
+
+def resnet18() -> nn.Module:
+    """With GroupNorm and tanh, for 32×32 images."""
+    from torchvision.models import resnet18 as build
+
+    model = build(num_classes=10, norm_layer=lambda channels: nn.GroupNorm(8, channels))
+    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.ReLU):
+                setattr(module, name, nn.Tanh())
+    return model
+
+
+def images(count: int, channels: int, size: int) -> TensorDataset:
+    return TensorDataset(torch.rand(count, channels, size, size), torch.randint(10, (count,)))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], TensorDataset], int, Private | None]] = {
+    "mnist": (zoo.mnist_cnn, lambda n: images(n, 1, 28), 600, None),
+    "cifar": (zoo.cifar_cnn, lambda n: images(n, 3, 32), 200, None),
+    "resnet18": (resnet18, lambda n: images(n, 3, 32), 128, None),
+    "tokens": (
+        lambda: zoo.token_transformer(2, 1000, 64, width=128, depth=6, heads=4),
+        lambda n: TensorDataset(torch.randint(1000, (n, 64)), torch.randint(2, (n,))),
+        64,
+        Private(submodule="embedding"),
+    ),
+}
+
+
+class Loop:
+    """A private loop that can take one step at a time."""
+
+    def __init__(self, name: str, options: argparse.Namespace, *, stock: bool, fused: bool = False, **settings: Any):
+        build, data, batch, private = MODELS[name]
+        batch = options.batch or batch
+        torch.manual_seed(0)
+        self.device, self.fused = options.device, fused
+        module = build().to(self.device)
+        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.01)
+        dataset = data(20 * batch)
+        loader = DataLoader(dataset, batch_size=batch, generator=torch.Generator().manual_seed(1))
+        self.engine: Any = PrivacyEngine(accountant="rdp") if stock else FILPrivacyEngine()
+        if not stock:
+            settings |= {"criterion": CRITERION, "private": private, "max_memory": 2**33}
+        self.model, self.optimizer, private_loader = self.engine.make_private(
+            module=module, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, **settings
+        )
+        self.batches = itertools.cycle(list(itertools.islice(iter(private_loader), 8)))
+
+    def step(self) -> None:
+        """One step on the next batch."""
+        x, y = next(self.batches)
+        x, y = x.to(self.device), y.to(self.device)
+        if self.fused:
+            self.engine.train_step(x, y)
+            return
+        self.optimizer.zero_grad()
+        CRITERION(self.model(x), y).backward()
+        self.optimizer.step()
+
+
+def seconds(loop: Loop, steps: int) -> tuple[float, float]:
+    """The median time of a step, and the peak of the GPU's memory in GB (0 on a CPU)."""
+    times = []
+    for k in range(steps + 8):
+        if k == 8:
+            _reset_peak(loop.device)
+        _synchronize(loop.device)
+        start = time.perf_counter()
+        loop.step()
+        _synchronize(loop.device)
+        times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() / 1e9 if loop.device.startswith("cuda") else 0.0
+    return statistics.median(times[8:]), peak
+
+
+def _reset_peak(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _synchronize(device: str) -> None:
@@ -55,21 +119,48 @@ def _synchronize(device: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=256)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["mnist"], choices=list(MODELS))
+    parser.add_argument("--batch", type=int, default=None, help="the papers' sizes where not given")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
-    stock = seconds_per_step(PrivacyEngine(accountant="rdp"), options)
-    print(f"MNIST network, batch {options.batch}, {options.device}: stock Opacus (hooks) {1e3 * stock:.1f} ms a step")
-    for name, settings in (
-        ("1 probe", {"num_probes": 1}),
-        ("3 probes", {"num_probes": 3}),
-        ("3 probes, a quarter of the steps", {"num_probes": 3, "fil_rate": 0.25}),
-        ("3 probes, diagonal", {"num_probes": 3, "track": ("diagonal",)}),
-    ):
-        ratio = seconds_per_step(FILPrivacyEngine(), options, **settings) / stock
-        print(f"{name:<36}{ratio:>6.1f} × stock Opacus")
+    variants: dict[str, dict[str, Any]] = {
+        "stock Opacus (hooks)": {"stock": True},
+        "loop, 1 probe": {"stock": False, "num_probes": 1},
+        "loop, 3 probes": {"stock": False, "num_probes": 3},
+        "loop, 3 probes, a quarter of the steps": {"stock": False, "num_probes": 3, "fil_rate": 0.25},
+        "fused, 1 probe": {"stock": False, "fused": True, "num_probes": 1},
+        "fused, 3 probes": {"stock": False, "fused": True, "num_probes": 3},
+        "fused, 1 probe, no graph": {"stock": False, "fused": True, "num_probes": 1, "cuda_graphs": False},
+    }
+    results: list[dict[str, Any]] = []
+    for name in options.models:
+        batch = options.batch or MODELS[name][2]
+        print(f"{name}, batch {batch}, {options.device}, torch {torch.__version__}")
+        stock = 0.0
+        for title, settings in variants.items():
+            if title.endswith("no graph") and not options.device.startswith("cuda"):
+                continue
+            took, peak = seconds(Loop(name, options, **settings), options.steps)
+            stock = stock or took
+            memory = f"  {peak:5.2f} GB" if peak else ""
+            print(f"  {title:<40}{1e3 * took:9.1f} ms{took / stock:7.2f} × stock{memory}", flush=True)
+            results.append(
+                {
+                    "model": name,
+                    "batch": batch,
+                    "variant": title,
+                    "seconds": took,
+                    "ratio": took / stock,
+                    "peak_gb": peak,
+                }
+            )
+            if options.device.startswith("cuda"):
+                torch.cuda.empty_cache()
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

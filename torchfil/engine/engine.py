@@ -101,6 +101,7 @@ class FILPrivacyEngine(PrivacyEngine):
         seed: int | None = None,
         max_memory: int = DEFAULT_MAX_MEMORY,
         max_ledger_memory: int = 2**32,
+        cuda_graphs: bool = True,
     ) -> tuple[Any, FILOptimizer, FILDataLoader]:
         """Make model, optimizer and loader private, as Opacus does, and start the accounting.
 
@@ -137,6 +138,7 @@ class FILPrivacyEngine(PrivacyEngine):
             seed: Of the probes; None: taken from torch's seed without drawing from its stream.
             max_memory: Of the accounting's temporary tensors, in bytes; see :mod:`torchfil.fisher.fim`.
             max_ledger_memory: The largest ledger, in bytes, that is made without asking.
+            cuda_graphs: Whether :meth:`train_step` captures its pass in CUDA graphs on a GPU.
 
         Returns:
             The private model (the hooks object with ``wrap_model=False``), optimizer and loader.
@@ -166,6 +168,7 @@ class FILPrivacyEngine(PrivacyEngine):
             norm_refresh=norm_refresh,
             max_memory=max_memory,
             max_ledger_memory=max_ledger_memory,
+            cuda_graphs=cuda_graphs,
         )
         count = len(data_loader.dataset)  # type: ignore[arg-type]
         keys = [id_of(i) for i in range(count)] if callable(id_of) else id_of
@@ -192,6 +195,7 @@ class FILPrivacyEngine(PrivacyEngine):
         finally:
             self._preparing = None
         run.connect(private_optimizer, loader)
+        run.private_module = private_module if isinstance(private_module, nn.Module) else module
         self._run, self._loader = run, loader
         return private_module, private_optimizer, loader
 
@@ -345,6 +349,27 @@ class FILPrivacyEngine(PrivacyEngine):
         return Leakage.average([engine._current.leakage for engine in engines])
 
     # ------------------------------------------------------------------ control
+
+    def train_step(self, inputs: Any, targets: Any) -> Tensor:
+        """A whole private step on the batch that the loader gave last: the fast way, for loops that can give it away.
+
+            for x, y in loader:
+                loss = engine.train_step(x, y)
+
+        It does what ``zero_grad``, the model, ``criterion``, ``backward`` and ``optimizer.step`` do together, with the
+        same clipping, noise and accounting, from one recorded pass without per-example gradients; on a GPU that pass
+        is a CUDA graph. Needs ``criterion`` in :meth:`make_private`. Where one pass does not fit the model, or the
+        settings ask for another estimator or a sketch, the step is taken as in a loop.
+
+        Args:
+            inputs: A tensor, a tuple of positional inputs or a dict of keyword inputs, [batch, …] each; moved to the
+                model's device.
+            targets: What ``criterion`` compares with.
+
+        Returns:
+            The batch's mean loss (its sum with ``loss_reduction="sum"``), NaN for an empty batch.
+        """
+        return self._current.train_step(inputs, targets)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -77,9 +77,11 @@ class Measurer:
 
     def examples_of(self, forward: ForwardPass) -> Examples:
         """The examples of a forward pass with their private coordinates laid out."""
-        return self._lay_out(forward.args, forward.kwargs, self._targets(forward))
+        return self.lay_out(forward.args, forward.kwargs, self._targets(forward))
 
-    def _lay_out(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Examples:
+    def lay_out(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Examples:
+        """These examples with their private coordinates laid out."""
+
         def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
             return output_of_one_example(self.module, name, public)
 
@@ -88,7 +90,7 @@ class Measurer:
     def _targets(self, forward: ForwardPass) -> Any:
         return _moved(split_batch(forward.batch, self.settings.batch_to_inputs)[1], self.device)
 
-    def _gradients(self, examples: Examples, loss: IdentifiedLoss) -> ExampleGradients:
+    def gradients_at(self, examples: Examples, loss: IdentifiedLoss) -> ExampleGradients:
         """The examples' gradients at the present weights."""
         for live, copied in zip(self.module.modules(), self.template.modules(), strict=True):
             copied.training = live.training
@@ -108,6 +110,15 @@ class Measurer:
             return PoissonAmplification(self.sample_rate)
         return Theorem4Amplification(self.sample_rate, noise_multiplier, self.settings.theorem4_delta)
 
+    def mechanism(self, optimizer: FILOptimizer) -> Mechanism:
+        """Clipping, noise and subsampling as the optimizer has them now."""
+        return Mechanism.build(
+            float(optimizer.max_grad_norm),
+            float(optimizer.noise_multiplier),
+            self.settings.clip,
+            self._amplification(float(optimizer.noise_multiplier)),
+        )
+
     def measurement(
         self,
         examples: Examples,
@@ -117,19 +128,10 @@ class Measurer:
         test_matrix: Tensor | None,
     ) -> Measurement:
         """The Fisher information of these examples under the present noise and clipping."""
-        if examples.num_coordinates != ledger.num_coordinates:
-            raise ValueError(
-                f"this batch has {examples.num_coordinates} private coordinates per example, earlier ones "
-                f"{ledger.num_coordinates}; pad inputs to one length so that the sums compare"
-            )
-        gradients = self._gradients(examples, loss)
-        mechanism = Mechanism.build(
-            float(optimizer.max_grad_norm),
-            float(optimizer.noise_multiplier),
-            self.settings.clip,
-            self._amplification(float(optimizer.noise_multiplier)),
-        )
-        return PrivateBatch(gradients, mechanism, self._plan(gradients)).measure(
+        self.check_coordinates(examples.num_coordinates, ledger)
+        gradients = self.gradients_at(examples, loss)
+        mechanism = self.mechanism(optimizer)
+        return PrivateBatch(gradients, mechanism, self.plan(gradients)).measure(
             self.settings.quantities,
             self.settings.estimator,
             self.settings.num_probes,
@@ -138,7 +140,20 @@ class Measurer:
             test_matrix.to(gradients.dtype) if test_matrix is not None else None,
         )
 
-    def _plan(self, gradients: ExampleGradients) -> Plan:
+    @staticmethod
+    def check_coordinates(num_coordinates: int, ledger: Ledger) -> None:
+        """Raise unless this batch has as many private coordinates as the ledger."""
+        if num_coordinates != ledger.num_coordinates:
+            raise ValueError(
+                f"this batch has {num_coordinates} private coordinates per example, earlier ones "
+                f"{ledger.num_coordinates}; pad inputs to one length so that the sums compare"
+            )
+
+    def moved(self, tree: Any) -> Any:
+        """The same with its tensors on the model's device."""
+        return _moved(tree, self.device)
+
+    def plan(self, gradients: ExampleGradients) -> Plan:
         """Whether one batched pass fits this model; tried once for every shape of examples."""
         tensors = [leaf for leaf in pytree.tree_leaves(gradients.examples.public) if isinstance(leaf, Tensor)]
         key = (tuple(t.shape[1:] for t in tensors), self.draws_masks(), self.module.training)
@@ -192,7 +207,7 @@ class Measurer:
         """The gradients, at the present weights, of a batch from the data set."""
         inputs, targets = _moved(split_batch(batch, self.settings.batch_to_inputs), self.device)
         args, kwargs = as_call(inputs)
-        return self._gradients(self._lay_out(args, kwargs, targets), loss)
+        return self.gradients_at(self.lay_out(args, kwargs, targets), loss)
 
     def clipped_ratios(self, batch: Any, loss: IdentifiedLoss, max_grad_norm: float) -> Tensor:
         """‖g̃‖/C of every example of a batch from the data set, at the present weights, [batch]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class FILOptimizer(DPOptimizer):
         self.measure: Callable[[FILOptimizer, Tensor], Callable[[], None]] | None = None
         self.on_logical_step: Callable[[FILOptimizer], None] | None = None
         self.on_zero_grad: Callable[[], None] | None = None
+        self._whole_batch = False
 
     def per_sample_norms(self) -> Tensor:
         """‖g‖ of each example of the present physical batch, [batch]."""
@@ -66,6 +67,29 @@ class FILOptimizer(DPOptimizer):
         if proceed and self.on_logical_step is not None:
             self.on_logical_step(self)
         return proceed
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """As in Opacus: backward passes since the last step; 1 where sums were given."""
+        return 1 if self._whole_batch else int(super().accumulated_iterations)
+
+    def release(self, sums: Sequence[Tensor]) -> None:
+        """Take a whole step from given sums of clipped gradients, one for each of ``params``: noise, scale, update."""
+        for p, summed in zip(self.params, sums, strict=True):
+            p.summed_grad = summed
+        self._whole_batch = True
+        try:
+            self.add_noise()
+            self.scale_grad()
+            if self.step_hook is not None:
+                self.step_hook(self)
+        finally:
+            self._whole_batch = False
+        if self.on_logical_step is not None:
+            self.on_logical_step(self)
+        self.original_optimizer.step()
+        for p in self.params:
+            p.summed_grad = None
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """As in Opacus."""

@@ -14,13 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.engine.epsilon import NormHistory
+from torchfil.engine.fused import FusedPass, FusedResult
 from torchfil.engine.loader import BatchTracker, FILDataLoader
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.measuring import Measurer
 from torchfil.engine.observer import ForwardPass, Observer
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.settings import Settings
-from torchfil.fisher.gradients import refuse_unsupported_modules
+from torchfil.examples import as_call
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.estimators import Draws
+from torchfil.fisher.gradients import ExampleGradients, refuse_unsupported_modules
 from torchfil.leakage import ExampleIds, Leakage
 from torchfil.ledger import Contribution, Ledger
 from torchfil.plis import susceptibility
@@ -68,8 +72,10 @@ class Run:
         self.drew_masks = False  # whether dropout was active in a measured step
         self._staged: list[tuple[Contribution, Tensor]] = []
         self._measure_this_step: bool | None = None
+        self._fused_pass: FusedPass | None = None
 
     observer: Observer
+    private_module: nn.Module
     optimizer: FILOptimizer
 
     def connect(self, optimizer: FILOptimizer, loader: FILDataLoader) -> None:
@@ -158,6 +164,70 @@ class Run:
                 self._staged.append((contribution, clipped / optimizer.max_grad_norm))
 
         return stage
+
+    def train_step(self, inputs: Any, targets: Any) -> Tensor:
+        """A whole private step on the current batch; see :meth:`FILPrivacyEngine.train_step`."""
+        optimizer = self.optimizer
+        if self.loss is None:
+            raise RuntimeError("train_step needs the loss before it is called: pass criterion= to make_private")
+        if optimizer.inside_logical_batch or optimizer._step_skip_queue:
+            raise RuntimeError(
+                "train_step takes whole logical batches; do not use BatchMemoryManager with it (max_memory cuts a "
+                "batch into pieces by itself)"
+            )
+        inputs, targets = self.measurer.moved((inputs, targets))
+        args, kwargs = as_call(inputs)
+        examples = self.measurer.lay_out(args, kwargs, targets)
+        gradients = self.measurer.gradients_at(examples, self.loss)
+        fits = self.settings.estimator == "weight-probes" and "sketch" not in self.settings.track
+        if not fits or (len(examples) and self.measurer.plan(gradients).reason is not None):
+            return self._plain_step(args, kwargs, targets)
+        state = self.generator.get_state()
+        try:
+            step = self._fused(gradients, ForwardPass(self.tracker.ids, self.tracker.batch, args, kwargs, None))
+        except Exception:
+            self.generator.set_state(state)
+            raise
+        names = {id(value): name for name, value in self.module.named_parameters()}
+        optimizer.release([step.sums[names[id(p)]].reshape(p.shape) for p in optimizer.params])
+        return step.losses.mean() if self.settings.loss_reduction == "mean" else step.losses.sum()
+
+    def _fused(self, gradients: ExampleGradients, forward: ForwardPass) -> FusedResult:
+        """The step's sums; its contribution is staged."""
+        settings, optimizer, count = self.settings, self.optimizer, len(gradients)
+        rows = self._rows([forward], count)
+        self._staged.clear()
+        if count == 0:
+            empty = torch.zeros(0, dtype=gradients.dtype, device=gradients.device)
+            return FusedResult(empty, empty, {k: torch.zeros_like(v) for k, v in gradients.parameters.items()}, None)
+        measured = settings.fil_rate == 1 or bool(torch.rand((), generator=self.generator) < settings.fil_rate)
+        ledger = self.ledger
+        if ledger is None:
+            self.measurer.warn_if_not_smooth(forward)
+            ledger, _ = self._new_ledger(gradients.num_coordinates)
+        self.measurer.check_coordinates(gradients.num_coordinates, ledger)
+        if self._fused_pass is None:
+            self._fused_pass = FusedPass(int(optimizer.expected_batch_size), graphs=settings.cuda_graphs)
+        batch = PrivateBatch(gradients, self.measurer.mechanism(optimizer), self.measurer.plan(gradients))
+        measured = measured and not self.paused
+        seeds = Draws.seeds_from(settings.num_probes, self.generator) if measured else ()
+        step = self._fused_pass.run(batch, settings.quantities, seeds, settings.max_memory, measured=measured)
+        clipped = step.norm * settings.clip.scale(step.norm, float(optimizer.max_grad_norm))
+        contribution = Contribution(rows, clipped.square(), measured=not self.paused)
+        if step.measurement is not None:
+            contribution = self.measurer.contribution(contribution, [step.measurement])
+        self.ledger = ledger
+        self._staged.append((contribution, clipped / float(optimizer.max_grad_norm)))
+        return step
+
+    def _plain_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Tensor:
+        """The step as a training loop takes it, where one batched pass does not fit the model or the settings."""
+        assert self.loss is not None
+        self.optimizer.zero_grad()
+        loss = self.loss(self.private_module(*args, **kwargs), targets)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
 
     def _book(self, optimizer: FILOptimizer) -> None:
         """The logical batch has been released: enter what was staged."""

@@ -37,6 +37,7 @@ class Settings:
     norm_refresh: int | None
     max_memory: int
     max_ledger_memory: int
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         get_estimator(self.estimator)

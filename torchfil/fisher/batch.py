@@ -5,7 +5,7 @@ The public functions of :mod:`torchfil.fisher.fim` and the training engine both 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,17 +100,31 @@ class PrivateBatch:
             max_memory: As in :mod:`torchfil.fisher.fim`.
             test_matrix: Ω of shape [d, r]; where given, I Ω is computed exactly, two products a column.
         """
-        run = get_estimator(estimator)
         if num_probes < 1:
             raise ValueError(f"num_probes={num_probes} must be at least 1")
+        get_estimator(estimator)
         columns, vectors = self._columns_at_once(max_memory) if estimator == "exact" else (1, _WORKING_VECTORS)
         seeds = () if estimator == "exact" else Draws.seeds_from(num_probes, generator)
+        one_pass = estimator == "weight-probes" and test_matrix is None
+        chunks = self.chunks(max_memory, vectors, one_pass=one_pass)
+        return self.measured(chunks, quantities, estimator, seeds, columns, test_matrix)
+
+    def measured(
+        self,
+        chunks: Iterable[tuple[slice, ClippedJacobian]],
+        quantities: Sequence[Quantity],
+        estimator: str,
+        seeds: tuple[int, ...],
+        columns: int = 1,
+        test_matrix: Tensor | None = None,
+    ) -> Measurement:
+        """:meth:`measure` over given chunks of the batch, with given seeds of the probes."""
+        run = get_estimator(estimator)
         parts: dict[Quantity, list[Moments]] = {quantity: [] for quantity in quantities}
         empty = torch.zeros(0, dtype=self.gradients.dtype, device=self.gradients.device)
         norms, products = [empty], []
         slopes = [empty.reshape(0, self.gradients.num_coordinates)]
-        one_pass = estimator == "weight-probes" and test_matrix is None
-        for rows, jacobian in self._chunks(max_memory, vectors, one_pass=one_pass):
+        for rows, jacobian in chunks:
             perpendicular = run(jacobian, quantities, Draws(seeds, rows, len(self.gradients), columns))
             for quantity in quantities:
                 parts[quantity].append(self._add_parallel_part(jacobian, quantity, perpendicular[quantity]))
@@ -137,13 +151,14 @@ class PrivateBatch:
         source = torch.Generator(device=z.device).manual_seed(seed)
         start = torch.randn(z.shape, generator=source, device=z.device, dtype=z.dtype)
         values = [z.new_zeros(0, dtype=self.gradients.dtype)]
-        for rows, jacobian in self._chunks(max_memory, _WORKING_VECTORS):
+        for rows, jacobian in self.chunks(max_memory, _WORKING_VECTORS):
             values.append(solve(self._fim_matvec(jacobian), start[rows], iterations))
         return torch.cat(values)
 
-    def _chunks(
+    def chunks(
         self, max_memory: int, vectors: int, *, one_pass: bool = False
     ) -> Iterator[tuple[slice, ClippedJacobian]]:
+        """The batch in pieces that ``max_memory`` allows, as Jacobians; from one batched pass each where asked for."""
         if max_memory <= 0:
             raise ValueError(f"max_memory={max_memory} must be a positive number of bytes")
         if one_pass and len(self.gradients):

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from torchfil.fisher.ghost.norms import inner_products, squared_norms
+from torchfil.fisher.ghost.norms import inner_products, squared_norms, weighted_sum
 from torchfil.fisher.ghost.recording import Recording, record
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.operator import ClippedJacobian, safe_reciprocal
@@ -55,6 +55,20 @@ class GhostJacobian(ClippedJacobian):
             products = inner_products(self._recording, self.gradients.unflatten(u))
         along = products.detach() * safe_reciprocal(self.norm)
         return self.scale[:, None] * (self._derivative(products) - along[:, None] * self.norm_gradient)
+
+    def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
+        """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 where unused."""
+        weight = self.scale if mask is None else self.scale * mask
+        found = weighted_sum(self._recording, weight.to(self.gradients.dtype))
+        return {
+            name: found[name] if name in found else torch.zeros_like(value)
+            for name, value in self.gradients.parameters.items()
+        }
+
+    @property
+    def losses(self) -> Tensor:
+        """ℓ of every example, [batch]."""
+        return self._recording.losses.detach()
 
     def _derivative(self, values: Tensor) -> Tensor:
         """∂Σvalues/∂z, [batch, d]; the graph is kept for the next one."""

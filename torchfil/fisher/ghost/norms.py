@@ -14,7 +14,7 @@ from torchfil.fisher.ghost.recording import Call, Recording, UnsupportedCallErro
 from torchfil.fisher.ghost.rules import GenericRule, rule_for, total_square
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 
-__all__ = ["Held", "NormGradient", "Plan", "inner_products", "norm_gradient", "plan", "squared_norms"]
+__all__ = ["Held", "NormGradient", "Plan", "inner_products", "norm_gradient", "plan", "squared_norms", "weighted_sum"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,16 @@ def inner_products(recording: Recording, direction: Mapping[str, Tensor]) -> Ten
     for call in recording.calls:
         part = {local: direction[name] for local, name in call.shared_names.items()}
         result = result + rule_for(call.module).inner(call, part)
+    return result
+
+
+def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
+    """Σ_i weight_i g_i by the model's parameter names, for weights [batch]; not differentiable."""
+    result: dict[str, Tensor] = {}
+    for call in recording.calls:
+        for local, part in rule_for(call.module).weighted_sum(call, weight).items():
+            name = call.shared_names[local]
+            result[name] = result[name] + part if name in result else part
     return result
 
 

@@ -39,6 +39,11 @@ class LayerRule:
         products = [(g * direction[name]).flatten(1).sum(dim=1) for name, g in self.gradients(call).items()]
         return torch.stack(products).sum(dim=0)
 
+    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
+        """Σ_i weight_i · gradient_i by local parameter name, for weights [batch]; not differentiable."""
+        with torch.no_grad():
+            return {name: torch.einsum("i,i...", weight, g) for name, g in self.gradients(call).items()}
+
 
 def total_square(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     """Σ ‖gradient‖² over tensors [batch, …], [batch], in the dtype of ``like``."""
@@ -150,6 +155,17 @@ class OuterProductRule(LinearInWeightsRule):
 class LinearRule(OuterProductRule):
     """Inputs [batch, …, in], outputs [batch, …, out]."""
 
+    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
+        """As in :class:`LayerRule`, one product over examples and positions."""
+        result = {}
+        with torch.no_grad():
+            delta = (call.delta * weight.reshape(-1, *[1] * (call.delta.ndim - 1))).flatten(0, -2)
+            if "weight" in call.parameters:
+                result["weight"] = delta.mT @ call.input.flatten(0, -2)
+            if "bias" in call.parameters:
+                result["bias"] = delta.sum(dim=0)
+        return result
+
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         a, delta = call.input, call.delta
         return a.reshape(len(a), 1, -1, a.shape[-1]), delta.reshape(len(delta), 1, -1, delta.shape[-1])
@@ -161,14 +177,45 @@ class ConvolutionRule(OuterProductRule):
     The patches are strided views of the padded input, copied once.
     """
 
-    def factors(self, call: Call) -> tuple[Tensor, Tensor]:
-        module, a, delta = call.module, call.input, call.delta
+    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
+        """As in :class:`LayerRule`, by the backward pass of the convolution itself."""
+        module, result = call.module, {}
+        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        with torch.no_grad():
+            delta = call.delta * weight.reshape(-1, *[1] * (call.delta.ndim - 1))
+            if "weight" in call.parameters:
+                axes = len(module.kernel_size)
+                result["weight"] = torch.ops.aten.convolution_backward(
+                    delta,
+                    self._padded(call),
+                    call.parameters["weight"],
+                    None,
+                    module.stride,
+                    [0] * axes,
+                    module.dilation,
+                    False,
+                    [0] * axes,
+                    module.groups,
+                    [False, True, False],
+                )[1]
+            if "bias" in call.parameters:
+                result["bias"] = delta.transpose(0, 1).flatten(1).sum(dim=1)
+        return result
+
+    @staticmethod
+    def _padded(call: Call) -> Tensor:
+        module, a = call.module, call.input
         assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         if a.ndim != 2 + len(module.kernel_size):
             raise UnsupportedCallError(f"{call.name}: a convolution of inputs without a batch dimension")
         padding = module._reversed_padding_repeated_twice
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        patches = F.pad(a, padding, mode=mode) if any(padding) else a
+        return F.pad(a, padding, mode=mode) if any(padding) else a
+
+    def factors(self, call: Call) -> tuple[Tensor, Tensor]:
+        module, a, delta = call.module, call.input, call.delta
+        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        patches = self._padded(call)
         for axis, (size, stride, dilation) in enumerate(
             zip(module.kernel_size, module.stride, module.dilation, strict=True)
         ):
@@ -216,6 +263,13 @@ class EmbeddingRule(LinearInWeightsRule):
         empty = delta.new_zeros(len(delta), *table.shape)
         index = tokens[:, :, None].expand(-1, -1, table.shape[1])
         return {"weight": empty.scatter_add(1, index, delta)}
+
+    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
+        """As in :class:`LayerRule`, added to the table's rows."""
+        with torch.no_grad():
+            tokens, delta = self._layout(call)
+            empty = torch.zeros_like(call.parameters["weight"])
+            return {"weight": empty.index_add(0, tokens.flatten(), (delta * weight[:, None, None]).flatten(0, 1))}
 
     def squared_norm(self, call: Call) -> Tensor:
         tokens, delta = self._layout(call)

@@ -1,0 +1,227 @@
+"""A whole private step from one recorded pass: losses, clipped sum and Fisher accounting from the same graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchfil.clipping import ClipFunction
+from torchfil.examples import Examples
+from torchfil.fisher.batch import Measurement, PrivateBatch
+from torchfil.fisher.estimators import Draws, Quantity
+from torchfil.fisher.ghost import GhostJacobian
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.operator import ClippedJacobian
+
+__all__ = ["FusedPass", "FusedResult"]
+
+logger = logging.getLogger(__name__)
+
+_BUCKETS = 16  # graphs' batch sizes are multiples of a sixteenth of the expected batch
+
+
+@dataclass(frozen=True)
+class FusedResult:
+    """What one pass over a batch gives.
+
+    Attributes:
+        losses: ℓ, [batch].
+        norm: ‖g‖ before clipping, [batch].
+        sums: Σ_i g̃_i by parameter name.
+        measurement: Fisher quantities; None where the step is not measured.
+    """
+
+    losses: Tensor
+    norm: Tensor
+    sums: dict[str, Tensor]
+    measurement: Measurement | None
+
+
+class FusedPass:
+    """Runs batches through one recorded pass each; on a GPU as a CUDA graph, where the pass can be captured.
+
+    A graph needs fixed shapes: a batch is padded with copies of its first example to the next multiple of a sixteenth
+    of the expected batch, and the copies are masked out of the sum.
+
+    Args:
+        expected_batch: The mean batch size.
+        graphs: Whether to use CUDA graphs on a GPU.
+    """
+
+    def __init__(self, expected_batch: int, *, graphs: bool = True) -> None:
+        self.bucket = max(8, -(-expected_batch // _BUCKETS))
+        self.graphs = graphs
+        self._captured: dict[Hashable, _Captured] = {}
+
+    def run(
+        self,
+        batch: PrivateBatch,
+        quantities: tuple[Quantity, ...],
+        seeds: tuple[int, ...],
+        max_memory: int,
+        *,
+        measured: bool,
+    ) -> FusedResult:
+        """One pass over the batch, in chunks where ``max_memory`` asks for them.
+
+        Args:
+            batch: The examples, at least one, and the mechanism.
+            quantities: What to measure.
+            seeds: Of the weight probes.
+            max_memory: Bytes that the recorded graph may hold.
+            measured: Whether to measure, or only to clip and sum.
+        """
+        found = batch.known
+        assert found is not None
+        fits = len(batch.gradients) + self.bucket <= max(1, max_memory // max(1, found.bytes_per_example))
+        if self.graphs and fits and batch.gradients.device.type == "cuda":
+            replayed = self._replay(batch, seeds if measured else ())
+            if replayed is not None:
+                return self._read(batch, quantities, seeds, replayed, measured=measured)
+        losses: list[Tensor] = []
+        norms: list[Tensor] = []
+        sums: dict[str, Tensor] = {}
+
+        def chunks() -> Iterator[tuple[slice, ClippedJacobian]]:
+            for rows, jacobian in batch.chunks(max_memory, 1, one_pass=True):
+                assert isinstance(jacobian, GhostJacobian)
+                yield rows, jacobian
+                losses.append(jacobian.losses)
+                norms.append(jacobian.norm)
+                for name, part in jacobian.clipped_sum().items():
+                    sums[name] = sums[name] + part if name in sums else part
+
+        measurement = None
+        if measured:
+            measurement = batch.measured(chunks(), quantities, "weight-probes", seeds)
+        else:
+            for _ in chunks():
+                pass
+        return FusedResult(torch.cat(losses), torch.cat(norms), sums, measurement)
+
+    def _replay(self, batch: PrivateBatch, seeds: tuple[int, ...]) -> _Outputs | None:
+        gradients, mechanism = batch.gradients, batch.mechanism
+        size = -(-len(gradients) // self.bucket) * self.bucket
+        leaves = [leaf for leaf in pytree.tree_leaves(gradients.examples.public) if isinstance(leaf, Tensor)]
+        shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+        weights = tuple(value.data_ptr() for value in gradients.parameters.values())
+        training = tuple(module.training for module in gradients.model.modules())
+        key = (size, shapes, weights, training, len(seeds), mechanism.max_grad_norm, mechanism.clip.name)
+        try:
+            if key not in self._captured:
+                self._captured[key] = _Captured(gradients, size, len(seeds), mechanism.clip, mechanism.max_grad_norm)
+            return self._captured[key].replay(gradients.examples, seeds)
+        except RuntimeError as error:
+            logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", error)
+            self.graphs = False
+            self._captured.clear()
+            return None
+
+    def _read(
+        self,
+        batch: PrivateBatch,
+        quantities: tuple[Quantity, ...],
+        seeds: tuple[int, ...],
+        outputs: _Outputs,
+        *,
+        measured: bool,
+    ) -> FusedResult:
+        count, mechanism = len(batch.gradients), batch.mechanism
+        measurement = None
+        if measured:
+            jacobian = _Replayed(batch.gradients, mechanism.clip, mechanism.max_grad_norm, outputs, count)
+            measurement = batch.measured([(slice(0, count), jacobian)], quantities, "weight-probes", seeds)
+        return FusedResult(outputs.losses[:count].clone(), outputs.norm[:count].clone(), outputs.sums, measurement)
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """A captured pass's results, overwritten by the next replay."""
+
+    losses: Tensor
+    norm: Tensor
+    norm_gradient: Tensor | None
+    rows: tuple[Tensor, ...]
+    sums: dict[str, Tensor]
+
+
+class _Captured:
+    """One pass of fixed size as a CUDA graph."""
+
+    def __init__(
+        self, gradients: ExampleGradients, size: int, num_probes: int, clip: ClipFunction, max_grad_norm: float
+    ) -> None:
+        examples = gradients.examples
+        self.size = size
+        self.examples = replace(
+            examples, z=_padded(examples.z, size), public=pytree.tree_map(lambda x: _padded(x, size), examples.public)
+        )
+        self.gradients = replace(gradients, examples=self.examples)
+        self.probes = [
+            torch.zeros(gradients.num_parameters, dtype=gradients.dtype, device=gradients.device)
+            for _ in range(num_probes)
+        ]
+        self.mask = torch.zeros(size, dtype=gradients.dtype, device=gradients.device)
+        self.clip, self.max_grad_norm = clip, max_grad_norm
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._pass()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outputs = self._pass()
+
+    def _pass(self) -> _Outputs:
+        jacobian = GhostJacobian(self.gradients, self.clip, self.max_grad_norm)
+        rows = tuple(jacobian.perpendicular_rmatvec(u) for u in self.probes)
+        slope = jacobian.norm_gradient if self.probes else None
+        return _Outputs(jacobian.losses, jacobian.norm, slope, rows, jacobian.clipped_sum(self.mask))
+
+    def replay(self, examples: Examples, seeds: tuple[int, ...]) -> _Outputs:
+        """The pass over these examples."""
+        count = len(examples)
+        pairs = zip(pytree.tree_leaves(self.examples.public), pytree.tree_leaves(examples.public), strict=True)
+        for static, given in ((self.examples.z, examples.z), *pairs):
+            if isinstance(static, Tensor):
+                static[:count].copy_(given)
+                static[count:].copy_(given[:1].expand(self.size - count, *given.shape[1:]))
+        self.mask.zero_()
+        self.mask[:count] = 1
+        draws = Draws(seeds, slice(0, count), count, 1)
+        for static, u in zip(self.probes, draws.signs(self.gradients.num_parameters, like=self.mask), strict=True):
+            static.copy_(u)
+        self.graph.replay()
+        return self.outputs
+
+
+class _Replayed(ClippedJacobian):
+    """The Jacobian whose products with the probes were computed already, in their order."""
+
+    def __init__(
+        self, gradients: ExampleGradients, clip: ClipFunction, max_grad_norm: float, outputs: _Outputs, count: int
+    ) -> None:
+        super().__init__(gradients, clip, max_grad_norm)
+        assert outputs.norm_gradient is not None
+        self.norm = outputs.norm[:count].clone()
+        self.norm_gradient = outputs.norm_gradient[:count].clone()
+        self._rows = iter([row[:count] for row in outputs.rows])
+
+    def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
+        """The next row."""
+        return next(self._rows)
+
+
+def _padded(value: Any, size: int) -> Any:
+    """A new tensor of that many rows, the first row repeated at the end."""
+    if not isinstance(value, Tensor):
+        return value
+    rows = torch.arange(size, device=value.device)
+    return value[rows.where(rows < len(value), torch.zeros_like(rows))].clone()
