@@ -2,8 +2,9 @@
 
     python benchmarks/engine_loop.py [--models mnist cifar] [--batch 256] [--steps 10] [--device cuda] [--json FILE]
 
-The networks of Guo et al. 2022, a ResNet-18 with GroupNorm (torchvision) and a transformer on tokens, on random data; the
-private step, noise and update included, the drawing of batches not. "fused" is ``engine.train_step``.
+The networks of Guo et al. 2022, a ResNet-18 with GroupNorm (torchvision) and a transformer on tokens, on random data;
+the private step, noise and update included, the drawing of batches not; all variants take turns. "fused" is
+``engine.train_step``.
 """
 
 from __future__ import annotations
@@ -70,14 +71,14 @@ class Loop:
         torch.manual_seed(0)
         self.device, self.fused = options.device, fused
         module = build().to(self.device)
-        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.01)
+        plain = torch.optim.SGD(module.parameters(), lr=0.01)
         dataset = data(20 * batch)
         loader = DataLoader(dataset, batch_size=batch, generator=torch.Generator().manual_seed(1))
         self.engine: Any = PrivacyEngine(accountant="rdp") if stock else FILPrivacyEngine()
         if not stock:
             settings |= {"criterion": CRITERION, "private": private, "max_memory": 2**33}
         self.model, self.optimizer, private_loader = self.engine.make_private(
-            module=module, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, **settings
+            module=module, optimizer=plain, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, **settings
         )
         self.batches = itertools.cycle(list(itertools.islice(iter(private_loader), 8)))
 
@@ -93,24 +94,30 @@ class Loop:
         self.optimizer.step()
 
 
-def seconds(loop: Loop, steps: int) -> tuple[float, float]:
-    """The median time of a step, and the peak of the GPU's memory in GB (0 on a CPU)."""
-    times = []
-    for k in range(steps + 8):
-        if k == 8:
-            _reset_peak(loop.device)
-        _synchronize(loop.device)
-        start = time.perf_counter()
-        loop.step()
-        _synchronize(loop.device)
-        times.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() / 1e9 if loop.device.startswith("cuda") else 0.0
-    return statistics.median(times[8:]), peak
+def seconds(loops: dict[str, Loop], steps: int) -> dict[str, float]:
+    """The median time of a step of each, taken in turns."""
+    times: dict[str, list[float]] = {title: [] for title in loops}
+    for turn in range(steps + 8):
+        for title, loop in loops.items():
+            _synchronize(loop.device)
+            start = time.perf_counter()
+            loop.step()
+            _synchronize(loop.device)
+            if turn >= 8:
+                times[title].append(time.perf_counter() - start)
+    return {title: statistics.median(values) for title, values in times.items()}
 
 
-def _reset_peak(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
+def peak_memory(loop: Loop) -> float:
+    """What a step allocates on the GPU beyond what is held already, in GB; 0 on a CPU."""
+    if not loop.device.startswith("cuda"):
+        return 0.0
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loop.step()
+    loop.optimizer.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 def _synchronize(device: str) -> None:
@@ -139,26 +146,20 @@ def main() -> None:
     for name in options.models:
         batch = options.batch or MODELS[name][2]
         print(f"{name}, batch {batch}, {options.device}, torch {torch.__version__}")
-        stock = 0.0
-        for title, settings in variants.items():
-            if title.endswith("no graph") and not options.device.startswith("cuda"):
-                continue
-            took, peak = seconds(Loop(name, options, **settings), options.steps)
-            stock = stock or took
+        loops = {
+            title: Loop(name, options, **settings)
+            for title, settings in variants.items()
+            if options.device.startswith("cuda") or not title.endswith("no graph")
+        }
+        found = seconds(loops, options.steps)
+        stock = found["stock Opacus (hooks)"]
+        for title, took in found.items():
+            peak = peak_memory(loops[title])
             memory = f"  {peak:5.2f} GB" if peak else ""
             print(f"  {title:<40}{1e3 * took:9.1f} ms{took / stock:7.2f} × stock{memory}", flush=True)
-            results.append(
-                {
-                    "model": name,
-                    "batch": batch,
-                    "variant": title,
-                    "seconds": took,
-                    "ratio": took / stock,
-                    "peak_gb": peak,
-                }
-            )
-            if options.device.startswith("cuda"):
-                torch.cuda.empty_cache()
+            row = {"model": name, "batch": batch, "variant": title, "seconds": took, "ratio": took / stock}
+            results.append({**row, "peak_gb": peak})
+        del loops
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1))
 
