@@ -2,7 +2,7 @@
 
     python benchmarks/engine_loop.py [--models mnist cifar] [--batch 256] [--steps 10] [--device cuda] [--json FILE]
 
-The networks of Guo et al. 2022, a ResNet-18 with GroupNorm (torchvision) and a transformer on tokens, on random data;
+The networks of Guo et al. 2022, a ResNet-18 with GroupNorm and a transformer on tokens, on random data;
 the private step, noise and update included, the drawing of batches not; all variants take turns. "fused" is
 ``engine.train_step``.
 """
@@ -31,20 +31,6 @@ warnings.filterwarnings("ignore")
 CRITERION = nn.CrossEntropyLoss()
 
 
-def resnet18() -> nn.Module:
-    """With GroupNorm and tanh, for 32×32 images."""
-    from torchvision.models import resnet18 as build
-
-    model = build(num_classes=10, norm_layer=lambda channels: nn.GroupNorm(8, channels))
-    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    model.maxpool = nn.Identity()
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.ReLU):
-                setattr(module, name, nn.Tanh())
-    return model
-
-
 def images(count: int, channels: int, size: int) -> TensorDataset:
     return TensorDataset(torch.rand(count, channels, size, size), torch.randint(10, (count,)))
 
@@ -52,7 +38,7 @@ def images(count: int, channels: int, size: int) -> TensorDataset:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], TensorDataset], int, Private | None]] = {
     "mnist": (zoo.mnist_cnn, lambda n: images(n, 1, 28), 600, None),
     "cifar": (zoo.cifar_cnn, lambda n: images(n, 3, 32), 200, None),
-    "resnet18": (resnet18, lambda n: images(n, 3, 32), 128, None),
+    "resnet18": (zoo.resnet18, lambda n: images(n, 3, 32), 128, None),
     "tokens": (
         lambda: zoo.token_transformer(2, 1000, 64, width=128, depth=6, heads=4),
         lambda n: TensorDataset(torch.randint(1000, (n, 64)), torch.randint(2, (n,))),

@@ -26,6 +26,7 @@ def small_zoo() -> dict[str, tuple[nn.Module, Tensor, int]]:
         "cifar_cnn": (zoo.cifar_cnn(3), torch.rand(2, 3, 32, 32), 3),
         "small_alexnet": (zoo.small_alexnet(3, 1, 8), torch.rand(3, 1, 8, 8), 3),
         "vgg11": (zoo.vgg11(3, 1, 8), torch.rand(3, 1, 8, 8), 3),
+        "resnet18": (zoo.resnet18(3, 1, width=4, groups=2), torch.rand(2, 1, 8, 8), 3),
         "fcnet": (zoo.fcnet(3, 16, width=8), torch.rand(3, 1, 4, 4), 3),
         "vit_tiny": (zoo.vit_tiny(3, 1, 8, width=8, depth=1, heads=2), torch.rand(3, 1, 8, 8), 3),
     }
@@ -57,7 +58,8 @@ def test_every_zoo_model_against_plain_autograd(name: str, clip: str | None) -> 
         one = x[i].clone().requires_grad_()
         value = privacy_loss(model, nn.CrossEntropyLoss(), one, y[i], clip)
         (want,) = torch.autograd.grad(value, one)
-        assert torch.allclose(got[i], want, rtol=1e-8, atol=1e-8 * float(want.abs().max()))
+        scale = max(float(want.abs().max()), float(value))  # a gradient clipped hard has a slope of 0 up to rounding
+        assert torch.allclose(got[i], want, rtol=1e-8, atol=1e-8 * scale)
         assert torch.allclose(plis.privacy_loss(x, y)[i], value, rtol=1e-10)
 
 

@@ -10,7 +10,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cifar_cnn", "fcnet", "mnist_cnn", "small_alexnet", "token_transformer", "vgg11", "vit_tiny"]
+__all__ = [
+    "cifar_cnn",
+    "fcnet",
+    "mnist_cnn",
+    "resnet18",
+    "small_alexnet",
+    "token_transformer",
+    "vgg11",
+    "vit_tiny",
+]
 
 Size = int | tuple[int, int]
 Activation = Callable[[], nn.Module]
@@ -131,6 +140,74 @@ def fcnet(
         raise ValueError(f"depth={depth} leaves no layer; it must be at least 1")
     widths = (in_features, *[width] * (depth - 1), num_classes)
     return nn.Sequential(OrderedDict([("flatten", nn.Flatten()), *_dense(widths, activation)]))
+
+
+def resnet18(
+    num_classes: int = 10,
+    in_channels: int = 3,
+    *,
+    width: int = 64,
+    groups: int = 8,
+    activation: Activation = nn.Tanh,
+) -> nn.Sequential:
+    """ResNet-18 with GroupNorm for small images: a 3×3 stem without pooling, four stages of two blocks, mean, logits.
+
+    No operation works in place, which Opacus's hooks do not allow.
+
+    Args:
+        num_classes: Outputs.
+        in_channels: 3 for colour.
+        width: Channels of the first stage, a multiple of ``groups``; later stages double it.
+        groups: Of every GroupNorm.
+        activation: Makes one activation module; the original's is ReLU.
+
+    Example:
+        >>> sum(p.numel() for p in resnet18().parameters())
+        11173962
+    """
+    stages: list[nn.Module] = []
+    before = width
+    for stage in range(4):
+        channels = width * 2**stage
+        for block in range(2):
+            stride = 2 if stage > 0 and block == 0 else 1
+            stages.append(_ResidualBlock(before, channels, stride, groups, activation))
+            before = channels
+    return nn.Sequential(
+        OrderedDict(
+            stem=nn.Sequential(
+                nn.Conv2d(in_channels, width, 3, padding=1, bias=False), nn.GroupNorm(groups, width), activation()
+            ),
+            blocks=nn.Sequential(*stages),
+            pool=nn.AdaptiveAvgPool2d(1),
+            flatten=nn.Flatten(),
+            head=nn.Linear(before, num_classes),
+        )
+    )
+
+
+class _ResidualBlock(nn.Module):
+    def __init__(self, before: int, channels: int, stride: int, groups: int, activation: Activation) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(
+            nn.Conv2d(before, channels, 3, stride=stride, padding=1, bias=False),
+            nn.GroupNorm(groups, channels),
+            activation(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.GroupNorm(groups, channels),
+        )
+        same = stride == 1 and before == channels
+        self.shortcut = (
+            nn.Identity()
+            if same
+            else nn.Sequential(
+                nn.Conv2d(before, channels, 1, stride=stride, bias=False), nn.GroupNorm(groups, channels)
+            )
+        )
+        self.activation = activation()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.branch(x) + self.shortcut(x))
 
 
 def token_transformer(
