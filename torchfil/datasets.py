@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,9 +22,11 @@ __all__ = [
     "DataNotFoundError",
     "TabularTask",
     "adult",
+    "chest_xrays",
     "cifar_plane_car",
     "data_folder",
     "iwpc",
+    "mnist",
     "mnist_zero_one",
 ]
 
@@ -126,8 +129,40 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
         return found
     raise DataNotFoundError(
         f"no data folder {found}: pass it, or set the environment variable TORCHFIL_DATA to the folder that holds "
-        "MNIST/raw, cifar10, adult and iwpc"
+        "MNIST/raw, pneumoniamnist, cifar10, adult and iwpc"
     )
+
+
+def mnist(
+    split: Literal["train", "test"] = "train", folder: str | os.PathLike[str] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All digits of MNIST (60,000 or 10,000): images [n, 1, 28, 28] in [0, 1] and labels [n].
+
+    Args:
+        split: "train" or "test".
+        folder: Holds ``MNIST/raw`` with the four IDX files, gzipped or not.
+    """
+    raw = data_folder(folder) / "MNIST" / "raw"
+    name = {"train": "train", "test": "t10k"}[split]
+    images = torch.tensor(_idx(raw, f"{name}-images-idx3-ubyte", 16)).reshape(-1, 1, 28, 28)
+    return images.float() / 255, torch.tensor(_idx(raw, f"{name}-labels-idx1-ubyte", 8)).long()
+
+
+def chest_xrays(
+    split: Literal["train", "val", "test"] = "train", folder: str | os.PathLike[str] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The chest x-rays of MedMNIST (4,708, 524 or 624): images [n, 1, 28, 28] in [0, 1] and pneumonia or not, [n].
+
+    Args:
+        split: "train", "val" or "test".
+        folder: Holds ``pneumoniamnist/pneumoniamnist.npz``.
+    """
+    path = data_folder(folder) / "pneumoniamnist" / "pneumoniamnist.npz"
+    if not path.exists():
+        raise DataNotFoundError(f"{path} does not exist")
+    with np.load(path) as archive:
+        images, labels = archive[f"{split}_images"], archive[f"{split}_labels"]
+    return torch.tensor(images).unsqueeze(1).float() / 255, torch.tensor(labels[:, 0]).long()
 
 
 def mnist_zero_one(

@@ -73,7 +73,8 @@ class ExampleGradients:
         """Check the model and the batch, and bind them together.
 
         Raises:
-            UnsupportedModuleError: BatchNorm (it mixes examples), or active dropout (its gradient is random).
+            UnsupportedModuleError: BatchNorm (it mixes examples), active dropout (its gradient is random), or a
+                model that Opacus has hooked.
             ValueError: No trainable parameter; a batch that :meth:`Examples.build` refuses; a loss that
                 gives more than one number for one example.
         """
@@ -275,9 +276,14 @@ def has_active_dropout(module: nn.Module) -> bool:
 
 
 def refuse_unsupported_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
-    """Raise :class:`UnsupportedModuleError` for modules that mix examples or draw random numbers."""
+    """Raise :class:`UnsupportedModuleError` for modules that mix examples or are random, and for hooked ones."""
     for name, module in model.named_modules():
         where = f"{name or type(model).__name__} ({type(module).__name__})"
+        if hasattr(module, "autograd_grad_sample_hooks"):
+            raise UnsupportedModuleError(
+                f"{where}: the model carries Opacus's hooks, which cannot be differentiated twice. Once it is trained, "
+                "pass model.to_standard_module(); before that, a plain copy with its state_dict, or ask the engine."
+            )
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             trainable = any(value.requires_grad for value in module.parameters(recurse=False))
             if module.training or trainable:
