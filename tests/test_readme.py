@@ -1,4 +1,4 @@
-"""The README's code runs as it stands, and its diff is two lines."""
+"""The code of the README and of the pages in docs runs as it stands; the README's diff is two lines."""
 
 from __future__ import annotations
 
@@ -7,15 +7,27 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(page.name, code, id=f"{page.name} block {number}")
+    for page in PAGES
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
+]
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=[f"block {k}" for k in range(len(BLOCKS))])
-def test_code_blocks_run(code: str) -> None:
+@pytest.mark.parametrize(("page", "code"), BLOCKS)
+def test_code_blocks_run(page: str, code: str) -> None:
     namespace: dict[str, object] = {}
-    exec(compile(code, "README.md", "exec"), namespace)
+    exec(compile(code, page, "exec"), namespace)
     assert "model" in namespace
+
+
+def test_links_and_pictures_of_the_pages_exist() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
 def test_the_diff_to_plain_opacus_is_two_lines() -> None:

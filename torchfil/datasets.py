@@ -151,7 +151,10 @@ def mnist(
 def chest_xrays(
     split: Literal["train", "val", "test"] = "train", folder: str | os.PathLike[str] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chest x-rays of MedMNIST (4,708, 524 or 624): images [n, 1, 28, 28] in [0, 1] and pneumonia or not, [n].
+    """The chest x-rays of MedMNIST: images [n, 1, 28, 28] in [0, 1] and pneumonia (1) or not (0), [n].
+
+    As the file has them: copies differ in size and balance (4,708 are published for training), and a split may be
+    sorted by label, so draw rows at random before taking a part.
 
     Args:
         split: "train", "val" or "test".

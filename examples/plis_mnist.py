@@ -1,0 +1,219 @@
+"""Figure 2 of the PLIS paper: which pixels of a digit drive its privacy loss, and does an x-ray among digits stand out?
+
+A network learns MNIST without and with DP-SGD, (ε, δ) = (1, 1e-5). PLIS maps of training digits and of a chest x-ray,
+which the network has never seen, and how well the subject-level PLIS tells 500 x-rays from 500 training digits. The
+paper does not say which digit an x-ray is labelled with; here it is drawn at random, or the one the network predicts.
+
+In the private model PLIS has two readings: of the norm of the plain gradient, and of the clipped one. An outlier's
+gradient is clipped, what is released no longer depends on its norm, and the second reading is nearly 0 for it.
+
+TORCHFIL_DATA=/path/to/data python examples/plis_mnist.py --out out
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchfil import PLIS, FILPrivacyEngine, viz
+from torchfil.datasets import DataNotFoundError, chest_xrays, mnist
+from torchfil.exposure import AUROC, auroc
+from torchfil.zoo import mnist_cnn
+
+warnings.filterwarnings("ignore", message="Full backward hook is firing")
+EPSILON, DELTA = 1.0, 1e-5
+MAX_GRAD_NORM = 1.0
+LOSS = nn.CrossEntropyLoss()
+COMPARED = 500
+COLUMNS = ("lowest digit", "median digit", "90 % digit", "highest digit", "x-ray")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained network and, where it was trained privately, the noise multiplier σ and ε."""
+
+    model: nn.Module
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+
+    def plis(self, *, clipped: bool = False) -> PLIS:
+        """Of the plain gradient, or of the clipped one; in units of the noise where there is some."""
+        if self.noise_multiplier is None:
+            return PLIS(self.model, LOSS)
+        noise_std = self.noise_multiplier * MAX_GRAD_NORM
+        return PLIS(self.model, LOSS, noise_std, MAX_GRAD_NORM if clipped else None)
+
+    @torch.no_grad()
+    def accuracy(self, images: Tensor, labels: Tensor) -> float:
+        """In percent."""
+        return 100 * float((self.model(images).argmax(1) == labels).float().mean())
+
+
+def train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int = 3, batch_size: int = 64) -> Trained:
+    """Ordinary training with Adam."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(images)).split(batch_size):
+            optimizer.zero_grad()
+            LOSS(model(images[rows]), labels[rows]).backward()
+            optimizer.step()
+    return Trained(model)
+
+
+def train_privately(
+    model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int = 4, batch_size: int = 1000, lr: float = 0.3
+) -> Trained:
+    """DP-SGD to (1, 1e-5); the decay keeps the noise from blowing up the weights.
+
+    The Fisher information is not asked for, so its accounting is paused.
+    """
+    engine = FILPrivacyEngine()
+    private, optimizer, loader = engine.make_private_with_epsilon(
+        model,
+        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-3),
+        DataLoader(TensorDataset(images, labels), batch_size=batch_size),
+        target_epsilon=EPSILON,
+        target_delta=DELTA,
+        epochs=epochs,
+        max_grad_norm=MAX_GRAD_NORM,
+        criterion=LOSS,
+    )
+    warnings.filterwarnings("ignore", message="Fisher accounting is paused")
+    with engine.paused():
+        for _ in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                LOSS(private(x), y).backward()
+                optimizer.step()
+    return Trained(private.to_standard_module(), optimizer.noise_multiplier, engine.get_epsilon(DELTA))
+
+
+def labels_for(trained: Trained, images: Tensor, choice: str) -> Tensor:
+    """Digits for images that are none: "random", or "predicted" by the network."""
+    if choice == "random":
+        return torch.randint(10, (len(images),), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return trained.model(images).argmax(1)
+
+
+def outlier_auroc(digits: Tensor, others: Tensor) -> AUROC:
+    """How well a score tells x-rays from digits."""
+    is_outlier = torch.arange(len(digits) + len(others)) >= len(digits)
+    return auroc(torch.cat([digits, others]), is_outlier)
+
+
+def main() -> None:
+    """Train both networks, print how well outliers are found, save the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--examples", type=int, default=20_000, help="how many digits to train on")
+    parser.add_argument("--activation", choices=("gelu", "tanh"), default="gelu")
+    options = parser.parse_args()
+    try:
+        (images, labels), test, (xrays, _) = mnist(), mnist("test"), chest_xrays()
+    except DataNotFoundError as error:
+        raise SystemExit(f"skipped: {error}") from None
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    rows = torch.randperm(len(images))[: options.examples]
+    images, labels = images[rows], labels[rows]
+    xrays = xrays[torch.randperm(len(xrays))]  # the file is sorted by diagnosis
+    activation = {"gelu": nn.GELU, "tanh": nn.Tanh}[options.activation]
+
+    networks: dict[str, Trained] = {}
+    trainings: dict[str, Callable[..., Trained]] = {"non-private": train, "private": train_privately}
+    for name, training in trainings.items():
+        start = time.perf_counter()
+        trained = networks[name] = training(mnist_cnn(activation=activation), images, labels)
+        epsilon = "" if trained.epsilon is None else f", ε = {trained.epsilon:.2f} at δ = {DELTA:g}"
+        seconds = time.perf_counter() - start
+        print(f"{name}: {trained.accuracy(*test):.1f} % of test digits right{epsilon}; {seconds:.0f} s")
+
+    digits, targets, strangers = images[:COMPARED], labels[:COMPARED], xrays[:COMPARED]
+    readings = {
+        "non-private": networks["non-private"].plis(),
+        "private": networks["private"].plis(),
+        "private, clipped": networks["private"].plis(clipped=True),
+    }
+    print(f"\nAUROC of {COMPARED} x-rays against {COMPARED} training digits, with its 95 % interval; PL: privacy loss")
+    print(f"{'':<18}{'label':<11}{'subject-level PLIS':<26}{'PL':<26}{'median PLIS of digits, x-rays'}")
+    scores: dict[str, Tensor] = {}
+    for name, plis in readings.items():
+        own = plis.subject(digits, targets), plis.privacy_loss(digits, targets)
+        for choice in ("random", "predicted"):
+            given = labels_for(networks[name.split(",")[0]], strangers, choice)
+            other = plis.subject(strangers, given), plis.privacy_loss(strangers, given)
+            found = [outlier_auroc(a, b) for a, b in zip(own, other, strict=True)]
+            texts = [f"{a.value:.3f} [{a.low:.3f}, {a.high:.3f}]" for a in found]
+            medians = f"{own[0].median():.3g}, {other[0].median():.3g}"
+            print(f"{name:<18}{choice:<11}{texts[0]:<26}{texts[1]:<26}{medians}")
+            if choice == "random":
+                scores[f"{name}: digits"], scores[f"{name}: x-rays"] = own[0], other[0]
+
+    save_maps(readings, digits, targets, strangers[:1], options.out / "plis_mnist_maps.png")
+    plis = readings["non-private"]
+    gallery = viz.gallery(
+        digits,
+        scores["non-private: digits"],
+        attributions=plis.attribute(digits, targets),
+        ids=[f"{label} (no. {i})" for label, i in zip(targets.tolist(), rows.tolist(), strict=False)],
+        title=f"PLIS of {COMPARED} training digits, non-private",
+    )
+    gallery.savefig(options.out / "plis_mnist_gallery.png", dpi=80)
+    save_distribution(scores, options.out / "plis_mnist_outliers.png")
+    print(f"\nThe pictures are {options.out}/plis_mnist_*.png.")
+    print("These numbers depend on private data and are confidential themselves.")
+
+
+def number(value: float) -> str:
+    """Two or three digits, without an exponent where it is short without."""
+    return f"{value:,.0f}" if 10 <= value < 1e5 else f"{value:.2g}"
+
+
+def save_maps(readings: dict[str, PLIS], digits: Tensor, targets: Tensor, xray: Tensor, path: Path) -> None:
+    """A column per image: digits of low to high PLIS in the non-private network, and an x-ray; a row per reading."""
+    order = readings["non-private"].subject(digits, targets).argsort()
+    picked = order[[0, len(order) // 2, 9 * len(order) // 10, -1]]
+    shown = torch.cat([digits[picked], xray])
+    label = torch.cat([targets[picked], labels_for(Trained(nn.Identity()), xray, "random")])
+    figure = Figure(figsize=(9, 7.6), layout="constrained")
+    axes = figure.subplots(1 + len(readings), len(shown))
+    for column, title in enumerate(COLUMNS):
+        axes[0, column].imshow(shown[column, 0], cmap="gray", vmin=0, vmax=1)
+        axes[0, column].set_title(f"{title}\nlabelled {label[column]}", fontsize=10)
+    for row, (name, plis) in zip(axes[1:], readings.items(), strict=True):
+        maps, norms = plis.attribute(shown, label), plis.subject(shown, label)
+        for axis, image, heat, norm in zip(row, shown, maps, norms, strict=True):
+            viz.show_map(image, heat, views=["map"], axes=[axis], colour_bar=False)
+            axis.set_title(f"‖PLIS‖ = {number(float(norm))}", fontsize=10)
+        row[0].set_ylabel(name, fontsize=11)
+    axes[0, 0].set_ylabel("image", fontsize=11)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    figure.supxlabel("|PLIS| by pixel; darker: larger, each map on its own scale", fontsize=9, color="0.35")
+    figure.savefig(path, dpi=80)
+
+
+def save_distribution(scores: dict[str, Tensor], path: Path) -> None:
+    """Digits and x-rays with random labels, both networks, plain gradients."""
+    shown = {name: values for name, values in scores.items() if "clipped" not in name}
+    figure = viz.distribution(
+        torch.cat(list(shown.values())),
+        groups=[name for name, values in shown.items() for _ in values],
+        label="subject-level PLIS",
+    )
+    figure.axes[0].set_xlim(left=max(float(figure.axes[0].get_xlim()[0]), 1e-6))
+    figure.savefig(path, dpi=90)
+
+
+if __name__ == "__main__":
+    main()
