@@ -62,7 +62,8 @@ class Loop:
         loader = DataLoader(dataset, batch_size=batch, generator=torch.Generator().manual_seed(1))
         self.engine: Any = PrivacyEngine(accountant="rdp") if stock else FILPrivacyEngine()
         if not stock:
-            settings |= {"criterion": CRITERION, "private": private, "max_memory": 2**33}
+            settings |= {"criterion": CRITERION, "private": private, "max_memory": 2**35}
+        self.optimizer: Any
         self.model, self.optimizer, private_loader = self.engine.make_private(
             module=module, optimizer=plain, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, **settings
         )

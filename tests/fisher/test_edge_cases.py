@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from cases import DEVICE, SIGMA, TinyTransformer, build, relative_error
-from opacus import GradSampleModule
 from torch import Tensor, nn
 
-from torchfil import PLIS, fisher
+from torchfil import fisher
 from torchfil.errors import UnsupportedModuleError
 from torchfil.examples import Examples, Private, superpixel
 from torchfil.fisher import PoissonAmplification, reference
@@ -131,18 +130,6 @@ def test_running_statistics_of_instance_norm_are_refused() -> None:
     model = nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), nn.Linear(6, 2))
     with pytest.raises(UnsupportedModuleError, match=r"0 \(InstanceNorm1d\): running statistics"):
         fisher.exact_fim(model, nn.CrossEntropyLoss(), torch.randn(2, 2, 3), torch.tensor([0, 1]), **SETTINGS)
-
-
-def test_a_model_with_opacus_hooks_is_refused_and_a_standard_one_is_not() -> None:
-    model = nn.Linear(3, 1)
-    x, y = torch.randn(4, 3), torch.randn(4, 1)
-    hooked = GradSampleModule(model)
-    for broken in (hooked, model):
-        with pytest.raises(UnsupportedModuleError, match="to_standard_module"):
-            PLIS(broken, nn.MSELoss()).subject(x, y)
-        with pytest.raises(UnsupportedModuleError, match="to_standard_module"):
-            fisher.fim_trace(broken, nn.MSELoss(), x, y, **SETTINGS)
-    assert PLIS(hooked.to_standard_module(), nn.MSELoss()).subject(x, y).min() > 0
 
 
 def test_active_dropout_is_refused_as_module_and_as_function() -> None:

@@ -73,12 +73,11 @@ class ExampleGradients:
         """Check the model and the batch, and bind them together.
 
         Raises:
-            UnsupportedModuleError: BatchNorm (it mixes examples), active dropout (its gradient is random), or a
-                model that Opacus has hooked.
+            UnsupportedModuleError: BatchNorm (it mixes examples), or active dropout (its gradient is random).
             ValueError: No trainable parameter; a batch that :meth:`Examples.build` refuses; a loss that
                 gives more than one number for one example.
         """
-        live, model = _without_opacus(model)
+        live, model = without_opacus(model)
         refuse_unsupported_modules(model)
         parameters = {k: v.detach() for k, v in live.named_parameters() if v.requires_grad}
         if not parameters:
@@ -254,7 +253,7 @@ def copy_without_weights(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+def without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """The module that holds the weights, and the one to call: a copy where Opacus has put its hooks."""
     wrapped = any(base.__name__ == "AbstractGradSampleModule" for base in type(model).__mro__)
     live: nn.Module = model._module if wrapped else model  # type: ignore[assignment]
@@ -276,14 +275,9 @@ def has_active_dropout(module: nn.Module) -> bool:
 
 
 def refuse_unsupported_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
-    """Raise :class:`UnsupportedModuleError` for modules that mix examples or are random, and for hooked ones."""
+    """Raise :class:`UnsupportedModuleError` for modules that mix examples or draw random numbers."""
     for name, module in model.named_modules():
         where = f"{name or type(model).__name__} ({type(module).__name__})"
-        if hasattr(module, "autograd_grad_sample_hooks"):
-            raise UnsupportedModuleError(
-                f"{where}: the model carries Opacus's hooks, which cannot be differentiated twice. Once it is trained, "
-                "pass model.to_standard_module(); before that, a plain copy with its state_dict, or ask the engine."
-            )
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             trainable = any(value.requires_grad for value in module.parameters(recurse=False))
             if module.training or trainable:

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchfil.examples import Examples, Inputs, _batch_size, _refuse_non_finite, as_call
-from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction, refuse_unsupported_modules
+from torchfil.fisher.gradients import (
+    DEFAULT_MAX_MEMORY,
+    ExampleGradients,
+    LossFunction,
+    refuse_unsupported_modules,
+    without_opacus,
+)
 
 __all__ = ["layer_gradients", "layer_index"]
 
@@ -83,20 +89,21 @@ def layer_index(parameters: dict[str, Tensor], *, bias: bool = True) -> dict[str
 
 def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> ExampleGradients:
     """As ExampleGradients.build, for gradients alone: nothing need be private, so integer inputs will do."""
+    live, model = without_opacus(model)
     refuse_unsupported_modules(model)
     args, kwargs = as_call(x)
     n = _batch_size(args, kwargs, y)
     if n == 0:
         raise ValueError("there is no example; pass at least one")
     _refuse_non_finite(args, kwargs, y)
-    parameters = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+    parameters = {name: value.detach() for name, value in live.named_parameters() if value.requires_grad}
     if not parameters:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter (requires_grad=True), so it has no gradient; unfreeze "
             "the layers to look at"
         )
-    constants = {name: value.detach() for name, value in model.named_parameters() if not value.requires_grad}
-    constants |= {name: value.detach() for name, value in model.named_buffers()}
+    constants = {name: value.detach() for name, value in live.named_parameters() if not value.requires_grad}
+    constants |= {name: value.detach() for name, value in live.named_buffers()}
     first = next(iter(parameters.values()))
     nothing = torch.zeros(n, 0, dtype=first.dtype, device=first.device)
     public = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs, y))

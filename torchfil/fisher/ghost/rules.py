@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
+from torchfil.fisher.ghost.convolution import padded_input
 from torchfil.fisher.ghost.recording import Call, UnsupportedCallError
 
 __all__ = ["LayerRule", "register_rule", "rule_for"]
@@ -208,9 +209,7 @@ class ConvolutionRule(OuterProductRule):
         assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         if a.ndim != 2 + len(module.kernel_size):
             raise UnsupportedCallError(f"{call.name}: a convolution of inputs without a batch dimension")
-        padding = module._reversed_padding_repeated_twice
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        return F.pad(a, padding, mode=mode) if any(padding) else a
+        return padded_input(module, a)
 
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         module, a, delta = call.module, call.input, call.delta
