@@ -28,6 +28,8 @@ def xrays(path: Path, split: str) -> tuple[Tensor, Tensor, Tensor]:
     with np.load(path) as archive:
         images = torch.tensor(archive[f"{split}_images"], dtype=torch.float32)[:, None] / 255
         pneumonia = torch.tensor(archive[f"{split}_labels"][:, 0], dtype=torch.long)
+    order = torch.randperm(len(images))  # the file is sorted by diagnosis
+    images, pneumonia = images[order], pneumonia[order]
     mirrored = torch.randint(2, (len(images),))
     return torch.where(mirrored[:, None, None, None] == 1, images.flip(3), images), mirrored, pneumonia
 
