@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, DEVICE, build
+from cases import CASES, CLIPS, DEVICE, build
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfil import zoo
+from torchfil import fisher, zoo
 from torchfil.clipping import get_clip
 from torchfil.examples import Private
+from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.ghost import GhostJacobian, norm_gradient, plan
 from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
 
 BATCH = 3
@@ -322,3 +324,48 @@ def test_the_memory_plan_does_not_depend_on_the_batch() -> None:
         x, y = torch.rand(batch, 1, 28, 28), torch.randint(10, (batch,))
         sizes.append(plan(ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y, None)).bytes_per_example)
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("amplification", [None, PoissonAmplification(0.05)])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_one_folded_probe_has_the_whole_matrix_as_its_mean(clip: str, amplification: Any) -> None:
+    """Over all 2^p sign vectors, the mean of r rᵀ is the amplified Fisher information, clipping included."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1, bias=False)).to(DEVICE).double()
+    x, y = torch.randn(4, 3).to(DEVICE).double(), torch.randn(4, 1).to(DEVICE).double()
+    mechanism = Mechanism.build(1.5, 0.8, clip, amplification)
+    gradients = ExampleGradients.build(model, nn.MSELoss(), x, y, None)
+    jacobian = GhostJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
+    weights = mechanism.weights(jacobian.clipped_norm)
+    p = gradients.num_parameters
+    mean = torch.zeros(4, 3, 3, dtype=torch.float64, device=DEVICE)
+    for bits in range(2**p):
+        u = torch.tensor([1.0 if bits >> k & 1 else -1.0 for k in range(p)], dtype=torch.float64, device=DEVICE)
+        r = jacobian.amplified_rmatvec(u, *weights)
+        mean += r[:, :, None] * r[:, None, :] / 2**p
+    want = fisher.exact_fim(
+        model,
+        nn.MSELoss(),
+        x,
+        y,
+        max_grad_norm=1.5,
+        noise_multiplier=0.8,
+        clip=clip,
+        amplification=amplification,
+    )
+    assert torch.allclose(mean, want, rtol=1e-8, atol=1e-12)
+
+
+def test_one_folded_probe_reports_a_conservative_error() -> None:
+    case = build("mlp", 5)
+    options: dict[str, Any] = {"max_grad_norm": case.C, "noise_multiplier": 1.0}
+    amplified = {**options, "amplification": PoissonAmplification(0.1)}
+    truth = fisher.fim_trace(*case.arguments, **amplified, estimator="exact").value
+    draws = [
+        fisher.fim_trace(*case.arguments, **amplified, num_probes=1, generator=torch.Generator().manual_seed(s))
+        for s in range(200)
+    ]
+    values = torch.stack([draw.value for draw in draws])
+    errors = torch.stack([draw.standard_error for draw in draws])
+    assert ((values.mean(dim=0) - truth).abs() < 4.5 * values.std(dim=0) / 200**0.5).all()
+    assert (errors.square().mean(dim=0) >= values.var(dim=0)).all()

@@ -17,12 +17,14 @@ from torchfil.fisher.batch import Measurement, PrivateBatch
 from torchfil.fisher.estimators import Draws, Quantity
 from torchfil.fisher.ghost import GhostJacobian
 from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
 
 __all__ = ["FusedPass", "FusedResult"]
 
 logger = logging.getLogger(__name__)
 
+_MOST_GRAPHS = 32
 _BUCKETS = 16  # graphs' batch sizes are multiples of a sixteenth of the expected batch
 
 
@@ -67,6 +69,7 @@ class FusedPass:
         max_memory: int,
         *,
         measured: bool,
+        susceptibility: bool = False,
     ) -> FusedResult:
         """One pass over the batch, in chunks where ``max_memory`` asks for them.
 
@@ -76,14 +79,15 @@ class FusedPass:
             seeds: Of the weight probes.
             max_memory: Bytes that the recorded graph may hold.
             measured: Whether to measure, or only to clip and sum.
+            susceptibility: Whether to give the PLIS, too.
         """
         found = batch.known
         assert found is not None
         fits = len(batch.gradients) + self.bucket <= max(1, max_memory // max(1, found.bytes_per_example))
         if self.graphs and fits and batch.gradients.device.type == "cuda":
-            replayed = self._replay(batch, seeds if measured else ())
+            replayed = self._replay(batch, seeds if measured else (), folded=len(seeds) == 1 and not susceptibility)
             if replayed is not None:
-                return self._read(batch, quantities, seeds, replayed, measured=measured)
+                return self._read(batch, quantities, seeds, replayed, measured=measured, susceptibility=susceptibility)
         losses: list[Tensor] = []
         norms: list[Tensor] = []
         sums: dict[str, Tensor] = {}
@@ -99,23 +103,25 @@ class FusedPass:
 
         measurement = None
         if measured:
-            measurement = batch.measured(chunks(), quantities, "weight-probes", seeds)
+            measurement = batch.measured(chunks(), quantities, "weight-probes", seeds, susceptibility=susceptibility)
         else:
             for _ in chunks():
                 pass
         return FusedResult(torch.cat(losses), torch.cat(norms), sums, measurement)
 
-    def _replay(self, batch: PrivateBatch, seeds: tuple[int, ...]) -> _Outputs | None:
+    def _replay(self, batch: PrivateBatch, seeds: tuple[int, ...], *, folded: bool) -> _Outputs | None:
         gradients, mechanism = batch.gradients, batch.mechanism
         size = -(-len(gradients) // self.bucket) * self.bucket
         leaves = [leaf for leaf in pytree.tree_leaves(gradients.examples.public) if isinstance(leaf, Tensor)]
         shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
         weights = tuple(value.data_ptr() for value in gradients.parameters.values())
         training = tuple(module.training for module in gradients.model.modules())
-        key = (size, shapes, weights, training, len(seeds), mechanism.max_grad_norm, mechanism.clip.name)
+        key = (size, shapes, weights, training, len(seeds), folded, mechanism)
         try:
             if key not in self._captured:
-                self._captured[key] = _Captured(gradients, size, len(seeds), mechanism.clip, mechanism.max_grad_norm)
+                if len(self._captured) >= _MOST_GRAPHS:  # a changing noise or threshold needs a graph each
+                    self._captured.clear()
+                self._captured[key] = _Captured(gradients, size, len(seeds), mechanism, folded=folded)
             return self._captured[key].replay(gradients.examples, seeds)
         except RuntimeError as error:
             logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", error)
@@ -131,12 +137,14 @@ class FusedPass:
         outputs: _Outputs,
         *,
         measured: bool,
+        susceptibility: bool,
     ) -> FusedResult:
         count, mechanism = len(batch.gradients), batch.mechanism
         measurement = None
         if measured:
             jacobian = _Replayed(batch.gradients, mechanism.clip, mechanism.max_grad_norm, outputs, count)
-            measurement = batch.measured([(slice(0, count), jacobian)], quantities, "weight-probes", seeds)
+            chunk = [(slice(0, count), jacobian)]
+            measurement = batch.measured(chunk, quantities, "weight-probes", seeds, susceptibility=susceptibility)
         return FusedResult(outputs.losses[:count].clone(), outputs.norm[:count].clone(), outputs.sums, measurement)
 
 
@@ -155,7 +163,7 @@ class _Captured:
     """One pass of fixed size as a CUDA graph."""
 
     def __init__(
-        self, gradients: ExampleGradients, size: int, num_probes: int, clip: ClipFunction, max_grad_norm: float
+        self, gradients: ExampleGradients, size: int, num_probes: int, mechanism: Mechanism, *, folded: bool
     ) -> None:
         examples = gradients.examples
         self.size = size
@@ -168,7 +176,7 @@ class _Captured:
             for _ in range(num_probes)
         ]
         self.mask = torch.zeros(size, dtype=gradients.dtype, device=gradients.device)
-        self.clip, self.max_grad_norm = clip, max_grad_norm
+        self.mechanism, self.folded = mechanism, folded
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -180,9 +188,14 @@ class _Captured:
             self.outputs = self._pass()
 
     def _pass(self) -> _Outputs:
-        jacobian = GhostJacobian(self.gradients, self.clip, self.max_grad_norm)
-        rows = tuple(jacobian.perpendicular_rmatvec(u) for u in self.probes)
-        slope = jacobian.norm_gradient if self.probes else None
+        jacobian = GhostJacobian(self.gradients, self.mechanism.clip, self.mechanism.max_grad_norm)
+        if self.folded and self.probes:
+            weights = self.mechanism.weights(jacobian.clipped_norm)
+            rows: tuple[Tensor, ...] = (jacobian.amplified_rmatvec(self.probes[0], *weights),)
+            slope = None
+        else:
+            rows = tuple(jacobian.perpendicular_rmatvec(u) for u in self.probes)
+            slope = jacobian.norm_gradient if self.probes else None
         return _Outputs(jacobian.losses, jacobian.norm, slope, rows, jacobian.clipped_sum(self.mask))
 
     def replay(self, examples: Examples, seeds: tuple[int, ...]) -> _Outputs:
@@ -202,20 +215,24 @@ class _Captured:
         return self.outputs
 
 
-class _Replayed(ClippedJacobian):
+class _Replayed(GhostJacobian):
     """The Jacobian whose products with the probes were computed already, in their order."""
 
     def __init__(
         self, gradients: ExampleGradients, clip: ClipFunction, max_grad_norm: float, outputs: _Outputs, count: int
     ) -> None:
         super().__init__(gradients, clip, max_grad_norm)
-        assert outputs.norm_gradient is not None
         self.norm = outputs.norm[:count].clone()
-        self.norm_gradient = outputs.norm_gradient[:count].clone()
+        if outputs.norm_gradient is not None:
+            self.norm_gradient = outputs.norm_gradient[:count].clone()
         self._rows = iter([row[:count] for row in outputs.rows])
 
     def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
         """The next row."""
+        return next(self._rows)
+
+    def amplified_rmatvec(self, u: Tensor, perpendicular: Tensor, parallel: Tensor) -> Tensor:
+        """The one row."""
         return next(self._rows)
 
 

@@ -138,6 +138,7 @@ class Measurer:
             self.generator,
             self.settings.max_memory,
             test_matrix.to(gradients.dtype) if test_matrix is not None else None,
+            susceptibility="plis" in self.settings.track,
         )
 
     @staticmethod
@@ -187,7 +188,8 @@ class Measurer:
             products = [m.products for m in measurements if m.products is not None]
             result = replace(result, sketch=torch.cat(products) / rate)
         if "plis" in self.settings.track:
-            result = replace(result, plis=torch.cat([m.susceptibility for m in measurements]) / rate)
+            slopes = [m.susceptibility for m in measurements if m.susceptibility is not None]
+            result = replace(result, plis=torch.cat(slopes) / rate)
         return result
 
     def check_norms(self, measurements: list[Measurement], norms: Tensor) -> None:

@@ -211,7 +211,14 @@ class Run:
         batch = PrivateBatch(gradients, self.measurer.mechanism(optimizer), self.measurer.plan(gradients))
         measured = measured and not self.paused
         seeds = Draws.seeds_from(settings.num_probes, self.generator) if measured else ()
-        step = self._fused_pass.run(batch, settings.quantities, seeds, settings.max_memory, measured=measured)
+        step = self._fused_pass.run(
+            batch,
+            settings.quantities,
+            seeds,
+            settings.max_memory,
+            measured=measured,
+            susceptibility="plis" in settings.track,
+        )
         clipped = step.norm * settings.clip.scale(step.norm, float(optimizer.max_grad_norm))
         contribution = Contribution(rows, clipped.square(), measured=not self.paused)
         if step.measurement is not None:

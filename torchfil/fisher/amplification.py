@@ -178,7 +178,8 @@ def poisson_amplification(rho: Tensor | float, q: float) -> tuple[Tensor, Tensor
     """
     _check_rate(q)
     rho = torch.as_tensor(rho, dtype=None if isinstance(rho, Tensor) else torch.float64).detach()
-    if bool((~(rho >= 0)).any()):
+    capturing = rho.is_cuda and torch.cuda.is_current_stream_capturing()  # a CUDA graph cannot look at values
+    if not capturing and bool((~(rho >= 0)).any()):
         raise ValueError(f"rho must be ≥ 0, got {rho[~(rho >= 0)].flatten()[0].item()}")
     table = _table(float(q), rho.device)  # [2, pieces, degree + 1]
     position = (rho.double() / _PIECE).clamp(max=_PIECES - 1e-9)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchfil.clipping import ClipFunction
 from torchfil.examples import Inputs, Private
 from torchfil.fisher.amplification import Amplification
-from torchfil.fisher.estimators import Draws, Moments, Quantity, get_estimator
+from torchfil.fisher.estimators import Draws, Moments, Quantity, get_estimator, probe_moments
 from torchfil.fisher.ghost import GhostJacobian, Plan, plan
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import Mechanism
@@ -36,13 +36,13 @@ class Measurement:
         estimates: The quantities of the FIM that were asked for.
         norm: ‖g‖ before clipping, [batch].
         products: I Ω, [batch, d, r], where a test matrix Ω was given.
-        susceptibility: ∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s², [batch, d] (PLIS).
+        susceptibility: ∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s², [batch, d] (PLIS), where it was asked for.
     """
 
     estimates: dict[Quantity, Estimate]
     norm: Tensor
     products: Tensor | None
-    susceptibility: Tensor
+    susceptibility: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class PrivateBatch:
         generator: torch.Generator | None = None,
         max_memory: int = DEFAULT_MAX_MEMORY,
         test_matrix: Tensor | None = None,
+        susceptibility: bool = False,
     ) -> Measurement:
         """Several quantities of each example's FIM from the same probes, with the gradients' norms.
 
@@ -99,6 +100,7 @@ class PrivateBatch:
             generator: Source of randomness.
             max_memory: As in :mod:`torchfil.fisher.fim`.
             test_matrix: Ω of shape [d, r]; where given, I Ω is computed exactly, two products a column.
+            susceptibility: Whether to give the PLIS, too.
         """
         if num_probes < 1:
             raise ValueError(f"num_probes={num_probes} must be at least 1")
@@ -107,7 +109,7 @@ class PrivateBatch:
         seeds = () if estimator == "exact" else Draws.seeds_from(num_probes, generator)
         one_pass = estimator == "weight-probes" and test_matrix is None
         chunks = self.chunks(max_memory, vectors, one_pass=one_pass)
-        return self.measured(chunks, quantities, estimator, seeds, columns, test_matrix)
+        return self.measured(chunks, quantities, estimator, seeds, columns, test_matrix, susceptibility)
 
     def measured(
         self,
@@ -117,26 +119,49 @@ class PrivateBatch:
         seeds: tuple[int, ...],
         columns: int = 1,
         test_matrix: Tensor | None = None,
+        susceptibility: bool = False,
     ) -> Measurement:
-        """:meth:`measure` over given chunks of the batch, with given seeds of the probes."""
+        """:meth:`measure` over given chunks of the batch, with given seeds of the probes.
+
+        One weight probe from a recorded pass is folded: u′ = M^{1/2}u gives E[r rᵀ] = s²I for r = J̃ᵀu′, the part along
+        the gradient included, from one derivative instead of two.
+        """
         run = get_estimator(estimator)
+        folded = estimator == "weight-probes" and len(seeds) == 1 and not susceptibility
         parts: dict[Quantity, list[Moments]] = {quantity: [] for quantity in quantities}
         empty = torch.zeros(0, dtype=self.gradients.dtype, device=self.gradients.device)
         norms, products = [empty], []
         slopes = [empty.reshape(0, self.gradients.num_coordinates)]
         for rows, jacobian in chunks:
-            perpendicular = run(jacobian, quantities, Draws(seeds, rows, len(self.gradients), columns))
+            draws = Draws(seeds, rows, len(self.gradients), columns)
+            if folded and isinstance(jacobian, GhostJacobian):
+                found = self._folded(jacobian, quantities, draws)
+            else:
+                found = run(jacobian, quantities, draws)
+                found = {name: self._add_parallel_part(jacobian, name, found[name]) for name in quantities}
             for quantity in quantities:
-                parts[quantity].append(self._add_parallel_part(jacobian, quantity, perpendicular[quantity]))
+                parts[quantity].append(found[quantity])
             norms.append(jacobian.norm)
-            factor = 2 * jacobian.clipped_norm / self.mechanism.noise_std**2
-            slopes.append(factor[:, None] * jacobian.clipped_norm_gradient)
+            if susceptibility:
+                factor = 2 * jacobian.clipped_norm / self.mechanism.noise_std**2
+                slopes.append(factor[:, None] * jacobian.clipped_norm_gradient)
             if test_matrix is not None:
                 matvec = self._fim_matvec(jacobian)
                 columns_of = [matvec(omega.expand(len(jacobian.norm), -1)) for omega in test_matrix.mT]
                 products.append(torch.stack(columns_of, dim=2))
         estimates = {quantity: self._collect(quantity, parts[quantity], estimator) for quantity in quantities}
-        return Measurement(estimates, torch.cat(norms), torch.cat(products) if products else None, torch.cat(slopes))
+        return Measurement(
+            estimates,
+            torch.cat(norms),
+            torch.cat(products) if products else None,
+            torch.cat(slopes) if susceptibility else None,
+        )
+
+    def _folded(self, jacobian: GhostJacobian, quantities: Sequence[Quantity], draws: Draws) -> dict[Quantity, Moments]:
+        like = torch.empty(0, dtype=self.gradients.dtype, device=self.gradients.device)
+        (u,) = draws.signs(self.gradients.num_parameters, like=like)
+        perp, par = self.mechanism.weights(jacobian.clipped_norm)
+        return probe_moments([jacobian.amplified_rmatvec(u, perp, par)], quantities)
 
     def spectral_norm(
         self,

@@ -17,7 +17,7 @@ follows E[M/(1+M) X²] ≥ Var X, so its standard error is reported as sqrt(M/(1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from torchfil.fisher.operator import ClippedJacobian
 
-__all__ = ["ESTIMATORS", "Draws", "Moments", "Quantity", "available_estimators", "register_estimator"]
+__all__ = ["ESTIMATORS", "Draws", "Moments", "Quantity", "available_estimators", "probe_moments", "register_estimator"]
 
 Quantity = Literal["trace", "diagonal", "matrix"]
 _PROBE_SPREAD = 2.0  # Var X ≤ 2 (EX)² for X = ‖Au‖², u ∈ {±1}^p
@@ -126,7 +126,16 @@ def input_probes(jacobian: ClippedJacobian, quantities: Sequence[Quantity], draw
 
 def weight_probes(jacobian: ClippedJacobian, quantities: Sequence[Quantity], draws: Draws) -> dict[Quantity, Moments]:
     """R = φJᵀPu for random signs u shared by the batch: ‖r‖², r⊙r and r rᵀ."""
-    if "matrix" in quantities and len(draws.seeds) == 1:
+    like = torch.empty(0, dtype=jacobian.gradients.dtype, device=jacobian.gradients.device)
+    probes = draws.signs(jacobian.gradients.num_parameters, like=like)
+    return probe_moments((jacobian.perpendicular_rmatvec(u) for u in probes), quantities, len(draws.seeds))
+
+
+def probe_moments(
+    rows: Iterable[Tensor], quantities: Sequence[Quantity], num_probes: int = 1
+) -> dict[Quantity, Moments]:
+    """The moments of ‖r‖², r⊙r and r rᵀ over rows r, [batch, d] each, one per probe."""
+    if "matrix" in quantities and num_probes == 1:
         raise ValueError("num_probes=1 gives a full matrix no error bar (its entries change sign); use 2 or more")
     read: dict[Quantity, Callable[[Tensor], Tensor]] = {
         "trace": lambda r: r.square().sum(dim=1),
@@ -134,9 +143,7 @@ def weight_probes(jacobian: ClippedJacobian, quantities: Sequence[Quantity], dra
         "matrix": lambda r: r[:, :, None] * r[:, None, :],
     }
     totals = {name: _RunningMoments(spread=_PROBE_SPREAD) for name in quantities}
-    like = torch.empty(0, dtype=jacobian.gradients.dtype, device=jacobian.gradients.device)
-    for u in draws.signs(jacobian.gradients.num_parameters, like=like):
-        r = jacobian.perpendicular_rmatvec(u)
+    for r in rows:
         for name, total in totals.items():
             total.add(read[name](r))
     return {name: total.result() for name, total in totals.items()}

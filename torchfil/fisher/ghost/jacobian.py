@@ -56,6 +56,27 @@ class GhostJacobian(ClippedJacobian):
         along = products.detach() * safe_reciprocal(self.norm)
         return self.scale[:, None] * (self._derivative(products) - along[:, None] * self.norm_gradient)
 
+    def amplified_rmatvec(self, u: Tensor, perpendicular: Tensor, parallel: Tensor) -> Tensor:
+        r"""J̃ᵀM^{1/2}u, [batch, d], for u of shape [p] and M = κ⊥(I − ĝĝᵀ) + κ∥ĝĝᵀ: one derivative for everything.
+
+        With w = M^{1/2}u = sqrt(κ⊥)u + βĝ, β = (sqrt(κ∥) − sqrt(κ⊥))(ĝ·u), it is ∇_z⟨h, g⟩ for the fixed vector
+        h = φw + φ′(g·w)ĝ = φ sqrt(κ⊥) u + (φβ + φ′n(sqrt(κ⊥)(ĝ·u) + β)) ĝ, where ∇_z⟨g, g⟩/2 = ∇(n²)/2.
+
+        Args:
+            u: Random signs, [p].
+            perpendicular: κ⊥, [batch].
+            parallel: κ∥, [batch].
+        """
+        with torch.enable_grad(), differentiable_twice():
+            products = inner_products(self._recording, self.gradients.unflatten(u))
+            reciprocal = safe_reciprocal(self.norm)
+            along = products.detach() * reciprocal
+            root = perpendicular.sqrt()
+            beta = (parallel.sqrt() - root) * along
+            extra = self.scale * beta + self.scale_derivative * self.norm * (root * along + beta)
+            combined = self.scale * root * products + 0.5 * extra * reciprocal * self._square
+        return self._derivative(combined)
+
     def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
         """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 where unused."""
         weight = self.scale if mask is None else self.scale * mask
