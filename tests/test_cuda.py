@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from cases import relative_error
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from torchfil import PLIS, fisher, zoo
+from torchfil import PLIS, FILPrivacyEngine, fisher, zoo
 
 pytestmark = [
     pytest.mark.cuda,
@@ -109,3 +112,42 @@ def test_softmax_regression_agrees_with_the_cpu() -> None:
         want, got = on_cpu.fil(X, y, **options), on_cuda.fil(X, y, **options)
         values = zip(want.values(), got.values(), strict=True) if isinstance(want, dict) else [(want, got)]
         assert all(relative_error(torch.as_tensor(g), torch.as_tensor(w)) < 1e-9 for w, g in values)
+
+
+class _Looks(nn.Module):
+    """A forward pass that looks at a value, which no CUDA graph can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.sum().item() < 1e30 else x
+
+
+@pytest.mark.parametrize("module", [nn.Linear(5, 3), _Looks()])
+def test_the_fused_step_falls_back_by_itself(module: nn.Module) -> None:
+    """With a graph, without one, and after a capture that failed: the same weights, and random numbers go on."""
+    results = []
+    for graphs in (True, False):
+        engine = FILPrivacyEngine()
+        model = copy.deepcopy(module).double().cuda()
+        inputs = torch.randn(40, 5, generator=torch.Generator().manual_seed(0)).double()
+        dataset = TensorDataset(inputs, torch.arange(40) % 3)
+        loader = DataLoader(dataset, batch_size=8, generator=torch.Generator().manual_seed(1))
+        noise = torch.Generator(device="cuda").manual_seed(2)
+        _, _, private = engine.make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            loader,
+            criterion=nn.CrossEntropyLoss(),
+            noise_generator=noise,
+            seed=3,
+            cuda_graphs=graphs,
+        )
+        for x, y in private:
+            engine.train_step(x, y)
+        torch.rand(3, device="cuda")
+        results.append((torch.cat([p.detach().flatten() for p in model.parameters()]), engine.get_fil().value))
+    assert relative_error(results[0][0], results[1][0]) < 1e-10
+    assert relative_error(results[0][1], results[1][1]) < 1e-8

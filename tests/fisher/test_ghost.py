@@ -369,3 +369,26 @@ def test_one_folded_probe_reports_a_conservative_error() -> None:
     errors = torch.stack([draw.standard_error for draw in draws])
     assert ((values.mean(dim=0) - truth).abs() < 4.5 * values.std(dim=0) / 200**0.5).all()
     assert (errors.square().mean(dim=0) >= values.var(dim=0)).all()
+
+
+class LooksAtValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert bool((x.abs() < 1e6).all())
+        return torch.tanh(self.layer(x))
+
+
+def test_models_that_cannot_be_mapped_can_still_be_recorded() -> None:
+    """A forward pass that looks at values has no vmap, but one batched pass serves it."""
+    torch.manual_seed(8)
+    model, x, y = LooksAtValues().double(), torch.randn(3, 4).double(), torch.randn(3, 2).double()
+    gradients = ExampleGradients.build(model, nn.MSELoss(), x, y, None)
+    assert plan(gradients).reason is None
+    square, slope = brute_force(model, nn.MSELoss(), x, y)
+    got = norm_gradient(gradients)
+    assert torch.allclose(got.square, square, rtol=1e-10)
+    assert torch.allclose(got.gradient, slope, rtol=1e-8, atol=1e-12)
+    assert fisher.fim_trace(model, nn.MSELoss(), x, y, max_grad_norm=1.0, noise_multiplier=1.0).value.shape == (3,)

@@ -184,8 +184,14 @@ class _Captured:
                 self._pass()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.outputs = self._pass()
+        generator = torch.cuda.default_generators[self.mask.device.index or 0]
+        intact = generator.clone_state()
+        try:
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.outputs = self._pass()
+        except RuntimeError:
+            generator.graphsafe_set_state(intact)  # a broken capture leaves it unusable
+            raise
 
     def _pass(self) -> _Outputs:
         jacobian = GhostJacobian(self.gradients, self.mechanism.clip, self.mechanism.max_grad_norm)

@@ -138,6 +138,16 @@ class ExampleGradients:
             (self.num_parameters,),
         )
 
+    def squared_norm_of_one(self, i: int) -> Tensor:
+        """‖g‖² of example i by a plain backward pass, a scalar; what everything faster is checked against."""
+        parameters = {name: value.clone().requires_grad_() for name, value in self.parameters.items()}
+        one = self.examples[slice(i, i + 1)]
+        public = pytree.tree_map(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, one.public)
+        with torch.enable_grad(), differentiable_twice():
+            loss = self._loss(parameters, one.z[0], public)
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
+        return torch.stack([g.square().sum() for g in found]).sum()
+
     def jvp(self, v: Tensor) -> Tensor:
         """Jv of every example, [batch, p], for v of shape [batch, d]."""
 
