@@ -33,9 +33,9 @@ def test_figure_1_fil_and_plis_rank_the_columns_alike(seed: int) -> None:
 
 
 def test_figure_2_an_x_ray_among_digits_has_a_high_plis() -> None:
-    """Randomly labelled x-rays stand out with and without DP; the clipped reading cannot see them.
+    """X-rays stand out, their PLIS averaged over all labels, with and without DP.
 
-    The AUROC varies with the training, from 0.74 to 0.98 in trials (docs/plis.md), so 0.9 is not asserted.
+    The clipped reading misses them: labelled at random, their gradients are clipped and their slope is gone.
     """
     try:
         (images, labels), (xrays, _) = mnist(), chest_xrays()
@@ -52,8 +52,9 @@ def test_figure_2_an_x_ray_among_digits_has_a_high_plis() -> None:
     found = {}
     for name, trained, clipped in (("plain", plain, False), ("private", private, False), ("clipped", private, True)):
         plis = trained.plis(clipped=clipped)
-        given = plis_mnist.labels_for(trained, strangers, "random")
-        found[name] = plis_mnist.outlier_auroc(plis.subject(digits, targets), plis.subject(strangers, given)).value
-    assert found["plain"] > 0.8
-    assert found["private"] > 0.8
+        other = plis_mnist.strangers_scores(plis, strangers, "random" if clipped else "every")[0]
+        found[name] = plis_mnist.outlier_auroc(plis.subject(digits, targets), other).value
+    print(found)
+    assert found["plain"] > 0.9
+    assert found["private"] > 0.9
     assert found["clipped"] < 0.5
