@@ -58,7 +58,9 @@ def test_every_zoo_model_against_plain_autograd(name: str, clip: str | None) -> 
         one = x[i].clone().requires_grad_()
         value = privacy_loss(model, nn.CrossEntropyLoss(), one, y[i], clip)
         (want,) = torch.autograd.grad(value, one)
-        scale = max(float(want.abs().max()), float(value.detach()))  # a gradient clipped hard has a slope of 0 up to rounding
+        scale = max(
+            float(want.abs().max()), float(value.detach())
+        )  # a gradient clipped hard has a slope of 0 up to rounding
         assert torch.allclose(got[i], want, rtol=1e-8, atol=1e-8 * scale)
         assert torch.allclose(plis.privacy_loss(x, y)[i], value, rtol=1e-10)
 

@@ -21,6 +21,7 @@ from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
 
 BATCH = 3
+pytestmark = pytest.mark.torch_versions
 
 
 def brute_force(model: nn.Module, loss_fn: Any, x: Tensor, y: Any) -> tuple[Tensor, Tensor]:

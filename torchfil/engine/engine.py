@@ -138,7 +138,7 @@ class FILPrivacyEngine(PrivacyEngine):
             seed: Of the probes; None: taken from torch's seed without drawing from its stream.
             max_memory: Of the accounting's temporary tensors, in bytes; see :mod:`torchfil.fisher.fim`.
             max_ledger_memory: The largest ledger, in bytes, that is made without asking.
-            cuda_graphs: Whether :meth:`train_step` captures its pass in CUDA graphs on a GPU.
+            cuda_graphs: Whether recorded passes are captured in CUDA graphs on a GPU.
 
         Returns:
             The private model (the hooks object with ``wrap_model=False``), optimizer and loader.

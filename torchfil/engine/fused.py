@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +68,8 @@ class FusedPass:
         seeds: tuple[int, ...],
         max_memory: int,
         *,
-        measured: bool,
+        measured: bool = True,
+        summed: bool = True,
         susceptibility: bool = False,
     ) -> FusedResult:
         """One pass over the batch, in chunks where ``max_memory`` asks for them.
@@ -78,14 +79,16 @@ class FusedPass:
             quantities: What to measure.
             seeds: Of the weight probes.
             max_memory: Bytes that the recorded graph may hold.
-            measured: Whether to measure, or only to clip and sum.
+            measured: Whether to measure.
+            summed: Whether the clipped sum is wanted; otherwise ``sums`` is empty.
             susceptibility: Whether to give the PLIS, too.
         """
         found = batch.known
         assert found is not None
         fits = len(batch.gradients) + self.bucket <= max(1, max_memory // max(1, found.bytes_per_example))
         if self.graphs and fits and batch.gradients.device.type == "cuda":
-            replayed = self._replay(batch, seeds if measured else (), folded=len(seeds) == 1 and not susceptibility)
+            folded = len(seeds) == 1 and not susceptibility
+            replayed = self._replay(batch, seeds if measured else (), folded=folded, summed=summed)
             if replayed is not None:
                 return self._read(batch, quantities, seeds, replayed, measured=measured, susceptibility=susceptibility)
         losses: list[Tensor] = []
@@ -98,7 +101,7 @@ class FusedPass:
                 yield rows, jacobian
                 losses.append(jacobian.losses)
                 norms.append(jacobian.norm)
-                for name, part in jacobian.clipped_sum().items():
+                for name, part in jacobian.clipped_sum().items() if summed else ():
                     sums[name] = sums[name] + part if name in sums else part
 
         measurement = None
@@ -109,19 +112,19 @@ class FusedPass:
                 pass
         return FusedResult(torch.cat(losses), torch.cat(norms), sums, measurement)
 
-    def _replay(self, batch: PrivateBatch, seeds: tuple[int, ...], *, folded: bool) -> _Outputs | None:
+    def _replay(self, batch: PrivateBatch, seeds: tuple[int, ...], *, folded: bool, summed: bool) -> _Outputs | None:
         gradients, mechanism = batch.gradients, batch.mechanism
         size = -(-len(gradients) // self.bucket) * self.bucket
         leaves = [leaf for leaf in pytree.tree_leaves(gradients.examples.public) if isinstance(leaf, Tensor)]
         shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
         weights = tuple(value.data_ptr() for value in gradients.parameters.values())
         training = tuple(module.training for module in gradients.model.modules())
-        key = (size, shapes, weights, training, len(seeds), folded, mechanism)
+        key = (size, shapes, weights, training, len(seeds), folded, summed, mechanism)
         try:
             if key not in self._captured:
                 if len(self._captured) >= _MOST_GRAPHS:  # a changing noise or threshold needs a graph each
                     self._captured.clear()
-                self._captured[key] = _Captured(gradients, size, len(seeds), mechanism, folded=folded)
+                self._captured[key] = _Captured(gradients, size, len(seeds), mechanism, folded=folded, summed=summed)
             return self._captured[key].replay(gradients.examples, seeds)
         except RuntimeError as error:
             logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", error)
@@ -163,7 +166,14 @@ class _Captured:
     """One pass of fixed size as a CUDA graph."""
 
     def __init__(
-        self, gradients: ExampleGradients, size: int, num_probes: int, mechanism: Mechanism, *, folded: bool
+        self,
+        gradients: ExampleGradients,
+        size: int,
+        num_probes: int,
+        mechanism: Mechanism,
+        *,
+        folded: bool,
+        summed: bool,
     ) -> None:
         examples = gradients.examples
         self.size = size
@@ -176,7 +186,7 @@ class _Captured:
             for _ in range(num_probes)
         ]
         self.mask = torch.zeros(size, dtype=gradients.dtype, device=gradients.device)
-        self.mechanism, self.folded = mechanism, folded
+        self.mechanism, self.folded, self.summed = mechanism, folded, summed
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -196,13 +206,13 @@ class _Captured:
     def _pass(self) -> _Outputs:
         jacobian = GhostJacobian(self.gradients, self.mechanism.clip, self.mechanism.max_grad_norm)
         if self.folded and self.probes:
-            weights = self.mechanism.weights(jacobian.clipped_norm)
-            rows: tuple[Tensor, ...] = (jacobian.amplified_rmatvec(self.probes[0], *weights),)
+            rows: tuple[Tensor, ...] = (jacobian.folded_row(self.mechanism, lambda: self.probes[0]),)
             slope = None
         else:
             rows = tuple(jacobian.perpendicular_rmatvec(u) for u in self.probes)
             slope = jacobian.norm_gradient if self.probes else None
-        return _Outputs(jacobian.losses, jacobian.norm, slope, rows, jacobian.clipped_sum(self.mask))
+        sums = jacobian.clipped_sum(self.mask) if self.summed else {}
+        return _Outputs(jacobian.losses, jacobian.norm, slope, rows, sums)
 
     def replay(self, examples: Examples, seeds: tuple[int, ...]) -> _Outputs:
         """The pass over these examples."""
@@ -237,7 +247,7 @@ class _Replayed(GhostJacobian):
         """The next row."""
         return next(self._rows)
 
-    def amplified_rmatvec(self, u: Tensor, perpendicular: Tensor, parallel: Tensor) -> Tensor:
+    def folded_row(self, mechanism: Mechanism, probe: Callable[[], Tensor]) -> Tensor:
         """The one row."""
         return next(self._rows)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchfil.engine.fused import FusedPass
 from torchfil.engine.loader import split_batch
 from torchfil.engine.losses import IdentifiedLoss, check_loss, identify_loss
 from torchfil.engine.observer import ForwardPass
@@ -25,7 +26,7 @@ from torchfil.fisher.amplification import (
     Theorem4Amplification,
 )
 from torchfil.fisher.batch import Measurement, PrivateBatch
-from torchfil.fisher.estimators import Quantity
+from torchfil.fisher.estimators import Draws, Quantity
 from torchfil.fisher.ghost import Plan, plan
 from torchfil.fisher.gradients import (
     ExampleGradients,
@@ -61,6 +62,7 @@ class Measurer:
         self.device = next(module.parameters()).device
         self.sample_rate: float | None = None
         self._plans: dict[Hashable, Plan] = {}
+        self._fused_pass: FusedPass | None = None
 
     def checked_loss(self, forwards: list[ForwardPass], loss: IdentifiedLoss | None) -> IdentifiedLoss:
         """The loss, identified where it is not known yet, after the observed gradients were checked against it."""
@@ -131,15 +133,45 @@ class Measurer:
         self.check_coordinates(examples.num_coordinates, ledger)
         gradients = self.gradients_at(examples, loss)
         mechanism = self.mechanism(optimizer)
-        return PrivateBatch(gradients, mechanism, self.plan(gradients)).measure(
-            self.settings.quantities,
-            self.settings.estimator,
-            self.settings.num_probes,
+        batch = PrivateBatch(gradients, mechanism, self.plan(gradients))
+        settings = self.settings
+        if self.fits_one_pass(batch) and test_matrix is None and gradients.device.type == "cuda":
+            seeds = Draws.seeds_from(settings.num_probes, self.generator)
+            one_pass = self.fused_pass(optimizer).run(
+                batch,
+                settings.quantities,
+                seeds,
+                settings.max_memory,
+                summed=False,
+                susceptibility="plis" in settings.track,
+            )
+            assert one_pass.measurement is not None
+            return one_pass.measurement
+        return batch.measure(
+            settings.quantities,
+            settings.estimator,
+            settings.num_probes,
             self.generator,
-            self.settings.max_memory,
+            settings.max_memory,
             test_matrix.to(gradients.dtype) if test_matrix is not None else None,
-            susceptibility="plis" in self.settings.track,
+            susceptibility="plis" in settings.track,
         )
+
+    def fits_one_pass(self, batch: PrivateBatch) -> bool:
+        """Whether one recorded pass serves this batch's measurement."""
+        found = batch.known
+        return (
+            bool(len(batch.gradients))
+            and self.settings.estimator == "weight-probes"
+            and found is not None
+            and found.reason is None
+        )
+
+    def fused_pass(self, optimizer: FILOptimizer) -> FusedPass:
+        """Runs recorded passes; keeps their CUDA graphs."""
+        if self._fused_pass is None:
+            self._fused_pass = FusedPass(int(optimizer.expected_batch_size), graphs=self.settings.cuda_graphs)
+        return self._fused_pass
 
     @staticmethod
     def check_coordinates(num_coordinates: int, ledger: Ledger) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.engine.epsilon import NormHistory
-from torchfil.engine.fused import FusedPass, FusedResult
+from torchfil.engine.fused import FusedResult
 from torchfil.engine.loader import BatchTracker, FILDataLoader
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.measuring import Measurer
@@ -72,7 +72,6 @@ class Run:
         self.drew_masks = False  # whether dropout was active in a measured step
         self._staged: list[tuple[Contribution, Tensor]] = []
         self._measure_this_step: bool | None = None
-        self._fused_pass: FusedPass | None = None
 
     observer: Observer
     private_module: nn.Module
@@ -206,12 +205,10 @@ class Run:
             self.measurer.warn_if_not_smooth(forward)
             ledger, _ = self._new_ledger(gradients.num_coordinates)
         self.measurer.check_coordinates(gradients.num_coordinates, ledger)
-        if self._fused_pass is None:
-            self._fused_pass = FusedPass(int(optimizer.expected_batch_size), graphs=settings.cuda_graphs)
         batch = PrivateBatch(gradients, self.measurer.mechanism(optimizer), self.measurer.plan(gradients))
         measured = measured and not self.paused
         seeds = Draws.seeds_from(settings.num_probes, self.generator) if measured else ()
-        step = self._fused_pass.run(
+        step = self.measurer.fused_pass(optimizer).run(
             batch,
             settings.quantities,
             seeds,

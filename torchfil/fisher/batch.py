@@ -159,9 +159,8 @@ class PrivateBatch:
 
     def _folded(self, jacobian: GhostJacobian, quantities: Sequence[Quantity], draws: Draws) -> dict[Quantity, Moments]:
         like = torch.empty(0, dtype=self.gradients.dtype, device=self.gradients.device)
-        (u,) = draws.signs(self.gradients.num_parameters, like=like)
-        perp, par = self.mechanism.weights(jacobian.clipped_norm)
-        return probe_moments([jacobian.amplified_rmatvec(u, perp, par)], quantities)
+        probes = draws.signs(self.gradients.num_parameters, like=like)
+        return probe_moments([jacobian.folded_row(self.mechanism, lambda: next(probes))], quantities)
 
     def spectral_norm(
         self,

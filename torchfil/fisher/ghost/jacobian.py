@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torchfil.fisher.ghost.norms import inner_products, squared_norms, weighted_sum
 from torchfil.fisher.ghost.recording import Recording, record
 from torchfil.fisher.gradients import differentiable_twice
+from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian, safe_reciprocal
 
 __all__ = ["GhostJacobian"]
@@ -76,6 +78,10 @@ class GhostJacobian(ClippedJacobian):
             extra = self.scale * beta + self.scale_derivative * self.norm * (root * along + beta)
             combined = self.scale * root * products + 0.5 * extra * reciprocal * self._square
         return self._derivative(combined)
+
+    def folded_row(self, mechanism: Mechanism, probe: Callable[[], Tensor]) -> Tensor:
+        """R = J̃ᵀM^{1/2}u/s, [batch, d], for the mechanism's κ and s and a probe u; E[r rᵀ] = I."""
+        return self.amplified_rmatvec(probe(), *mechanism.weights(self.clipped_norm))
 
     def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
         """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 where unused."""
