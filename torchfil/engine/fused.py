@@ -60,6 +60,7 @@ class FusedPass:
         self.bucket = max(8, -(-expected_batch // _BUCKETS))
         self.graphs = graphs
         self._captured: dict[Hashable, _Captured] = {}
+        self._pool: Any = None  # one memory for all graphs: they are replayed one after the other
 
     def run(
         self,
@@ -124,13 +125,21 @@ class FusedPass:
             if key not in self._captured:
                 if len(self._captured) >= _MOST_GRAPHS:  # a changing noise or threshold needs a graph each
                     self._captured.clear()
-                self._captured[key] = _Captured(gradients, size, len(seeds), mechanism, folded=folded, summed=summed)
+                self._captured[key] = _Captured(
+                    gradients, size, len(seeds), mechanism, self._memory(), folded=folded, summed=summed
+                )
             return self._captured[key].replay(gradients.examples, seeds)
         except RuntimeError as error:
             logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", error)
             self.graphs = False
             self._captured.clear()
+            self._pool = None
             return None
+
+    def _memory(self) -> Any:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
     def _read(
         self,
@@ -171,6 +180,7 @@ class _Captured:
         size: int,
         num_probes: int,
         mechanism: Mechanism,
+        pool: Any,
         *,
         folded: bool,
         summed: bool,
@@ -197,7 +207,7 @@ class _Captured:
         generator = torch.cuda.default_generators[self.mask.device.index or 0]
         intact = generator.clone_state()
         try:
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
                 self.outputs = self._pass()
         except RuntimeError:
             generator.graphsafe_set_state(intact)  # a broken capture leaves it unusable
