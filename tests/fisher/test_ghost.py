@@ -393,3 +393,34 @@ def test_models_that_cannot_be_mapped_can_still_be_recorded() -> None:
     assert torch.allclose(got.square, square, rtol=1e-10)
     assert torch.allclose(got.gradient, slope, rtol=1e-8, atol=1e-12)
     assert fisher.fim_trace(model, nn.MSELoss(), x, y, max_grad_norm=1.0, noise_multiplier=1.0).value.shape == (3,)
+
+
+def test_in_place_operations_on_what_does_not_depend_on_the_private_part() -> None:
+    """With only the target private, the first layer's output is a constant; ReLU may still overwrite it."""
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)).to(DEVICE).double()
+    x, y = torch.randn(3, 4).to(DEVICE).double(), torch.randn(3, 2).to(DEVICE).double()
+    gradients = ExampleGradients.build(model, nn.MSELoss(), x, y, Private(inputs=(), target=True))
+    assert plan(gradients).reason is None
+    got = norm_gradient(gradients)
+    g = gradients.gradients()
+    assert torch.allclose(got.square, g.square().sum(dim=1), rtol=1e-10)
+    assert torch.allclose(got.gradient, 2 * gradients.vjp(g), rtol=1e-8, atol=1e-12)
+
+
+class Unmappable(nn.Module):
+    """A parameter of its own in a forward pass that looks at values: neither rule nor vmap serves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.scale * x) if bool(x.sum() < 1e9) else x
+
+
+def test_a_failing_trial_is_a_reason_and_no_crash() -> None:
+    x, y = torch.randn(3, 4).to(DEVICE), torch.randn(3, 4).to(DEVICE)
+    found = plan(ExampleGradients.build(Unmappable().to(DEVICE), nn.MSELoss(), x, y, None))
+    assert found.reason is not None
+    assert "Unmappable" in found.reason

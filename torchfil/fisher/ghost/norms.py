@@ -137,7 +137,9 @@ def plan(gradients: ExampleGradients) -> Plan:
     held = Held([*part.parameters.values(), *part.constants.values()])
     try:
         found = norm_gradient(part, held)
-    except UnsupportedCallError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (UnsupportedCallError, RuntimeError) as error:
         return Plan(str(error), 0)
     true = torch.stack([part.squared_norm_of_one(i) for i in range(len(part))])
     tolerance = 1e-3 if true.dtype != torch.float64 else 1e-8

@@ -131,14 +131,15 @@ def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[li
         if not isinstance(first, Tensor) or first.ndim == 0 or first.shape[0] != batch:
             what = f"shape {tuple(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
             raise UnsupportedCallError(f"a {type(module).__name__} has an output ({what}) that is not one per example")
-        if not first.requires_grad:
+        constant = not first.requires_grad
+        if constant:
             first = first.detach().requires_grad_()
         if clone:
             args, kwargs = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
         call = _Seen(module, args, kwargs, first, [])
         call.versions = [tensor._version for tensor in call.tensors()]
         seen.append(call)
-        handed_on = first.clone() if clone else first
+        handed_on = first.clone() if clone or constant else first  # a leaf must not be changed in place
         return (handed_on, *output[1:]) if isinstance(output, tuple) else handed_on
 
     with contextlib.ExitStack() as stack:
@@ -174,10 +175,7 @@ def _losses(gradients: ExampleGradients, outputs: Any, targets: Any) -> Tensor:
         losses: Tensor = vmap(one, in_dims=in_dims)(outputs, targets)
     except RuntimeError:  # a loss that vmap does not know, such as weighted cross-entropy with smoothed labels
         rows = range(len(pytree.tree_leaves(outputs)[0]))
-        single = [
-            pytree.tree_map(lambda x, i=i: x[i] if isinstance(x, Tensor) else x, (outputs, targets)) for i in rows
-        ]
-        losses = torch.stack([one(*pair) for pair in single])
+        losses = torch.stack([one(*_row((outputs, targets), i)) for i in rows])
     return losses
 
 
