@@ -318,34 +318,36 @@ class GeneralizedLinearModel(BaseEstimator):
             raise ValueError(f"this {type(self).__name__} is not fitted yet; call fit(X, y) first")
 
 
-class LinearRegression(RegressorMixin, GeneralizedLinearModel):
+class _OwnLoss(GeneralizedLinearModel):
+    """A model that brings its loss."""
+
+    def __init__(
+        self,
+        l2: float = 0.0,
+        fit_intercept: bool = False,
+        tolerance: float = 1e-10,
+        max_iterations: int = 100,
+        device: str = "cpu",
+        solver: Solver = "newton",
+    ) -> None:
+        self.l2 = l2
+        self.fit_intercept = fit_intercept
+        self.tolerance = tolerance
+        self.max_iterations = max_iterations
+        self.device = device
+        self.solver = solver
+
+
+class LinearRegression(RegressorMixin, _OwnLoss):
     """Least squares, ½(wᵀx − y)²; its score is R². See :class:`GeneralizedLinearModel`."""
 
-    def __init__(
-        self,
-        l2: float = 0.0,
-        fit_intercept: bool = False,
-        tolerance: float = 1e-10,
-        max_iterations: int = 100,
-        device: str = "cpu",
-        solver: Solver = "newton",
-    ) -> None:
-        super().__init__(SQUARED, l2, fit_intercept, tolerance, max_iterations, device, solver)
+    loss = SQUARED
 
 
-class LogisticRegression(ClassifierMixin, GeneralizedLinearModel):
+class LogisticRegression(ClassifierMixin, _OwnLoss):
     """Logistic regression, log(1 + e^m) − ym for targets in {0, 1}; see :class:`GeneralizedLinearModel`."""
 
-    def __init__(
-        self,
-        l2: float = 0.0,
-        fit_intercept: bool = False,
-        tolerance: float = 1e-10,
-        max_iterations: int = 100,
-        device: str = "cpu",
-        solver: Solver = "newton",
-    ) -> None:
-        super().__init__(LOGISTIC, l2, fit_intercept, tolerance, max_iterations, device, solver)
+    loss = LOGISTIC
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets must be 0 or 1."""
@@ -369,7 +371,7 @@ class LogisticRegression(ClassifierMixin, GeneralizedLinearModel):
         return (self.margin(X) > 0).astype(int)
 
 
-class SoftmaxRegression(ClassifierMixin, GeneralizedLinearModel):
+class SoftmaxRegression(ClassifierMixin, _OwnLoss):
     """Softmax regression, −log softmax(Wx)_y for any number of classes; see :class:`GeneralizedLinearModel`.
 
     Of the minimisers, which differ by one vector added to every class, the shortest is taken: Σ_c w_c = 0. It is
@@ -380,22 +382,6 @@ class SoftmaxRegression(ClassifierMixin, GeneralizedLinearModel):
         coef_: [classes, d].
         intercept_: [classes].
     """
-
-    def __init__(
-        self,
-        l2: float = 0.0,
-        fit_intercept: bool = False,
-        tolerance: float = 1e-10,
-        max_iterations: int = 100,
-        device: str = "cpu",
-        solver: Solver = "newton",
-    ) -> None:
-        self.l2 = l2
-        self.fit_intercept = fit_intercept
-        self.tolerance = tolerance
-        self.max_iterations = max_iterations
-        self.device = device
-        self.solver = solver
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets are labels."""
@@ -441,19 +427,10 @@ class SoftmaxRegression(ClassifierMixin, GeneralizedLinearModel):
         self.intercept_ = parameters[:, -1] if self.fit_intercept else np.zeros(len(parameters))
 
 
-class PoissonRegression(RegressorMixin, GeneralizedLinearModel):
+class PoissonRegression(RegressorMixin, _OwnLoss):
     """Poisson regression, e^m − ym for counts y ≥ 0; see :class:`GeneralizedLinearModel`."""
 
-    def __init__(
-        self,
-        l2: float = 0.0,
-        fit_intercept: bool = False,
-        tolerance: float = 1e-10,
-        max_iterations: int = 100,
-        device: str = "cpu",
-        solver: Solver = "newton",
-    ) -> None:
-        super().__init__(POISSON, l2, fit_intercept, tolerance, max_iterations, device, solver)
+    loss = POISSON
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets must not be negative."""
