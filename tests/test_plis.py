@@ -146,6 +146,27 @@ class TestChunks:
             assert torch.allclose(got[i], want, rtol=1e-8)
 
 
+def test_one_example_does_not_vouch_for_a_batch() -> None:
+    """A model that mixes examples passes a trial of one; the next batch is tried again."""
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return torch.tanh(h - 0.5 * h.mean(dim=0))
+
+    torch.manual_seed(3)
+    model, x, y = Mixing().double(), torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    plis = PLIS(model, nn.MSELoss())
+    alone = torch.cat([plis.attribute(x[i : i + 1], y[i : i + 1]) for i in range(4)])
+    assert plis.method == "one pass"
+    assert torch.allclose(plis.attribute(x, y), alone, rtol=1e-9)
+    assert str(plis.method).startswith("mapped gradients")
+
+
 class TestNorms:
     def test_subjects_columns_superpixels(self) -> None:
         case = build("groupnorm_residual", 3)

@@ -186,9 +186,12 @@ class PLIS:
     def _plan(self, gradients: ExampleGradients) -> Plan:
         shapes = tuple(part.shape[1:] for part in gradients.examples.maps(gradients.examples.z[:1]).values())
         key = (shapes, gradients.dtype, gradients.device, self.model.training)
-        if key not in self._plans:
-            self._plans[key] = plan(gradients)
-        return self._plans[key]
+        if key in self._plans:
+            return self._plans[key]
+        found = plan(gradients)
+        if len(gradients) > 1:  # one example cannot show whether examples mix
+            self._plans[key] = found
+        return found
 
 
 def subject_norms(attribution: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from torchfil.fisher.gradients import (
     copy_without_weights,
     has_active_dropout,
     output_of_one_example,
+    trainable_and_constant,
 )
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.ledger import Contribution, Ledger
@@ -96,9 +97,7 @@ class Measurer:
         """The examples' gradients at the present weights."""
         for live, copied in zip(self.module.modules(), self.template.modules(), strict=True):
             copied.training = live.training
-        parameters = {k: v.detach() for k, v in self.module.named_parameters() if v.requires_grad}
-        constants = {k: v.detach() for k, v in self.module.named_parameters() if not v.requires_grad}
-        constants |= {k: v.detach() for k, v in self.module.named_buffers()}
+        parameters, constants = trainable_and_constant(self.module)
         seed = int(torch.randint(2**62, (), generator=self.generator)) if self.draws_masks() else None
         return ExampleGradients(self.template, loss, examples, parameters, constants, seed)
 
@@ -190,11 +189,14 @@ class Measurer:
         """Whether one batched pass fits this model; tried once for every shape of examples."""
         tensors = [leaf for leaf in pytree.tree_leaves(gradients.examples.public) if isinstance(leaf, Tensor)]
         key = (tuple(t.shape[1:] for t in tensors), self.draws_masks(), self.module.training)
-        if key not in self._plans and len(gradients):
-            self._plans[key] = plan(gradients)
-            if self._plans[key].reason is not None:
-                logger.info("gradients are mapped over examples, which is slower: %s", self._plans[key].reason)
-        return self._plans.get(key, Plan(None, 1))
+        if key in self._plans or not len(gradients):
+            return self._plans.get(key, Plan(None, 1))
+        found = plan(gradients)
+        if len(gradients) > 1:  # one example cannot show whether examples mix
+            self._plans[key] = found
+            if found.reason is not None:
+                logger.info("gradients are mapped over examples, which is slower: %s", found.reason)
+        return found
 
     def contribution(self, base: Contribution, measurements: list[Measurement]) -> Contribution:
         """Weighted by 1/π, with the variance X²(1−π)/π² + v/π that random skipping leaves."""

@@ -79,14 +79,12 @@ class ExampleGradients:
         """
         live, model = without_opacus(model)
         refuse_unsupported_modules(model)
-        parameters = {k: v.detach() for k, v in live.named_parameters() if v.requires_grad}
+        parameters, constants = trainable_and_constant(live)
         if not parameters:
             raise ValueError(
                 f"{type(model).__name__} has no trainable parameter (requires_grad=True), so its gradient "
                 "releases nothing; unfreeze what the optimizer trains"
             )
-        constants = {k: v.detach() for k, v in live.named_parameters() if not v.requires_grad}
-        constants |= {k: v.detach() for k, v in live.named_buffers()}
 
         def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
             return output_of_one_example(live, name, public)
@@ -246,6 +244,13 @@ def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: An
             if value is not None and source in values:
                 tied[name] = values[source]
     return functional_call(model, tied, args, kwargs, tie_weights=False)
+
+
+def trainable_and_constant(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The trainable parameters, and the frozen ones with the buffers, by name, detached."""
+    trainable = {k: v.detach() for k, v in module.named_parameters() if v.requires_grad}
+    constant = {k: v.detach() for k, v in module.named_parameters() if not v.requires_grad}
+    return trainable, constant | {k: v.detach() for k, v in module.named_buffers()}
 
 
 def copy_without_weights(module: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from torchfil.fisher.gradients import (
     ExampleGradients,
     LossFunction,
     refuse_unsupported_modules,
+    trainable_and_constant,
     without_opacus,
 )
 
@@ -96,14 +97,12 @@ def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any)
     if n == 0:
         raise ValueError("there is no example; pass at least one")
     _refuse_non_finite(args, kwargs, y)
-    parameters = {name: value.detach() for name, value in live.named_parameters() if value.requires_grad}
+    parameters, constants = trainable_and_constant(live)
     if not parameters:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter (requires_grad=True), so it has no gradient; unfreeze "
             "the layers to look at"
         )
-    constants = {name: value.detach() for name, value in live.named_parameters() if not value.requires_grad}
-    constants |= {name: value.detach() for name, value in live.named_buffers()}
     first = next(iter(parameters.values()))
     nothing = torch.zeros(n, 0, dtype=first.dtype, device=first.device)
     public = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs, y))
