@@ -123,64 +123,116 @@ def outlier_auroc(digits: Tensor, others: Tensor) -> AUROC:
     return auroc(torch.cat([digits, others]), is_outlier)
 
 
+CHOICES = ("every", "random", "predicted")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both networks of one seed, their readings of PLIS, and what was compared.
+
+    Attributes:
+        networks: By name.
+        readings: By name.
+        rows: Numbers of the training digits in MNIST.
+        digits: Training digits that are compared.
+        targets: Their labels.
+        strangers: X-rays.
+        scores: Subject-level PLIS and PL by (reading, "digits" or the x-rays' labels).
+    """
+
+    networks: dict[str, Trained]
+    readings: dict[str, PLIS]
+    rows: Tensor
+    digits: Tensor
+    targets: Tensor
+    strangers: Tensor
+    scores: dict[tuple[str, str], tuple[Tensor, Tensor]]
+
+    def auroc(self, reading: str, choice: str, measure: int = 0) -> AUROC:
+        """Of x-rays labelled by ``choice`` against digits; measure 0: subject-level PLIS, 1: PL."""
+        return outlier_auroc(self.scores[reading, "digits"][measure], self.scores[reading, choice][measure])
+
+
+def compare(
+    seed: int, digits: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], xrays: Tensor, count: int, activation: str
+) -> Comparison:
+    """Train both networks on ``count`` digits and score digits and x-rays; all that is random follows the seed."""
+    torch.manual_seed(seed)
+    images, labels = digits
+    rows = torch.randperm(len(images))[:count]
+    images, labels = images[rows], labels[rows]
+    xrays = xrays[torch.randperm(len(xrays))]  # the file is sorted by diagnosis
+    networks: dict[str, Trained] = {}
+    trainings: dict[str, Callable[..., Trained]] = {"non-private": train, "private": train_privately}
+    for name, training in trainings.items():
+        start = time.perf_counter()
+        network = mnist_cnn(activation={"gelu": nn.GELU, "tanh": nn.Tanh}[activation])
+        trained = networks[name] = training(network, images, labels)
+        epsilon = "" if trained.epsilon is None else f", ε = {trained.epsilon:.2f} at δ = {DELTA:g}"
+        seconds = time.perf_counter() - start
+        print(f"seed {seed}, {name}: {trained.accuracy(*test):.1f} % of test digits right{epsilon}; {seconds:.0f} s")
+    shown, targets, strangers = images[:COMPARED], labels[:COMPARED], xrays[:COMPARED]
+    readings = {
+        "non-private": networks["non-private"].plis(),
+        "private": networks["private"].plis(),
+        "private, clipped": networks["private"].plis(clipped=True),
+    }
+    scores: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
+    for name, plis in readings.items():
+        scores[name, "digits"] = plis.subject(shown, targets), plis.privacy_loss(shown, targets)
+        for choice in CHOICES:
+            scores[name, choice] = strangers_scores(plis, strangers, choice)
+    return Comparison(networks, readings, rows, shown, targets, strangers, scores)
+
+
+def print_table(found: Comparison) -> None:
+    """AUROC of every reading and label."""
+    print(f"\nAUROC of {COMPARED} x-rays against {COMPARED} training digits, with its 95 % interval; PL: privacy loss")
+    print(f"{'':<18}{'label':<11}{'subject-level PLIS':<26}{'PL':<26}{'median PLIS of digits, x-rays'}")
+    for name in found.readings:
+        for choice in CHOICES:
+            values = [found.auroc(name, choice, measure) for measure in (0, 1)]
+            texts = [f"{a.value:.3f} [{a.low:.3f}, {a.high:.3f}]" for a in values]
+            medians = ", ".join(f"{found.scores[name, key][0].median():.3g}" for key in ("digits", choice))
+            print(f"{name:<18}{choice:<11}{texts[0]:<26}{texts[1]:<26}{medians}")
+
+
 def main() -> None:
     """Train both networks, print how well outliers are found, save the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--examples", type=int, default=20_000, help="how many digits to train on")
     parser.add_argument("--activation", choices=("gelu", "tanh"), default="gelu")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="trainings; pictures are of the first")
     options = parser.parse_args()
     try:
-        (images, labels), test, (xrays, _) = mnist(), mnist("test"), chest_xrays()
+        digits, test, (xrays, _) = mnist(), mnist("test"), chest_xrays()
     except DataNotFoundError as error:
         raise SystemExit(f"skipped: {error}") from None
     options.out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    rows = torch.randperm(len(images))[: options.examples]
-    images, labels = images[rows], labels[rows]
-    xrays = xrays[torch.randperm(len(xrays))]  # the file is sorted by diagnosis
-    activation = {"gelu": nn.GELU, "tanh": nn.Tanh}[options.activation]
-
-    networks: dict[str, Trained] = {}
-    trainings: dict[str, Callable[..., Trained]] = {"non-private": train, "private": train_privately}
-    for name, training in trainings.items():
-        start = time.perf_counter()
-        trained = networks[name] = training(mnist_cnn(activation=activation), images, labels)
-        epsilon = "" if trained.epsilon is None else f", ε = {trained.epsilon:.2f} at δ = {DELTA:g}"
-        seconds = time.perf_counter() - start
-        print(f"{name}: {trained.accuracy(*test):.1f} % of test digits right{epsilon}; {seconds:.0f} s")
-
-    digits, targets, strangers = images[:COMPARED], labels[:COMPARED], xrays[:COMPARED]
-    readings = {
-        "non-private": networks["non-private"].plis(),
-        "private": networks["private"].plis(),
-        "private, clipped": networks["private"].plis(clipped=True),
-    }
-    print(f"\nAUROC of {COMPARED} x-rays against {COMPARED} training digits, with its 95 % interval; PL: privacy loss")
-    print(f"{'':<18}{'label':<11}{'subject-level PLIS':<26}{'PL':<26}{'median PLIS of digits, x-rays'}")
-    scores: dict[str, Tensor] = {}
-    for name, plis in readings.items():
-        own = plis.subject(digits, targets), plis.privacy_loss(digits, targets)
-        for choice in ("every", "random", "predicted"):
-            other = strangers_scores(plis, strangers, choice)
-            found = [outlier_auroc(a, b) for a, b in zip(own, other, strict=True)]
-            texts = [f"{a.value:.3f} [{a.low:.3f}, {a.high:.3f}]" for a in found]
-            medians = f"{own[0].median():.3g}, {other[0].median():.3g}"
-            print(f"{name:<18}{choice:<11}{texts[0]:<26}{texts[1]:<26}{medians}")
-            if choice == "every":
-                scores[f"{name}: digits"], scores[f"{name}: x-rays"] = own[0], other[0]
-
-    save_maps(readings, digits, targets, strangers[:1], options.out / "plis_mnist_maps.png")
-    plis = readings["non-private"]
+    results = []
+    for seed in options.seeds:
+        results.append(compare(seed, digits, test, xrays, options.examples, options.activation))
+        print_table(results[-1])
+        print(flush=True)
+    if len(results) > 1:
+        print("AUROC of the subject-level PLIS over seeds: smallest, mean, largest")
+        for name in results[0].readings:
+            for choice in CHOICES:
+                values = [result.auroc(name, choice).value for result in results]
+                mean = sum(values) / len(values)
+                print(f"{name:<18}{choice:<11}{min(values):.3f}  {mean:.3f}  {max(values):.3f}")
+    first = results[0]
+    save_maps(first.readings, first.digits, first.targets, first.strangers[:1], options.out / "plis_mnist_maps.png")
     gallery = viz.gallery(
-        digits,
-        scores["non-private: digits"],
-        attributions=plis.attribute(digits, targets),
-        ids=[f"{label} (no. {i})" for label, i in zip(targets.tolist(), rows.tolist(), strict=False)],
+        first.digits,
+        first.scores["non-private", "digits"][0],
+        attributions=first.readings["non-private"].attribute(first.digits, first.targets),
+        ids=[f"{label} (no. {i})" for label, i in zip(first.targets.tolist(), first.rows.tolist(), strict=False)],
         title=f"PLIS of {COMPARED} training digits, non-private",
     )
     gallery.savefig(options.out / "plis_mnist_gallery.png", dpi=80)
-    save_distribution(scores, options.out / "plis_mnist_outliers.png")
+    save_distribution(first, options.out / "plis_mnist_outliers.png")
     print(f"\nThe pictures are {options.out}/plis_mnist_*.png.")
     print("These numbers depend on private data and are confidential themselves.")
 
@@ -214,9 +266,13 @@ def save_maps(readings: dict[str, PLIS], digits: Tensor, targets: Tensor, xray: 
     figure.savefig(path, dpi=80)
 
 
-def save_distribution(scores: dict[str, Tensor], path: Path) -> None:
+def save_distribution(found: Comparison, path: Path) -> None:
     """Digits and x-rays under every label, both networks, plain gradients."""
-    shown = {name: values for name, values in scores.items() if "clipped" not in name}
+    shown = {
+        f"{name}: {who}": found.scores[name, key][0]
+        for name in ("non-private", "private")
+        for who, key in (("digits", "digits"), ("x-rays", "every"))
+    }
     figure = viz.distribution(
         torch.cat(list(shown.values())),
         groups=[name for name, values in shown.items() for _ in values],

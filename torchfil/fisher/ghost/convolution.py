@@ -6,15 +6,13 @@ it is asked for or not, and that is the slowest of all on a GPU. Here weights ar
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Convolutional", "padded_input", "with_constant_weights"]
+__all__ = ["Convolutional", "convolve", "padded_input", "patches"]
 
 Convolutional = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
@@ -59,6 +57,31 @@ class _Transposed(torch.autograd.Function):
         return _Convolution.apply(gradients[0], weight, None, ctx.geometry), None, None, None
 
 
+class _Patches(torch.autograd.Function):
+    """A ↦ its patches, [batch, channels·kernel, positions]: a copy of a strided view; back by torch's col2im."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, size: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int]
+    ) -> Tensor:
+        ctx.geometry, ctx.shape = (size, stride, dilation), a.shape
+        view = a
+        for axis in (0, 1):
+            view = view.unfold(2 + axis, dilation[axis] * (size[axis] - 1) + 1, stride[axis])[..., :: dilation[axis]]
+        return view.permute(0, 1, 4, 5, 2, 3).reshape(len(a), a.shape[1] * size[0] * size[1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        size, stride, dilation = ctx.geometry
+        return F.fold(gradients[0], ctx.shape[2:], size, dilation, 0, stride), None, None, None
+
+
+def patches(module: nn.Conv2d, padded: Tensor) -> Tensor:
+    """``F.unfold`` of a padded input as the module walks over it, [batch, channels·kernel, positions]; fast on CPUs."""
+    result: Tensor = _Patches.apply(padded, module.kernel_size, module.stride, module.dilation)
+    return result
+
+
 def padded_input(module: Convolutional, a: Tensor) -> Tensor:
     """The input with the module's own padding laid around it."""
     padding = module._reversed_padding_repeated_twice
@@ -66,29 +89,12 @@ def padded_input(module: Convolutional, a: Tensor) -> Tensor:
     return F.pad(a, padding, mode=mode) if any(padding) else a
 
 
-@contextlib.contextmanager
-def with_constant_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's plain convolutions take their weights as constants."""
-    changed = [m for m in model.modules() if type(m) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)]
-
-    def forward_of(module: Convolutional) -> Any:
-        def forward(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            zeros = (0,) * len(module.kernel_size)
-            simple = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-            padding = tuple(module.padding) if simple else zeros
-            a = a if simple else padded_input(module, a)
-            geometry = (tuple(module.stride), padding, tuple(module.dilation), module.groups)
-            if a.ndim != 2 + len(zeros):
-                return type(module)._conv_forward(module, a, weight, bias)  # type: ignore[arg-type]
-            result: Tensor = _Convolution.apply(a, weight, bias, geometry)
-            return result
-
-        return forward
-
-    for module in changed:
-        module._conv_forward = forward_of(module)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for module in changed:
-            del module._conv_forward
+def convolve(module: Convolutional, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What the module makes of inputs [batch, channels, …] with these weights, taken as constants."""
+    zeros = (0,) * len(module.kernel_size)
+    simple = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    padding = tuple(module.padding) if simple else zeros
+    a = a if simple else padded_input(module, a)
+    geometry = (tuple(module.stride), padding, tuple(module.dilation), module.groups)
+    result: Tensor = _Convolution.apply(a, weight, bias, geometry)
+    return result

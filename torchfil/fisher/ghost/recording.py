@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from torchfil.fisher.ghost.convolution import with_constant_weights
+from torchfil.fisher.ghost.substitutes import with_substitutes
 from torchfil.fisher.gradients import (
     ExampleGradients,
     added_to_output,
@@ -147,7 +147,7 @@ def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[li
             handle = module.register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(added_to_output(gradients.model, examples.submodule, offset))
-        stack.enter_context(with_constant_weights(gradients.model))
+        stack.enter_context(with_substitutes(gradients.model))
         weights = {**gradients.parameters, **gradients.constants}
         outputs = call_with(gradients.model, weights, args, kwargs)
     return seen, _losses(gradients, outputs, targets)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from torchfil.fisher.ghost.convolution import padded_input
+from torchfil.fisher.ghost.convolution import padded_input, patches
 from torchfil.fisher.ghost.recording import Call, UnsupportedCallError
 
 __all__ = ["LayerRule", "register_rule", "rule_for"]
@@ -176,8 +176,8 @@ class LinearRule(OuterProductRule):
 class ConvolutionRule(OuterProductRule):
     """In one, two or three dimensions, with stride, padding of any mode, dilation and groups.
 
-    The patches are strided views of the padded input, copied once; on CPUs torch's im2col is faster in two dimensions
-    (on GPUs it launches a kernel per example).
+    The patches are strided views of the padded input, copied once; in two dimensions on CPUs the way back is torch's
+    col2im (on GPUs it launches a kernel per example).
     """
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
@@ -216,10 +216,10 @@ class ConvolutionRule(OuterProductRule):
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         module, a, delta = call.module, call.input, call.delta
         assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        patches = self._padded(call)
+        view = self._padded(call)
         positions = delta.shape[2:].numel()
         if a.device.type == "cpu" and isinstance(module, nn.Conv2d):
-            columns = F.unfold(patches, module.kernel_size, module.dilation, 0, module.stride)  # [batch, in·kernel, T]
+            columns = patches(module, view)  # [batch, in·kernel, T]
             return (
                 columns.reshape(len(a), module.groups, -1, positions).mT,
                 delta.reshape(len(a), module.groups, -1, positions).mT,
@@ -227,12 +227,12 @@ class ConvolutionRule(OuterProductRule):
         for axis, (size, stride, dilation) in enumerate(
             zip(module.kernel_size, module.stride, module.dilation, strict=True)
         ):
-            patches = patches.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+            view = view.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
         batch, groups, axes = len(a), module.groups, len(module.kernel_size)
-        patches = patches.reshape(batch, groups, -1, *patches.shape[2:])  # [batch, groups, in, *positions, *kernel]
-        patches = patches.movedim(2, 2 + axes)  # [batch, groups, *positions, in, *kernel]
+        view = view.reshape(batch, groups, -1, *view.shape[2:])  # [batch, groups, in, *positions, *kernel]
+        view = view.movedim(2, 2 + axes)  # [batch, groups, *positions, in, *kernel]
         return (
-            patches.reshape(batch, groups, positions, -1),
+            view.reshape(batch, groups, positions, -1),
             delta.reshape(batch, groups, -1, positions).mT,
         )
 

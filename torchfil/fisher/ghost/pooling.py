@@ -1,0 +1,83 @@
+"""Average pooling by adding shifted views: on CPUs several times faster than torch's own, in both directions."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["AveragePooling", "average_pool", "pools_by_views"]
+
+AveragePooling = nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d
+_Windows = tuple[tuple[int, int], ...]  # size and stride along each axis
+_LARGEST_WINDOW = 4  # one addition per row and column of the window: large ones are left to torch
+
+
+class _Pool(torch.autograd.Function):
+    """X ↦ means over windows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, windows: _Windows) -> Tensor:
+        ctx.shape, ctx.windows = x.shape, windows
+        for axis, (size, stride) in enumerate(windows, start=2):
+            parts = [_shifted(x, axis, i, size, stride) for i in range(size)]
+            x = sum(parts[1:], start=parts[0])
+        return x / prod(size for size, _ in windows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Spread.apply(gradients[0], ctx.shape, ctx.windows), None
+
+
+class _Spread(torch.autograd.Function):
+    """The transposed map: every window's value, divided by the window's size, added where it came from."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, shape: torch.Size, windows: _Windows) -> Tensor:
+        ctx.windows = windows
+        for axis, (size, stride) in enumerate(windows, start=2):
+            wide = value.new_zeros(*value.shape[:axis], shape[axis], *value.shape[axis + 1 :])
+            for i in range(size):
+                _shifted(wide, axis, i, size, stride).add_(value)
+            value = wide
+        return value.div_(prod(size for size, _ in windows))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _Pool.apply(gradients[0], ctx.windows), None, None
+
+
+def _shifted(x: Tensor, axis: int, start: int, size: int, stride: int) -> Tensor:
+    """What the windows' position ``start`` sees along the axis."""
+    count = (x.shape[axis] - size) // stride + 1
+    index = [slice(None)] * axis + [slice(start, start + stride * (count - 1) + 1, stride)]
+    return x[tuple(index)]
+
+
+def _windows(module: AveragePooling) -> _Windows:
+    axes = {nn.AvgPool1d: 1, nn.AvgPool2d: 2, nn.AvgPool3d: 3}[type(module)]
+
+    def each(value: Any) -> tuple[int, ...]:
+        return (value,) * axes if isinstance(value, int) else tuple(value)
+
+    return tuple(zip(each(module.kernel_size), each(module.stride), strict=True))
+
+
+def pools_by_views(module: AveragePooling, x: Tensor) -> bool:
+    """Whether :func:`average_pool` can do what the module does, and is faster."""
+    plain = module.padding in (0, (0,), (0, 0), (0, 0, 0)) and not module.ceil_mode
+    whole = plain and getattr(module, "divisor_override", None) is None
+    windows = _windows(module)
+    small = all(size <= _LARGEST_WINDOW for size, _ in windows)
+    fits = x.ndim == 2 + len(windows) and all(
+        length >= size for length, (size, _) in zip(x.shape[2:], windows, strict=True)
+    )
+    return whole and small and fits and x.device.type == "cpu"
+
+
+def average_pool(module: AveragePooling, x: Tensor) -> Tensor:
+    """``module(x)`` for inputs [batch, channels, …] that :func:`pools_by_views` takes."""
+    result: Tensor = _Pool.apply(x, _windows(module))
+    return result

@@ -1,0 +1,56 @@
+"""Layers whose own second derivative is slow, computed in another way inside a recorded pass.
+
+The outputs are the same; derivatives with respect to the layers' weights are not defined, which a recorded pass takes
+as constants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchfil.fisher.ghost.convolution import convolve
+from torchfil.fisher.ghost.normalisation import group_norm, layer_norm
+from torchfil.fisher.ghost.pooling import average_pool, pools_by_views
+
+__all__ = ["with_substitutes"]
+
+
+@contextlib.contextmanager
+def with_substitutes(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's plain convolutions, normalisations and poolings are computed by this package."""
+    changed: list[tuple[nn.Module, str]] = []
+    for module in model.modules():
+        substitute = _SUBSTITUTES.get(type(module))
+        if substitute is not None:
+            name, make = substitute
+            changed.append((module, name))
+            setattr(module, name, make(module))
+    try:
+        yield
+    finally:
+        for module, name in changed:
+            delattr(module, name)
+
+
+def _convolution(module: Any) -> Callable[..., Tensor]:
+    def conv_forward(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        batched = a.ndim == 2 + len(module.kernel_size)
+        return convolve(module, a, weight, bias) if batched else type(module)._conv_forward(module, a, weight, bias)
+
+    return conv_forward
+
+
+def _pooling(module: Any) -> Callable[..., Tensor]:
+    return lambda x: average_pool(module, x) if pools_by_views(module, x) else type(module).forward(module, x)
+
+
+_SUBSTITUTES: dict[type[nn.Module], tuple[str, Callable[[Any], Callable[..., Tensor]]]] = {
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ("_conv_forward", _convolution)),
+    **dict.fromkeys((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), ("forward", _pooling)),
+    nn.GroupNorm: ("forward", lambda module: lambda x: group_norm(module, x)),
+    nn.LayerNorm: ("forward", lambda module: lambda x: layer_norm(module, x)),
+}
