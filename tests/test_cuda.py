@@ -97,9 +97,25 @@ def test_plis_agrees_with_the_cpu(private: bool) -> None:
     torch.manual_seed(0)
     model, x, y = zoo.mnist_cnn().double(), torch.rand(8, 1, 28, 28).double(), torch.randint(10, (8,))
     options = {"noise_std": 0.5, "max_grad_norm": 1.0} if private else {}
-    want = PLIS(model, nn.CrossEntropyLoss(), **options).attribute(x, y)
-    got = PLIS(model.cuda(), nn.CrossEntropyLoss(), **options).attribute(x.cuda(), y.cuda())
-    assert relative_error(got, want) < 1e-10
+    on_gpu = copy.deepcopy(model).cuda()
+    want, got = (PLIS(m, nn.CrossEntropyLoss(), **options) for m in (model, on_gpu))
+    for _ in range(4):  # eager, captured, replayed with other images and weights
+        maps = got.attribute(x.cuda(), y.cuda())
+        assert relative_error(maps, want.attribute(x, y)) < 1e-10
+        x, y = x.roll(1, dims=0).flip(-1), y.roll(1)
+        with torch.no_grad():
+            for weight, same in zip(model.parameters(), on_gpu.parameters(), strict=True):
+                weight.mul_(1.1)
+                same.mul_(1.1)
+
+
+def test_plis_falls_back_by_itself() -> None:
+    model = _Looks().cuda()
+    plis = PLIS(model, nn.CrossEntropyLoss())
+    x, y = torch.randn(6, 5, device="cuda"), torch.arange(6, device="cuda") % 3
+    first, second, third = (plis.attribute(x, y) for _ in range(3))
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
 
 
 def test_softmax_regression_agrees_with_the_cpu() -> None:

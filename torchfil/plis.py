@@ -9,7 +9,8 @@ the "gradient signal".
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import logging
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +21,13 @@ from torchfil.clipping import ClipFunction, get_clip
 from torchfil.examples import Inputs, Private
 from torchfil.fisher.ghost.norms import NormGradient, Plan, norm_gradient, plan
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
+from torchfil.fisher.graphs import CapturedPass, signature
 
 __all__ = ["PLIS", "Susceptibility", "column_norms", "subject_norms", "superpixel_norms", "susceptibility"]
 
+logger = logging.getLogger(__name__)
+
+_MOST_GRAPHS = 8
 _WORKING_VECTORS = 6  # vectors of length p per example, where gradients have to be formed
 
 
@@ -42,6 +47,7 @@ def susceptibility(
     clip: str | ClipFunction = "gelu",
     max_memory: int = DEFAULT_MAX_MEMORY,
     known: Plan | None = None,
+    one_pass: Callable[[ExampleGradients], NormGradient] = norm_gradient,
 ) -> Susceptibility:
     """PL and PLIS of every example of a batch.
 
@@ -55,6 +61,7 @@ def susceptibility(
         clip: The clip function.
         max_memory: Bytes that a chunk's graph or gradients may take; at least one example is worked on.
         known: What :func:`torchfil.fisher.ghost.norms.plan` found for such a batch before.
+        one_pass: How ‖g‖² and its gradient are computed where the layers allow.
     """
     if len(gradients) == 0:
         empty = torch.zeros(0, gradients.num_coordinates, dtype=gradients.dtype, device=gradients.device)
@@ -64,8 +71,7 @@ def susceptibility(
     if known.reason is None:
         rows_at_once = max(1, max_memory // max(1, known.bytes_per_example))
         parts = [
-            norm_gradient(replace(gradients, examples=examples))
-            for _, examples in gradients.examples.chunks(rows_at_once)
+            one_pass(replace(gradients, examples=examples)) for _, examples in gradients.examples.chunks(rows_at_once)
         ]
     else:
         parts = [_from_gradients(part) for _, part in gradients.chunks(max_memory, _WORKING_VECTORS)]
@@ -84,6 +90,36 @@ def susceptibility(
 def _from_gradients(gradients: ExampleGradients) -> NormGradient:
     g = gradients.gradients()
     return NormGradient(g.square().sum(dim=1), 2 * gradients.vjp(g))
+
+
+class _GraphedNorms:
+    """:func:`norm_gradient`, on a GPU as a CUDA graph from the second batch of a kind on."""
+
+    def __init__(self) -> None:
+        self.usable = True
+        self._seen: set[Hashable] = set()
+        self._captured: dict[Hashable, CapturedPass[NormGradient]] = {}
+
+    def __call__(self, gradients: ExampleGradients) -> NormGradient:
+        if not self.usable or gradients.device.type != "cuda":
+            return norm_gradient(gradients)
+        key = (len(gradients), signature(gradients))
+        if key not in self._seen:
+            if len(self._seen) >= _MOST_GRAPHS:
+                self._seen.clear()
+                self._captured.clear()
+            self._seen.add(key)
+            return norm_gradient(gradients)
+        try:
+            if key not in self._captured:
+                self._captured[key] = CapturedPass(gradients, len(gradients), norm_gradient)
+            found = self._captured[key].replay(gradients.examples)
+        except RuntimeError as error:
+            logger.warning("PLIS could not be captured in a CUDA graph and runs eagerly: %s", error)
+            self.usable = False
+            self._captured.clear()
+            return norm_gradient(gradients)
+        return NormGradient(found.square.clone(), found.gradient.clone())
 
 
 class PLIS:
@@ -107,6 +143,7 @@ class PLIS:
             attributes to the output of an embedding, for integer inputs.
         max_memory: Bytes that the computation may hold beside the model and the result, as far as it can be told
             beforehand from two examples.
+        cuda_graphs: Whether batches of a size that was seen before run as CUDA graphs on a GPU.
 
     Attributes:
         method: How the last batch was worked on: "one pass", or "mapped gradients" with the reason.
@@ -130,6 +167,7 @@ class PLIS:
         *,
         private: Private | None = None,
         max_memory: int = DEFAULT_MAX_MEMORY,
+        cuda_graphs: bool = True,
     ) -> None:
         for name, value in (("noise_std", noise_std), ("max_grad_norm", max_grad_norm), ("max_memory", max_memory)):
             if value is not None and not value > 0:
@@ -143,6 +181,7 @@ class PLIS:
         self.max_memory = max_memory
         self.method: str | None = None
         self._plans: dict[Hashable, Plan] = {}
+        self._one_pass = _GraphedNorms() if cuda_graphs else norm_gradient
 
     def attribute(self, inputs: Inputs, targets: Any) -> Any:
         """The PLIS of every example, in the shape of the inputs.
@@ -181,6 +220,7 @@ class PLIS:
             clip=self.clip,
             max_memory=self.max_memory,
             known=found,
+            one_pass=self._one_pass,
         )
 
     def _plan(self, gradients: ExampleGradients) -> Plan:

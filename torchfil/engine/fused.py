@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchfil.clipping import ClipFunction
 from torchfil.examples import Examples
@@ -17,6 +16,7 @@ from torchfil.fisher.batch import Measurement, PrivateBatch
 from torchfil.fisher.estimators import Draws, Quantity
 from torchfil.fisher.ghost import GhostJacobian
 from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.graphs import CapturedPass, signature
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
 
@@ -116,11 +116,7 @@ class FusedPass:
     def _replay(self, batch: PrivateBatch, seeds: tuple[int, ...], *, folded: bool, summed: bool) -> _Outputs | None:
         gradients, mechanism = batch.gradients, batch.mechanism
         size = -(-len(gradients) // self.bucket) * self.bucket
-        leaves = [leaf for leaf in pytree.tree_leaves(gradients.examples.public) if isinstance(leaf, Tensor)]
-        shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
-        weights = tuple(value.data_ptr() for value in gradients.parameters.values())
-        training = tuple(module.training for module in gradients.model.modules())
-        key = (size, shapes, weights, training, len(seeds), folded, summed, mechanism)
+        key = (size, signature(gradients), len(seeds), folded, summed, mechanism)
         try:
             if key not in self._captured:
                 if len(self._captured) >= _MOST_GRAPHS:  # a changing noise or threshold needs a graph each
@@ -172,7 +168,7 @@ class _Outputs:
 
 
 class _Captured:
-    """One pass of fixed size as a CUDA graph."""
+    """One pass of fixed size as a CUDA graph, with the probes and the mask that it reads."""
 
     def __init__(
         self,
@@ -185,36 +181,16 @@ class _Captured:
         folded: bool,
         summed: bool,
     ) -> None:
-        examples = gradients.examples
-        self.size = size
-        self.examples = replace(
-            examples, z=_padded(examples.z, size), public=pytree.tree_map(lambda x: _padded(x, size), examples.public)
-        )
-        self.gradients = replace(gradients, examples=self.examples)
         self.probes = [
             torch.zeros(gradients.num_parameters, dtype=gradients.dtype, device=gradients.device)
             for _ in range(num_probes)
         ]
         self.mask = torch.zeros(size, dtype=gradients.dtype, device=gradients.device)
         self.mechanism, self.folded, self.summed = mechanism, folded, summed
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._pass()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[self.mask.device.index or 0]
-        intact = generator.clone_state()
-        try:
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                self.outputs = self._pass()
-        except RuntimeError:
-            generator.graphsafe_set_state(intact)  # a broken capture leaves it unusable
-            raise
+        self.captured = CapturedPass(gradients, size, self._pass, pool)
 
-    def _pass(self) -> _Outputs:
-        jacobian = GhostJacobian(self.gradients, self.mechanism.clip, self.mechanism.max_grad_norm)
+    def _pass(self, gradients: ExampleGradients) -> _Outputs:
+        jacobian = GhostJacobian(gradients, self.mechanism.clip, self.mechanism.max_grad_norm)
         if self.folded and self.probes:
             rows: tuple[Tensor, ...] = (jacobian.folded_row(self.mechanism, lambda: self.probes[0]),)
             slope = None
@@ -227,18 +203,13 @@ class _Captured:
     def replay(self, examples: Examples, seeds: tuple[int, ...]) -> _Outputs:
         """The pass over these examples."""
         count = len(examples)
-        pairs = zip(pytree.tree_leaves(self.examples.public), pytree.tree_leaves(examples.public), strict=True)
-        for static, given in ((self.examples.z, examples.z), *pairs):
-            if isinstance(static, Tensor):
-                static[:count].copy_(given)
-                static[count:].copy_(given[:1].expand(self.size - count, *given.shape[1:]))
         self.mask.zero_()
         self.mask[:count] = 1
         draws = Draws(seeds, slice(0, count), count, 1)
-        for static, u in zip(self.probes, draws.signs(self.gradients.num_parameters, like=self.mask), strict=True):
-            static.copy_(u)
-        self.graph.replay()
-        return self.outputs
+        if self.probes:
+            for static, u in zip(self.probes, draws.signs(len(self.probes[0]), like=self.mask), strict=True):
+                static.copy_(u)
+        return self.captured.replay(examples)
 
 
 class _Replayed(GhostJacobian):
@@ -260,11 +231,3 @@ class _Replayed(GhostJacobian):
     def folded_row(self, mechanism: Mechanism, probe: Callable[[], Tensor]) -> Tensor:
         """The one row."""
         return next(self._rows)
-
-
-def _padded(value: Any, size: int) -> Any:
-    """A new tensor of that many rows, the first row repeated at the end."""
-    if not isinstance(value, Tensor):
-        return value
-    rows = torch.arange(size, device=value.device)
-    return value[rows.where(rows < len(value), torch.zeros_like(rows))].clone()

@@ -1,0 +1,74 @@
+"""Layers that a recorded pass computes in its own way: the same values, first and second derivatives as torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import gradcheck, gradgradcheck
+
+from torchfil.fisher.ghost.substitutes import with_substitutes
+
+pytestmark = pytest.mark.torch_versions
+
+
+def second_derivatives(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The output, its product with a fixed direction back to x, and that one's back to x."""
+    x = x.clone().requires_grad_()
+    output = module(x)
+    generator = torch.Generator().manual_seed(1)
+    v = torch.randn(output.shape, dtype=x.dtype, generator=generator)
+    (first,) = torch.autograd.grad((output.sin() * v).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((first * torch.randn(x.shape, dtype=x.dtype, generator=generator)).sum(), x)
+    return [output.detach(), first.detach(), second]
+
+
+CASES = {
+    "pool, overlapping": (nn.AvgPool2d(2, stride=1), (2, 3, 5, 6)),
+    "pool, uneven": (nn.AvgPool2d((3, 2), (2, 3)), (2, 3, 8, 7)),
+    "pool, gaps": (nn.AvgPool1d(2, stride=3), (2, 3, 10)),
+    "pool, three axes": (nn.AvgPool3d(2, stride=1), (2, 1, 3, 4, 5)),
+    "pool, padded (torch's own)": (nn.AvgPool2d(3, stride=2, padding=1), (2, 3, 7, 7)),
+    "pool, ceiling (torch's own)": (nn.AvgPool2d(2, ceil_mode=True), (2, 3, 5, 5)),
+    "pool, divisor (torch's own)": (nn.AvgPool2d(2, divisor_override=3), (2, 3, 6, 6)),
+    "pool, large (torch's own)": (nn.AvgPool2d(5), (2, 3, 10, 10)),
+    "pool, one image (torch's own)": (nn.AvgPool2d(2), (3, 6, 6)),
+    "groups": (nn.GroupNorm(2, 4), (3, 4, 3, 2)),
+    "groups, no positions": (nn.GroupNorm(2, 6), (3, 6)),
+    "groups, no weights": (nn.GroupNorm(3, 3, affine=False, eps=0.1), (2, 3, 4)),
+    "layer": (nn.LayerNorm(5), (2, 3, 5)),
+    "layer, two axes, no bias": (nn.LayerNorm((3, 4), bias=False), (2, 3, 4)),
+    "convolution": (nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=2, groups=2), (2, 4, 9, 8)),
+    "convolution, circular": (nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular"), (2, 2, 6)),
+    "convolution, same": (nn.Conv2d(2, 3, 2, padding="same"), (2, 2, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_values_and_derivatives_as_torch(name: str) -> None:
+    torch.manual_seed(0)
+    module, shape = CASES[name]
+    module = module.double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(shape, dtype=torch.float64)
+    want = second_derivatives(module, x)
+    with with_substitutes(module):
+        got = second_derivatives(module, x)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    assert "forward" not in vars(module)
+    assert "_conv_forward" not in vars(module)
+
+
+@pytest.mark.parametrize("name", ["pool, overlapping", "groups", "layer"])
+def test_derivatives_are_those_of_finite_differences(name: str) -> None:
+    torch.manual_seed(0)
+    module, shape = CASES[name]
+    module = module.double()
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    with with_substitutes(module):
+        assert gradcheck(module, x)
+        assert gradgradcheck(module, x)

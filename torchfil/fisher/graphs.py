@@ -1,0 +1,86 @@
+"""A pass over a batch of fixed size as a CUDA graph: small networks spend most of their time on launching kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchfil.examples import Examples
+from torchfil.fisher.gradients import ExampleGradients
+
+__all__ = ["CapturedPass", "signature"]
+
+Result = TypeVar("Result")
+
+
+def signature(gradients: ExampleGradients) -> Hashable:
+    """What a captured pass depends on, the batch's size and contents aside."""
+    leaves = [leaf for leaf in pytree.tree_leaves(gradients.examples.public) if isinstance(leaf, Tensor)]
+    shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+    weights = tuple(value.data_ptr() for value in (*gradients.parameters.values(), *gradients.constants.values()))
+    return shapes, weights, tuple(module.training for module in gradients.model.modules())
+
+
+class CapturedPass(Generic[Result]):
+    """``run`` over ``size`` examples as a CUDA graph; the weights are read anew, where they lie, at each replay.
+
+    Args:
+        gradients: A batch to begin with; smaller ones are filled up with copies of the first example.
+        size: How many examples the pass takes.
+        run: What to capture: a function of the examples' gradients whose results stay where they are.
+        pool: Memory shared with other graphs, which then must not be replayed while this one's results are in use.
+
+    Raises:
+        RuntimeError: ``run`` cannot be captured.
+    """
+
+    def __init__(
+        self, gradients: ExampleGradients, size: int, run: Callable[[ExampleGradients], Result], pool: Any = None
+    ) -> None:
+        examples = gradients.examples
+        self.size = size
+        self.examples = replace(
+            examples, z=_filled(examples.z, size), public=pytree.tree_map(lambda x: _filled(x, size), examples.public)
+        )
+        self.gradients = replace(gradients, examples=self.examples)
+        device = self.examples.z.device
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                run(self.gradients)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[device.index or 0]
+        intact = generator.clone_state()
+        try:
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                self.result = run(self.gradients)
+        except RuntimeError:
+            generator.graphsafe_set_state(intact)  # a broken capture leaves it unusable
+            raise
+
+    def replay(self, examples: Examples) -> Result:
+        """The result for these examples, at most ``size``; overwritten by the next replay."""
+        count = len(examples)
+        pairs = zip(pytree.tree_leaves(self.examples.public), pytree.tree_leaves(examples.public), strict=True)
+        for static, given in ((self.examples.z, examples.z), *pairs):
+            if isinstance(static, Tensor):
+                static[:count].copy_(given)
+                if count < self.size:
+                    static[count:].copy_(given[:1].expand(self.size - count, *given.shape[1:]))
+        self.graph.replay()
+        return self.result
+
+
+def _filled(value: Any, size: int) -> Any:
+    """A new tensor of that many rows, the first row repeated at the end."""
+    if not isinstance(value, Tensor):
+        return value
+    rows = torch.arange(size, device=value.device)
+    return value[rows.where(rows < len(value), torch.zeros_like(rows))].clone()
