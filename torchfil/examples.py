@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Coordinates", "Examples", "Inputs", "Private", "as_call", "superpixel"]
+__all__ = ["Coordinates", "Examples", "Inputs", "Private", "as_call", "finiteness_check", "superpixel"]
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Coordinates = Tensor | Sequence[int] | slice
@@ -138,12 +138,17 @@ class Examples:
         private: Private | None = None,
         *,
         submodule_shape: Callable[[str, Any], tuple[torch.Size, torch.dtype]] | None = None,
+        check_values: bool = True,
     ) -> Examples:
-        """As :meth:`build`, for a model that is called with both positional and keyword inputs."""
+        """As :meth:`build`, for a model that is called with both positional and keyword inputs.
+
+        ``check_values=False`` leaves the search for NaN to :func:`finiteness_check`.
+        """
         private = private if private is not None else Private()
         kwargs = dict(kwargs)
         batch = _batch_size(args, kwargs, targets)
-        _refuse_non_finite(args, kwargs, targets)
+        if check_values:
+            _refuse_non_finite(args, kwargs, targets)
         public = (args, kwargs, targets)
         device = _device(args, kwargs)
         slots: list[_Slot] = []
@@ -304,6 +309,31 @@ def _batch_size(args: Any, kwargs: Any, targets: Any) -> int:
             f"{[tuple(leaf.shape) for leaf in every]}; the first dimension must run over examples"
         )
     return sizes.pop()
+
+
+def finiteness_check(args: Any, kwargs: Any, targets: Any) -> Callable[[], None]:
+    """Begin to look for NaN and infinity; the function that is returned raises where there are some.
+
+    On a GPU the look is taken while other work goes on.
+    """
+    floating = [
+        x for x in pytree.tree_leaves((args, kwargs, targets)) if isinstance(x, Tensor) and x.is_floating_point()
+    ]
+    if not floating or any(leaf.device.type != "cuda" for leaf in floating):
+        _refuse_non_finite(args, kwargs, targets)
+        return lambda: None
+    totals = torch.stack([leaf.sum(dtype=torch.float64) for leaf in floating])
+    seen = torch.empty(len(floating), dtype=torch.float64, pin_memory=True)
+    seen.copy_(totals, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(totals.device))
+
+    def confirm() -> None:
+        done.synchronize()
+        if not bool(torch.isfinite(seen).all()):
+            _refuse_non_finite(args, kwargs, targets)
+
+    return confirm
 
 
 def _refuse_non_finite(args: Any, kwargs: Any, targets: Any) -> None:

@@ -197,6 +197,7 @@ class TestTables:
             "fil_kind",
             "mse_bound",
             "mse_bound_low",
+            "rel_error",
             "participations",
             "missed",
             "squared_norm",

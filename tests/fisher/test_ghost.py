@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchfil import fisher, zoo
-from torchfil.clipping import get_clip
 from torchfil.examples import Private
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.ghost import GhostJacobian, norm_gradient, plan
@@ -55,11 +54,14 @@ def check(model: nn.Module, x: Tensor, *, supported: bool = True, loss_fn: Any =
     square, slope = brute_force(model, loss_fn, x, y)
     assert torch.allclose(got.square, square, rtol=1e-10)
     assert torch.allclose(got.gradient.reshape(slope.shape), slope, rtol=1e-8, atol=1e-10 * float(slope.abs().max()))
-    ghost, mapped = (kind(gradients, get_clip("gelu"), 1.0) for kind in (GhostJacobian, ClippedJacobian))
-    u = torch.randn(gradients.num_parameters, dtype=torch.float64, device=DEVICE)
-    for probe in (u, u.expand(BATCH, -1)):
-        want = mapped.perpendicular_rmatvec(probe)
-        assert torch.allclose(ghost.perpendicular_rmatvec(probe), want, rtol=1e-8, atol=1e-10 * float(want.abs().max()))
+    mechanism = Mechanism.build(1.0, 0.7, "gelu", PoissonAmplification(0.1))
+    ghost, mapped = (kind(gradients, mechanism.clip, 1.0) for kind in (GhostJacobian, ClippedJacobian))
+    probes = torch.randn(3, gradients.num_parameters, dtype=torch.float64, device=DEVICE)
+    wanted = list(mapped.folded_rows(mechanism, probes, 3))
+    fresh = GhostJacobian(gradients, mechanism.clip, 1.0)
+    rows = [*ghost.folded_rows(mechanism, probes, 3), *fresh.folded_rows(mechanism, probes[:1], 1)]
+    for got_row, want in zip(rows, [*wanted, wanted[0]], strict=True):
+        assert torch.allclose(got_row, want, rtol=1e-8, atol=1e-10 * float(want.abs().max()))
     mask = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64, device=DEVICE)
     summed = torch.cat([part.flatten() for part in ghost.clipped_sum(mask).values()])
     assert torch.allclose(summed, mask @ mapped.clipped_gradient, rtol=1e-9, atol=1e-12)
@@ -337,12 +339,11 @@ def test_one_folded_probe_has_the_whole_matrix_as_its_mean(clip: str, amplificat
     mechanism = Mechanism.build(1.5, 0.8, clip, amplification)
     gradients = ExampleGradients.build(model, nn.MSELoss(), x, y, None)
     jacobian = GhostJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
-    weights = mechanism.weights(jacobian.clipped_norm)
     p = gradients.num_parameters
     mean = torch.zeros(4, 3, 3, dtype=torch.float64, device=DEVICE)
     for bits in range(2**p):
         u = torch.tensor([1.0 if bits >> k & 1 else -1.0 for k in range(p)], dtype=torch.float64, device=DEVICE)
-        r = jacobian.amplified_rmatvec(u, *weights)
+        (r,) = jacobian.folded_rows(mechanism, [u], 1)
         mean += r[:, :, None] * r[:, None, :] / 2**p
     want = fisher.exact_fim(
         model,

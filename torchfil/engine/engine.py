@@ -91,8 +91,10 @@ class FILPrivacyEngine(PrivacyEngine):
         amplification: str | Amplification | None = None,
         theorem4_delta: float = 1e-9,
         estimator: str = "weight-probes",
-        num_probes: int = 3,
+        num_probes: int | None = None,
         fil_rate: float = 1.0,
+        rel_error: float | None = None,
+        epochs: float | None = None,
         track: Collection[Track] = (),
         sketch_rank: int = 4,
         id_of: Callable[[int], Hashable] | Sequence[Hashable] | None = None,
@@ -126,8 +128,12 @@ class FILPrivacyEngine(PrivacyEngine):
                 "theorem4", or an object with ``factors(rho)``.
             theorem4_delta: δ of a step for "theorem4".
             estimator: "weight-probes", "input-probes", "coordinates" or "exact".
-            num_probes: Probes per step and example. One suffices for long runs, but its errors are conservative.
+            num_probes: Probes per step and example; None: 3. One suffices for long runs, with conservative errors.
             fil_rate: The probability with which a step is measured (and then weighted by its inverse), in (0, 1].
+            rel_error: The relative standard error of tr I (and of the MSE bound) that the median example is to have at
+                the end: probes and skipped steps are chosen as the run goes, at the lowest cost.
+            epochs: With ``rel_error``, the planned number of passes over the data; None: at least eight more are
+                expected at any time, so a shorter run ends above the target.
             track: What to keep beside the trace: "diagonal" for attributes, "fim" or "sketch" for the spectral norm,
                 "plis" for the privacy loss's derivative.
             sketch_rank: Columns of the sketch.
@@ -161,6 +167,8 @@ class FILPrivacyEngine(PrivacyEngine):
             estimator=estimator,
             num_probes=num_probes,
             fil_rate=fil_rate,
+            rel_error=rel_error,
+            epochs=epochs,
             track=tuple(track),
             sketch_rank=sketch_rank,
             loss_reduction=loss_reduction,
@@ -220,6 +228,7 @@ class FILPrivacyEngine(PrivacyEngine):
             epochs=epochs,
             accountant=self.accountant.mechanism(),
         )
+        options.setdefault("epochs", epochs)
         return self.make_private(module, optimizer, data_loader, noise_multiplier=noise_multiplier, **options)
 
     def _prepare_optimizer(self, **settings: Any) -> FILOptimizer:

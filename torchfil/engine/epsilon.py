@@ -95,18 +95,18 @@ class NormHistory:
             setattr(self, name, new)
 
     def _level(self, rows: Tensor) -> Tensor:
-        effective = self.noise_multiplier / self.ratio[rows].double().clamp(min=1e-12)
-        position = torch.log(effective / self.anchor) / math.log(_RATIO)
-        return (position + 1e-5).floor().long().add(_BELOW).clamp(0, _LEVELS - 1)
+        start = math.log(self.noise_multiplier / self.anchor) / math.log(_RATIO) + _BELOW + 1e-5
+        position = self.ratio[rows].double().clamp_(min=1e-12).log_().mul_(-1 / math.log(_RATIO)).add_(start)
+        return position.floor_().clamp_(0, _LEVELS - 1).long()
 
     def _settle(self, rows: Tensor) -> None:
         """Book the steps since these examples' norms were last set."""
         if len(rows) == 0 or self.steps == 0:
             return
         open_steps = (self.steps - self.since[rows]).to(self.counts.dtype)
-        level = self._level(rows)
-        self.counts[rows, level] += open_steps
-        self.since[rows] = self.steps
+        places = torch.add(self._level(rows), rows, alpha=_LEVELS)
+        self.counts.view(-1).index_add_(0, places, open_steps)
+        self.since.index_fill_(0, rows, self.steps)
 
 
 def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tensor:

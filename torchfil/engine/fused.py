@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchfil.clipping import ClipFunction
+from torchfil.engine.contributions import additions
 from torchfil.examples import Examples
-from torchfil.fisher.batch import Measurement, PrivateBatch
-from torchfil.fisher.estimators import Draws, Quantity
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.estimators import Draws, GivenDraws, Quantity
 from torchfil.fisher.ghost import GhostJacobian
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.graphs import CapturedPass, signature
-from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.operator import ClippedJacobian
 
-__all__ = ["FusedPass", "FusedResult"]
+__all__ = ["FusedPass", "FusedResult", "Wanted"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +33,38 @@ class FusedResult:
     Attributes:
         losses: ℓ, [batch].
         norm: ‖g‖ before clipping, [batch].
-        sums: Σ_i g̃_i by parameter name.
-        measurement: Fisher quantities; None where the step is not measured.
+        sums: Σ_i g̃_i by parameter name; empty where it is not wanted.
+        additions: What the ledger adds, by name, [batch, …] each; None where the step is not measured.
     """
 
     losses: Tensor
     norm: Tensor
     sums: dict[str, Tensor]
-    measurement: Measurement | None
+    additions: dict[str, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a pass is to give.
+
+    Attributes:
+        quantities: Of the Fisher information.
+        seeds: Of the weight probes; none: the step is not measured.
+        rate: π, the probability with which such a step is measured.
+        summed: Whether the clipped sum is wanted.
+        susceptibility: Whether the PLIS is.
+    """
+
+    quantities: tuple[Quantity, ...]
+    seeds: tuple[int, ...]
+    rate: float = 1.0
+    summed: bool = True
+    susceptibility: bool = False
+
+    @property
+    def kind(self) -> Hashable:
+        """All that a captured pass depends on."""
+        return self.quantities, len(self.seeds), self.rate < 1, self.summed, self.susceptibility
 
 
 class FusedPass:
@@ -62,69 +84,40 @@ class FusedPass:
         self._captured: dict[Hashable, _Captured] = {}
         self._pool: Any = None  # one memory for all graphs: they are replayed one after the other
 
-    def run(
-        self,
-        batch: PrivateBatch,
-        quantities: tuple[Quantity, ...],
-        seeds: tuple[int, ...],
-        max_memory: int,
-        *,
-        measured: bool = True,
-        summed: bool = True,
-        susceptibility: bool = False,
-    ) -> FusedResult:
-        """One pass over the batch, in chunks where ``max_memory`` asks for them.
-
-        Args:
-            batch: The examples, at least one, and the mechanism.
-            quantities: What to measure.
-            seeds: Of the weight probes.
-            max_memory: Bytes that the recorded graph may hold.
-            measured: Whether to measure.
-            summed: Whether the clipped sum is wanted; otherwise ``sums`` is empty.
-            susceptibility: Whether to give the PLIS, too.
-        """
+    def run(self, batch: PrivateBatch, wanted: Wanted, max_memory: int) -> FusedResult:
+        """One pass over the batch, at least one example, in chunks where ``max_memory`` asks for them."""
         found = batch.known
         assert found is not None
         fits = len(batch.gradients) + self.bucket <= max(1, max_memory // max(1, found.bytes_per_example))
         if self.graphs and fits and batch.gradients.device.type == "cuda":
-            folded = len(seeds) == 1 and not susceptibility
-            replayed = self._replay(batch, seeds if measured else (), folded=folded, summed=summed)
+            replayed = self._replay(batch, wanted)
             if replayed is not None:
-                return self._read(batch, quantities, seeds, replayed, measured=measured, susceptibility=susceptibility)
-        losses: list[Tensor] = []
-        norms: list[Tensor] = []
-        sums: dict[str, Tensor] = {}
+                return replayed
+        parts: list[FusedResult] = []
+        for rows, jacobian in batch.chunks(max_memory, 1, one_pass=True):
+            assert isinstance(jacobian, GhostJacobian)
+            draws = Draws(wanted.seeds, rows, len(batch.gradients), 1)
+            parts.append(_result(batch, jacobian, wanted, draws, wanted.rate))
+        if len(parts) == 1:
+            return parts[0]
+        measured = [part.additions for part in parts if part.additions is not None]
+        return FusedResult(
+            torch.cat([part.losses for part in parts]),
+            torch.cat([part.norm for part in parts]),
+            {name: _sum_of([part.sums[name] for part in parts]) for name in parts[0].sums},
+            {name: torch.cat([part[name] for part in measured]) for name in measured[0]} if measured else None,
+        )
 
-        def chunks() -> Iterator[tuple[slice, ClippedJacobian]]:
-            for rows, jacobian in batch.chunks(max_memory, 1, one_pass=True):
-                assert isinstance(jacobian, GhostJacobian)
-                yield rows, jacobian
-                losses.append(jacobian.losses)
-                norms.append(jacobian.norm)
-                for name, part in jacobian.clipped_sum().items() if summed else ():
-                    sums[name] = sums[name] + part if name in sums else part
-
-        measurement = None
-        if measured:
-            measurement = batch.measured(chunks(), quantities, "weight-probes", seeds, susceptibility=susceptibility)
-        else:
-            for _ in chunks():
-                pass
-        return FusedResult(torch.cat(losses), torch.cat(norms), sums, measurement)
-
-    def _replay(self, batch: PrivateBatch, seeds: tuple[int, ...], *, folded: bool, summed: bool) -> _Outputs | None:
-        gradients, mechanism = batch.gradients, batch.mechanism
+    def _replay(self, batch: PrivateBatch, wanted: Wanted) -> FusedResult | None:
+        gradients = batch.gradients
         size = -(-len(gradients) // self.bucket) * self.bucket
-        key = (size, signature(gradients), len(seeds), folded, summed, mechanism)
+        key = (size, signature(gradients), wanted.kind, batch.mechanism)
         try:
             if key not in self._captured:
                 if len(self._captured) >= _MOST_GRAPHS:  # a changing noise or threshold needs a graph each
                     self._captured.clear()
-                self._captured[key] = _Captured(
-                    gradients, size, len(seeds), mechanism, self._memory(), folded=folded, summed=summed
-                )
-            return self._captured[key].replay(gradients.examples, seeds)
+                self._captured[key] = _Captured(batch, size, wanted, self._memory())
+            return self._captured[key].replay(gradients.examples, wanted)
         except RuntimeError as error:
             logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", error)
             self.graphs = False
@@ -137,97 +130,67 @@ class FusedPass:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
-    def _read(
-        self,
-        batch: PrivateBatch,
-        quantities: tuple[Quantity, ...],
-        seeds: tuple[int, ...],
-        outputs: _Outputs,
-        *,
-        measured: bool,
-        susceptibility: bool,
-    ) -> FusedResult:
-        count, mechanism = len(batch.gradients), batch.mechanism
-        measurement = None
-        if measured:
-            jacobian = _Replayed(batch.gradients, mechanism.clip, mechanism.max_grad_norm, outputs, count)
-            chunk = [(slice(0, count), jacobian)]
-            measurement = batch.measured(chunk, quantities, "weight-probes", seeds, susceptibility=susceptibility)
-        return FusedResult(outputs.losses[:count].clone(), outputs.norm[:count].clone(), outputs.sums, measurement)
+
+def _sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Their sum."""
+    return torch.stack(list(tensors)).sum(dim=0)
 
 
-@dataclass(frozen=True)
-class _Outputs:
-    """A captured pass's results, overwritten by the next replay."""
-
-    losses: Tensor
-    norm: Tensor
-    norm_gradient: Tensor | None
-    rows: tuple[Tensor, ...]
-    sums: dict[str, Tensor]
+def _result(
+    batch: PrivateBatch,
+    jacobian: GhostJacobian,
+    wanted: Wanted,
+    draws: Draws,
+    rate: float | Tensor,
+    mask: Tensor | None = None,
+) -> FusedResult:
+    """Everything that is wanted of one chunk."""
+    added = None
+    if wanted.seeds:
+        chunk = [(draws.rows, jacobian)]
+        measurement = batch.measured(
+            chunk, wanted.quantities, "weight-probes", draws, susceptibility=wanted.susceptibility
+        )
+        added = additions(measurement, rate, skipping=wanted.rate < 1)
+    sums = jacobian.clipped_sum(mask) if wanted.summed else {}
+    return FusedResult(jacobian.losses, jacobian.norm, sums, added)
 
 
 class _Captured:
-    """One pass of fixed size as a CUDA graph, with the probes and the mask that it reads."""
+    """One pass of fixed size as a CUDA graph, with the probes, the mask and the rate that it reads."""
 
-    def __init__(
-        self,
-        gradients: ExampleGradients,
-        size: int,
-        num_probes: int,
-        mechanism: Mechanism,
-        pool: Any,
-        *,
-        folded: bool,
-        summed: bool,
-    ) -> None:
-        self.probes = [
-            torch.zeros(gradients.num_parameters, dtype=gradients.dtype, device=gradients.device)
-            for _ in range(num_probes)
-        ]
+    def __init__(self, batch: PrivateBatch, size: int, wanted: Wanted, pool: Any) -> None:
+        gradients = batch.gradients
+        self.batch, self.wanted = batch, wanted
+        self.probes = tuple(
+            torch.zeros(gradients.num_parameters, dtype=gradients.dtype, device=gradients.device) for _ in wanted.seeds
+        )
         self.mask = torch.zeros(size, dtype=gradients.dtype, device=gradients.device)
-        self.mechanism, self.folded, self.summed = mechanism, folded, summed
+        self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=gradients.device)
         self.captured = CapturedPass(gradients, size, self._pass, pool)
 
-    def _pass(self, gradients: ExampleGradients) -> _Outputs:
-        jacobian = GhostJacobian(gradients, self.mechanism.clip, self.mechanism.max_grad_norm)
-        if self.folded and self.probes:
-            rows: tuple[Tensor, ...] = (jacobian.folded_row(self.mechanism, lambda: self.probes[0]),)
-            slope = None
-        else:
-            rows = tuple(jacobian.perpendicular_rmatvec(u) for u in self.probes)
-            slope = jacobian.norm_gradient if self.probes else None
-        sums = jacobian.clipped_sum(self.mask) if self.summed else {}
-        return _Outputs(jacobian.losses, jacobian.norm, slope, rows, sums)
+    def _pass(self, gradients: ExampleGradients) -> FusedResult:
+        mechanism, size = self.batch.mechanism, len(self.mask)
+        jacobian = GhostJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
+        draws = GivenDraws(self.wanted.seeds, slice(0, size), size, 1, self.probes)
+        return _result(replace(self.batch, gradients=gradients), jacobian, self.wanted, draws, self.rate, self.mask)
 
-    def replay(self, examples: Examples, seeds: tuple[int, ...]) -> _Outputs:
-        """The pass over these examples."""
+    def replay(self, examples: Examples, wanted: Wanted) -> FusedResult:
+        """The pass over these examples; the sums are overwritten by the next replay."""
         count = len(examples)
         self.mask.zero_()
         self.mask[:count] = 1
-        draws = Draws(seeds, slice(0, count), count, 1)
+        if wanted.rate < 1:
+            self.rate.fill_(wanted.rate)
         if self.probes:
+            draws = Draws(wanted.seeds, slice(0, count), count, 1)
             for static, u in zip(self.probes, draws.signs(len(self.probes[0]), like=self.mask), strict=True):
                 static.copy_(u)
-        return self.captured.replay(examples)
-
-
-class _Replayed(GhostJacobian):
-    """The Jacobian whose products with the probes were computed already, in their order."""
-
-    def __init__(
-        self, gradients: ExampleGradients, clip: ClipFunction, max_grad_norm: float, outputs: _Outputs, count: int
-    ) -> None:
-        super().__init__(gradients, clip, max_grad_norm)
-        self.norm = outputs.norm[:count].clone()
-        if outputs.norm_gradient is not None:
-            self.norm_gradient = outputs.norm_gradient[:count].clone()
-        self._rows = iter([row[:count] for row in outputs.rows])
-
-    def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
-        """The next row."""
-        return next(self._rows)
-
-    def folded_row(self, mechanism: Mechanism, probe: Callable[[], Tensor]) -> Tensor:
-        """The one row."""
-        return next(self._rows)
+        result = self.captured.replay(examples)
+        added = result.additions
+        return FusedResult(
+            result.losses[:count].clone(),
+            result.norm[:count].clone(),
+            result.sums,
+            None if added is None else {name: value[:count].clone() for name, value in added.items()},
+        )

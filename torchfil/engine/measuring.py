@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Hashable, Mapping
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchfil.engine.fused import FusedPass
+from torchfil.engine.contributions import additions
+from torchfil.engine.fused import FusedPass, Wanted
 from torchfil.engine.loader import split_batch
 from torchfil.engine.losses import IdentifiedLoss, check_loss, identify_loss
 from torchfil.engine.observer import ForwardPass
 from torchfil.engine.optimizer import FILOptimizer
+from torchfil.engine.pace import Pace
 from torchfil.engine.settings import Settings
 from torchfil.examples import Examples, as_call
 from torchfil.fisher.amplification import (
@@ -25,18 +27,17 @@ from torchfil.fisher.amplification import (
     PoissonAmplification,
     Theorem4Amplification,
 )
-from torchfil.fisher.batch import Measurement, PrivateBatch
-from torchfil.fisher.estimators import Draws, Quantity
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.estimators import Draws
 from torchfil.fisher.ghost import Plan, plan
 from torchfil.fisher.gradients import (
     ExampleGradients,
     copy_without_weights,
     has_active_dropout,
     output_of_one_example,
-    trainable_and_constant,
 )
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.ledger import Contribution, Ledger
+from torchfil.ledger import Ledger
 from torchfil.smoothness import non_smooth_operators
 
 __all__ = ["Measurer"]
@@ -44,6 +45,14 @@ __all__ = ["Measurer"]
 logger = logging.getLogger(__name__)
 
 _NORM_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """‖g‖ of the examples of one forward pass, [batch], and what the ledger adds for them, by name."""
+
+    norm: Tensor
+    additions: dict[str, Tensor]
 
 
 class Measurer:
@@ -64,6 +73,8 @@ class Measurer:
         self.sample_rate: float | None = None
         self._plans: dict[Hashable, Plan] = {}
         self._fused_pass: FusedPass | None = None
+        self._modules = list(zip(module.modules(), self.template.modules(), strict=True))
+        self._places = _places_of_weights(module)
 
     def checked_loss(self, forwards: list[ForwardPass], loss: IdentifiedLoss | None) -> IdentifiedLoss:
         """The loss, identified where it is not known yet, after the observed gradients were checked against it."""
@@ -82,22 +93,26 @@ class Measurer:
         """The examples of a forward pass with their private coordinates laid out."""
         return self.lay_out(forward.args, forward.kwargs, self._targets(forward))
 
-    def lay_out(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Examples:
+    def lay_out(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, *, check_values: bool = True
+    ) -> Examples:
         """These examples with their private coordinates laid out."""
 
         def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
             return output_of_one_example(self.module, name, public)
 
-        return Examples.from_call(args, kwargs, targets, self.settings.private, submodule_shape=submodule_shape)
+        return Examples.from_call(
+            args, kwargs, targets, self.settings.private, submodule_shape=submodule_shape, check_values=check_values
+        )
 
     def _targets(self, forward: ForwardPass) -> Any:
         return _moved(split_batch(forward.batch, self.settings.batch_to_inputs)[1], self.device)
 
     def gradients_at(self, examples: Examples, loss: IdentifiedLoss) -> ExampleGradients:
         """The examples' gradients at the present weights."""
-        for live, copied in zip(self.module.modules(), self.template.modules(), strict=True):
+        for live, copied in self._modules:
             copied.training = live.training
-        parameters, constants = trainable_and_constant(self.module)
+        parameters, constants = self._weights()
         seed = int(torch.randint(2**62, (), generator=self.generator)) if self.draws_masks() else None
         return ExampleGradients(self.template, loss, examples, parameters, constants, seed)
 
@@ -120,41 +135,36 @@ class Measurer:
             self._amplification(float(optimizer.noise_multiplier)),
         )
 
-    def measurement(
+    def measured(
         self,
         examples: Examples,
         loss: IdentifiedLoss,
         optimizer: FILOptimizer,
         ledger: Ledger,
         test_matrix: Tensor | None,
-    ) -> Measurement:
+        pace: Pace,
+    ) -> Measured:
         """The Fisher information of these examples under the present noise and clipping."""
         self.check_coordinates(examples.num_coordinates, ledger)
         gradients = self.gradients_at(examples, loss)
-        mechanism = self.mechanism(optimizer)
-        batch = PrivateBatch(gradients, mechanism, self.plan(gradients))
+        batch = PrivateBatch(gradients, self.mechanism(optimizer), self.plan(gradients))
         settings = self.settings
         if self.fits_one_pass(batch) and test_matrix is None and gradients.device.type == "cuda":
-            seeds = Draws.seeds_from(settings.num_probes, self.generator)
-            one_pass = self.fused_pass(optimizer).run(
-                batch,
-                settings.quantities,
-                seeds,
-                settings.max_memory,
-                summed=False,
-                susceptibility="plis" in settings.track,
-            )
-            assert one_pass.measurement is not None
-            return one_pass.measurement
-        return batch.measure(
+            seeds = Draws.seeds_from(pace.num_probes, self.generator)
+            wanted = Wanted(settings.quantities, seeds, pace.rate, False, "plis" in settings.track)
+            one_pass = self.fused_pass(optimizer).run(batch, wanted, settings.max_memory)
+            assert one_pass.additions is not None
+            return Measured(one_pass.norm, one_pass.additions)
+        measurement = batch.measure(
             settings.quantities,
             settings.estimator,
-            settings.num_probes,
+            pace.num_probes,
             self.generator,
             settings.max_memory,
             test_matrix.to(gradients.dtype) if test_matrix is not None else None,
             susceptibility="plis" in settings.track,
         )
+        return Measured(measurement.norm, additions(measurement, pace.rate, skipping=pace.rate < 1))
 
     def fits_one_pass(self, batch: PrivateBatch) -> bool:
         """Whether one recorded pass serves this batch's measurement."""
@@ -198,39 +208,11 @@ class Measurer:
                 logger.info("gradients are mapped over examples, which is slower: %s", found.reason)
         return found
 
-    def contribution(self, base: Contribution, measurements: list[Measurement]) -> Contribution:
-        """Weighted by 1/π, with the variance X²(1−π)/π² + v/π that random skipping leaves."""
-        rate = self.settings.fil_rate
-
-        def joined(quantity: Quantity) -> tuple[Tensor, Tensor]:
-            value = torch.cat([m.estimates[quantity].value for m in measurements]).double()
-            error = torch.cat([m.estimates[quantity].standard_error for m in measurements]).double()
-            return value / rate, value.square() * (1 - rate) / rate**2 + error.square() / rate
-
-        trace, variance = joined("trace")
-        freedom = measurements[0].estimates["trace"].degrees_of_freedom if rate == 1 else 1.0
-        probe_variance = torch.cat([m.estimates["trace"].standard_error for m in measurements]).double().square()
-        square = ((trace * rate).square() - probe_variance).clamp(min=0) / rate
-        spread = variance.square() / freedom
-        result = replace(base, trace=trace, variance=variance, variance_spread=spread, square=square)
-        if "diagonal" in self.settings.track:
-            diagonal, diagonal_variance = joined("diagonal")
-            result = replace(result, diagonal=diagonal, diagonal_variance=diagonal_variance)
-        if "fim" in self.settings.track:
-            result = replace(result, fim=joined("matrix")[0])
-        if "sketch" in self.settings.track:
-            products = [m.products for m in measurements if m.products is not None]
-            result = replace(result, sketch=torch.cat(products) / rate)
-        if "plis" in self.settings.track:
-            slopes = [m.susceptibility for m in measurements if m.susceptibility is not None]
-            result = replace(result, plis=torch.cat(slopes) / rate)
-        return result
-
-    def check_norms(self, measurements: list[Measurement], norms: Tensor) -> None:
+    def check_norms(self, parts: Sequence[Measured], norms: Tensor) -> None:
         """Raise unless the gradients that were measured are those that Opacus clips."""
         if self.draws_masks():
             return
-        measured = torch.cat([m.norm for m in measurements]).to(norms)
+        measured = torch.cat([part.norm for part in parts]).to(norms)
         distance = float((measured - norms).abs().max())
         if distance > _NORM_TOLERANCE.get(norms.dtype, 0.1) * float(norms.max()):
             raise RuntimeError(
@@ -266,7 +248,31 @@ class Measurer:
 
     def draws_masks(self) -> bool:
         """Whether dropout is active now."""
-        return any(has_active_dropout(module) for module in self.module.modules())
+        return any(has_active_dropout(module) for module, _ in self._modules)
+
+    def _weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """:func:`trainable_and_constant` without walking through the modules."""
+        trainable: dict[str, Tensor] = {}
+        constant: dict[str, Tensor] = {}
+        for name, holder, key in self._places:
+            value = holder[key]
+            if value is not None:
+                (trainable if value.requires_grad else constant)[name] = value.detach()
+        return trainable, constant
+
+
+def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
+    """Where each parameter, then each buffer lies, once for shared ones: its full name, the dict and the key."""
+    places: list[tuple[str, dict[str, Any], str]] = []
+    for kind in ("_parameters", "_buffers"):
+        known: set[int] = set()
+        for prefix, part in module.named_modules():
+            holder: dict[str, Any] = getattr(part, kind)
+            for key, value in holder.items():
+                if value is not None and id(value) not in known:
+                    known.add(id(value))
+                    places.append((f"{prefix}.{key}" if prefix else key, holder, key))
+    return places
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

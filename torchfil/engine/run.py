@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchfil.engine.epsilon import NormHistory
-from torchfil.engine.fused import FusedResult
+from torchfil.engine.fused import FusedResult, Wanted
 from torchfil.engine.loader import BatchTracker, FILDataLoader
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.measuring import Measurer
 from torchfil.engine.observer import ForwardPass, Observer
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.settings import Settings
-from torchfil.examples import as_call
+from torchfil.examples import as_call, finiteness_check
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
-from torchfil.fisher.gradients import ExampleGradients, refuse_unsupported_modules
+from torchfil.fisher.gradients import refuse_unsupported_modules
 from torchfil.leakage import ExampleIds, Leakage
 from torchfil.ledger import Contribution, Ledger
 from torchfil.plis import susceptibility
@@ -32,6 +33,18 @@ from torchfil.plis import susceptibility
 __all__ = ["Run"]
 
 logger = logging.getLogger(__name__)
+
+
+_LOOKS_PER_PASS = 8  # how often the pace is set anew
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A physical batch whose logical batch has not been released yet."""
+
+    contribution: Contribution
+    ratio: Tensor  # ‖g̃‖/C, [batch]
+    ids: frozenset[int]
 
 
 class Run:
@@ -70,7 +83,10 @@ class Run:
         self.tracker = BatchTracker()
         self.paused = False
         self.drew_masks = False  # whether dropout was active in a measured step
-        self._staged: list[tuple[Contribution, Tensor]] = []
+        self.pace = settings.pace()
+        self._latest: Contribution | None = None  # the last measured one at the present pace
+        self._names = {id(value): name for name, value in module.named_parameters()}
+        self._staged: list[_Staged] = []
         self._measure_this_step: bool | None = None
 
     observer: Observer
@@ -131,11 +147,11 @@ class Run:
 
     def _measured(self, optimizer: FILOptimizer, norms: Tensor, forwards: list[ForwardPass]) -> Callable[[], None]:
         forwards = _latest(forwards, len(norms))
-        rows = self._rows(forwards, len(norms))
+        ids = self._ids(forwards, len(norms))
+        rows = self._rows(ids)
         measure_this_step = self._measure_this_step
         if measure_this_step is None:
-            rate = self.settings.fil_rate
-            measure_this_step = rate == 1 or bool(torch.rand((), generator=self.generator) < rate)
+            measure_this_step = self._is_measured()
         scale = self.settings.clip.scale(norms, optimizer.max_grad_norm)
         clipped = (norms * scale).detach()
         loss, ledger, test_matrix = self.loss, self.ledger, self.test_matrix
@@ -148,11 +164,12 @@ class Run:
                 self.measurer.warn_if_not_smooth(forwards[0])
                 ledger, test_matrix = self._new_ledger(examples[0].num_coordinates)
             if measure_this_step and not self.paused and loss is not None:
-                measurements = [
-                    self.measurer.measurement(part, loss, optimizer, ledger, test_matrix) for part in examples
+                parts = [
+                    self.measurer.measured(part, loss, optimizer, ledger, test_matrix, self.pace) for part in examples
                 ]
-                self.measurer.check_norms(measurements, norms)
-                contribution = self.measurer.contribution(contribution, measurements)
+                self.measurer.check_norms(parts, norms)
+                added = {name: torch.cat([part.additions[name] for part in parts]) for name in parts[0].additions}
+                contribution = Contribution(rows, clipped.square(), measured=True, **added)
 
         def stage() -> None:
             self.loss, self.ledger, self.test_matrix = loss, ledger, test_matrix
@@ -160,9 +177,14 @@ class Run:
             self.drew_masks = self.drew_masks or self.measurer.draws_masks()
             self.observer.forget_finished()
             if len(rows):
-                self._staged.append((contribution, clipped / optimizer.max_grad_norm))
+                self._staged.append(_Staged(contribution, clipped / optimizer.max_grad_norm, frozenset(ids)))
 
         return stage
+
+    def _is_measured(self) -> bool:
+        """Whether chance chooses the present step."""
+        rate = self.pace.rate
+        return rate == 1 or bool(torch.rand((), generator=self.generator) < rate)
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
         """A whole private step on the current batch; see :meth:`FILPrivacyEngine.train_step`."""
@@ -176,52 +198,47 @@ class Run:
             )
         inputs, targets = self.measurer.moved((inputs, targets))
         args, kwargs = as_call(inputs)
-        examples = self.measurer.lay_out(args, kwargs, targets)
+        finite = finiteness_check(args, kwargs, targets)
+        examples = self.measurer.lay_out(args, kwargs, targets, check_values=False)
         gradients = self.measurer.gradients_at(examples, self.loss)
         fits = self.settings.estimator == "weight-probes" and "sketch" not in self.settings.track
-        if not fits or (len(examples) and self.measurer.plan(gradients).reason is not None):
+        batch = PrivateBatch(gradients, self.measurer.mechanism(optimizer), self.measurer.plan(gradients))
+        if not fits or (len(examples) and not self.measurer.fits_one_pass(batch)):
+            finite()
             return self._plain_step(args, kwargs, targets)
         state = self.generator.get_state()
         try:
-            step = self._fused(gradients, ForwardPass(self.tracker.ids, self.tracker.batch, args, kwargs, None))
+            step = self._fused(batch, ForwardPass(self.tracker.ids, self.tracker.batch, args, kwargs, None), finite)
         except Exception:
             self.generator.set_state(state)
             raise
-        names = {id(value): name for name, value in self.module.named_parameters()}
-        optimizer.release([step.sums[names[id(p)]].reshape(p.shape) for p in optimizer.params])
+        optimizer.release([step.sums[self._names[id(p)]].reshape(p.shape) for p in optimizer.params])
         return step.losses.mean() if self.settings.loss_reduction == "mean" else step.losses.sum()
 
-    def _fused(self, gradients: ExampleGradients, forward: ForwardPass) -> FusedResult:
+    def _fused(self, batch: PrivateBatch, forward: ForwardPass, finite: Callable[[], None]) -> FusedResult:
         """The step's sums; its contribution is staged."""
-        settings, optimizer, count = self.settings, self.optimizer, len(gradients)
-        rows = self._rows([forward], count)
+        settings, optimizer, gradients, count = self.settings, self.optimizer, batch.gradients, len(batch.gradients)
         self._staged.clear()
+        ids = self._ids([forward], count)
+        rows = self._rows(ids)
         if count == 0:
             empty = torch.zeros(0, dtype=gradients.dtype, device=gradients.device)
             return FusedResult(empty, empty, {k: torch.zeros_like(v) for k, v in gradients.parameters.items()}, None)
-        measured = settings.fil_rate == 1 or bool(torch.rand((), generator=self.generator) < settings.fil_rate)
+        measured = self._is_measured() and not self.paused
         ledger = self.ledger
         if ledger is None:
+            finite()
             self.measurer.warn_if_not_smooth(forward)
             ledger, _ = self._new_ledger(gradients.num_coordinates)
         self.measurer.check_coordinates(gradients.num_coordinates, ledger)
-        batch = PrivateBatch(gradients, self.measurer.mechanism(optimizer), self.measurer.plan(gradients))
-        measured = measured and not self.paused
-        seeds = Draws.seeds_from(settings.num_probes, self.generator) if measured else ()
-        step = self.measurer.fused_pass(optimizer).run(
-            batch,
-            settings.quantities,
-            seeds,
-            settings.max_memory,
-            measured=measured,
-            susceptibility="plis" in settings.track,
-        )
+        seeds = Draws.seeds_from(self.pace.num_probes, self.generator) if measured else ()
+        wanted = Wanted(settings.quantities, seeds, self.pace.rate, True, "plis" in settings.track)
+        step = self.measurer.fused_pass(optimizer).run(batch, wanted, settings.max_memory)
+        finite()
         clipped = step.norm * settings.clip.scale(step.norm, float(optimizer.max_grad_norm))
-        contribution = Contribution(rows, clipped.square(), measured=not self.paused)
-        if step.measurement is not None:
-            contribution = self.measurer.contribution(contribution, [step.measurement])
+        contribution = Contribution(rows, clipped.square(), measured=not self.paused, **(step.additions or {}))
         self.ledger = ledger
-        self._staged.append((contribution, clipped / float(optimizer.max_grad_norm)))
+        self._staged.append(_Staged(contribution, clipped / float(optimizer.max_grad_norm), frozenset(ids)))
         return step
 
     def _plain_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Tensor:
@@ -235,29 +252,39 @@ class Run:
 
     def _book(self, optimizer: FILOptimizer) -> None:
         """The logical batch has been released: enter what was staged."""
-        rows, ratios = [], []
-        for contribution, ratio in self._staged:
+        for staged in self._staged:
             assert self.ledger is not None
-            self.ledger.add(contribution)
-            rows.append(contribution.rows)
-            ratios.append(ratio)
+            self.ledger.add(staged.contribution)
+            if staged.contribution.trace is not None:
+                self._latest = staged.contribution
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
         device = self.history.ratio.device
+        rows, ratios = [s.contribution.rows for s in self._staged], [s.ratio for s in self._staged]
         self.history.step(
-            torch.cat(rows) if rows else torch.zeros(0, dtype=torch.long, device=device),
-            torch.cat(ratios) if ratios else torch.zeros(0, device=device),
+            _joined(rows, torch.zeros(0, dtype=torch.long, device=device)),
+            _joined(ratios, torch.zeros(0, device=device)),
             float(optimizer.noise_multiplier),
             self._accounted_rate(),
         )
         self._staged.clear()
         self._measure_this_step = None
+        self._set_pace(optimizer)
         every = self.settings.norm_refresh
         if every is not None and self.loss is not None and self.history.steps % every == 0:
             self.refresh_norms(self.dataset, self.collate_fn)
 
-    def _rows(self, forwards: list[ForwardPass], num_gradients: int) -> Tensor:
+    def _set_pace(self, optimizer: FILOptimizer) -> None:
+        if self.pace.target is None or self.ledger is None:
+            return
+        share = optimizer.expected_batch_size / self.ids.num_examples
+        if self.history.steps % max(1, round(1 / (_LOOKS_PER_PASS * share))) == 0:
+            self.pace.update(self.ledger, self.history.steps * share, self._latest)
+            self._latest = None
+
+    def _ids(self, forwards: list[ForwardPass], num_gradients: int) -> list[int]:
+        """The numbers of the examples in these passes, checked against the gradients and what is staged."""
         if not forwards and num_gradients:
             raise RuntimeError(
                 "optimizer.step() was called with gradients that did not come through the private model's output; call "
@@ -271,23 +298,25 @@ class Run:
                     "its examples are unknown; iterate over that loader"
                 )
             ids += forward.ids
-        device = self.history.ratio.device
         if not ids:  # an empty batch, or Opacus's stand-in row for one (rand_on_empty), which is nobody
-            return torch.zeros(0, dtype=torch.long, device=device)
+            return ids
         if len(ids) != num_gradients:
             raise RuntimeError(
                 f"{len(ids)} examples were seen in {len(forwards)} forward passes, but there are {num_gradients} "
                 "per-example gradients. Call the model once per batch, with the whole batch; to use it on parts or "
                 "twice, put both calls into one module."
             )
-        rows = torch.tensor(ids, dtype=torch.long, device=device)
-        earlier = [contribution.rows for contribution, _ in self._staged]
-        if len(torch.cat([rows, *earlier]).unique()) != len(rows) + sum(map(len, earlier)):
+        if len(set(ids).union(*(staged.ids for staged in self._staged))) != len(ids) + sum(
+            len(staged.ids) for staged in self._staged
+        ):
             raise RuntimeError(
                 "an example occurs twice under one draw of noise: its gradient would count twice. Check the sampler "
                 "(no replacement within a batch), do not accumulate gradients over passes that share examples."
             )
-        return rows
+        return ids
+
+    def _rows(self, ids: list[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.long).to(self.history.ratio.device, non_blocking=True)
 
     def _new_ledger(self, num_coordinates: int) -> tuple[Ledger, Tensor | None]:
         settings, device = self.settings, self.history.ratio.device
@@ -343,7 +372,7 @@ class Run:
         """(σ, q, steps) of the DP accountant; replaced by the engine."""
         return []
 
-    state_dict_keys = ("ledger", "history", "test_matrix", "drew_masks", "generator")
+    state_dict_keys = ("ledger", "history", "test_matrix", "drew_masks", "generator", "pace")
 
     def state_dict(self) -> dict[str, Any]:
         """Ledger, norm history, test matrix and the probes' generator."""
@@ -355,6 +384,7 @@ class Run:
             "test_matrix": self.test_matrix,
             "drew_masks": self.drew_masks,
             "generator": self.generator.get_state(),
+            "pace": self.pace.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -377,7 +407,8 @@ class Run:
         history = NormHistory(self.ids.num_examples, device)
         history.load_state_dict(state["history"])
         self.generator.set_state(state["generator"].cpu())
-        self.ledger, self.history = ledger, history
+        self.pace.load_state_dict(state["pace"])
+        self.ledger, self.history, self._latest = ledger, history, None
         self.drew_masks = bool(state["drew_masks"])
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(device) if matrix is not None else None
@@ -391,6 +422,10 @@ def _latest(forwards: list[ForwardPass], num_gradients: int) -> list[ForwardPass
         if sum(len(forward.ids or ()) for forward in forwards[start:]) == num_gradients:
             return forwards[start:]
     return forwards
+
+
+def _joined(parts: list[Tensor], empty: Tensor) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else next(iter(parts), empty)
 
 
 def _refuse_memory(needed: int, settings: Settings) -> None:

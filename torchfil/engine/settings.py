@@ -9,12 +9,15 @@ from typing import Any
 from torch import nn
 
 from torchfil.clipping import ClipFunction
+from torchfil.engine.pace import Pace
 from torchfil.examples import Private
 from torchfil.fisher.amplification import Amplification
 from torchfil.fisher.estimators import Quantity, get_estimator
 from torchfil.ledger import TRACKABLE, Track
 
 __all__ = ["BatchToInputs", "Settings", "choose_amplification", "refuse_modes"]
+
+_USUAL_PROBES = 3
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
 
@@ -28,7 +31,7 @@ class Settings:
     amplification: str | Amplification
     theorem4_delta: float
     estimator: str
-    num_probes: int
+    num_probes: int | None
     fil_rate: float
     track: tuple[Track, ...]
     sketch_rank: int
@@ -38,11 +41,14 @@ class Settings:
     max_memory: int
     max_ledger_memory: int
     cuda_graphs: bool = True
+    rel_error: float | None = None
+    epochs: float | None = None
 
     def __post_init__(self) -> None:
         get_estimator(self.estimator)
-        if self.num_probes < 1:
+        if self.num_probes is not None and self.num_probes < 1:
             raise ValueError(f"num_probes={self.num_probes} must be at least 1")
+        self._check_target()
         if not 0 < self.fil_rate <= 1:
             raise ValueError(f"fil_rate={self.fil_rate} must lie in (0, 1]: it is the probability of measuring a step")
         if self.sketch_rank < 1:
@@ -65,8 +71,29 @@ class Settings:
                 f"track={self.track} needs estimator='weight-probes' or 'exact'; {self.estimator!r} gives the trace "
                 "only"
             )
-        if "fim" in self.track and self.estimator == "weight-probes" and self.num_probes < 2:
+        if "fim" in self.track and self.estimator == "weight-probes" and self.num_probes == 1:
             raise ValueError("track=('fim',) with weight probes needs num_probes of at least 2")
+
+    def _check_target(self) -> None:
+        if self.epochs is not None and not self.epochs > 0:
+            raise ValueError(f"epochs={self.epochs} must be positive: it is the planned number of passes over the data")
+        if self.rel_error is None:
+            return
+        if not 0 < self.rel_error < 1:
+            raise ValueError(f"rel_error={self.rel_error} must lie strictly between 0 and 1; 0.05 means 5 %")
+        if self.num_probes is not None or self.fil_rate != 1:
+            raise ValueError(
+                f"rel_error={self.rel_error} chooses the probes and the share of steps by itself; leave out num_probes="
+                f"{self.num_probes} and fil_rate={self.fil_rate}"
+            )
+        if self.estimator != "weight-probes":
+            raise ValueError(f"rel_error needs estimator='weight-probes', not {self.estimator!r}")
+
+    def pace(self) -> Pace:
+        """The pace to begin with."""
+        if self.rel_error is not None:
+            return Pace.steered(self.rel_error, self.epochs)
+        return Pace(_USUAL_PROBES if self.num_probes is None else self.num_probes, self.fil_rate)
 
     @property
     def exact(self) -> bool:

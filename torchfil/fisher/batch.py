@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchfil.clipping import ClipFunction
 from torchfil.examples import Inputs, Private
 from torchfil.fisher.amplification import Amplification
-from torchfil.fisher.estimators import Draws, Moments, Quantity, get_estimator, probe_moments
+from torchfil.fisher.estimators import Draws, Moments, Quantity, get_estimator
 from torchfil.fisher.ghost import GhostJacobian, Plan, plan
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import Mechanism
@@ -109,36 +109,26 @@ class PrivateBatch:
         seeds = () if estimator == "exact" else Draws.seeds_from(num_probes, generator)
         one_pass = estimator == "weight-probes" and test_matrix is None
         chunks = self.chunks(max_memory, vectors, one_pass=one_pass)
-        return self.measured(chunks, quantities, estimator, seeds, columns, test_matrix, susceptibility)
+        draws = Draws(seeds, slice(0, len(self.gradients)), len(self.gradients), columns)
+        return self.measured(chunks, quantities, estimator, draws, test_matrix, susceptibility)
 
     def measured(
         self,
         chunks: Iterable[tuple[slice, ClippedJacobian]],
         quantities: Sequence[Quantity],
         estimator: str,
-        seeds: tuple[int, ...],
-        columns: int = 1,
+        draws: Draws,
         test_matrix: Tensor | None = None,
         susceptibility: bool = False,
     ) -> Measurement:
-        """:meth:`measure` over given chunks of the batch, with given seeds of the probes.
-
-        One weight probe from a recorded pass is folded: u′ = M^{1/2}u gives E[r rᵀ] = s²I for r = J̃ᵀu′, the part along
-        the gradient included, from one derivative instead of two.
-        """
+        """:meth:`measure` over given chunks of the batch, with given draws."""
         run = get_estimator(estimator)
-        folded = estimator == "weight-probes" and len(seeds) == 1 and not susceptibility
         parts: dict[Quantity, list[Moments]] = {quantity: [] for quantity in quantities}
         empty = torch.zeros(0, dtype=self.gradients.dtype, device=self.gradients.device)
         norms, products = [empty], []
         slopes = [empty.reshape(0, self.gradients.num_coordinates)]
         for rows, jacobian in chunks:
-            draws = Draws(seeds, rows, len(self.gradients), columns)
-            if folded and isinstance(jacobian, GhostJacobian):
-                found = self._folded(jacobian, quantities, draws)
-            else:
-                found = run(jacobian, quantities, draws)
-                found = {name: self._add_parallel_part(jacobian, name, found[name]) for name in quantities}
+            found = run(jacobian, self.mechanism, quantities, replace(draws, rows=rows))
             for quantity in quantities:
                 parts[quantity].append(found[quantity])
             norms.append(jacobian.norm)
@@ -156,11 +146,6 @@ class PrivateBatch:
             torch.cat(products) if products else None,
             torch.cat(slopes) if susceptibility else None,
         )
-
-    def _folded(self, jacobian: GhostJacobian, quantities: Sequence[Quantity], draws: Draws) -> dict[Quantity, Moments]:
-        like = torch.empty(0, dtype=self.gradients.dtype, device=self.gradients.device)
-        probes = draws.signs(self.gradients.num_parameters, like=like)
-        return probe_moments([jacobian.folded_row(self.mechanism, lambda: next(probes))], quantities)
 
     def spectral_norm(
         self,
@@ -206,19 +191,6 @@ class PrivateBatch:
             return perp[:, None] * jacobian.perpendicular_gram_matvec(v) + (par * along)[:, None] * a
 
         return matvec
-
-    def _add_parallel_part(self, jacobian: ClippedJacobian, quantity: Quantity, perpendicular: Moments) -> Moments:
-        perp, par = self.mechanism.weights(jacobian.clipped_norm)
-        a = jacobian.clipped_norm_gradient
-        parallel = {
-            "trace": lambda: a.square().sum(dim=1),
-            "diagonal": lambda: a.square(),
-            "matrix": lambda: a[:, :, None] * a[:, None, :],
-        }[quantity]()
-        shape = (-1,) + (1,) * (parallel.ndim - 1)
-        mean = perp.reshape(shape) * perpendicular.mean + par.reshape(shape) * parallel
-        variance = perp.reshape(shape).square() * perpendicular.variance
-        return Moments(mean, variance, perpendicular.degrees_of_freedom, perpendicular.exact)
 
     def _columns_at_once(self, max_memory: int) -> tuple[int, int]:
         """How many Jacobian columns to hold per example, and how many vectors of length p that makes."""

@@ -1,13 +1,14 @@
-"""Estimators of the perpendicular Gram matrix φ²JᵀPJ: its trace, its diagonal, itself.
+"""Estimators of the Fisher information I = J̃ᵀMJ̃/s², M = κ⊥P + κ∥ĝĝᵀ: its trace, its diagonal, itself.
 
-The part along the gradient, a aᵀ, is known exactly once ∇n is, so only the perpendicular part is ever
-sampled (see :mod:`torchfil.fisher.operator`). With A = φJᵀP, so that A Aᵀ = φ²JᵀPJ:
+With A = φJᵀP, so that J̃ᵀMJ̃ = κ⊥ A Aᵀ + κ∥ a aᵀ:
 
     "exact"          every column of J
     "coordinates"    d·‖Aᵀe_i‖² for coordinates i drawn without replacement (Guo et al. 2022)
     "input-probes"   ‖Aᵀv‖²  for v ∈ {±1}^d, one Jv each; relative variance at most 2 per probe
-    "weight-probes"  ‖Au‖² and (Au)⊙(Au) for u ∈ {±1}^p, one Jᵀu each, u shared by the batch: the trace and
-                     the diagonal at once; relative variance at most 2 per probe
+    "weight-probes"  ‖r‖² and r⊙r for r = J̃ᵀM^{1/2}u/s, u ∈ {±1}^p, one derivative each, u shared by the batch: the
+                     trace and the diagonal at once; relative variance at most 2 per probe
+
+The first three sample A Aᵀ only and add a aᵀ, which is known exactly once ∇n is (:mod:`torchfil.fisher.operator`).
 
 Because u is shared, the errors of two examples of one batch are correlated; across draws they are not.
 
@@ -24,9 +25,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
 
-__all__ = ["ESTIMATORS", "Draws", "Moments", "Quantity", "available_estimators", "probe_moments", "register_estimator"]
+__all__ = ["ESTIMATORS", "Draws", "GivenDraws", "Moments", "Quantity", "available_estimators", "register_estimator"]
 
 Quantity = Literal["trace", "diagonal", "matrix"]
 _PROBE_SPREAD = 2.0  # Var X ≤ 2 (EX)² for X = ‖Au‖², u ∈ {±1}^p
@@ -43,10 +45,10 @@ class Moments:
 
 
 class Estimator(Protocol):
-    """Estimates quantities of φ²JᵀPJ for the examples of one chunk, all from the same draws."""
+    """Estimates quantities of I for the examples of one chunk, all from the same draws."""
 
     def __call__(
-        self, jacobian: ClippedJacobian, quantities: Sequence[Quantity], draws: Draws
+        self, jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
     ) -> dict[Quantity, Moments]:
         """For each quantity the mean over the draws and its variance."""
         ...
@@ -82,7 +84,20 @@ class Draws:
             yield bits.to(like.dtype) * 2 - 1
 
 
-def exact(jacobian: ClippedJacobian, quantities: Sequence[Quantity], draws: Draws) -> dict[Quantity, Moments]:
+@dataclass(frozen=True)
+class GivenDraws(Draws):
+    """Draws whose probes were made before, of the right shape; for passes that are recorded once and replayed."""
+
+    probes: tuple[Tensor, ...] = ()
+
+    def signs(self, *shape: int, like: Tensor) -> Iterator[Tensor]:
+        """The probes."""
+        return iter(self.probes)
+
+
+def exact(
+    jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
+) -> dict[Quantity, Moments]:
     """All columns of J; no sampling."""
     values: dict[Quantity, Tensor] = {}
     if "matrix" in quantities:
@@ -91,12 +106,15 @@ def exact(jacobian: ClippedJacobian, quantities: Sequence[Quantity], draws: Draw
     else:
         values["diagonal"] = jacobian.perpendicular_diagonal(draws.columns_at_once)
     values["trace"] = values["diagonal"].sum(dim=1)
-    return {
+    found = {
         name: Moments(values[name], torch.zeros_like(values[name]), float("inf"), exact=True) for name in quantities
     }
+    return _with_parallel_part(jacobian, mechanism, found)
 
 
-def coordinates(jacobian: ClippedJacobian, quantities: Sequence[Quantity], draws: Draws) -> dict[Quantity, Moments]:
+def coordinates(
+    jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
+) -> dict[Quantity, Moments]:
     """Columns of J at coordinates drawn without replacement, each example its own."""
     _trace_only("coordinates", quantities)
     d = jacobian.gradients.num_coordinates
@@ -111,27 +129,53 @@ def coordinates(jacobian: ClippedJacobian, quantities: Sequence[Quantity], draws
         total.add(d * jacobian.perpendicular_squared_norm(direction))
     moments = total.result()
     correction = 1 - count / d if count > 1 else 1.0
-    return {"trace": Moments(moments.mean, moments.variance * correction, moments.degrees_of_freedom, exact=count == d)}
+    found = Moments(moments.mean, moments.variance * correction, moments.degrees_of_freedom, exact=count == d)
+    return _with_parallel_part(jacobian, mechanism, {"trace": found})
 
 
-def input_probes(jacobian: ClippedJacobian, quantities: Sequence[Quantity], draws: Draws) -> dict[Quantity, Moments]:
+def input_probes(
+    jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
+) -> dict[Quantity, Moments]:
     """‖φPJv‖² for random signs v, each example its own."""
     _trace_only("input-probes", quantities)
     z = jacobian.gradients.examples.z
     total = _RunningMoments(spread=_PROBE_SPREAD)
     for v in draws.signs(draws.batch, z.shape[1], like=z):
         total.add(jacobian.perpendicular_squared_norm(v[draws.rows]))
-    return {"trace": total.result()}
+    return _with_parallel_part(jacobian, mechanism, {"trace": total.result()})
 
 
-def weight_probes(jacobian: ClippedJacobian, quantities: Sequence[Quantity], draws: Draws) -> dict[Quantity, Moments]:
-    """R = φJᵀPu for random signs u shared by the batch: ‖r‖², r⊙r and r rᵀ."""
+def weight_probes(
+    jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
+) -> dict[Quantity, Moments]:
+    """R = J̃ᵀM^{1/2}u/s for random signs u shared by the batch: ‖r‖², r⊙r and r rᵀ."""
     like = torch.empty(0, dtype=jacobian.gradients.dtype, device=jacobian.gradients.device)
-    probes = draws.signs(jacobian.gradients.num_parameters, like=like)
-    return probe_moments((jacobian.perpendicular_rmatvec(u) for u in probes), quantities, len(draws.seeds))
+    probes, count = draws.signs(jacobian.gradients.num_parameters, like=like), len(draws.seeds)
+    return _probe_moments(jacobian.folded_rows(mechanism, probes, count), quantities, count)
 
 
-def probe_moments(
+def _with_parallel_part(
+    jacobian: ClippedJacobian, mechanism: Mechanism, perpendicular: dict[Quantity, Moments]
+) -> dict[Quantity, Moments]:
+    """(κ⊥ φ²JᵀPJ + κ∥ a aᵀ)/s² from estimates of φ²JᵀPJ."""
+    perp, par = mechanism.weights(jacobian.clipped_norm)
+    a = jacobian.clipped_norm_gradient
+    read: dict[Quantity, Callable[[], Tensor]] = {
+        "trace": lambda: a.square().sum(dim=1),
+        "diagonal": lambda: a.square(),
+        "matrix": lambda: a[:, :, None] * a[:, None, :],
+    }
+    result: dict[Quantity, Moments] = {}
+    for name, moments in perpendicular.items():
+        parallel = read[name]()
+        shape = (-1,) + (1,) * (parallel.ndim - 1)
+        mean = perp.reshape(shape) * moments.mean + par.reshape(shape) * parallel
+        variance = perp.reshape(shape).square() * moments.variance
+        result[name] = Moments(mean, variance, moments.degrees_of_freedom, moments.exact)
+    return result
+
+
+def _probe_moments(
     rows: Iterable[Tensor], quantities: Sequence[Quantity], num_probes: int = 1
 ) -> dict[Quantity, Moments]:
     """The moments of ‖r‖², r⊙r and r rᵀ over rows r, [batch, d] each, one per probe."""

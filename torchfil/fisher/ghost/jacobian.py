@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from torchfil.fisher.ghost.norms import inner_products, squared_norms, weighted_sum
-from torchfil.fisher.ghost.recording import Recording, record
+from torchfil.fisher.ghost.recording import CutRecording, Recording, cut, record
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian, safe_reciprocal
@@ -35,9 +35,18 @@ class GhostJacobian(ClippedJacobian):
             return record(self.gradients, self._z)
 
     @cached_property
+    def _cut(self) -> CutRecording:
+        return cut(self._recording)
+
+    @cached_property
     def _square(self) -> Tensor:
         with torch.enable_grad(), differentiable_twice():
-            return squared_norms(self._recording)
+            return squared_norms(self._cut.recording)
+
+    @cached_property
+    def _square_cotangents(self) -> tuple[Tensor | None, ...]:
+        with differentiable_twice():
+            return self._cut.cotangents(self._square)
 
     @cached_property
     def norm(self) -> Tensor:
@@ -47,41 +56,30 @@ class GhostJacobian(ClippedJacobian):
     @cached_property
     def norm_gradient(self) -> Tensor:
         """∇n = ∇(n²)/(2n), 0 where g = 0, [batch, d]."""
-        return 0.5 * safe_reciprocal(self.norm)[:, None] * self._derivative(self._square)
+        return 0.5 * safe_reciprocal(self.norm)[:, None] * self._pulled_back(self._square_cotangents)
 
-    def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
-        """φJᵀPu, [batch, d], for u of shape [p] or [batch, p]."""
-        if u.ndim == 2:
-            return super().perpendicular_rmatvec(u)
-        with torch.enable_grad(), differentiable_twice():
-            products = inner_products(self._recording, self.gradients.unflatten(u))
-        along = products.detach() * safe_reciprocal(self.norm)
-        return self.scale[:, None] * (self._derivative(products) - along[:, None] * self.norm_gradient)
-
-    def amplified_rmatvec(self, u: Tensor, perpendicular: Tensor, parallel: Tensor) -> Tensor:
-        r"""J̃ᵀM^{1/2}u, [batch, d], for u of shape [p] and M = κ⊥(I − ĝĝᵀ) + κ∥ĝĝᵀ: one derivative for everything.
+    def folded_rows(self, mechanism: Mechanism, probes: Iterable[Tensor], count: int) -> Iterator[Tensor]:
+        r"""R = J̃ᵀM^{1/2}u/s, [batch, d], for each of ``count`` probes u of shape [p]; E[r rᵀ] = I.
 
         With w = M^{1/2}u = sqrt(κ⊥)u + βĝ, β = (sqrt(κ∥) − sqrt(κ⊥))(ĝ·u), it is ∇_z⟨h, g⟩ for the fixed vector
-        h = φw + φ′(g·w)ĝ = φ sqrt(κ⊥) u + (φβ + φ′n(sqrt(κ⊥)(ĝ·u) + β)) ĝ, where ∇_z⟨g, g⟩/2 = ∇(n²)/2.
-
-        Args:
-            u: Random signs, [p].
-            perpendicular: κ⊥, [batch].
-            parallel: κ∥, [batch].
+        h = φw + φ′(g·w)ĝ = φ sqrt(κ⊥) u + (φβ + φ′n(sqrt(κ⊥)(ĝ·u) + β)) ĝ, where ∇_z⟨g, g⟩/2 = ∇(n²)/2: a combination
+        of what the layers make of u and of ‖g‖², pulled back through the recorded pass at once.
         """
-        with torch.enable_grad(), differentiable_twice():
-            products = inner_products(self._recording, self.gradients.unflatten(u))
-            reciprocal = safe_reciprocal(self.norm)
+        perpendicular, parallel = mechanism.weights(self.clipped_norm)
+        root, reciprocal = perpendicular.sqrt(), safe_reciprocal(self.norm)
+        for u in probes:
+            products = self._products(u)
             along = products.detach() * reciprocal
-            root = perpendicular.sqrt()
             beta = (parallel.sqrt() - root) * along
             extra = self.scale * beta + self.scale_derivative * self.norm * (root * along + beta)
-            combined = self.scale * root * products + 0.5 * extra * reciprocal * self._square
-        return self._derivative(combined)
-
-    def folded_row(self, mechanism: Mechanism, probe: Callable[[], Tensor]) -> Tensor:
-        """R = J̃ᵀM^{1/2}u/s, [batch, d], for the mechanism's κ and s and a probe u; E[r rᵀ] = I."""
-        return self.amplified_rmatvec(probe(), *mechanism.weights(self.clipped_norm))
+            share = 0.5 * extra * reciprocal
+            with torch.enable_grad(), differentiable_twice():
+                weighed = self.scale * root * products
+                if count == 1:
+                    yield self._pulled_back(self._cut.cotangents(weighed + share * self._square, keep=True))
+                    return
+            own = self._cut.cotangents(weighed)
+            yield self._pulled_back([_plus(a, share, b) for a, b in zip(own, self._square_cotangents, strict=True)])
 
     def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
         """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 where unused."""
@@ -97,10 +95,18 @@ class GhostJacobian(ClippedJacobian):
         """ℓ of every example, [batch]."""
         return self._recording.losses.detach()
 
-    def _derivative(self, values: Tensor) -> Tensor:
-        """∂Σvalues/∂z, [batch, d]; the graph is kept for the next one."""
+    def _products(self, u: Tensor) -> Tensor:
+        with torch.enable_grad(), differentiable_twice():
+            return inner_products(self._cut.recording, self.gradients.unflatten(u))
+
+    def _pulled_back(self, cotangents: Sequence[Tensor | None]) -> Tensor:
         with differentiable_twice():
-            (result,) = torch.autograd.grad(
-                values.sum(), self._z, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-        return result
+            return self._cut.pulled_back(cotangents, self._z)
+
+
+def _plus(a: Tensor | None, weight: Tensor, b: Tensor | None) -> Tensor | None:
+    """A + weight·b, for weights [batch]."""
+    if b is None:
+        return a
+    weight = weight.reshape(-1, *[1] * (b.ndim - 1))
+    return weight * b if a is None else torch.addcmul(a, weight, b)

@@ -8,8 +8,8 @@ whatever the layer rules make of them (norms, inner products) can be differentia
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torchfil.fisher.gradients import (
     has_active_dropout,
 )
 
-__all__ = ["Call", "Recording", "UnsupportedCallError", "record"]
+__all__ = ["Call", "CutRecording", "Recording", "UnsupportedCallError", "cut", "record"]
 
 
 class UnsupportedCallError(Exception):
@@ -76,6 +76,63 @@ class Recording:
 
     calls: tuple[Call, ...]
     losses: Tensor
+
+
+@dataclass(frozen=True)
+class CutRecording:
+    """A recording whose calls begin at leaves: what rules make of the calls is differentiated up to there.
+
+    Attributes:
+        recording: The calls, with leaves for their inputs and δ.
+        leaves: The leaves.
+        origins: What each of them stands for, still attached to z.
+    """
+
+    recording: Recording
+    leaves: tuple[Tensor, ...]
+    origins: tuple[Tensor, ...]
+
+    def cotangents(self, values: Tensor, *, keep: bool = False) -> tuple[Tensor | None, ...]:
+        """∂Σvalues/∂leaf for every leaf; None where it does not matter."""
+        return torch.autograd.grad(values.sum(), self.leaves, retain_graph=keep, allow_unused=True)
+
+    def pulled_back(self, cotangents: Sequence[Tensor | None], z: Tensor) -> Tensor:
+        """Σ_leaf ⟨cotangent, ∂leaf/∂z⟩, [batch, d]; the graph is kept for the next ones."""
+        pairs = [(origin, c) for origin, c in zip(self.origins, cotangents, strict=True) if c is not None]
+        if not pairs:
+            return torch.zeros_like(z)
+        origins, given = zip(*pairs, strict=True)
+        (result,) = torch.autograd.grad(origins, z, given, retain_graph=True, allow_unused=True, materialize_grads=True)
+        return result
+
+
+def cut(recording: Recording) -> CutRecording:
+    """The recording, cut from the graph that leads to z.
+
+    Raises:
+        UnsupportedCallError: An input that depends on z does not run over the examples first.
+    """
+    leaves: dict[int, Tensor] = {}
+    origins: dict[int, Tensor] = {}
+
+    def leaf(name: str, value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.requires_grad):
+            return value
+        if value.shape[:1] != recording.losses.shape:
+            raise UnsupportedCallError(f"{name}: an input of shape {tuple(value.shape)} is not one per example")
+        if id(value) not in leaves:
+            leaves[id(value)], origins[id(value)] = value.detach().requires_grad_(), value
+        return leaves[id(value)]
+
+    calls = []
+    for call in recording.calls:
+        args, kwargs, delta = pytree.tree_map(
+            lambda value, name=call.name: leaf(name, value), (call.args, dict(call.kwargs), call.delta)
+        )
+        calls.append(replace(call, args=args, kwargs=kwargs, delta=delta))
+    return CutRecording(
+        Recording(tuple(calls), recording.losses.detach()), tuple(leaves.values()), tuple(origins.values())
+    )
 
 
 @dataclass

@@ -1,0 +1,99 @@
+r"""How much to measure: probes and step-skipping for a target of accuracy.
+
+One participation of an example, measured with probability π by k probes of relative variance v each, adds X² w to the
+variance of its sum, w = (1 + v/k)/π − 1. After m participations with relative variance e², R more to come reach the
+target r² at the end if
+
+    r² (m + R)² = e² m² + R w,
+
+so w is known, and the cheapest way to spend it is few probes on few steps: k = 2 (one probe tells nothing of its error)
+and π = (1 + v/k)/(1 + w); more probes only where π would exceed 1. What is chosen depends on the past alone, and the
+training does not depend on it, so every sum stays unbiased.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchfil.ledger import Contribution, Ledger
+
+__all__ = ["Pace", "choose"]
+
+_PROBES = (2, 3, 4, 6, 8, 12, 16)
+_LOWEST_RATE = 1 / 32
+_USUAL_SPREAD = 0.05  # v of a tanh network, until it is seen
+_PASSES_AHEAD = 8.0  # how many passes over the data are expected to follow at least, where nobody says
+
+
+def choose(
+    target: float, relative_variance: float, passes: float, remaining: float, spread: float
+) -> tuple[int, float]:
+    """K and π by the formulas above.
+
+    Args:
+        target: r.
+        relative_variance: e².
+        passes: m.
+        remaining: R.
+        spread: v.
+    """
+    allowed = (target**2 * (passes + remaining) ** 2 - relative_variance * passes**2) / remaining
+    if allowed <= spread / _PROBES[-1]:
+        return _PROBES[-1], 1.0
+    probes = next(k for k in _PROBES if spread / k <= allowed)
+    return probes, min(1.0, max(_LOWEST_RATE, (1 + spread / probes) / (1 + allowed)))
+
+
+@dataclass
+class Pace:
+    """The probes and the rate of the present step, fixed or steered towards a target.
+
+    Attributes:
+        num_probes: k.
+        rate: π.
+        target: r, the relative standard error of tr I that the median example is to have; None: k and π are fixed.
+        epochs: How many passes over the data are planned; None: at least eight more from any point.
+        spread: v, as seen lately.
+    """
+
+    num_probes: int
+    rate: float
+    target: float | None = None
+    epochs: float | None = None
+    spread: float = _USUAL_SPREAD
+
+    @classmethod
+    def steered(cls, target: float, epochs: float | None) -> Pace:
+        """Towards a target, from two probes at every step."""
+        return cls(_PROBES[0], 1.0, target, epochs)
+
+    def update(self, ledger: Ledger, passes: float, latest: Contribution | None) -> None:
+        """Steer by the sums so far; ``passes`` is the expected number of participations of an example.
+
+        Args:
+            ledger: The sums.
+            passes: Steps times sampling rate.
+            latest: A contribution that was measured at the present k and π, to see v by.
+        """
+        if self.target is None:
+            return
+        if latest is not None and latest.trace is not None and latest.variance is not None:
+            square, rate = float(latest.trace.square().sum()), self.rate
+            if square > 0:
+                probes = float(latest.variance.sum()) / square - (1 - rate)  # variance/π² of the probes' mean
+                self.spread = min(2.0, max(1e-4, 0.7 * self.spread + 0.3 * self.num_probes * probes / rate))
+        trace = ledger.sums["trace"]
+        seen = trace > 0
+        if not bool(seen.any()):
+            return
+        relative = float((ledger.sums["variance"][seen] / trace[seen].square()).median())
+        ahead = max(_PASSES_AHEAD, passes / 4) if self.epochs is None else max(0.5, self.epochs - passes)
+        self.num_probes, self.rate = choose(self.target, relative, max(passes, 1.0), ahead, self.spread)
+
+    def state_dict(self) -> dict[str, float]:
+        """What changes."""
+        return {"num_probes": self.num_probes, "rate": self.rate, "spread": self.spread}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.num_probes, self.rate, self.spread = int(state["num_probes"]), state["rate"], state["spread"]
