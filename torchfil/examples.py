@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -190,6 +191,11 @@ class Examples:
     def num_coordinates(self) -> int:
         """d, the number of private coordinates of one example."""
         return self.z.shape[1]
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of ``public``, in its order."""
+        return tuple(leaf for leaf in pytree.tree_leaves(self.public) if isinstance(leaf, Tensor))
 
     @property
     def in_dims(self) -> Any:

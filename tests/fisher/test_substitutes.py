@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import DEVICE
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
+from torchfil.fisher.ghost import pooling
 from torchfil.fisher.ghost.substitutes import with_substitutes
 
 pytestmark = pytest.mark.torch_versions
@@ -17,15 +19,17 @@ def second_derivatives(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]
     x = x.clone().requires_grad_()
     output = module(x)
     generator = torch.Generator().manual_seed(1)
-    v = torch.randn(output.shape, dtype=x.dtype, generator=generator)
+    v = torch.randn(output.shape, dtype=x.dtype, generator=generator).to(DEVICE)
     (first,) = torch.autograd.grad((output.sin() * v).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad((first * torch.randn(x.shape, dtype=x.dtype, generator=generator)).sum(), x)
+    w = torch.randn(x.shape, dtype=x.dtype, generator=generator).to(DEVICE)
+    (second,) = torch.autograd.grad((first * w).sum(), x)
     return [output.detach(), first.detach(), second]
 
 
 CASES = {
     "pool, overlapping": (nn.AvgPool2d(2, stride=1), (2, 3, 5, 6)),
     "pool, uneven": (nn.AvgPool2d((3, 2), (2, 3)), (2, 3, 8, 7)),
+    "pool, no overlap, a rest": (nn.AvgPool2d(2), (2, 3, 5, 6)),
     "pool, gaps": (nn.AvgPool1d(2, stride=3), (2, 3, 10)),
     "pool, three axes": (nn.AvgPool3d(2, stride=1), (2, 1, 3, 4, 5)),
     "pool, padded (torch's own)": (nn.AvgPool2d(3, stride=2, padding=1), (2, 3, 7, 7)),
@@ -48,10 +52,10 @@ CASES = {
 def test_same_values_and_derivatives_as_torch(name: str) -> None:
     torch.manual_seed(0)
     module, shape = CASES[name]
-    module = module.double()
+    module = module.double().to(DEVICE)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
-    x = torch.randn(shape, dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64).to(DEVICE)
     want = second_derivatives(module, x)
     with with_substitutes(module):
         got = second_derivatives(module, x)
@@ -65,10 +69,22 @@ def test_same_values_and_derivatives_as_torch(name: str) -> None:
 def test_derivatives_are_those_of_finite_differences(name: str) -> None:
     torch.manual_seed(0)
     module, shape = CASES[name]
-    module = module.double()
+    module = module.double().cpu()
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     with with_substitutes(module):
         assert gradcheck(module, x)
         assert gradgradcheck(module, x)
+
+
+@pytest.mark.parametrize(("windows", "shape"), [(((2, 1), (3, 1)), (2, 3, 5, 6)), (((2, 2), (3, 3)), (2, 3, 5, 10))])
+def test_the_way_back_for_gpus_is_the_transposed_map(windows: pooling._Windows, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64)
+    pooled = pooling._Pool.apply(x, windows)
+    value = torch.randn_like(pooled)
+    spread = pooling._spread_on_gpu(value, x.shape, windows)
+    assert spread.shape == x.shape
+    torch.testing.assert_close((spread * x).sum(), (value * pooled).sum())
+    torch.testing.assert_close(spread, pooling._Spread.apply(value, x.shape, windows))

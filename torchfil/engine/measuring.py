@@ -197,8 +197,7 @@ class Measurer:
 
     def plan(self, gradients: ExampleGradients) -> Plan:
         """Whether one batched pass fits this model; tried once for every shape of examples."""
-        tensors = [leaf for leaf in pytree.tree_leaves(gradients.examples.public) if isinstance(leaf, Tensor)]
-        key = (tuple(t.shape[1:] for t in tensors), self.draws_masks(), self.module.training)
+        key = (tuple(t.shape[1:] for t in gradients.examples.tensors), self.draws_masks(), self.module.training)
         if key in self._plans or not len(gradients):
             return self._plans.get(key, Plan(None, 1))
         found = plan(gradients)

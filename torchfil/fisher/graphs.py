@@ -20,8 +20,7 @@ Result = TypeVar("Result")
 
 def signature(gradients: ExampleGradients) -> Hashable:
     """What a captured pass depends on, the batch's size and contents aside."""
-    leaves = [leaf for leaf in pytree.tree_leaves(gradients.examples.public) if isinstance(leaf, Tensor)]
-    shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+    shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in gradients.examples.tensors)
     weights = tuple(value.data_ptr() for value in (*gradients.parameters.values(), *gradients.constants.values()))
     return shapes, weights, tuple(module.training for module in gradients.model.modules())
 
@@ -68,12 +67,11 @@ class CapturedPass(Generic[Result]):
     def replay(self, examples: Examples) -> Result:
         """The result for these examples, at most ``size``; overwritten by the next replay."""
         count = len(examples)
-        pairs = zip(pytree.tree_leaves(self.examples.public), pytree.tree_leaves(examples.public), strict=True)
+        pairs = zip(self.examples.tensors, examples.tensors, strict=True)
         for static, given in ((self.examples.z, examples.z), *pairs):
-            if isinstance(static, Tensor):
-                static[:count].copy_(given)
-                if count < self.size:
-                    static[count:].copy_(given[:1].expand(self.size - count, *given.shape[1:]))
+            static[:count].copy_(given)
+            if count < self.size:
+                static[count:].copy_(given[:1].expand(self.size - count, *given.shape[1:]))
         self.graph.replay()
         return self.result
 

@@ -77,7 +77,7 @@ class _Patches(torch.autograd.Function):
 
 
 def patches(module: nn.Conv2d, padded: Tensor) -> Tensor:
-    """``F.unfold`` of a padded input as the module walks over it, [batch, channels·kernel, positions]; fast on CPUs."""
+    """``F.unfold`` of a padded input as the module walks over it, [batch, channels·kernel, positions]."""
     result: Tensor = _Patches.apply(padded, module.kernel_size, module.stride, module.dilation)
     return result
 

@@ -76,7 +76,7 @@ class GhostJacobian(ClippedJacobian):
             with torch.enable_grad(), differentiable_twice():
                 weighed = self.scale * root * products
                 if count == 1:
-                    yield self._pulled_back(self._cut.cotangents(weighed + share * self._square, keep=True))
+                    yield self._pulled_back(self._cut.cotangents(weighed + share * self._square))
                     return
             own = self._cut.cotangents(weighed)
             yield self._pulled_back([_plus(a, share, b) for a, b in zip(own, self._square_cotangents, strict=True)])

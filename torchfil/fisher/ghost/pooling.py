@@ -1,4 +1,8 @@
-"""Average pooling by adding shifted views: on CPUs several times faster than torch's own, in both directions."""
+"""Average pooling in ways that are several times faster than torch's own.
+
+On CPUs shifted views are added, in both directions. On GPUs the way back is pooling again (stride 1) or copying
+(windows that do not overlap).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 __all__ = ["AveragePooling", "average_pool", "pools_by_views"]
 
@@ -21,6 +26,8 @@ class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, windows: _Windows) -> Tensor:
         ctx.shape, ctx.windows = x.shape, windows
+        if x.device.type != "cpu":
+            return _torch_pool(x, windows)
         for axis, (size, stride) in enumerate(windows, start=2):
             parts = [_shifted(x, axis, i, size, stride) for i in range(size)]
             x = sum(parts[1:], start=parts[0])
@@ -37,6 +44,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, shape: torch.Size, windows: _Windows) -> Tensor:
         ctx.windows = windows
+        if value.device.type != "cpu":
+            return _spread_on_gpu(value, shape, windows)
         for axis, (size, stride) in enumerate(windows, start=2):
             wide = value.new_zeros(*value.shape[:axis], shape[axis], *value.shape[axis + 1 :])
             for i in range(size):
@@ -47,6 +56,26 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return _Pool.apply(gradients[0], ctx.windows), None, None
+
+
+def _torch_pool(x: Tensor, windows: _Windows) -> Tensor:
+    pool: Any = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}[len(windows)]
+    result: Tensor = pool(x, [size for size, _ in windows], [stride for _, stride in windows])
+    return result
+
+
+def _spread_on_gpu(value: Tensor, shape: torch.Size, windows: _Windows) -> Tensor:
+    if all(stride == 1 for _, stride in windows):
+        around = [size - 1 for size, _ in reversed(windows) for _ in range(2)]
+        return _torch_pool(F.pad(value, around), windows)
+    scaled = value / prod(size for size, _ in windows)
+    for axis, (size, _) in enumerate(windows, start=2):
+        scaled = scaled.unsqueeze(2 * axis - 1).expand(
+            *scaled.shape[: 2 * axis - 1], size, *scaled.shape[2 * axis - 1 :]
+        )
+    wide = scaled.reshape(*value.shape[:2], *(n * size for n, (size, _) in zip(value.shape[2:], windows, strict=True)))
+    missing = [shape[axis] - wide.shape[axis] for axis in range(2, len(shape))]
+    return F.pad(wide, [k for rest in reversed(missing) for k in (0, rest)]) if any(missing) else wide
 
 
 def _shifted(x: Tensor, axis: int, start: int, size: int, stride: int) -> Tensor:
@@ -74,7 +103,8 @@ def pools_by_views(module: AveragePooling, x: Tensor) -> bool:
     fits = x.ndim == 2 + len(windows) and all(
         length >= size for length, (size, _) in zip(x.shape[2:], windows, strict=True)
     )
-    return whole and small and fits and x.device.type == "cpu"
+    gpu = all(stride == 1 for _, stride in windows) or all(stride == size for size, stride in windows)
+    return whole and fits and (small if x.device.type == "cpu" else gpu)
 
 
 def average_pool(module: AveragePooling, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Call:
         parameters: Its trainable parameters by local name, detached.
         constants: Its other parameters and buffers by local name.
         shared_names: The model's name of each trainable parameter; the same where weights are tied.
+        memo: What a rule has computed for this call and may use again.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Call:
     parameters: dict[str, Tensor]
     constants: dict[str, Tensor]
     shared_names: dict[str, str]
+    memo: dict[str, Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def input(self) -> Tensor:
@@ -92,9 +94,9 @@ class CutRecording:
     leaves: tuple[Tensor, ...]
     origins: tuple[Tensor, ...]
 
-    def cotangents(self, values: Tensor, *, keep: bool = False) -> tuple[Tensor | None, ...]:
-        """∂Σvalues/∂leaf for every leaf; None where it does not matter."""
-        return torch.autograd.grad(values.sum(), self.leaves, retain_graph=keep, allow_unused=True)
+    def cotangents(self, values: Tensor) -> tuple[Tensor | None, ...]:
+        """∂Σvalues/∂leaf for every leaf, None where it does not matter; the graph is kept, for rules share parts."""
+        return torch.autograd.grad(values.sum(), self.leaves, retain_graph=True, allow_unused=True)
 
     def pulled_back(self, cotangents: Sequence[Tensor | None], z: Tensor) -> Tensor:
         """Σ_leaf ⟨cotangent, ∂leaf/∂z⟩, [batch, d]; the graph is kept for the next ones."""
@@ -129,7 +131,7 @@ def cut(recording: Recording) -> CutRecording:
         args, kwargs, delta = pytree.tree_map(
             lambda value, name=call.name: leaf(name, value), (call.args, dict(call.kwargs), call.delta)
         )
-        calls.append(replace(call, args=args, kwargs=kwargs, delta=delta))
+        calls.append(replace(call, args=args, kwargs=kwargs, delta=delta, memo={}))
     return CutRecording(
         Recording(tuple(calls), recording.losses.detach()), tuple(leaves.values()), tuple(origins.values())
     )

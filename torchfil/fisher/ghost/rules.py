@@ -176,8 +176,7 @@ class LinearRule(OuterProductRule):
 class ConvolutionRule(OuterProductRule):
     """In one, two or three dimensions, with stride, padding of any mode, dilation and groups.
 
-    The patches are strided views of the padded input, copied once; in two dimensions on CPUs the way back is torch's
-    col2im (on GPUs it launches a kernel per example).
+    The patches are strided views of the padded input, copied once; in two dimensions the way back is torch's col2im.
     """
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
@@ -218,7 +217,7 @@ class ConvolutionRule(OuterProductRule):
         assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         view = self._padded(call)
         positions = delta.shape[2:].numel()
-        if a.device.type == "cpu" and isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d):
             columns = patches(module, view)  # [batch, in·kernel, T]
             return (
                 columns.reshape(len(a), module.groups, -1, positions).mT,
@@ -237,22 +236,21 @@ class ConvolutionRule(OuterProductRule):
         )
 
 
-class NormalisationRule(LinearInWeightsRule):
-    """A scale and a shift of a normalised input x̂: gradients Σ_t δ_t x̂_t and Σ_t δ_t."""
+class NormalisationRule(LayerRule):
+    """A scale and a shift of a normalised input x̂: gradients Σ_t δ_t x̂_t and Σ_t δ_t, formed once for all questions."""
 
     def __init__(self, normalised: Callable[[Any, Tensor], Tensor], *, channels_first: bool) -> None:
         self.normalised = normalised
         self.channels_first = channels_first
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
-        shape = next(iter(call.parameters.values())).shape
-        delta = self._summed(call.delta, shape)
-        result = {}
-        if "weight" in call.parameters:
-            result["weight"] = self._summed(call.delta * self.normalised(call.module, call.input), shape)
-        if "bias" in call.parameters:
-            result["bias"] = delta
-        return result
+        if not call.memo:
+            shape = next(iter(call.parameters.values())).shape
+            if "weight" in call.parameters:
+                call.memo["weight"] = self._summed(call.delta * self.normalised(call.module, call.input), shape)
+            if "bias" in call.parameters:
+                call.memo["bias"] = self._summed(call.delta, shape)
+        return call.memo
 
     def _summed(self, value: Tensor, shape: torch.Size) -> Tensor:
         """Over positions: those behind the channels, or those between batch and the normalised dimensions."""
