@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from test_datasets import IWPC, write, write_adult
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -21,3 +23,34 @@ def test_attribute_leakage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     runpy.run_path(str(EXAMPLES / "glm_iwpc.py"), run_name="__main__")
     assert "IWPC linear" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"glm_figure6a.png", "glm_figure7.png"}
+
+
+def write_mnist(folder: Path, train: int, test: int) -> None:
+    """Digits that can be learned: a bright row for each label."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, count in (("train", train), ("t10k", test)):
+        labels = torch.arange(count, dtype=torch.uint8) % 10
+        images = torch.zeros(count, 28, 28, dtype=torch.uint8)
+        images[torch.arange(count), 4 + 2 * labels.long()] = 255
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(bytes(16) + images.numpy().tobytes())
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(bytes(8) + labels.numpy().tobytes())
+
+
+def test_private_training_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both accountings follow the same run, and the exact factors never bound less than Theorem 4."""
+    pytest.importorskip("matplotlib")
+    write_mnist(tmp_path, 120, 40)
+    monkeypatch.setenv("TORCHFIL_DATA", str(tmp_path))
+    settings = "--device cpu --batch 30 --steps 8 --looks 3 --lr 0.5 --noise-multiplier 1 --ema 0.5"
+    monkeypatch.setattr(sys, "argv", ["mnist_dpsgd.py", "--out", str(tmp_path / "out"), *settings.split()])
+    runpy.run_path(str(EXAMPLES / "mnist_dpsgd.py"), run_name="__main__")
+    found = json.loads((tmp_path / "out" / "mnist_dpsgd.json").read_text())
+    exact, theorem4 = found["runs"]
+    assert exact["curve"]["step"] == [1, 4, 8]
+    assert exact["curve"]["accuracy"] == theorem4["curve"]["accuracy"]
+    assert all(a > b for a, b in zip(exact["curve"]["smallest"], theorem4["curve"]["smallest"], strict=True))
+    assert exact["curve"]["smallest"] == sorted(exact["curve"]["smallest"], reverse=True)
+    assert exact["result"]["smallest_95_together"] < exact["result"]["smallest_95_each"] < exact["result"]["smallest"]
+    assert exact["result"]["epsilon"] == theorem4["result"]["epsilon"]
+    assert 0 < (tmp_path / "out" / "mnist_dpsgd.png").stat().st_size < 200_000
