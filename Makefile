@@ -6,11 +6,12 @@ WORKERS ?= 2
 PYTEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-vision format clean
+.PHONY: help demo test bench lint test-vision format clean
 
 help:
 	@echo "make demo         train privately on handwritten digits and see whose digit leaks most"
 	@echo "make test         lint, type check, tests and doctests"
+	@echo "make bench        what the accounting costs on this machine (BENCH=--quick: in minutes)"
 	@echo "make test-vision  the second test leg: torch 2.10 with torchvision 0.25 (CPU wheels exist on aarch64)"
 	@echo "make format       let ruff format and fix the code"
 	@echo "make clean        remove the virtual environments and caches"
@@ -32,6 +33,9 @@ demo: $(VENV)/.installed
 
 test: lint
 	$(PYTEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS)
+
+bench: $(VENV)/.installed
+	$(VENV)/bin/python -m benchmarks $(BENCH)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/python -m ruff check .

@@ -1,0 +1,1 @@
+"""What the accounting costs: ``python -m benchmarks``."""

@@ -1,0 +1,108 @@
+"""What the accounting costs on the machine at hand, in one run.
+
+    python -m benchmarks [--device cuda] [--quick] [--models mnist cifar] [--sections models growth] [--out FOLDER]
+
+Writes FOLDER/<device>.json and .md, and rewrites them after every part. A part that fails leaves its reason. Parts that
+are not asked for stay as they are in the files, where machine and versions are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import opacus
+import torch
+
+from benchmarks.comparison import compare
+from benchmarks.growth import growth
+from benchmarks.loops import MODELS
+from benchmarks.measuring import attempt
+from benchmarks.precision import precision
+from benchmarks.tables import page
+from torchfil.engine.checkpoint import replaced_when_complete
+
+SECTIONS = ("models", "growth", "precision")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=SECTIONS)
+    parser.add_argument("--quick", action="store_true", help="few repeats: the whole in minutes on a CPU")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / slug(device_name(options.device))
+    results: dict[str, Any] = {"machine": machine(options.device), "quick": options.quick}
+    results = resumed(stem.with_suffix(".json"), results)
+
+    def part(where: list[str], work: Callable[[], dict[str, Any]]) -> None:
+        start = time.perf_counter()
+        found = attempt(work)
+        target = results
+        for key in where[:-1]:
+            target = target.setdefault(key, {})
+        target[where[-1]] = found
+        write(results, stem)
+        reason = f"  failed: {found['failed']}" if "failed" in found else ""
+        print(f"{' '.join(where)}: {time.perf_counter() - start:.0f} s{reason}", flush=True)
+
+    if "models" in options.sections:
+        for name in options.models:
+            part(["models", name], lambda name=name: compare(name, options.device, quick=options.quick))  # type: ignore[misc]
+    if "precision" in options.sections:
+        small = options.quick and not options.device.startswith("cuda")
+        for name in [name for name in options.models if not small or name in ("mnist", "vit")]:
+            part(["precision", name], lambda name=name: precision([name], options.device)[name])  # type: ignore[misc]
+    if "growth" in options.sections:
+        part(["growth"], lambda: growth(options.device, quick=options.quick))
+    print(stem.with_suffix(".md").read_text())
+
+
+def device_name(device: str) -> str:
+    """The GPU's name, or "CPU"."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
+
+
+def slug(name: str) -> str:
+    """A file name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Where and with what it was measured."""
+    return {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "opacus": opacus.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def resumed(path: Path, present: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier run on the same machine, as thorough as this one, has written; else ``present``."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found if all(found.get(key) == value for key, value in present.items()) else present
+
+
+def write(results: dict[str, Any], stem: Path) -> None:
+    """Both files, each replaced only when complete."""
+    for suffix, text in ((".json", json.dumps(results, indent=1)), (".md", page(results))):
+        with replaced_when_complete(stem.with_suffix(suffix)) as path:
+            Path(path).write_text(text)
+            Path(path).chmod(0o644)
+
+
+if __name__ == "__main__":
+    main()

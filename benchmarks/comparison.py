@@ -1,0 +1,103 @@
+"""One model, every method: time in multiples of the Opacus step, peak memory, and the paper's method."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.loops import MODELS, UNIT, Loop, Model, Variant, variants
+from benchmarks.measuring import Work, attempt, peak_gigabytes, reason_of, seconds_in_turns, tidy
+from benchmarks.paper import PAPER_COORDINATES, coordinate_cost, mapped_coordinate_cost, spreads
+
+__all__ = ["compare"]
+
+PROBES_TITLE = {"1": "torchfil train_step, 1 probe", "3": "torchfil train_step, 3 probes"}
+NOT_MEASURED = "torchfil train_step, not measured"
+
+
+def compare(name: str, device: str, *, quick: bool) -> dict[str, Any]:
+    """All methods on one model, in turns.
+
+    Returns:
+        "batch"; "rows": by method "seconds", "ratio" (to Opacus's hooks), "peak_gb", or "failed"; "paper": the cost of
+        its coordinates and, by state of the weights, the spreads and the ratios at equal standard error.
+    """
+    model = MODELS[name]
+    if quick and not device.startswith("cuda"):
+        model = replace(model, cpu_batch=max(2, model.cpu_batch // 8))
+    batches = 1 if quick else 8
+    loops: dict[str, Loop] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    chosen = variants(device)
+    for title, variant in chosen.items():
+        try:
+            loops[title] = Loop(model, variant, device, batches=batches)
+        except Exception as error:
+            rows[title] = {"failed": reason_of(error)}
+    work: dict[str, Work] = {title: loop.step for title, loop in loops.items()}
+    found = seconds_in_turns(work, device, repeats=1 if quick else 24, warm_up=batches)
+    del work, loops
+    tidy()
+    for title, variant in chosen.items():
+        row = rows.setdefault(title, found.get(title, {}))
+        if "failed" not in row:
+            if variant.mean:
+                row["seconds"] = row["mean_seconds"]
+            row |= attempt(lambda variant=variant: {"peak_gb": _peak(model, variant, device)})  # type: ignore[misc]
+    unit = rows[UNIT].get("seconds")
+    for row in rows.values():
+        if unit and "seconds" in row:
+            row["ratio"] = row["seconds"] / unit
+    return {
+        "title": model.title,
+        "batch": model.batch(device),
+        "rows": {title: rows[title] for title in chosen},
+        "paper": attempt(lambda: _paper(model, device, rows, quick=quick)),
+    }
+
+
+def _peak(model: Model, variant: Variant, device: str) -> float | None:
+    return peak_gigabytes(lambda: Loop(model, variant, device, batches=1).step, device)
+
+
+def _paper(model: Model, device: str, rows: dict[str, dict[str, Any]], *, quick: bool) -> dict[str, Any]:
+    """The paper's step is an Opacus step and so many coordinates; see :mod:`benchmarks.paper`."""
+    on_gpu, slow = device.startswith("cuda"), quick and model.heavy
+    examples = model.batch(device) if on_gpu else min(model.batch(device), 1 if slow else 16)
+    if on_gpu:
+        sizes = {"examples": 16, "coordinates": 200, "draws": 64}
+    elif quick:
+        sizes = (
+            {"examples": 1, "coordinates": 2, "draws": 2} if slow else {"examples": 2, "coordinates": 12, "draws": 6}
+        )
+    else:
+        sizes = {"examples": min(model.cpu_batch, 8), "coordinates": 50, "draws": 24}
+    result: dict[str, Any] = coordinate_cost(model, device, examples, repeats=1 if quick else 5)
+    result["timed_examples"] = examples
+    if not quick:
+        found = attempt(lambda: {"mapped_coordinate_seconds": mapped_coordinate_cost(model, device, examples)})
+        result |= found if "failed" not in found else {}
+    cost, unit = result["coordinate_seconds"], rows[UNIT].get("seconds")
+    if unit is not None:
+        fifty = unit + PAPER_COORDINATES * cost
+        result |= {"fifty_seconds": fifty, "fifty_ratio": fifty / unit}
+    states = {"initial weights": 0} | ({"after 300 plain steps": 300} if model.learnable else {})
+    result["states"] = {}
+    for state, steps in states.items():
+        found = attempt(lambda steps=steps: spreads(model, device, **sizes, train_steps=steps))  # type: ignore[misc]
+        for count, estimate in found.get("estimates", {}).items():
+            estimate |= _at_equal_error(estimate["coordinates"] * cost, rows, count)
+        result["states"][state] = found
+    return result
+
+
+def _at_equal_error(coordinates: float, rows: dict[str, dict[str, Any]], count: str) -> dict[str, float]:
+    """How much slower the paper's step is, whole and accounting alone, if its coordinates take that many seconds."""
+    titles = UNIT, PROBES_TITLE[count], NOT_MEASURED
+    unit, ours, unmeasured = (rows[title].get("seconds") for title in titles)
+    if unit is None or ours is None:
+        return {}
+    found = {"seconds": unit + coordinates, "ratio": (unit + coordinates) / unit, "slower": (unit + coordinates) / ours}
+    if unmeasured is not None and ours > unmeasured:
+        found["slower_alone"] = coordinates / (ours - unmeasured)
+    return found

@@ -1,0 +1,187 @@
+"""The models, and one step of training them by every method that is compared."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opacus import PrivacyEngine
+from opacus.data_loader import DPDataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchfil import FILPrivacyEngine, Private, zoo
+from torchfil.datasets import DataNotFoundError, mnist
+
+__all__ = ["MODELS", "UNIT", "Loop", "Model", "Variant", "variants"]
+
+UNIT = "Opacus, hooks"
+Data = Callable[[int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A network with its data.
+
+    Attributes:
+        title: For the tables.
+        build: Makes the network.
+        data: Gives so many examples and labels.
+        cuda_batch: The expected batch on a GPU.
+        cpu_batch: The expected batch on a CPU.
+        private: What is private.
+        heavy: Whether a CPU takes seconds for a step.
+        learnable: Whether the labels can be learned from the inputs, so that trained weights mean something.
+    """
+
+    title: str
+    build: Callable[[], nn.Module]
+    data: Data
+    cuda_batch: int
+    cpu_batch: int
+    private: Private | None = None
+    heavy: bool = False
+    learnable: bool = False
+
+    def batch(self, device: str) -> int:
+        """The expected batch on that device."""
+        return self.cuda_batch if device.startswith("cuda") else self.cpu_batch
+
+
+def random_images(channels: int, size: int) -> Data:
+    """Pixels drawn at random."""
+    return lambda n: (torch.rand(n, channels, size, size), torch.randint(10, (n,)))
+
+
+def digits(count: int) -> tuple[Tensor, Tensor]:
+    """Of MNIST where it is at hand, repeated where there are not enough; random pixels otherwise."""
+    try:
+        images, labels = mnist()
+    except DataNotFoundError:
+        return random_images(1, 28)(count)
+    rows = torch.arange(count) % len(images)
+    return images[rows], labels[rows]
+
+
+def _tokens(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(1000, (count, 64)), torch.randint(2, (count,))
+
+
+MODELS: dict[str, Model] = {
+    "mnist": Model("MNIST CNN", zoo.mnist_cnn, digits, 600, 256, learnable=True),
+    "cifar": Model("CIFAR CNN", zoo.cifar_cnn, random_images(3, 32), 200, 32),
+    "resnet18": Model("ResNet-18 with GroupNorm", zoo.resnet18, random_images(3, 32), 128, 4, heavy=True),
+    "vit": Model("ViT-Tiny", zoo.vit_tiny, random_images(3, 32), 64, 4),
+    "tokens": Model(
+        "6-layer token transformer",
+        lambda: zoo.token_transformer(2, 1000, 64, width=128, depth=6, heads=4),
+        _tokens,
+        64,
+        4,
+        Private(submodule="embedding"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train.
+
+    Attributes:
+        method: "plain", "hooks", "ghost", "loop" (an unchanged loop under torchfil) or "fused" (``train_step``).
+        settings: Of torchfil's ``make_private``.
+        paused: Whether nothing is measured.
+        mean: Whether the mean time counts instead of the median, because steps differ on purpose.
+    """
+
+    method: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    paused: bool = False
+    mean: bool = False
+
+
+def variants(device: str) -> dict[str, Variant]:
+    """What is compared, by title; the unit comes second."""
+    found = {
+        "plain SGD": Variant("plain"),
+        UNIT: Variant("hooks"),
+        "Opacus, ghost clipping": Variant("ghost"),
+        "torchfil loop, 1 probe": Variant("loop", (("num_probes", 1),)),
+        "torchfil train_step, not measured": Variant("fused", (("num_probes", 1),), paused=True),
+        "torchfil train_step, 1 probe": Variant("fused", (("num_probes", 1),)),
+        "torchfil train_step, 3 probes": Variant("fused", (("num_probes", 3),)),
+    }
+    if device.startswith("cuda"):
+        found["torchfil train_step, 1 probe, no CUDA graph"] = Variant(
+            "fused", (("num_probes", 1), ("cuda_graphs", False))
+        )
+    if "rel_error" in inspect.signature(FILPrivacyEngine.make_private).parameters:
+        found["torchfil train_step, rel_error = 0.05"] = Variant("fused", (("rel_error", 0.05),), mean=True)
+    return found
+
+
+class Loop:
+    """Training that can take one step at a time; the data lie on the device, and drawing batches is not timed.
+
+    Args:
+        model: What to train.
+        variant: How.
+        device: Where.
+        batch: The expected batch; None: the model's own.
+        batches: How many batches are used in turn: of twenty that are drawn, those nearest to the expected size.
+    """
+
+    def __init__(self, model: Model, variant: Variant, device: str, batch: int | None = None, batches: int = 8) -> None:
+        torch.manual_seed(0)
+        batch = batch or model.batch(device)
+        self.variant, self.device = variant, device
+        module = model.build().to(device)
+        self.criterion: Any = nn.CrossEntropyLoss()
+        self.optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.01)
+        self.engine: Any = None
+        x, y = model.data(20 * batch)
+        dataset = TensorDataset(x.to(device), y.to(device))
+        loader = DataLoader(dataset, batch_size=batch, generator=torch.Generator().manual_seed(1))
+        given: dict[str, Any] = {
+            "module": module,
+            "optimizer": self.optimizer,
+            "data_loader": loader,
+            "noise_multiplier": 1.0,
+            "max_grad_norm": 1.0,
+        }
+        if variant.method == "plain":
+            loader = DPDataLoader.from_data_loader(loader)
+        elif variant.method == "hooks":
+            self.engine = PrivacyEngine(accountant="rdp")
+            module, self.optimizer, loader = self.engine.make_private(**given)
+        elif variant.method == "ghost":
+            self.engine = PrivacyEngine(accountant="rdp")
+            module, self.optimizer, self.criterion, loader = self.engine.make_private(
+                **given, criterion=self.criterion, grad_sample_mode="ghost"
+            )
+        else:
+            self.engine = FILPrivacyEngine()
+            settings = {"max_memory": 2**35 if device.startswith("cuda") else 2**33, **dict(variant.settings)}
+            module, self.optimizer, loader = self.engine.make_private(
+                **given, criterion=self.criterion, private=model.private, **settings
+            )
+        self.model = module
+        drawn = sorted(loader, key=lambda drawn: abs(len(drawn[1]) - batch))  # all methods draw the same
+        self.batches = itertools.cycle(drawn[:batches])
+        if variant.paused:
+            self._pause = self.engine.paused()
+            self._pause.__enter__()
+
+    def step(self) -> None:
+        """One step on the next batch."""
+        x, y = next(self.batches)
+        if self.variant.method == "fused":
+            self.engine.train_step(x, y)
+            return
+        self.optimizer.zero_grad()
+        self.criterion(self.model(x), y).backward()
+        self.optimizer.step()

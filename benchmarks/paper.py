@@ -1,0 +1,148 @@
+"""The method of Guo et al. 2022, as the paper computes it, against weight probes: cost and spread.
+
+tr J̃ᵀJ̃ ≈ d/k · Σ_i ‖J̃e_i‖² over k coordinates i drawn at random, each column J̃e_i by one forward-mode product (jvp)
+of the clipped per-example gradient, mapped over the examples (vmap): ``vmap(jvp(clip(grad(loss))))``. The paper takes
+k = 50. Weight probes estimate the same trace from products J̃ᵀu, u ∈ {±1}^p.
+
+With relative standard deviations r_c of one coordinate and r of an estimate by probes, (r_c/r)² coordinates have the
+standard error of that estimate; never more than d, which are exact.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jvp, vmap
+
+from benchmarks.loops import Model
+from benchmarks.measuring import peak_gigabytes, timed
+from torchfil.clipping import get_clip
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.ghost import plan
+from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
+from torchfil.fisher.mechanism import Mechanism
+
+__all__ = [
+    "PAPER_COORDINATES",
+    "PROBES",
+    "clipped_column_norms",
+    "coordinate_cost",
+    "mapped_coordinate_cost",
+    "random_directions",
+    "relative_std",
+    "spreads",
+]
+
+PAPER_COORDINATES = 50
+PROBES = (1, 3)
+CLIP = get_clip("gelu")
+LOSS = nn.CrossEntropyLoss()
+_VECTORS = 6  # of length p per example: gradient, clipped gradient and their tangents
+
+
+def clipped_column_norms(gradients: ExampleGradients, directions: Tensor, max_grad_norm: float = 1.0) -> Tensor:
+    """‖J̃v‖² of every example, [batch], by vmap(jvp(clip(grad(loss)))), for v of shape [batch, d]."""
+
+    def one(z: Tensor, public: object, v: Tensor) -> Tensor:
+        def clipped_gradient(z: Tensor) -> Tensor:
+            found = grad(gradients._loss)(gradients.parameters, z, public)
+            g = torch.cat([part.reshape(-1) for part in found.values()])
+            over = g.square().sum().sqrt() / CLIP.threshold(max_grad_norm) - 1
+            return g / (over * torch.special.ndtr(over) + 1)  # GELU(t − 1) + 1, in a form that jvp takes everywhere
+
+        return jvp(clipped_gradient, (z,), (v,))[1].square().sum()
+
+    examples = gradients.examples
+    with differentiable_twice():
+        return vmap(one, in_dims=(0, examples.in_dims, 0))(examples.z, examples.public, directions).detach()
+
+
+def random_directions(like: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:
+    """``count`` times one unit vector per example, [batch, d] as ``like``; an example's coordinates are distinct."""
+    order = torch.rand(like.shape, generator=generator).argsort(dim=1)[:, :count].to(like.device)
+    return [torch.zeros_like(like).scatter(1, order[:, k : k + 1], 1.0) for k in range(order.shape[1])]
+
+
+def examples_of(model: Model, count: int, device: str, *, train_steps: int = 0) -> ExampleGradients:
+    """So many examples of the model's data, at its initial weights or after so many plain steps."""
+    torch.manual_seed(0)
+    network = model.build().to(device)
+    x, y = (part.to(device) for part in model.data(max(count, 64 * min(train_steps, 100))))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.3)
+    for _ in range(train_steps):
+        rows = torch.randint(len(y), (64,)).to(device)
+        optimizer.zero_grad()
+        LOSS(network(x[rows]), y[rows]).backward()
+        optimizer.step()
+    return ExampleGradients.build(network, LOSS, x[:count], y[:count], model.private)
+
+
+def coordinate_cost(
+    model: Model, device: str, examples: int, repeats: int, max_memory: int = 2**34
+) -> dict[str, float | None]:
+    """What one coordinate of a whole batch costs: seconds and, on a GPU, GB.
+
+    It is timed on ``examples`` examples, in pieces that fit into ``max_memory`` bytes, and counted linearly for the
+    rest.
+    """
+    gradients = examples_of(model, examples, device)
+    (directions,) = random_directions(gradients.examples.z, 1, torch.Generator().manual_seed(0))
+    at_once = max(1, max_memory // (_VECTORS * gradients.num_parameters * gradients.dtype.itemsize))
+
+    def whole_batch() -> None:
+        for rows, part in gradients.examples.chunks(at_once):
+            clipped_column_norms(replace(gradients, examples=part), directions[rows])
+
+    peak = peak_gigabytes(lambda: whole_batch, device, calls=1)
+    timed(whole_batch, device)
+    seconds = statistics.median(timed(whole_batch, device) for _ in range(repeats))
+    return {"coordinate_seconds": seconds * model.batch(device) / examples, "coordinate_peak_gb": peak}
+
+
+def mapped_coordinate_cost(model: Model, device: str, examples: int) -> float:
+    """The same for torchfil's estimator "coordinates", reverse over reverse: half of what three cost more than one."""
+    gradients = examples_of(model, examples, device)
+    batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0))
+
+    def seconds(count: int) -> float:
+        return timed(lambda: batch.estimate("trace", "coordinates", count, torch.Generator(), 2**34), device)
+
+    seconds(1)
+    return (seconds(3) - seconds(1)) / 2 * model.batch(device) / examples
+
+
+def spreads(
+    model: Model, device: str, *, examples: int, coordinates: int, draws: int, train_steps: int = 0
+) -> dict[str, Any]:
+    """Relative standard deviations of one coordinate and of estimates by probes, and how many coordinates match them.
+
+    Root mean squares over ``examples`` examples, from ``coordinates`` coordinates and ``draws`` draws of probes. The
+    estimators' means are compared, too.
+    """
+    gradients = examples_of(model, examples, device, train_steps=train_steps)
+    d, generator = gradients.num_coordinates, torch.Generator().manual_seed(1)
+    directions = random_directions(gradients.examples.z, min(coordinates, d), generator)
+    columns = torch.stack([d * clipped_column_norms(gradients, v) for v in directions]).double()  # [coordinates, batch]
+    batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0), plan(gradients))
+    single = relative_std(columns)
+    estimates = {}
+    for count in PROBES:
+        traces = [batch.estimate("trace", "weight-probes", count, generator).value for _ in range(draws)]
+        ours = torch.stack(traces).double()  # [draws, batch]
+        spread = relative_std(ours)
+        estimates[str(count)] = {
+            "relative_std": spread,
+            "coordinates": min(max((single / spread) ** 2, 1.0), float(d)),
+            "ratio_of_means": float((columns.mean(dim=0) / ours.mean(dim=0)).median()),
+        }
+    sampled = {"examples": examples, "coordinates": len(directions), "draws": draws}
+    return {"coordinate_relative_std": single, "num_coordinates": d, "estimates": estimates, "sampled": sampled}
+
+
+def relative_std(samples: Tensor) -> float:
+    """Root mean square over examples of std/mean over samples, [samples, batch]."""
+    return float((samples.var(dim=0) / samples.mean(dim=0).square()).mean().sqrt())

@@ -1,0 +1,152 @@
+"""What lower precision does to traces and clipped sums, against float64 on the same weights, examples and probes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.loops import MODELS, Model
+from benchmarks.measuring import attempt
+from torchfil.engine.fused import FusedPass
+from torchfil.fisher.batch import Measurement, PrivateBatch
+from torchfil.fisher.estimators import Draws
+from torchfil.fisher.ghost import plan
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.operator import ClippedJacobian
+
+__all__ = ["precision"]
+
+logger = logging.getLogger(__name__)
+
+
+class _InBfloat16(nn.Module):
+    """The model's forward pass under bfloat16 autocast, its output in float32."""
+
+    def __init__(self, model: nn.Module, device: str) -> None:
+        super().__init__()
+        self.model, self.device_type = model, torch.device(device).type
+
+    def forward(self, x: Any) -> Tensor:
+        with torch.autocast(self.device_type, torch.bfloat16):
+            outputs: Tensor = self.model(x)
+        return outputs.float()
+
+
+@contextlib.contextmanager
+def tf32(*, matmul: bool, convolutions: bool) -> Iterator[None]:
+    """Inside, TF32 is used for these on a GPU."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, convolutions
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def precision(names: list[str], device: str) -> dict[str, Any]:
+    """By model and precision: median and largest relative error of the traces, relative error of the clipped sum.
+
+    "float32" is without TF32; torch's default on a GPU uses it in convolutions alone. Where one recorded pass does not
+    take a precision, gradients are mapped over examples, and ``path`` says so.
+    """
+    return {name: _of_model(MODELS[name], device) for name in names}
+
+
+def _of_model(model: Model, device: str) -> dict[str, Any]:
+    examples = 32 if device.startswith("cuda") else (1 if model.cpu_batch <= 4 else 8)
+    reference: list[Outcome] = []
+
+    def in_double() -> dict[str, Any]:
+        reference.append(_pass(model, examples, device, torch.float64))
+        return {}
+
+    modes: dict[str, dict[str, Any]] = {"float32": {}}
+    if device.startswith("cuda"):
+        modes["TF32 in convolutions (torch's default)"] = {"convolutions": True}
+        modes["TF32 in convolutions and products"] = {"convolutions": True, "matmul": True}
+    modes["bfloat16 autocast around the forward pass"] = {"autocast": True}
+
+    def compared(mode: dict[str, Any]) -> dict[str, Any]:
+        return _errors(_pass(model, examples, device, torch.float32, **mode), reference[0])
+
+    result: dict[str, Any] = {"title": model.title, "examples": examples}
+    failure = attempt(in_double)
+    if failure:
+        return result | {"rows": {"float64": failure}}
+    rows = {title: attempt(lambda mode=mode: compared(mode)) for title, mode in modes.items()}  # type: ignore[misc]
+    return result | {"rows": rows}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Traces by three probes, [batch], the clipped sum, [p], and how they were computed."""
+
+    traces: Tensor
+    clipped_sum: Tensor
+    path: str
+
+
+def _pass(
+    model: Model,
+    count: int,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    matmul: bool = False,
+    convolutions: bool = False,
+    autocast: bool = False,
+) -> Outcome:
+    torch.manual_seed(0)
+    x, y = model.data(count)
+    network, private = model.build().to(device, dtype), model.private
+    x = x.to(device, dtype if x.is_floating_point() else x.dtype)
+    if autocast:
+        network = _InBfloat16(network, device)
+        private = replace(private, submodule=f"model.{private.submodule}") if private is not None else None
+    with tf32(matmul=matmul, convolutions=convolutions):
+        gradients = ExampleGradients.build(network, nn.CrossEntropyLoss(), x, y.to(device), private)
+        batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0))
+        seeds = Draws.seeds_from(3, torch.Generator().manual_seed(0))
+        try:
+            return _recorded(batch, seeds)
+        except RuntimeError as error:
+            logger.info("no recorded pass: %s", error)
+            return _mapped(batch, seeds)
+
+
+def _recorded(batch: PrivateBatch, seeds: tuple[int, ...]) -> Outcome:
+    found = plan(batch.gradients)
+    if found.reason is not None:
+        raise RuntimeError(found.reason)
+    count = len(batch.gradients)
+    result = FusedPass(count, graphs=False).run(replace(batch, known=found), ("trace",), seeds, 2**33)
+    assert result.measurement is not None
+    return _outcome(result.measurement, torch.cat([part.reshape(-1) for part in result.sums.values()]), "recorded")
+
+
+def _mapped(batch: PrivateBatch, seeds: tuple[int, ...]) -> Outcome:
+    jacobian = ClippedJacobian(batch.gradients, batch.mechanism.clip, batch.mechanism.max_grad_norm)
+    chunk = [(slice(0, len(batch.gradients)), jacobian)]
+    measurement = batch.measured(chunk, ("trace",), "weight-probes", seeds)
+    return _outcome(measurement, jacobian.clipped_gradient.sum(dim=0), "mapped over examples")
+
+
+def _outcome(measurement: Measurement, clipped_sum: Tensor, path: str) -> Outcome:
+    return Outcome(measurement.estimates["trace"].value.double(), clipped_sum.double(), path)
+
+
+def _errors(found: Outcome, truth: Outcome) -> dict[str, Any]:
+    relative = (found.traces / truth.traces - 1).abs()
+    return {
+        "trace_median": float(relative.median()),
+        "trace_largest": float(relative.max()),
+        "sum": float((found.clipped_sum - truth.clipped_sum).norm() / truth.clipped_sum.norm()),
+        "path": found.path,
+    }
