@@ -75,13 +75,10 @@ def _times(builders: Mapping[int, Callable[[], Loop]], device: str, quick: bool)
 
 
 def _against_probes(model: Model, device: str, quick: bool) -> dict[str, Any]:
-    """Seconds and peak memory with 1 to 8 probes.
-
-    One probe is folded into one derivative; more take one for the part along the gradient, too. So the line is fitted
-    to 2 probes and more.
-    """
+    """Seconds and peak memory with 1 to 8 probes, and the line through the seconds."""
     if not device.startswith("cuda"):
         model = replace(model, cpu_batch=64)
+    title = "torchfil train_step"
     counts = (1, 2, 4, 8) if quick else tuple(range(1, 9))
     variants = {count: Variant("fused", (("num_probes", count),)) for count in counts}
     builders = {
@@ -94,11 +91,11 @@ def _against_probes(model: Model, device: str, quick: bool) -> dict[str, Any]:
         ).get("gb")
         for variant in variants.values()
     ]
-    result: dict[str, Any] = {"sizes": list(counts), "seconds": {FUSED: [rows[c].get("seconds") for c in counts]}}
+    result: dict[str, Any] = {"sizes": list(counts), "seconds": {title: [rows[c].get("seconds") for c in counts]}}
     result["peak_gb"] = peaks
-    known = [(count, rows[count]["seconds"]) for count in counts if count > 1 and "seconds" in rows[count]]
+    known = [(count, rows[count]["seconds"]) for count in counts if "seconds" in rows[count]]
     if len(known) > 1:
         intercept, slope = line(*zip(*known, strict=True))
         result |= {"seconds_without": intercept, "seconds_per_probe": slope}
     failed = {count: rows[count]["failed"] for count in counts if "failed" in rows[count]}
-    return result | ({"failed": {FUSED: failed}} if failed else {})
+    return result | ({"failed": {title: failed}} if failed else {})

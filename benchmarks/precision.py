@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from benchmarks.loops import MODELS, Model
 from benchmarks.measuring import attempt
-from torchfil.engine.fused import FusedPass
-from torchfil.fisher.batch import Measurement, PrivateBatch
+from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
-from torchfil.fisher.ghost import plan
+from torchfil.fisher.ghost import GhostJacobian, plan
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
@@ -125,21 +124,26 @@ def _recorded(batch: PrivateBatch, seeds: tuple[int, ...]) -> Outcome:
     found = plan(batch.gradients)
     if found.reason is not None:
         raise RuntimeError(found.reason)
-    count = len(batch.gradients)
-    result = FusedPass(count, graphs=False).run(replace(batch, known=found), ("trace",), seeds, 2**33)
-    assert result.measurement is not None
-    return _outcome(result.measurement, torch.cat([part.reshape(-1) for part in result.sums.values()]), "recorded")
+    jacobian = GhostJacobian(batch.gradients, batch.mechanism.clip, batch.mechanism.max_grad_norm)
+    traces = _traces(batch, jacobian, seeds)
+    return Outcome(traces, _flat(jacobian.clipped_sum()), "recorded")
 
 
 def _mapped(batch: PrivateBatch, seeds: tuple[int, ...]) -> Outcome:
     jacobian = ClippedJacobian(batch.gradients, batch.mechanism.clip, batch.mechanism.max_grad_norm)
-    chunk = [(slice(0, len(batch.gradients)), jacobian)]
-    measurement = batch.measured(chunk, ("trace",), "weight-probes", seeds)
-    return _outcome(measurement, jacobian.clipped_gradient.sum(dim=0), "mapped over examples")
+    traces = _traces(batch, jacobian, seeds)
+    return Outcome(traces, jacobian.clipped_gradient.sum(dim=0).double(), "mapped over examples")
 
 
-def _outcome(measurement: Measurement, clipped_sum: Tensor, path: str) -> Outcome:
-    return Outcome(measurement.estimates["trace"].value.double(), clipped_sum.double(), path)
+def _traces(batch: PrivateBatch, jacobian: ClippedJacobian, seeds: tuple[int, ...]) -> Tensor:
+    count = len(batch.gradients)
+    draws = Draws(seeds, slice(0, count), count, 1)
+    found = batch.measured([(draws.rows, jacobian)], ("trace",), "weight-probes", draws)
+    return found.estimates["trace"].value.double()
+
+
+def _flat(parts: dict[str, Tensor]) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts.values()]).double()
 
 
 def _errors(found: Outcome, truth: Outcome) -> dict[str, Any]:

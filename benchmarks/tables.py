@@ -120,8 +120,8 @@ def _equal_error(models: dict[str, Any]) -> str:
         "## The paper's method against probes, at equal standard error of a step\n\n" + table(head, rows) + "\n"
         "r: relative standard deviation, and from how many draws. “Whole step”: Opacus's step and the matching "
         "coordinates against `train_step` with that many probes. “Accounting alone”: the coordinates against what the "
-        "probes add to an unmeasured `train_step`. One probe is folded: it also samples the part of the Fisher "
-        "information along the gradient, which more probes take exactly.\n\n" + "\n".join(costs) + "\n"
+        "probes add to an unmeasured `train_step`. Probes also sample the part of the Fisher information along the "
+        "gradient, which is large in a trained network.\n\n" + "\n".join(costs) + "\n"
     )
 
 
@@ -144,8 +144,8 @@ def _growth(found: dict[str, Any]) -> str:
         parts.append(table(head, body))
         if "seconds_per_probe" in rows:
             parts.append(
-                f"From 2 probes on: {number(1e3 * rows['seconds_without'])} ms and "
-                f"{number(1e3 * rows['seconds_per_probe'])} ms for each probe. One probe alone is folded.\n"
+                f"A line through them: {number(1e3 * rows['seconds_without'])} ms and "
+                f"{number(1e3 * rows['seconds_per_probe'])} ms for each probe.\n"
             )
     parts.append("“Power”: the slope of log time over log size; 1 is linear.\n")
     return "\n".join(parts)
