@@ -101,18 +101,18 @@ class Recipe:
     """
 
     noise_multiplier: float = 3.0
-    max_grad_norm: float = 1.0
-    batch: int = 4096
-    steps: int = 2000
-    lr: float = 1.0
-    schedule: str = "cosine"
+    max_grad_norm: float = 0.1
+    batch: int = 2048
+    steps: int = 8000
+    lr: float = 1.5
+    schedule: str = "constant"
     momentum: float = 0.9
     weight_decay: float = 0.0
-    ema: float = 0.0
+    ema: float = 0.999
     activation: str = "tanh"
-    centre: float = 0.0
-    scale: float = 1.0
-    clip: str = "gelu"
+    centre: float = 0.13
+    scale: float = 3.0
+    clip: str = "rsqrt"
     probes: int = 1
     seed: int = 0
 

@@ -21,7 +21,7 @@ __all__ = ["Pace", "choose"]
 
 _PROBES = (2, 3, 4, 6, 8, 12, 16)
 _LOWEST_RATE = 1 / 32
-_USUAL_SPREAD = 0.05  # v of a tanh network, until it is seen
+_USUAL_SPREAD = 0.1  # v of a tanh network, until it is seen
 _PASSES_AHEAD = 8.0  # how many passes over the data are expected to follow at least, where nobody says
 
 

@@ -5,10 +5,11 @@ With A = φJᵀP, so that J̃ᵀMJ̃ = κ⊥ A Aᵀ + κ∥ a aᵀ:
     "exact"          every column of J
     "coordinates"    d·‖Aᵀe_i‖² for coordinates i drawn without replacement (Guo et al. 2022)
     "input-probes"   ‖Aᵀv‖²  for v ∈ {±1}^d, one Jv each; relative variance at most 2 per probe
-    "weight-probes"  ‖r‖² and r⊙r for r = J̃ᵀM^{1/2}u/s, u ∈ {±1}^p, one derivative each, u shared by the batch: the
-                     trace and the diagonal at once; relative variance at most 2 per probe
+    "weight-probes"  ‖Au‖² and (Au)⊙(Au) for u ∈ {±1}^p, one Jᵀu each, u shared by the batch: the trace and
+                     the diagonal at once; relative variance at most 2 per probe
 
-The first three sample A Aᵀ only and add a aᵀ, which is known exactly once ∇n is (:mod:`torchfil.fisher.operator`).
+Only A Aᵀ is sampled: a aᵀ is known exactly once ∇n is (:mod:`torchfil.fisher.operator`), and after some training it is
+half of the trace. A single weight probe saves that derivative and samples both, r = J̃ᵀM^{1/2}u/s.
 
 Because u is shared, the errors of two examples of one batch are correlated; across draws they are not.
 
@@ -148,10 +149,13 @@ def input_probes(
 def weight_probes(
     jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
 ) -> dict[Quantity, Moments]:
-    """R = J̃ᵀM^{1/2}u/s for random signs u shared by the batch: ‖r‖², r⊙r and r rᵀ."""
+    """‖r‖², r⊙r and r rᵀ for r = φJᵀPu, or J̃ᵀM^{1/2}u/s of a single probe; signs u are shared by the batch."""
     like = torch.empty(0, dtype=jacobian.gradients.dtype, device=jacobian.gradients.device)
-    probes, count = draws.signs(jacobian.gradients.num_parameters, like=like), len(draws.seeds)
-    return _probe_moments(jacobian.folded_rows(mechanism, probes, count), quantities, count)
+    probes = draws.signs(jacobian.gradients.num_parameters, like=like)
+    if len(draws.seeds) == 1:
+        return _probe_moments([jacobian.folded_row(mechanism, next(probes))], quantities, 1)
+    rows = (jacobian.perpendicular_rmatvec(u) for u in probes)
+    return _with_parallel_part(jacobian, mechanism, _probe_moments(rows, quantities, len(draws.seeds)))
 
 
 def _with_parallel_part(

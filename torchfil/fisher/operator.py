@@ -15,7 +15,6 @@ weigh the two parts differently) and every probe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import torch
@@ -119,17 +118,20 @@ class ClippedJacobian:
         a = self.clipped_norm_gradient
         return self.perpendicular_gram(columns_at_once) + a[:, :, None] * a[:, None, :]
 
-    def folded_rows(self, mechanism: Mechanism, probes: Iterable[Tensor], count: int) -> Iterator[Tensor]:
-        """R = J̃ᵀM^{1/2}u/s, [batch, d], for each of ``count`` probes u of shape [p]; E[r rᵀ] = I for u of ±1.
+    def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
+        """φJᵀPu, [batch, d], for u of shape [p]; E[r rᵀ] = φ²JᵀPJ for u of ±1."""
+        along = (self.unit_gradient * u).sum(dim=1)
+        return self.scale[:, None] * (self.gradients.vjp(u) - along[:, None] * self.norm_gradient)
+
+    def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
+        """R = J̃ᵀM^{1/2}u/s, [batch, d], for u of shape [p]; E[r rᵀ] = I for u of ±1.
 
         M = κ⊥P + κ∥ĝĝᵀ weighs the part along the gradient as subsampling does.
         """
         perpendicular, parallel = mechanism.weights(self.clipped_norm)
         root = perpendicular.sqrt()
-        for u in probes:
-            along = (self.unit_gradient * u).sum(dim=1)
-            beta = (parallel.sqrt() - root) * along
-            yield self.rmatvec(root[:, None] * u + beta[:, None] * self.unit_gradient)
+        beta = (parallel.sqrt() - root) * (self.unit_gradient * u).sum(dim=1)
+        return self.rmatvec(root[:, None] * u + beta[:, None] * self.unit_gradient)
 
     def perpendicular_squared_norm(self, v: Tensor) -> Tensor:
         """‖φPJv‖² = φ²(‖Jv‖² − (∇n·v)²), [batch], for v of shape [batch, d]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -44,11 +44,6 @@ class GhostJacobian(ClippedJacobian):
             return squared_norms(self._cut.recording)
 
     @cached_property
-    def _square_cotangents(self) -> tuple[Tensor | None, ...]:
-        with differentiable_twice():
-            return self._cut.cotangents(self._square)
-
-    @cached_property
     def norm(self) -> Tensor:
         """N = ‖g‖, [batch]."""
         return self._square.detach().sqrt()
@@ -56,30 +51,30 @@ class GhostJacobian(ClippedJacobian):
     @cached_property
     def norm_gradient(self) -> Tensor:
         """∇n = ∇(n²)/(2n), 0 where g = 0, [batch, d]."""
-        return 0.5 * safe_reciprocal(self.norm)[:, None] * self._pulled_back(self._square_cotangents)
+        return 0.5 * safe_reciprocal(self.norm)[:, None] * self._pulled_back(self._cotangents(self._square))
 
-    def folded_rows(self, mechanism: Mechanism, probes: Iterable[Tensor], count: int) -> Iterator[Tensor]:
-        r"""R = J̃ᵀM^{1/2}u/s, [batch, d], for each of ``count`` probes u of shape [p]; E[r rᵀ] = I.
+    def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
+        """φJᵀPu, [batch, d], for u of shape [p]."""
+        products = self._products(u)
+        along = products.detach() * safe_reciprocal(self.norm)
+        gradient = self._pulled_back(self._cotangents(products))
+        return self.scale[:, None] * (gradient - along[:, None] * self.norm_gradient)
+
+    def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
+        r"""R = J̃ᵀM^{1/2}u/s, [batch, d], for u of shape [p]; E[r rᵀ] = I: one derivative for everything.
 
         With w = M^{1/2}u = sqrt(κ⊥)u + βĝ, β = (sqrt(κ∥) − sqrt(κ⊥))(ĝ·u), it is ∇_z⟨h, g⟩ for the fixed vector
-        h = φw + φ′(g·w)ĝ = φ sqrt(κ⊥) u + (φβ + φ′n(sqrt(κ⊥)(ĝ·u) + β)) ĝ, where ∇_z⟨g, g⟩/2 = ∇(n²)/2: a combination
-        of what the layers make of u and of ‖g‖², pulled back through the recorded pass at once.
+        h = φw + φ′(g·w)ĝ = φ sqrt(κ⊥) u + (φβ + φ′n(sqrt(κ⊥)(ĝ·u) + β)) ĝ, where ∇_z⟨g, g⟩/2 = ∇(n²)/2.
         """
         perpendicular, parallel = mechanism.weights(self.clipped_norm)
         root, reciprocal = perpendicular.sqrt(), safe_reciprocal(self.norm)
-        for u in probes:
-            products = self._products(u)
-            along = products.detach() * reciprocal
-            beta = (parallel.sqrt() - root) * along
-            extra = self.scale * beta + self.scale_derivative * self.norm * (root * along + beta)
-            share = 0.5 * extra * reciprocal
-            with torch.enable_grad(), differentiable_twice():
-                weighed = self.scale * root * products
-                if count == 1:
-                    yield self._pulled_back(self._cut.cotangents(weighed + share * self._square))
-                    return
-            own = self._cut.cotangents(weighed)
-            yield self._pulled_back([_plus(a, share, b) for a, b in zip(own, self._square_cotangents, strict=True)])
+        products = self._products(u)
+        along = products.detach() * reciprocal
+        beta = (parallel.sqrt() - root) * along
+        extra = self.scale * beta + self.scale_derivative * self.norm * (root * along + beta)
+        with torch.enable_grad():
+            combined = self.scale * root * products + 0.5 * extra * reciprocal * self._square
+        return self._pulled_back(self._cotangents(combined))
 
     def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
         """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 where unused."""
@@ -99,14 +94,10 @@ class GhostJacobian(ClippedJacobian):
         with torch.enable_grad(), differentiable_twice():
             return inner_products(self._cut.recording, self.gradients.unflatten(u))
 
+    def _cotangents(self, values: Tensor) -> tuple[Tensor | None, ...]:
+        with differentiable_twice():
+            return self._cut.cotangents(values)
+
     def _pulled_back(self, cotangents: Sequence[Tensor | None]) -> Tensor:
         with differentiable_twice():
             return self._cut.pulled_back(cotangents, self._z)
-
-
-def _plus(a: Tensor | None, weight: Tensor, b: Tensor | None) -> Tensor | None:
-    """A + weight·b, for weights [batch]."""
-    if b is None:
-        return a
-    weight = weight.reshape(-1, *[1] * (b.ndim - 1))
-    return weight * b if a is None else torch.addcmul(a, weight, b)
