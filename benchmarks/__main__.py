@@ -21,6 +21,7 @@ import opacus
 import torch
 
 from benchmarks.comparison import compare
+from benchmarks.epochs import whole_run
 from benchmarks.growth import growth
 from benchmarks.loops import MODELS
 from benchmarks.measuring import attempt
@@ -28,7 +29,7 @@ from benchmarks.precision import precision
 from benchmarks.tables import page
 from torchfil.engine.checkpoint import replaced_when_complete
 
-SECTIONS = ("models", "growth", "precision")
+SECTIONS = ("models", "run", "growth", "precision")
 
 
 def main() -> None:
@@ -61,6 +62,8 @@ def main() -> None:
     if "models" in options.sections:
         for name in options.models:
             part(["models", name], lambda name=name: compare(name, options.device, quick=options.quick))  # type: ignore[misc]
+    if "run" in options.sections:
+        part(["run"], lambda: whole_run(options.device, quick=options.quick))
     if "precision" in options.sections:
         small = options.quick and not options.device.startswith("cuda")
         for name in [name for name in options.models if not small or name in ("mnist", "vit")]:

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from torchfil import FILPrivacyEngine
-from torchfil.datasets import DataNotFoundError, mnist
+from torchfil.datasets import DataNotFoundError, ResidentDataset, mnist
 from torchfil.engine.checkpoint import replaced_when_complete
 from torchfil.zoo import mnist_cnn
 
@@ -40,30 +40,6 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "softplus": nn.Softplus,
 }
 TITLES = {"poisson": "exact Poisson factors", "theorem4": "Theorem 4", "rdp": "Rényi DP", "rdp_paper": "ε_RDP(2)"}
-
-
-class Digits(Dataset[tuple[int]]):
-    """Images and labels that stay on one device; a sample is a number, a batch is cut out of the tensors at once.
-
-    A loader that fetches and stacks four thousand images one by one takes longer than the step itself.
-    """
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images, self.labels = images, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, number: int) -> tuple[int]:
-        return (number,)
-
-    def __getitems__(self, numbers: list[int]) -> list[tuple[int]]:
-        return [(number,) for number in numbers]
-
-    def collate(self, samples: list[tuple[int]]) -> tuple[Tensor, Tensor]:
-        """The images and labels of these numbers."""
-        rows = torch.tensor([number for (number,) in samples], device=self.labels.device)
-        return self.images[rows], self.labels[rows]
 
 
 class Affine(nn.Module):
@@ -149,7 +125,13 @@ def moments(steps: int, count: int) -> set[int]:
 
 
 def train(
-    recipe: Recipe, digits: Digits, test: tuple[Tensor, Tensor], amplification: str, *, looks: int, max_memory: int
+    recipe: Recipe,
+    digits: ResidentDataset,
+    test: tuple[Tensor, Tensor],
+    amplification: str,
+    *,
+    looks: int,
+    max_memory: int,
 ) -> dict[str, Any]:
     """One private run; what it gives and how it went.
 
@@ -157,7 +139,7 @@ def train(
         "curve": step, accuracy and the bounds so far; "result": those at the end, with their intervals, ε and time.
     """
     torch.manual_seed(recipe.seed)
-    device = digits.labels.device
+    device = digits.device
     model = network(recipe).to(device)
     tested = copy.deepcopy(model)
     plain = torch.optim.SGD(
@@ -318,7 +300,7 @@ def main() -> None:
     images, labels = (part[: options.examples].to(options.device) for part in train_set)
     test = test_set[0].to(options.device), test_set[1].to(options.device)
     options.out.mkdir(parents=True, exist_ok=True)
-    digits = Digits(images, labels)
+    digits = ResidentDataset(images, labels)
     runs: list[dict[str, Any]] = []
     for amplification in options.amplifications:
         print(f"{TITLES[amplification]}: {recipe}", flush=True)
