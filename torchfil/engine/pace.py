@@ -1,10 +1,10 @@
 r"""How much to measure: probes and step-skipping for a target of accuracy.
 
 One participation of an example, measured with probability π by k probes of relative variance v each, adds X² w to the
-variance of its sum, w = (1 + v/k)/π − 1. After m participations with relative variance e², R more to come reach the
-target r² at the end if
+variance of its sum, w = (1 + v/k)/π − 1. After m participations with relative variance e², R more to come, each c times
+the mean of the past ones (most examples leak less and less), reach the target r² at the end if
 
-    r² (m + R)² = e² m² + R w,
+    r² (m + cR)² = e² m² + c² R w,
 
 so w is known, and the cheapest way to spend it is few probes on few steps: k = 2 (one probe tells nothing of its error)
 and π = (1 + v/k)/(1 + w); more probes only where π would exceed 1. What is chosen depends on the past alone, and the
@@ -19,14 +19,16 @@ from torchfil.ledger import Contribution, Ledger
 
 __all__ = ["Pace", "choose"]
 
-_PROBES = (2, 3, 4, 6, 8, 12, 16)
+_PROBES = (2, 3, 4, 6, 8)
 _LOWEST_RATE = 1 / 32
+_SLACK = 0.03  # share of the final variance below which more probes are not worth their price
+_AIM = 0.92  # of the target, for what the trend does not tell
 _USUAL_SPREAD = 0.1  # v of a tanh network, until it is seen
 _PASSES_AHEAD = 8.0  # how many passes over the data are expected to follow at least, where nobody says
 
 
 def choose(
-    target: float, relative_variance: float, passes: float, remaining: float, spread: float
+    target: float, relative_variance: float, passes: float, remaining: float, spread: float, trend: float = 1.0
 ) -> tuple[int, float]:
     """K and π by the formulas above.
 
@@ -36,11 +38,12 @@ def choose(
         passes: m.
         remaining: R.
         spread: v.
+        trend: c.
     """
-    allowed = (target**2 * (passes + remaining) ** 2 - relative_variance * passes**2) / remaining
-    if allowed <= spread / _PROBES[-1]:
-        return _PROBES[-1], 1.0
-    probes = next(k for k in _PROBES if spread / k <= allowed)
+    final = target**2 * (passes + trend * remaining) ** 2
+    share = trend**2 * remaining
+    allowed = max(final - relative_variance * passes**2, _SLACK * final) / share
+    probes = next((k for k in _PROBES if spread / k <= allowed), _PROBES[-1])
     return probes, min(1.0, max(_LOWEST_RATE, (1 + spread / probes) / (1 + allowed)))
 
 
@@ -54,6 +57,7 @@ class Pace:
         target: r, the relative standard error of tr I that the median example is to have; None: k and π are fixed.
         epochs: How many passes over the data are planned; None: at least eight more from any point.
         spread: v, as seen lately.
+        level: The mean tr I of a participation, as seen lately; 0: not yet.
     """
 
     num_probes: int
@@ -61,6 +65,7 @@ class Pace:
     target: float | None = None
     epochs: float | None = None
     spread: float = _USUAL_SPREAD
+    level: float = 0.0
 
     @classmethod
     def steered(cls, target: float, epochs: float | None) -> Pace:
@@ -82,18 +87,23 @@ class Pace:
             if square > 0:
                 probes = float(latest.variance.sum()) / square - (1 - rate)  # variance/π² of the probes' mean
                 self.spread = min(2.0, max(1e-4, 0.7 * self.spread + 0.3 * self.num_probes * probes / rate))
+                mean = rate * float(latest.trace.mean())
+                self.level = 0.7 * self.level + 0.3 * mean if self.level else mean
         trace = ledger.sums["trace"]
         seen = trace > 0
         if not bool(seen.any()):
             return
         relative = float((ledger.sums["variance"][seen] / trace[seen].square()).median())
         ahead = max(_PASSES_AHEAD, passes / 4) if self.epochs is None else max(0.5, self.epochs - passes)
-        self.num_probes, self.rate = choose(self.target, relative, max(passes, 1.0), ahead, self.spread)
+        usual = float(trace.mean()) / passes
+        trend = min(1.0, max(0.1, self.level / usual)) if self.level else 1.0
+        self.num_probes, self.rate = choose(_AIM * self.target, relative, max(passes, 1.0), ahead, self.spread, trend)
 
     def state_dict(self) -> dict[str, float]:
         """What changes."""
-        return {"num_probes": self.num_probes, "rate": self.rate, "spread": self.spread}
+        return {"num_probes": self.num_probes, "rate": self.rate, "spread": self.spread, "level": self.level}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self.num_probes, self.rate, self.spread = int(state["num_probes"]), state["rate"], state["spread"]
+        self.num_probes, self.rate = int(state["num_probes"]), state["rate"]
+        self.spread, self.level = state["spread"], state["level"]

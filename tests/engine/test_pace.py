@@ -1,0 +1,167 @@
+"""``rel_error``: what is chosen, that the target is met at a price, and that error bars stay true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from loops import data, loader, network
+from torch import nn
+
+from torchfil import FILPrivacyEngine
+from torchfil.engine.contributions import additions
+from torchfil.engine.pace import Pace, choose
+from torchfil.fisher.batch import Measurement
+from torchfil.fisher.results import Estimate
+from torchfil.leakage import ExampleIds, Leakage
+from torchfil.ledger import Contribution, Ledger
+
+
+def test_the_choice_spends_just_what_is_allowed() -> None:
+    """After the remaining passes at the chosen k and π, the relative variance is the target's square."""
+    for target, m, remaining, error in [(0.05, 40.0, 60.0, 0.06), (0.1, 1.0, 30.0, 0.3), (0.1, 100.0, 30.0, 0.1)]:
+        spread = 0.16
+        for trend in (1.0, 0.5):
+            probes, rate = choose(target, error**2, m, remaining, spread, trend)
+            assert rate < 1
+            added = trend**2 * remaining * ((1 + spread / probes) / rate - 1)
+            final = (error**2 * m**2 + added) / (m + trend * remaining) ** 2
+            assert final == pytest.approx(target**2)
+
+
+def test_probes_come_where_skipping_nothing_is_not_enough() -> None:
+    assert choose(0.05, 0.0, 1.0, 999.0, 0.16) == (2, pytest.approx((1 + 0.08) / (1 + 0.0025 * 1000**2 / 999)))
+    probes, rate = choose(0.05, 0.08, 1.0, 19.0, 0.16)
+    assert probes == 4
+    assert 0.95 < rate < 1
+    assert choose(0.01, 0.08, 1.0, 5.0, 0.16) == (8, 1.0)
+
+
+class Simulated:
+    """A run of equal examples whose Fisher information per step is known, with log-normal probes."""
+
+    def __init__(self, target: float, epochs: float | None, seed: int, *, passes: int = 40, spread: float = 0.16):
+        self.n, self.share, generator = 300, 0.1, torch.Generator().manual_seed(seed)
+        ledger = Ledger(self.n, 1)
+        self.pace = Pace.steered(target, epochs)
+        self.truth = torch.zeros(self.n, dtype=torch.float64)
+        self.probes_used, latest = 0, None
+        scale = torch.rand(self.n, generator=generator, dtype=torch.float64) + 0.5
+        for step in range(1, int(passes / self.share) + 1):
+            rows = (torch.rand(self.n, generator=generator) < self.share).nonzero().flatten()
+            x = scale[rows] * (0.3 + torch.exp(torch.tensor(-3.0 * step * self.share / passes)))
+            self.truth[rows] += x
+            contribution = Contribution(rows, x)
+            if float(torch.rand((), generator=generator)) < self.pace.rate and len(rows):
+                k, rate = self.pace.num_probes, self.pace.rate
+                self.probes_used += k
+                width = torch.tensor(1 + spread).log().sqrt()
+                noise = torch.exp(width * torch.randn(k, len(rows), generator=generator) - width**2 / 2)
+                samples = x * noise
+                error = samples.std(dim=0) / k**0.5
+                estimate = Estimate(samples.mean(dim=0), error, "estimate", k - 1.0)
+                measurement = Measurement({"trace": estimate}, x, None, None)
+                added: dict[str, Any] = additions(measurement, rate, skipping=rate < 1)
+                contribution = latest = Contribution(rows, x, measured=True, **added)
+            ledger.add(contribution)
+            if step % 2 == 0:
+                self.pace.update(ledger, step * self.share, latest)
+                latest = None
+        self.trace = Leakage(ledger, ExampleIds(self.n, None), exact=False).get_trace()
+
+    def relative_error(self) -> float:
+        return float((self.trace.standard_error / self.trace.value).median())
+
+
+@pytest.mark.parametrize(("target", "epochs"), [(0.05, 40), (0.1, 40), (0.2, 40), (0.1, None)])
+def test_target_bias_and_coverage(target: float, epochs: float | None) -> None:
+    runs = [Simulated(target, epochs, seed) for seed in range(12)]
+    reached = torch.tensor([run.relative_error() for run in runs]).median()
+    assert 0.8 * target < float(reached) <= target
+    ratio = torch.stack([run.trace.value / run.truth for run in runs]) - 1
+    by_run = ratio.mean(dim=1)  # the examples of a batch share their luck
+    assert abs(float(by_run.mean())) < 4 * float(by_run.std()) / len(runs) ** 0.5 + 1e-12
+    low, high = zip(*(run.trace.interval(0.95) for run in runs), strict=True)
+    inside = [(a <= run.truth) & (run.truth <= b) for a, b, run in zip(low, high, runs, strict=True)]
+    assert 0.90 <= float(torch.stack(inside).double().mean()) <= 0.99
+
+
+def test_a_looser_target_costs_less() -> None:
+    costs = [Simulated(target, 40, 0).probes_used for target in (0.05, 0.1, 0.2)]
+    assert costs[0] > 1.5 * costs[1] > 2 * costs[2]
+
+
+def run(seed: int, *, fused: bool = True, epochs: int = 8, **options: Any) -> FILPrivacyEngine:
+    torch.manual_seed(0)
+    module = network()
+    engine = FILPrivacyEngine()
+    noise = torch.Generator().manual_seed(5)
+    model, optimizer, private = engine.make_private(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        loader(data(93), 8),
+        criterion=nn.CrossEntropyLoss(),
+        noise_generator=noise,
+        seed=seed,
+        **options,
+    )
+    for _ in range(epochs):
+        for x, y in private:
+            if fused:
+                engine.train_step(x, y)
+            else:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    return engine
+
+
+def test_in_the_engine_the_sums_stay_unbiased() -> None:
+    """The training does not depend on what is measured, so all runs share one truth."""
+    truth = run(0, estimator="exact").get_fil().value.square()
+    engines = [run(seed, rel_error=0.4, epochs=8) for seed in range(10)]
+    assert any(engine._current.pace.rate < 0.7 for engine in engines)
+    drawn = truth > 0
+    ratio = torch.stack([engine.get_fil().value.square()[drawn] / truth[drawn] for engine in engines])
+    by_run = ratio.mean(dim=1)
+    assert abs(float(by_run.mean()) - 1) < 4 * float(by_run.std()) / len(engines) ** 0.5
+    table = engines[0].leakage()
+    assert 0.1 < float(table["rel_error"][table["fil"] > 0].median()) < 0.8
+
+
+def test_loop_and_fused_step_keep_the_same_pace() -> None:
+    loop, fused = (run(3, fused=fused, rel_error=0.3, epochs=4) for fused in (False, True))
+    paces = [engine._current.pace for engine in (loop, fused)]
+    assert paces[0].num_probes == paces[1].num_probes
+    assert paces[0].rate == pytest.approx(paces[1].rate, rel=1e-6)
+    assert torch.allclose(loop.get_fil().value, fused.get_fil().value, rtol=1e-5)
+
+
+def test_the_pace_is_part_of_the_state() -> None:
+    engine = run(3, rel_error=0.3, epochs=3)
+    state = engine.state_dict()
+    again = run(4, rel_error=0.3, epochs=0)
+    again.load_state_dict(state)
+    assert again._current.pace == engine._current.pace
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rel_error": 0.0}, "rel_error=0.0 must lie strictly between 0 and 1"),
+        ({"rel_error": 0.1, "num_probes": 2}, "leave out num_probes=2"),
+        ({"rel_error": 0.1, "fil_rate": 0.5}, "fil_rate=0.5"),
+        ({"rel_error": 0.1, "estimator": "exact"}, "needs estimator='weight-probes'"),
+        ({"rel_error": 0.1, "epochs": 0}, "epochs=0 must be positive"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _make(options)
+
+
+def _make(options: dict[str, Any]) -> None:
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    FILPrivacyEngine().make_private(module, optimizer, loader(data(93), 8), **options)
