@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader
 
 from torchfil.bounds import mse_from_rdp, replace_one_rdp
 from torchfil.clipping import ClipFunction, get_clip
-from torchfil.engine.checkpoint import random_state, replaced_when_complete, set_random_state
+from torchfil.engine.checkpoint import random_state, set_random_state
 from torchfil.engine.epsilon import individual_epsilon
 from torchfil.engine.loader import FILDataLoader, refuse_sampler
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.run import Run
 from torchfil.engine.settings import BatchToInputs, Settings, choose_amplification, refuse_modes
 from torchfil.examples import Private
+from torchfil.files import replaced_when_complete
 from torchfil.fisher.amplification import Amplification
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
 from torchfil.fisher.mechanism import Mechanism
