@@ -28,7 +28,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
     if isinstance(a, dict):
-        return list(a) == list(b) if not a else a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
     if isinstance(a, list):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)

@@ -38,11 +38,13 @@ class Attributes:
         names: k names.
         units: k units, "" where there is none.
         error: 1/sqrt(I_jj) in the attribute's own unit, [n, k]; infinite where nothing leaked.
+        error_low: The lower end of its 95 % interval, [n, k], or None where it is not known.
     """
 
     names: list[str]
     units: list[str]
     error: np.ndarray
+    error_low: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +124,8 @@ class SavedRun:
             raise ValueError(f"columns {text} hold no numbers; put labels into groups")
         if self.attributes is not None:
             names, units, shape = self.attributes.names, self.attributes.units, self.attributes.error.shape
-            if shape != (n, len(names)) or len(units) != len(names):
+            low = shape if self.attributes.error_low is None else self.attributes.error_low.shape
+            if shape != (n, len(names)) or low != shape or len(units) != len(names):
                 raise ValueError(
                     f"attributes: {len(names)} names, {len(units)} units and errors of shape {list(shape)} for {n} "
                     "examples; they must agree"
@@ -223,6 +226,8 @@ def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     arrays |= {f"history/{name}": values for name, values in run.history.items()}
     if run.attributes is not None:
         arrays["attributes/error"] = run.attributes.error
+        if run.attributes.error_low is not None:
+            arrays["attributes/error_low"] = run.attributes.error_low
         _pack_strings(arrays, "attributes/names", run.attributes.names)
         _pack_strings(arrays, "attributes/units", run.attributes.units)
     for name, labels in run.groups.items():
@@ -240,38 +245,40 @@ def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         arrays[f"attack/{number}/achieved"] = attack.achieved
         arrays[f"attack/{number}/violated"] = attack.violated.astype(bool)
     attacks = [{"name": attack.name, "threat_model": attack.threat_model} for attack in run.attacks]
-    values = {"about": run.about, "bounds": run.bounds, "attacks": attacks}
-    header = {key: json.dumps(value, sort_keys=True) for key, value in values.items()}
+    order = {"columns": list(run.columns), "groups": list(run.groups), "history": list(run.history)}
+    values = {"about": run.about, "bounds": run.bounds, "attacks": attacks, "order": order}
+    header = {key: json.dumps(value) for key, value in values.items()}
     arrays = {name: np.ascontiguousarray(values) for name, values in arrays.items()}
     return arrays, {"format": FORMAT, "version": str(VERSION), **header}
 
 
 def _unpacked(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> SavedRun:
-    def under(prefix: str) -> dict[str, np.ndarray]:
-        return {name[len(prefix) :]: values for name, values in arrays.items() if name.startswith(prefix)}
-
     attributes = None
     if "attributes/error" in arrays:
         names, units = (_unpack_strings(arrays, f"attributes/{part}") for part in ("names", "units"))
-        attributes = Attributes(names, units, arrays["attributes/error"])
-    groupings = [name.removesuffix("/codes") for name in under("group/") if name.endswith("/codes")]
+        attributes = Attributes(names, units, arrays["attributes/error"], arrays.get("attributes/error_low"))
+    order = json.loads(header["order"])
     pictures = None
     if "pictures/rows" in arrays:
         pictures = Pictures(arrays["pictures/rows"], arrays["pictures/images"], arrays.get("pictures/maps"))
     return SavedRun(
         about=json.loads(header["about"]),
         ids=arrays["ids"] if "ids" in arrays else np.asarray(_unpack_strings(arrays, "ids"), dtype=str),
-        columns=under("column/"),
+        columns={name: arrays[f"column/{name}"] for name in order["columns"]},
         attributes=attributes,
         groups={
             name: np.asarray(_unpack_strings(arrays, f"group/{name}/levels"), dtype=str)[arrays[f"group/{name}/codes"]]
-            for name in groupings
+            for name in order["groups"]
         },
         pictures=pictures,
-        history=under("history/"),
+        history={name: arrays[f"history/{name}"] for name in order["history"]},
         bounds=json.loads(header["bounds"]),
         attacks=[
-            AttackResult(text["name"], text["threat_model"], **under(f"attack/{number}/"))
+            AttackResult(
+                text["name"],
+                text["threat_model"],
+                *(arrays[f"attack/{number}/{part}"] for part in ("rows", "predicted", "achieved", "violated")),
+            )
             for number, text in enumerate(json.loads(header["attacks"]))
         ],
     )
