@@ -1,0 +1,315 @@
+"""A run against a policy: which thresholds hold, and how many examples break the others.
+
+Every rule takes the conservative end of what is known, and what is not known fails: an example that was never drawn, or
+whose steps were not all measured, has not been spared, and has rules of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchfil.report.saved_run import SavedRun
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["TEMPLATE", "Policy", "PolicyError", "Verdict", "check", "load_policy", "parse_policy"]
+
+
+class PolicyError(ValueError):
+    """A policy cannot be read, or asks for what the run does not have."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Thresholds; None: not asked for. ``TEMPLATE`` explains each."""
+
+    min_mse_bound: float | None = None
+    mse_bound_of_concern: float | None = None
+    max_share_of_concern: float | None = None
+    min_attribute_error: Mapping[str, float] = field(default_factory=dict)
+    max_epsilon: float | None = None
+    max_individual_epsilon: float | None = None
+    max_group_disparity: float | None = None
+    min_group_size: int = 10
+    allow_violated_bounds: bool = False
+    max_share_never_drawn: float = 0.0
+    max_examples_missed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_share_of_concern", "max_share_never_drawn"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise PolicyError(f"{name} = {value} must be a share, between 0 and 1")
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "min_attribute_error"}
+        numbers |= {f"min_attribute_error.{name}": value for name, value in self.min_attribute_error.items()}
+        for name, value in numbers.items():
+            if value is not None and not value >= 0:
+                raise PolicyError(f"{name} = {value} must not be negative")
+        if (self.mse_bound_of_concern is None) != (self.max_share_of_concern is None):
+            raise PolicyError("mse_bound_of_concern and max_share_of_concern belong together; give both or neither")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rule found.
+
+    Attributes:
+        rule: Its name in the policy.
+        passed: Whether it holds.
+        limit: The threshold.
+        found: The value that is compared with it; None where it is not known.
+        offending: How many examples break it.
+        detail: In words.
+    """
+
+    rule: str
+    passed: bool
+    limit: float
+    found: float | None
+    offending: int
+    detail: str
+
+
+def check(run: SavedRun, policy: Policy) -> list[Verdict]:
+    """Every rule that the policy asks for, in the policy's order.
+
+    Raises:
+        PolicyError: It names an attribute that the run does not have.
+    """
+    return [verdict for rule in _RULES for verdict in rule(run, policy)]
+
+
+def load_policy(path: str | os.PathLike[str]) -> Policy:
+    """The policy of a TOML file.
+
+    Raises:
+        PolicyError: The file is missing or no TOML, has unknown keys, or values of the wrong kind.
+    """
+    where = Path(path)
+    try:
+        return parse_policy(tomllib.loads(where.read_text(encoding="utf-8")))
+    except PolicyError as error:
+        raise PolicyError(f"{where}: {error}") from error
+    except FileNotFoundError as error:
+        raise PolicyError(f"no policy {where}; `torchfil gate --init` writes a commented one") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PolicyError(f"{where} cannot be read as TOML: {error}") from error
+
+
+def parse_policy(values: Mapping[str, Any]) -> Policy:
+    """The policy with these values; unknown keys are refused with the nearest known one."""
+    known = {f.name: f.default for f in fields(Policy)}
+    for name, value in values.items():
+        if name not in known:
+            raise PolicyError(f"unknown key {name!r}{_nearest(name, list(known))}")
+        if name == "min_attribute_error":
+            wrong = not isinstance(value, Mapping) or not all(_is_number(v) for v in value.values())
+            expected = "a table of numbers by attribute"
+        elif isinstance(known[name], bool):
+            wrong, expected = not isinstance(value, bool), "true or false"
+        elif isinstance(known[name], int):
+            wrong, expected = not isinstance(value, int) or isinstance(value, bool), "a whole number"
+        else:
+            wrong, expected = not _is_number(value), "a number"
+        if wrong:
+            raise PolicyError(f"{name} = {value!r} must be {expected}")
+    return Policy(**values)
+
+
+def _smallest_bound(run: SavedRun, policy: Policy) -> list[Verdict]:
+    limit = policy.min_mse_bound
+    if limit is None:
+        return []
+    low = _of_drawn(run, "mse_bound_low")
+    found = float(np.min(low, initial=math.inf))
+    wrong = int((~(low >= limit)).sum())
+    return [Verdict("min_mse_bound", wrong == 0, limit, found, wrong, "smallest MSE bound, lower end of its interval")]
+
+
+def _share_of_concern(run: SavedRun, policy: Policy) -> list[Verdict]:
+    limit, bound = policy.max_share_of_concern, policy.mse_bound_of_concern
+    if limit is None or bound is None:
+        return []
+    low = _of_drawn(run, "mse_bound_low")
+    wrong = int((~(low >= bound)).sum())
+    share = wrong / max(1, len(low))
+    detail = f"share of the examples drawn whose MSE bound (lower end) is under {bound:g}"
+    return [Verdict("max_share_of_concern", share <= limit, limit, share, wrong, detail)]
+
+
+def _attribute_errors(run: SavedRun, policy: Policy) -> list[Verdict]:
+    verdicts = []
+    for name, limit in policy.min_attribute_error.items():
+        rule = f"min_attribute_error.{name}"
+        if run.attributes is None:
+            detail = "attributes were not tracked: make_private(track=('diagonal',))"
+            verdicts.append(Verdict(rule, False, limit, None, len(run), detail))
+            continue
+        if name not in run.attributes.names:
+            raise PolicyError(f"the run has no attribute {name!r}{_nearest(name, run.attributes.names)}")
+        errors = run.attributes.error if run.attributes.error_low is None else run.attributes.error_low
+        place = run.attributes.names.index(name)
+        values = errors[_drawn(run), place]
+        wrong = int((~(values >= limit)).sum())
+        found = float(np.min(values, initial=math.inf))
+        unit = f" in {run.attributes.units[place]}" if run.attributes.units[place] else ""
+        detail = f"smallest error of a guess{unit}, " + (
+            "without its interval" if run.attributes.error_low is None else "lower end of its interval"
+        )
+        verdicts.append(Verdict(rule, wrong == 0, limit, found, wrong, detail))
+    return verdicts
+
+
+def _epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
+    limit = policy.max_epsilon
+    if limit is None:
+        return []
+    found = run.about.get("epsilon")
+    passed = found is not None and found <= limit
+    detail = "the run's ε is not known" if found is None else f"ε at δ = {run.about.get('delta')}, for everybody"
+    return [Verdict("max_epsilon", passed, limit, found, 0 if passed else len(run), detail)]
+
+
+def _individual_epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
+    limit = policy.max_individual_epsilon
+    if limit is None:
+        return []
+    values = run.columns.get("epsilon")
+    if values is None:
+        return [Verdict("max_individual_epsilon", False, limit, None, len(run), "individual ε was not computed")]
+    wrong = int((~(values <= limit)).sum())
+    found = float(np.max(values, initial=0.0))
+    return [Verdict("max_individual_epsilon", wrong == 0, limit, found, wrong, "largest individual ε (an estimate)")]
+
+
+def _group_disparity(run: SavedRun, policy: Policy) -> list[Verdict]:
+    limit = policy.max_group_disparity
+    if limit is None:
+        return []
+    if not run.groups:
+        return [Verdict("max_group_disparity", False, limit, None, 0, "the run was saved without groups")]
+    verdicts, drawn = [], _drawn(run)
+    for name, labels in run.groups.items():
+        medians = {}
+        for label in np.unique(labels):
+            members = drawn & (labels == label)
+            if members.sum() >= policy.min_group_size:
+                medians[str(label)] = float(np.median(run.columns["fil"][members]))
+        rule = f"max_group_disparity ({name})"
+        if len(medians) < 2:
+            detail = f"fewer than two groups of at least {policy.min_group_size} drawn examples: nothing to compare"
+            verdicts.append(Verdict(rule, True, limit, None, 0, detail))
+            continue
+        least, most = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
+        allowed = limit * medians[least]
+        found = medians[most] / medians[least] if medians[least] > 0 else (1.0 if medians[most] == 0 else math.inf)
+        worse = [label for label, median in medians.items() if not median <= allowed]
+        wrong = int(np.isin(labels, worse).sum())
+        detail = f"median FIL of {most!r} over that of {least!r}"
+        verdicts.append(Verdict(rule, not worse, limit, found, wrong, detail))
+    return verdicts
+
+
+def _violated_bounds(run: SavedRun, policy: Policy) -> list[Verdict]:
+    if policy.allow_violated_bounds:
+        return []
+    broken = sorted({int(row) for attack in run.attacks for row in attack.rows[attack.violated]})
+    names = [attack.name for attack in run.attacks if attack.violated.any()]
+    detail = f"bounds broken by {', '.join(names)}" if names else f"bounds broken by {len(run.attacks)} attacks"
+    return [Verdict("allow_violated_bounds", not broken, 0, len(broken), len(broken), detail)]
+
+
+def _never_drawn(run: SavedRun, policy: Policy) -> list[Verdict]:
+    wrong = int((~_drawn(run)).sum())
+    share, limit = wrong / max(1, len(run)), policy.max_share_never_drawn
+    detail = "share of examples never drawn: not measured, not spared"
+    return [Verdict("max_share_never_drawn", share <= limit, limit, share, wrong, detail)]
+
+
+def _missed(run: SavedRun, policy: Policy) -> list[Verdict]:
+    missed = run.columns.get("missed")
+    wrong = int((missed > 0).sum()) if missed is not None else len(run)
+    limit = policy.max_examples_missed
+    detail = "examples in steps that were not measured: their bounds are no guarantees"
+    return [Verdict("max_examples_missed", wrong <= limit, limit, wrong, wrong, detail)]
+
+
+_RULES: tuple[Callable[[SavedRun, Policy], list[Verdict]], ...] = (
+    _smallest_bound,
+    _share_of_concern,
+    _attribute_errors,
+    _epsilon,
+    _individual_epsilon,
+    _group_disparity,
+    _violated_bounds,
+    _never_drawn,
+    _missed,
+)
+
+
+def _drawn(run: SavedRun) -> np.ndarray:
+    """Which examples the run says something about, [n] booleans."""
+    drawn = run.columns["participations"] > 0
+    error = run.columns.get("sampling_error")
+    return drawn if error is None else drawn & ~np.isinf(error)
+
+
+def _of_drawn(run: SavedRun, column: str) -> np.ndarray:
+    return run.columns[column][_drawn(run)]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+TEMPLATE = """\
+# A policy for `torchfil gate RUN --policy policy.toml`. Remove or comment out what you do not ask for.
+# Rules take the conservative end of every 95 % interval.
+
+# No example's MSE bound may be smaller. Per private coordinate, in the squared unit of the inputs: an attacker who
+# knows everything else guesses a coordinate with at least this mean squared error.
+min_mse_bound = 0.01
+
+# At most this share of the examples may have an MSE bound under that of concern.
+mse_bound_of_concern = 0.05
+max_share_of_concern = 0.05
+
+# Differential privacy: the run's ε, and the largest of the examples' own ε (an estimate).
+max_epsilon = 8.0
+# max_individual_epsilon = 4.0
+
+# The median Fisher information loss of one group over that of another, in every grouping that was saved with the
+# run; groups with fewer examples are not compared. Fails where the run was saved without groups.
+# max_group_disparity = 2.0
+min_group_size = 10
+
+# Whether an attack may have beaten a bound (then something is wrong with the bound: look into it).
+allow_violated_bounds = false
+
+# Examples that no batch drew have not been measured. Poisson sampling at rate q leaves out (1 - q)^steps of them.
+max_share_never_drawn = 0.01
+
+# Examples that took part in steps that were not measured (engine.paused): their bounds are no guarantees.
+max_examples_missed = 0
+
+# The least error of a guess of an attribute, in its own unit, by the names given to save_run.
+# [min_attribute_error]
+# age = 5.0
+"""
