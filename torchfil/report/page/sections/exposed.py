@@ -1,0 +1,119 @@
+"""The examples at both ends: pictures with their PLIS, or rows of a table. Never part of a redacted report."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchfil.report.page.context import Report, paragraph
+from torchfil.report.page.html import Markup, join, number, tag
+from torchfil.report.page.png import as_data_url, overlay, thumbnail
+from torchfil.report.saved_run import SavedRun
+from torchfil.report.summary import NOT_MEASURED, status_of
+
+__all__ = ["render"]
+
+CARDS, LINES, NAMED = 12, 8, 4
+
+
+def render(report: Report) -> Markup | None:
+    """Cards of the pictured examples, otherwise tables, each opening the example's details."""
+    run = report.run
+    if run is None:
+        return None
+    measured = np.flatnonzero(status_of(run) != NOT_MEASURED)
+    if not len(measured):
+        return None
+    order = measured[np.argsort(np.asarray(run.columns["mse_bound"])[measured], kind="stable")]
+    rank = np.zeros(len(run.ids), dtype=np.int64)
+    rank[order] = np.arange(1, len(order) + 1)
+    pictured = {} if run.pictures is None else {int(row): i for i, row in enumerate(run.pictures.rows) if rank[row] > 0}
+    rows = sorted(pictured, key=lambda row: rank[row]) if pictured else order.tolist()
+    most = rows[: min(CARDS if pictured else LINES, (len(rows) + 1) // 2)]
+    least = rows[len(most) :][::-1][: len(most)]
+    draw = _cards if pictured else _lines
+    maps = (
+        " The second picture shows which pixels drive the privacy loss (PLIS): orange raises it, purple lowers it, each on its own scale."
+        if run.pictures is not None and run.pictures.maps is not None
+        else ""
+    )
+    return join(
+        paragraph(
+            f"Ranked by their MSE bound among {len(order):,} measured examples; select one for its details.{maps}"
+        ),
+        tag("h3", "Most exposed"),
+        draw(run, most, rank, pictured),
+        [tag("h3", "Least exposed"), draw(run, least, rank, pictured)] if least else None,
+    )
+
+
+def _cards(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int, int]) -> Markup:
+    assert run.pictures is not None
+    cards = []
+    for row in rows:
+        image = thumbnail(run.pictures.images[pictured[row]])
+        pictures = [tag("img", src=as_data_url(image), alt="", class_="picture")]
+        if run.pictures.maps is not None:
+            heat = thumbnail(run.pictures.maps[pictured[row]])
+            pictures.append(tag("img", src=as_data_url(overlay(image, heat)), alt="", class_="picture"))
+        cards.append(
+            tag(
+                "li",
+                tag(
+                    "button",
+                    tag("span", pictures, class_="pictures"),
+                    tag("span", str(run.ids[row]), class_="id"),
+                    tag("span", f"MSE ≥ {number(float(run.columns['mse_bound'][row]))}", class_="bound"),
+                    tag("span", f"rank {rank[row]:,}", class_="rank"),
+                    type="button",
+                    class_="card",
+                    data_row=row,
+                    aria_haspopup="dialog",
+                ),
+            )
+        )
+    return tag("ul", cards, class_="cards")
+
+
+def _lines(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int, int]) -> Markup:
+    lines = []
+    for row in rows:
+        lines.append(
+            tag(
+                "tr",
+                tag("td", f"{rank[row]:,}", class_="rank"),
+                tag(
+                    "th",
+                    tag(
+                        "button", str(run.ids[row]), type="button", class_="link", data_row=row, aria_haspopup="dialog"
+                    ),
+                    scope="row",
+                ),
+                tag("td", number(float(run.columns["mse_bound"][row]))),
+                tag("td", _closest(run, row), class_="words") if run.attributes is not None else None,
+            )
+        )
+    named = (
+        tag("th", "could be inferred most closely", scope="col", class_="words") if run.attributes is not None else None
+    )
+    head = tag(
+        "tr",
+        tag("th", "Rank", scope="col", class_="rank"),
+        tag("th", "Example", scope="col"),
+        tag("th", "MSE bound", scope="col"),
+        named,
+    )
+    return tag("div", tag("table", tag("thead", head), tag("tbody", lines), class_="plain ranked"), class_="scroll")
+
+
+def _closest(run: SavedRun, row: int) -> str:
+    """The attributes with the least error relative to all examples' median, in their own unit."""
+    assert run.attributes is not None
+    error = np.asarray(run.attributes.error[row], dtype=np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        relative = error / np.nanmedian(np.asarray(run.attributes.error, dtype=np.float64), axis=0)
+    order = [int(j) for j in np.argsort(relative) if np.isfinite(error[j])][:NAMED]
+    units = run.attributes.units
+    return (
+        "; ".join(f"{run.attributes.names[j]} ± {number(error[j])}{' ' + units[j] if units[j] else ''}" for j in order)
+        or "nothing"
+    )
