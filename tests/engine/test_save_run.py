@@ -46,6 +46,7 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
         title="a trial",
         attribute_names=list("abcde"),
         attribute_units=["cm"] * 5,
+        input_range=(-5.0, 5.0),
         groups={"side": sides, "same": {f"patient {i}": 7 for i in range(60)}},
     )
     run = load(path)
@@ -58,6 +59,7 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
     assert run.about["epsilon"] == engine.get_epsilon(DELTA)
     assert run.about["model"] == {"name": "Sequential", "num_parameters": 57}
     assert run.about["dataset"]["input_shape"] == [5]
+    assert run.about["dataset"]["input_range"] == [-5, 5]
     assert run.about["dataset"]["data_sha256"] == data_sha256(data(60))
     assert run.about["mechanism"]["steps"] == 12
     assert run.about["seed"] == 3
@@ -69,7 +71,7 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
     assert run.groups["side"].tolist() == sides
     assert set(run.groups["same"]) == {"7"}
     assert run.pictures is None, "rows of five numbers are no images"
-    assert run.bounds["rdp_mse_bound"]["replace_one"] == engine.get_rdp_mse_bound()
+    assert run.bounds["rdp_mse_bound"]["replace_one"] == engine.get_rdp_mse_bound(10.0)
     success = run.bounds["rero"]["success"]
     assert all(s >= p - 0.01 for s, p in zip(success, run.bounds["rero"]["prior"], strict=True))
     assert success == sorted(success)
@@ -96,6 +98,8 @@ def test_arguments_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> 
         saved(groups={"side": ["x"] * 3})
     with pytest.raises(ValueError, match="grouping 'side' has no label for 59 examples, e.g. .'patient 1'"):
         saved(groups={"side": {"patient 0": "x"}})
+    with pytest.raises(ValueError, match=r"input_range=\(1, 0\) must be"):
+        saved(input_range=(1, 0))
     with pytest.raises(ValueError, match="pictures=-1 must be"):
         saved(pictures=-1)
     assert not list(tmp_path.iterdir())

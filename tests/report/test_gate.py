@@ -111,11 +111,11 @@ class TestRules:
             sampling_error=[np.inf] * 3 + [0.1] * 17,
             mse_bound_low=[np.inf] * 3 + [1.0] * 17,
         )
-        failed = verdict(run, "max_share_never_drawn", min_mse_bound=0.5)
+        failed = verdict(run, "max_share_not_measured", min_mse_bound=0.5)
         assert (failed.passed, failed.offending, failed.found) == (False, 3, 0.15)
-        assert verdict(run, "max_share_never_drawn", max_share_never_drawn=0.15).passed
+        assert verdict(run, "max_share_not_measured", max_share_not_measured=0.15).passed
         share = verdict(run, "max_share_of_concern", mse_bound_of_concern=2.0, max_share_of_concern=0.9)
-        assert share.found == 1.0, "the share is that of the examples drawn"
+        assert share.found == 1.0, "the share is that of the measured examples"
 
     def test_missed_steps_are_not_safe(self) -> None:
         run = run_with(missed=[2] + [0] * 19)
@@ -144,7 +144,7 @@ class TestPolicies:
             ("min_group_size = 2.5", "min_group_size = 2.5 must be a whole number"),
             ("allow_violated_bounds = 1", "allow_violated_bounds = 1 must be true or false"),
             ("min_attribute_error = 3", "min_attribute_error = 3 must be a table"),
-            ("max_share_never_drawn = 5", "max_share_never_drawn = 5 must be a share"),
+            ("max_share_not_measured = 5", "max_share_not_measured = 5 must be a share"),
             ("max_share_of_concern = 0.5", "belong together"),
             ("min_mse_bound = ", "cannot be read as TOML"),
         ],

@@ -361,6 +361,7 @@ class FILPrivacyEngine(PrivacyEngine):
         attribute_names: Sequence[str] | None = None,
         attribute_units: Sequence[str] | None = None,
         unit_of_inputs: str = "",
+        input_range: tuple[float, float] | None = None,
         groups: Mapping[str, Labels] | None = None,
         pictures: int = 8,
         attacks: Sequence[AttackResult] = (),
@@ -378,6 +379,8 @@ class FILPrivacyEngine(PrivacyEngine):
             attribute_names: One per private coordinate, in order; needs ``track=("diagonal",)``.
             attribute_units: One per private coordinate, e.g. "years".
             unit_of_inputs: Of all coordinates together, e.g. "grey value, 0 to 1".
+            input_range: Between which values every private coordinate lies, known without looking at the data; gives
+                the report a blind guess and the bound from ε to compare with.
             groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
             pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, where
                 inputs are images of 1 or 3 channels; 0: none.
@@ -391,6 +394,7 @@ class FILPrivacyEngine(PrivacyEngine):
             attribute_names=attribute_names,
             attribute_units=attribute_units,
             unit_of_inputs=unit_of_inputs,
+            input_range=input_range,
             groups=groups,
             pictures=pictures,
             attacks=attacks,

@@ -47,6 +47,7 @@ def build_saved_run(
     attribute_names: Sequence[str] | None = None,
     attribute_units: Sequence[str] | None = None,
     unit_of_inputs: str = "",
+    input_range: tuple[float, float] | None = None,
     groups: Mapping[str, Labels] | None = None,
     pictures: int = 8,
     attacks: Sequence[AttackResult] = (),
@@ -56,13 +57,18 @@ def build_saved_run(
     run, leakage = engine._current, engine._current.leakage
     if pictures < 0:
         raise ValueError(f"pictures={pictures} must be ≥ 0: how many of the most and of the least exposed to show")
+    if input_range is not None and not input_range[0] < input_range[1]:
+        raise ValueError(f"input_range={input_range} must be (lowest, highest) value of a coordinate")
     attributes = _attributes(leakage, attribute_names, attribute_units)
     labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
     columns = {name: np.asarray(values) for name, values in leakage.columns()[1].items() if name != "fil_kind"}
     columns["epsilon"] = engine.get_individual_epsilon(delta=delta).value.cpu().numpy()
     with torch.random.fork_rng(devices=[]):
-        about = _about(engine, run, leakage, delta, title, unit_of_inputs, hash_data)
+        about = _about(engine, run, leakage, delta, hash_data)
         shown = thumbnails(run, columns["fil"], columns["participations"], pictures) if pictures else None
+    about["title"] = title if title is not None else f"{about['model']['name']} on {len(columns['fil']):,} examples"
+    about["unit_of_inputs"] = unit_of_inputs
+    about["dataset"]["input_range"] = list(input_range) if input_range is not None else None
     return SavedRun(
         about=about,
         ids=_ids(leakage.ids.all()),
@@ -71,7 +77,7 @@ def build_saved_run(
         groups=labels,
         pictures=shown,
         history=_history(engine, run, leakage, delta),
-        bounds=_bounds(engine, leakage),
+        bounds=_bounds(engine, leakage, input_range),
         attacks=list(attacks),
     )
 
@@ -94,16 +100,13 @@ def data_sha256(dataset: Any) -> str:
     return digest.hexdigest()
 
 
-def _about(
-    engine: FILPrivacyEngine, run: Run, leakage: Leakage, delta: float, title: str | None, unit: str, hash_data: bool
-) -> dict[str, Any]:
+def _about(engine: FILPrivacyEngine, run: Run, leakage: Leakage, delta: float, hash_data: bool) -> dict[str, Any]:
     settings, optimizer, name = run.settings, run.optimizer, type(run.module).__name__
     inputs, _ = split_batch(run.collate_fn([run.dataset[0]]), settings.batch_to_inputs)
     args, kwargs = as_call(inputs)
     shapes = [list(leaf.shape[1:]) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     chosen = settings.amplification
     return {
-        "title": title if title is not None else f"{name} on {leakage.ids.num_examples:,} examples",
         "model": {"name": name, "num_parameters": sum(p.numel() for p in run.module.parameters())},
         "dataset": {
             "num_examples": leakage.ids.num_examples,
@@ -136,7 +139,6 @@ def _about(
         },
         "seed": run.generator.initial_seed(),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "unit_of_inputs": unit,
         "exact": leakage.exact,
     }
 
@@ -193,15 +195,16 @@ def _history(engine: FILPrivacyEngine, run: Run, leakage: Leakage, delta: float)
     return history
 
 
-def _bounds(engine: FILPrivacyEngine, leakage: Leakage) -> dict[str, Any]:
-    """Theorem 1 for coordinates of range 1, and reconstruction robustness at the run's least noise and highest rate."""
-    bounds: dict[str, Any] = {
-        "rdp_mse_bound": {
-            "diameter": 1.0,
-            "replace_one": engine.get_rdp_mse_bound(1.0, reading="replace-one"),
-            "paper": engine.get_rdp_mse_bound(1.0, reading="paper"),
+def _bounds(engine: FILPrivacyEngine, leakage: Leakage, input_range: tuple[float, float] | None) -> dict[str, Any]:
+    """Theorem 1, where inputs are known to lie in a range, and reconstruction robustness at the run's worst σ and q."""
+    bounds: dict[str, Any] = {}
+    if input_range is not None:
+        diameter = input_range[1] - input_range[0]
+        bounds["rdp_mse_bound"] = {
+            "diameter": diameter,
+            "replace_one": engine.get_rdp_mse_bound(diameter, reading="replace-one"),
+            "paper": engine.get_rdp_mse_bound(diameter, reading="paper"),
         }
-    }
     history = engine.accountant.history
     steps = sum(count for *_, count in history)
     q = max(rate for _, rate, _ in history)
@@ -222,7 +225,8 @@ def _bounds(engine: FILPrivacyEngine, leakage: Leakage) -> dict[str, Any]:
     )
     bounds["rero"] = {
         "prior": list(_PRIORS),
-        "success": found.value.tolist(),
+        "success": found.interval(0.95)[1].clamp(max=1).tolist(),
+        "estimate": found.value.tolist(),
         "standard_error": found.standard_error.tolist(),
     }
     return bounds

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from torchfil.report.saved_run import SavedRun
+from torchfil.report.summary import NOT_MEASURED, status_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,11 +45,11 @@ class Policy:
     max_group_disparity: float | None = None
     min_group_size: int = 10
     allow_violated_bounds: bool = False
-    max_share_never_drawn: float = 0.0
+    max_share_not_measured: float = 0.0
     max_examples_missed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_share_of_concern", "max_share_never_drawn"):
+        for name in ("max_share_of_concern", "max_share_not_measured"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise PolicyError(f"{name} = {value} must be a share, between 0 and 1")
@@ -132,7 +133,7 @@ def _smallest_bound(run: SavedRun, policy: Policy) -> list[Verdict]:
     limit = policy.min_mse_bound
     if limit is None:
         return []
-    low = _of_drawn(run, "mse_bound_low")
+    low = _of_measured(run, "mse_bound_low")
     found = float(np.min(low, initial=math.inf))
     wrong = int((~(low >= limit)).sum())
     return [Verdict("min_mse_bound", wrong == 0, limit, found, wrong, "smallest MSE bound, lower end of its interval")]
@@ -142,10 +143,10 @@ def _share_of_concern(run: SavedRun, policy: Policy) -> list[Verdict]:
     limit, bound = policy.max_share_of_concern, policy.mse_bound_of_concern
     if limit is None or bound is None:
         return []
-    low = _of_drawn(run, "mse_bound_low")
+    low = _of_measured(run, "mse_bound_low")
     wrong = int((~(low >= bound)).sum())
     share = wrong / max(1, len(low))
-    detail = f"share of the examples drawn whose MSE bound (lower end) is under {bound:g}"
+    detail = f"share of the measured examples whose MSE bound (lower end) is under {bound:g}"
     return [Verdict("max_share_of_concern", share <= limit, limit, share, wrong, detail)]
 
 
@@ -161,7 +162,7 @@ def _attribute_errors(run: SavedRun, policy: Policy) -> list[Verdict]:
             raise PolicyError(f"the run has no attribute {name!r}{_nearest(name, run.attributes.names)}")
         errors = run.attributes.error if run.attributes.error_low is None else run.attributes.error_low
         place = run.attributes.names.index(name)
-        values = errors[_drawn(run), place]
+        values = errors[_measured(run), place]
         wrong = int((~(values >= limit)).sum())
         found = float(np.min(values, initial=math.inf))
         unit = f" in {run.attributes.units[place]}" if run.attributes.units[place] else ""
@@ -200,16 +201,16 @@ def _group_disparity(run: SavedRun, policy: Policy) -> list[Verdict]:
         return []
     if not run.groups:
         return [Verdict("max_group_disparity", False, limit, None, 0, "the run was saved without groups")]
-    verdicts, drawn = [], _drawn(run)
+    verdicts, measured = [], _measured(run)
     for name, labels in run.groups.items():
         medians = {}
         for label in np.unique(labels):
-            members = drawn & (labels == label)
+            members = measured & (labels == label)
             if members.sum() >= policy.min_group_size:
                 medians[str(label)] = float(np.median(run.columns["fil"][members]))
         rule = f"max_group_disparity ({name})"
         if len(medians) < 2:
-            detail = f"fewer than two groups of at least {policy.min_group_size} drawn examples: nothing to compare"
+            detail = f"fewer than two groups of at least {policy.min_group_size} measured examples: nothing to compare"
             verdicts.append(Verdict(rule, True, limit, None, 0, detail))
             continue
         least, most = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
@@ -231,11 +232,11 @@ def _violated_bounds(run: SavedRun, policy: Policy) -> list[Verdict]:
     return [Verdict("allow_violated_bounds", not broken, 0, len(broken), len(broken), detail)]
 
 
-def _never_drawn(run: SavedRun, policy: Policy) -> list[Verdict]:
-    wrong = int((~_drawn(run)).sum())
-    share, limit = wrong / max(1, len(run)), policy.max_share_never_drawn
-    detail = "share of examples never drawn: not measured, not spared"
-    return [Verdict("max_share_never_drawn", share <= limit, limit, share, wrong, detail)]
+def _not_measured(run: SavedRun, policy: Policy) -> list[Verdict]:
+    wrong = int((~_measured(run)).sum())
+    share, limit = wrong / max(1, len(run)), policy.max_share_not_measured
+    detail = "share of examples about which the run says nothing (never drawn): not measured, not spared"
+    return [Verdict("max_share_not_measured", share <= limit, limit, share, wrong, detail)]
 
 
 def _missed(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -254,20 +255,18 @@ _RULES: tuple[Callable[[SavedRun, Policy], list[Verdict]], ...] = (
     _individual_epsilon,
     _group_disparity,
     _violated_bounds,
-    _never_drawn,
+    _not_measured,
     _missed,
 )
 
 
-def _drawn(run: SavedRun) -> np.ndarray:
+def _measured(run: SavedRun) -> np.ndarray:
     """Which examples the run says something about, [n] booleans."""
-    drawn = run.columns["participations"] > 0
-    error = run.columns.get("sampling_error")
-    return drawn if error is None else drawn & ~np.isinf(error)
+    return status_of(run) != NOT_MEASURED
 
 
-def _of_drawn(run: SavedRun, column: str) -> np.ndarray:
-    return run.columns[column][_drawn(run)]
+def _of_measured(run: SavedRun, column: str) -> np.ndarray:
+    return run.columns[column][_measured(run)]
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -303,8 +302,9 @@ min_group_size = 10
 # Whether an attack may have beaten a bound (then something is wrong with the bound: look into it).
 allow_violated_bounds = false
 
-# Examples that no batch drew have not been measured. Poisson sampling at rate q leaves out (1 - q)^steps of them.
-max_share_never_drawn = 0.01
+# Examples that no batch drew have not been measured, nor spared. Poisson sampling at rate q leaves out a share of
+# (1 - q)^steps; longer runs, or averages over runs, leave out fewer.
+max_share_not_measured = 0.01
 
 # Examples that took part in steps that were not measured (engine.paused): their bounds are no guarantees.
 max_examples_missed = 0
