@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil.engine import FILPrivacyEngine
+from torchfil.ledger import Track
 
-__all__ = ["DELTA", "DigitsRun", "digits_network", "train_on_digits"]
+__all__ = ["DELTA", "DigitsRun", "digits", "digits_network", "train_on_digits"]
 
 DELTA = 1e-4
 
 
 @dataclass(frozen=True)
 class DigitsRun:
-    """The engine after training, the data [1797, 1, 8, 8] in [0, 1] with labels [1797], and the model."""
+    """The engine, the data with its labels, and the private model."""
 
     engine: FILPrivacyEngine
     images: Tensor
     labels: Tensor
     model: nn.Module
 
+    def saved(self, path: str | os.PathLike[str]) -> Path:
+        """Save the run, with the digits as groups and the pixels as attributes."""
+        return self.engine.save_run(
+            path,
+            delta=DELTA,
+            title="Handwritten digits, trained privately",
+            attribute_names=[f"pixel {row},{column}" for row in range(8) for column in range(8)],
+            attribute_units=["grey value"] * 64,
+            unit_of_inputs="grey value, 0 to 1",
+            input_range=(0.0, 1.0),
+            groups={"digit": self.labels.tolist()},
+        )
+
     def accuracy(self) -> float:
         """On the training digits."""
         device = next(self.model.parameters()).device
         with torch.no_grad():
             return float((self.model(self.images.to(device)).argmax(1).cpu() == self.labels).float().mean())
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's 1,797 handwritten digits: images [1797, 1, 8, 8] in [0, 1] and labels [1797].
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError(
+            "the digits come with scikit-learn, which is not installed: pip install 'torchfil[glm]'"
+        ) from error
+    found = load_digits()
+    return torch.tensor(found.images, dtype=torch.float32)[:, None] / 16, torch.tensor(found.target)
 
 
 def digits_network() -> nn.Sequential:
@@ -43,6 +75,7 @@ def train_on_digits(
     noise_multiplier: float = 1.0,
     device: str = "cpu",
     seed: int = 0,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     after_epoch: Callable[[int, DigitsRun], None] | None = None,
 ) -> DigitsRun:
     """An ordinary Opacus loop with the engine in it; needs scikit-learn.
@@ -52,31 +85,25 @@ def train_on_digits(
         noise_multiplier: σ.
         device: Where to train.
         seed: Of weights, batches, noise and probes.
+        progress: Wraps the epochs, e.g. a progress bar.
         after_epoch: Called with the number of epochs done and the run so far.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError(
-            "the digits come with scikit-learn, which is not installed: pip install 'torchfil[glm]'"
-        ) from error
     torch.manual_seed(seed)
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16  # pixels in [0, 1]
-    labels = torch.tensor(digits.target)
+    images, labels = digits()
     loader = DataLoader(TensorDataset(images, labels), batch_size=128)
     model = digits_network().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     engine = FILPrivacyEngine()
-    private, optimizer, loader = engine.make_private(
-        model, optimizer, loader, noise_multiplier=noise_multiplier, track=("diagonal",)
+    track: tuple[Track, ...] = ("diagonal",)
+    private, private_optimizer, private_loader = engine.make_private(
+        model, optimizer, loader, noise_multiplier=noise_multiplier, track=track
     )
     run = DigitsRun(engine, images, labels, private)
-    for epoch in range(epochs):
-        for x, y in loader:
-            optimizer.zero_grad()
+    for epoch in progress(range(epochs)):
+        for x, y in private_loader:
+            private_optimizer.zero_grad()
             nn.functional.cross_entropy(private(x.to(device)), y.to(device)).backward()
-            optimizer.step()
+            private_optimizer.step()
         if after_epoch is not None:
             after_epoch(epoch + 1, run)
     return run

@@ -46,6 +46,7 @@ class EncodedTable:
         columns: The d columns' names.
         attributes: Each attribute's columns.
         levels: Each one-hot attribute's levels, the first of which has no column.
+        few_values: Columns of 3 to 12 different whole numbers, which could be codes, and how many.
     """
 
     inputs: np.ndarray
@@ -53,6 +54,7 @@ class EncodedTable:
     columns: tuple[str, ...]
     attributes: dict[str, tuple[int, ...]]
     levels: dict[str, tuple[str, ...]]
+    few_values: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,9 @@ def encode(
     columns, attributes, inputs = one_hot(rows, features, levels, {name: found[0] for name, found in levels.items()})
     texts = [row[target] for row in rows]
     targets = np.asarray([float(text) for text in texts]) if all(map(_is_number, texts)) else np.asarray(texts)
-    return EncodedTable(inputs, targets, columns, attributes, levels)
+    different = {name: {float(row[name]) for row in rows} for name in features if name not in levels}
+    few = {name: len(v) for name, v in different.items() if 3 <= len(v) <= 12 and all(x.is_integer() for x in v)}
+    return EncodedTable(inputs, targets, columns, attributes, levels, few)
 
 
 def leakage_table(
