@@ -11,7 +11,7 @@ from torchfil.cli.trying import bench, demo
 __all__ = ["main"]
 
 
-@click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("torchfil", cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="torchfil")
 def main() -> None:
     """For every single training example: how much does the trained model leak about it?

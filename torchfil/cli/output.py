@@ -29,7 +29,7 @@ class BadInputError(click.ClickException):
 class OneLineGroup(click.Group):
     """Commands whose errors are one line on standard error, without usage and traceback."""
 
-    def main(  # type: ignore[override]
+    def main(
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,
@@ -90,6 +90,8 @@ def with_output(command: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, quiet: bool, as_json: bool, **options: Any) -> Any:
         try:
             return command(*args, out=Output(quiet, as_json), **options)
+        except BrokenPipeError:
+            raise
         except (ValueError, OSError, ImportError, MemoryError) as error:
             raise BadInputError(_message(error)) from error
 

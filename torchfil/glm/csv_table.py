@@ -72,6 +72,12 @@ class LeakageTable:
     score: float
 
 
+class _NamedColumns(np.ndarray):
+    """An array whose columns have names, so that a model's errors can speak of them."""
+
+    columns: list[str]
+
+
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
     """The rows of a CSV file with a header, gzipped or not, by column name.
 
@@ -170,7 +176,8 @@ def leakage_table(
         require_column(name, list(table.attributes))
     if not math.isfinite(sigma) or not sigma > 0:
         raise ValueError(f"sigma={sigma} must be positive: without noise the release gives everything away")
-    X, y = table.inputs, _targets_for(model, table.targets)
+    X, y = table.inputs.view(_NamedColumns), _targets_for(model, table.targets)
+    X.columns = list(table.columns)
     fitted: GeneralizedLinearModel = MODELS[model](l2=l2, fit_intercept=intercept).fit(X, y)
     score = float(fitted.score(X, y))
     if not private:

@@ -44,7 +44,7 @@ class Policy:
     max_individual_epsilon: float | None = None
     max_group_disparity: float | None = None
     min_group_size: int = 10
-    allow_violated_bounds: bool = False
+    max_violated_bounds: int = 0
     max_share_not_measured: float = 0.0
     max_examples_missed: int = 0
 
@@ -118,8 +118,6 @@ def parse_policy(values: Mapping[str, Any]) -> Policy:
         if name == "min_attribute_error":
             wrong = not isinstance(value, Mapping) or not all(_is_number(v) for v in value.values())
             expected = "a table of numbers by attribute"
-        elif isinstance(known[name], bool):
-            wrong, expected = not isinstance(value, bool), "true or false"
         elif isinstance(known[name], int):
             wrong, expected = not isinstance(value, int) or isinstance(value, bool), "a whole number"
         else:
@@ -224,12 +222,11 @@ def _group_disparity(run: SavedRun, policy: Policy) -> list[Verdict]:
 
 
 def _violated_bounds(run: SavedRun, policy: Policy) -> list[Verdict]:
-    if policy.allow_violated_bounds:
-        return []
-    broken = sorted({int(row) for attack in run.attacks for row in attack.rows[attack.violated]})
+    limit = policy.max_violated_bounds
+    broken = len({int(row) for attack in run.attacks for row in attack.rows[attack.violated]})
     names = [attack.name for attack in run.attacks if attack.violated.any()]
-    detail = f"bounds broken by {', '.join(names)}" if names else f"bounds broken by {len(run.attacks)} attacks"
-    return [Verdict("allow_violated_bounds", not broken, 0, len(broken), len(broken), detail)]
+    detail = f"examples whose bound was beaten by {', '.join(names) or f'{len(run.attacks)} attacks'}"
+    return [Verdict("max_violated_bounds", broken <= limit, limit, broken, broken, detail)]
 
 
 def _not_measured(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -299,8 +296,8 @@ max_epsilon = 8.0
 # max_group_disparity = 2.0
 min_group_size = 10
 
-# Whether an attack may have beaten a bound (then something is wrong with the bound: look into it).
-allow_violated_bounds = false
+# For how many examples an attack may have beaten the bound beyond chance (more than 0: look into it).
+max_violated_bounds = 0
 
 # Examples that no batch drew have not been measured, nor spared. Poisson sampling at rate q leaves out a share of
 # (1 - q)^steps; longer runs, or averages over runs, leave out fewer.
