@@ -15,7 +15,7 @@ from torchfil.report.gate import TEMPLATE, Verdict, check, load_policy
 from torchfil.report.saved_run import SavedRun, load
 from torchfil.report.summary import LOWER_BOUND, NOT_MEASURED, status_of
 
-__all__ = ["gate", "inspect", "report"]
+__all__ = ["gate", "inspect", "report", "summary"]
 
 RUN = click.Path(path_type=Path)
 
@@ -84,10 +84,15 @@ def inspect(run: Path, top: int, out: Output) -> None:
       torchfil inspect run.fil
       torchfil inspect run.fil --top 20 --json
     """
-    loaded = load(run)
-    data = _summary(loaded, max(0, top))
-    out.result(_summary_text(loaded, data), data)
+    text, data = summary(load(run), max(0, top))
+    out.result(text, data)
     out.say("\nThese numbers depend on private data: keep them confidential.")
+
+
+def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
+    """A run in a few lines, with its ``top`` most exposed examples, as text and as data."""
+    data = _summary(run, top)
+    return _summary_text(run, data), data
 
 
 def _verdicts(verdicts: list[Verdict], passed: bool) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from torchfil.cli.output import Output, number, table, with_output
+from torchfil.cli.runs import summary
 
 if TYPE_CHECKING:
     from torchfil.demo import DigitsRun
@@ -61,8 +62,11 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
             after_epoch=after_epoch,
         )
         path = run.saved(directory / "digits.fil")
-    page = write_report(load(path), directory / "report")
-    out.say(f"\nrun:    {path}\n        look at it: torchfil inspect {path}")
+    saved = load(path)
+    page = write_report(saved, directory / "report")
+    out.say(f"\n{summary(saved, 5)[0]}\n")
+    out.say("These numbers depend on private data: keep them confidential.\n")
+    out.say(f"run:    {path}")
     out.result(str(page) if out.quiet else f"report: {page}", {"run": str(path), "page": str(page)})
 
 
