@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from torchfil import FILPrivacyEngine
 from torchfil.engine.epsilon import epsilon_over_time
-from torchfil.engine.saving import data_sha256
+from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.thumbnails import as_image
 from torchfil.engine.timeline import MAX_POINTS, Timeline, summary
 from torchfil.report import load
@@ -79,6 +79,15 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
     assert run.history["fil_max"][-1] == pytest.approx(run.columns["fil"].max())
     assert run.history["fil_median"][-1] == pytest.approx(np.quantile(run.columns["fil"], 0.5, method="inverted_cdf"))
     assert run.history["epsilon"][-1] == pytest.approx(run.about["epsilon"])
+
+
+def test_report(trained: Any, tmp_path: Path) -> None:
+    page = trained.engine.report(tmp_path / "page", delta=DELTA, title="of a trial", hash_data=False)
+    assert page == tmp_path / "page" / "index.html"
+    assert "of a trial" in page.read_text(encoding="utf-8")
+    assert "patient 7" in (tmp_path / "page" / "leakage.csv").read_text(encoding="utf-8")
+    shared = trained.engine.report(tmp_path / "shared", delta=DELTA, redacted=True, min_group=5)
+    assert "patient 7" not in shared.read_text(encoding="utf-8")
 
 
 def test_saving_changes_nothing(trained: Any, tmp_path: Path) -> None:
@@ -199,4 +208,7 @@ def test_the_checksum_of_the_data_tells_order_and_dtype() -> None:
     }
     assert len(checksums) == 6
     assert data_sha256(TensorDataset(x.clone())) == data_sha256(TensorDataset(x))
+    assert data_sha256(TensorDataset(x, x[:, 0])) == data_sha256([(row, row[0]) for row in x])
+    assert data_sha256([torch.ones(2), torch.ones(3)]) != data_sha256([torch.ones(3), torch.ones(2)])
+    assert data_sha256(["ab", "c"]) != data_sha256(["a", "bc"])
     assert data_sha256([{"x": np.ones(2), "y": 1}]) != data_sha256([{"x": np.ones(2), "y": 2}])

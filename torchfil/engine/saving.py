@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import logging
 import platform
 from collections.abc import Hashable, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torchfil._version import __version__
 from torchfil.bounds import rero
 from torchfil.engine.epsilon import epsilon_over_time
+from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.loader import split_batch
 from torchfil.engine.run import Run
 from torchfil.engine.thumbnails import thumbnails
@@ -28,7 +28,7 @@ from torchfil.report.saved_run import AttackResult, Attributes, SavedRun
 if TYPE_CHECKING:
     from torchfil.engine.engine import FILPrivacyEngine
 
-__all__ = ["build_saved_run", "data_sha256"]
+__all__ = ["Labels", "build_saved_run"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,24 +80,6 @@ def build_saved_run(
         bounds=_bounds(engine, leakage, input_range),
         attacks=list(attacks),
     )
-
-
-def data_sha256(dataset: Any) -> str:
-    """SHA-256 over all examples in order: dtype, shape and bytes of every tensor, the text of all else."""
-    digest = hashlib.sha256()
-    for row in range(len(dataset)):
-        for leaf in pytree.tree_leaves(dataset[row]):
-            if isinstance(leaf, Tensor):
-                array = leaf.detach().cpu().contiguous()
-                digest.update(f"{array.dtype} {list(array.shape)}\0".encode())
-                if array.numel():
-                    digest.update(array.reshape(-1).view(torch.uint8).numpy().tobytes())
-            elif isinstance(leaf, np.ndarray):
-                digest.update(f"{leaf.dtype} {list(leaf.shape)}\0".encode() + leaf.tobytes())
-            else:
-                digest.update(f"{type(leaf).__name__} {leaf}\0".encode())
-        digest.update(b"\n")
-    return digest.hexdigest()
 
 
 def _about(engine: FILPrivacyEngine, run: Run, leakage: Leakage, delta: float, hash_data: bool) -> dict[str, Any]:
