@@ -33,7 +33,8 @@ def write_report(
         * Only the owner may read it (folder 0700, files 0600).
         * The page loads nothing from anywhere and opens from the disk.
         * Redacted: no file holds an id, a value of one example, a picture, the data's hash or the seed; every number
-          rests on ``min_group`` examples or more. It is an aggregate without noise, not a differentially private release.
+          rests on ``min_group`` examples or more. No noise is added: it is not a differentially
+          private release.
 
     Args:
         run: What to report.
@@ -120,8 +121,8 @@ def _check_replaceable(target: Path) -> None:
             return
     if inside:
         raise FileExistsError(
-            f"{target} holds other files than a report ({', '.join(sorted(path.name for path in inside)[:3])} …) and is "
-            "not replaced; name a new folder"
+            f"{target} holds other files than a report ({', '.join(sorted(path.name for path in inside)[:3])} …) "
+            "and is not replaced; name a new folder"
         )
 
 

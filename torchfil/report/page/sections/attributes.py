@@ -33,9 +33,10 @@ def render(report: Report) -> Markup | None:
     rest = f" The first {MOST} of {len(attributes)} attributes are shown." if len(attributes) > MOST else ""
     return join(
         paragraph(
-            "An unbiased attacker who knows everything else about an example, all its other attributes included, cannot "
-            "infer the attribute more closely than this: the standard error of the best guess, in the attribute’s own "
-            f"unit. A number much larger than the attribute’s range means that nothing is given away.{rest}"
+            "An unbiased attacker who knows everything else about an example, all its other attributes included, "
+            "cannot infer the attribute more closely than this: the standard error of the best guess, in the "
+            "attribute’s own unit. A number much larger than the attribute’s range means that nothing is given "
+            f"away.{rest}"
         ),
         table(head, rows),
         paragraph("Each attribute has its own ranking: its most exposed example need not be another’s.", class_="note"),

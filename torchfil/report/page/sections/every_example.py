@@ -22,12 +22,13 @@ MOST_ATTACKED = 20_000
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: its name in the run, heading, meaning, and whether narrow screens leave it out."""
+    """A column: its name in the run, heading, meaning; whether narrow screens show it, or only an example's details."""
 
     key: str
     label: str
     meaning: str
     narrow: bool = False
+    detail: bool = False
 
 
 COLUMNS = (
@@ -40,8 +41,8 @@ COLUMNS = (
     Column("participations", "drawn", "how many batches held the example"),
     Column("fil_error", "error", "standard error of FIL from the probes"),
     Column("sampling_error", "sampling", "how far chance in the draw of batches can have moved FIL"),
-    Column("missed", "missed", "participations that were not measured"),
-    Column("squared_norm", "Σ‖g̃‖²", "sum of squared clipped gradient norms"),
+    Column("missed", "missed", "participations that were not measured", detail=True),
+    Column("squared_norm", "Σ‖g̃‖²", "sum of squared clipped gradient norms", detail=True),
 )
 
 
@@ -56,15 +57,15 @@ def render(report: Report) -> Markup | None:
         note = f"To keep the page small, it leaves out {', '.join(left_out)}; the files beside it hold everything. "
     return join(
         paragraph(
-            "Select a heading to sort, a row for its details. Arrow keys, Page Up and Page Down move, Enter opens, Escape "
-            "closes. Examples that were not measured always stand last.",
+            "Select a heading to sort, a row for its details. Arrow keys, Page Up and Page Down move, Enter "
+            "opens, Escape closes. Examples that were not measured always stand last.",
             class_="screen",
         ),
         _frame(),
-        paragraph(
-            "The table is not printed: ", ", ".join(report.files) or "no other file", " hold it.", class_="printed"
+        paragraph("The table of all examples is not printed; leakage.csv holds it.", class_="printed"),
+        tag(
+            "dl", [join(tag("dt", column.label), tag("dd", column.meaning)) for column in shown], class_="legend screen"
         ),
-        tag("dl", [join(tag("dt", column.label), tag("dd", column.meaning)) for column in shown], class_="legend"),
         paragraph(
             note,
             "Files beside this page: ",
@@ -163,6 +164,8 @@ def _packed(run: SavedRun) -> tuple[dict[str, Any], dict[str, Packed], list[str]
             "label": column.label,
             "meaning": column.meaning,
             "narrow": column.narrow,
+            "detail": column.detail,
+            "whole": values.dtype.kind in "biu",
         }
         if column.key == "mse_bound" and _is_inverse_square(values, run.columns["fil"], unknown):
             spec["columns"].append(entry | {"from_fil": True})

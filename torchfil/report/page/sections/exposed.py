@@ -13,6 +13,10 @@ from torchfil.report.summary import NOT_MEASURED, status_of
 __all__ = ["render"]
 
 CARDS, LINES, NAMED = 12, 8, 4
+PLIS = (
+    " The second picture shows which pixels drive the privacy loss (PLIS): orange raises it, purple lowers it, "
+    "each on its own scale."
+)
 
 
 def render(report: Report) -> Markup | None:
@@ -31,14 +35,11 @@ def render(report: Report) -> Markup | None:
     most = rows[: min(CARDS if pictured else LINES, (len(rows) + 1) // 2)]
     least = rows[len(most) :][::-1][: len(most)]
     draw = _cards if pictured else _lines
-    maps = (
-        " The second picture shows which pixels drive the privacy loss (PLIS): orange raises it, purple lowers it, each on its own scale."
-        if run.pictures is not None and run.pictures.maps is not None
-        else ""
-    )
+    maps = run.pictures is not None and run.pictures.maps is not None
     return join(
         paragraph(
-            f"Ranked by their MSE bound among {len(order):,} measured examples; select one for its details.{maps}"
+            f"Ranked by their MSE bound among {len(order):,} measured examples; select one for its details.",
+            PLIS if maps else "",
         ),
         tag("h3", "Most exposed"),
         draw(run, most, rank, pictured),

@@ -16,17 +16,17 @@ def render(report: Report) -> Markup | None:
         return None
     return join(
         paragraph(
-            "Dots are a group’s typical FIL (geometric mean over its measured examples), lines its 95 % interval, widened "
-            "so that all intervals of a grouping hold together. A group stands out where its interval misses the line of "
-            "all examples. The intervals cover chance among a group’s examples; noise that all examples of a batch share "
-            "is not in them."
+            "Dots are a group’s typical FIL (geometric mean over its measured examples), lines its 95 % "
+            "interval, widened so that all intervals of a grouping hold together. A group stands out where its "
+            "interval misses the line of all examples. The intervals cover chance among a group’s examples; "
+            "noise that all examples of a batch share is not in them."
         ),
         [_grouping(grouping, report) for grouping in report.summary.groupings],
         paragraph(
             "What to do about it: a generalised linear model can be reweighted until everybody leaks alike (",
             tag("code", "torchfil.glm.iteratively_reweighted_fil"),
-            ", “Linear models” in torchfil’s README). For other models more noise, stronger clipping or fewer steps lower "
-            "everybody’s exposure.",
+            ", “Linear models” in torchfil’s README). For other models more noise, stronger clipping or fewer "
+            "steps lower everybody’s exposure.",
             class_="note",
         ),
     )
@@ -35,7 +35,7 @@ def render(report: Report) -> Markup | None:
 def _grouping(grouping: Grouping, report: Report) -> Markup:
     if not grouping.groups:
         return join(
-            tag("h3", grouping.name),
+            tag("h3", f"By {grouping.name}"),
             paragraph(f"All groups are smaller than {report.summary.smallest} examples and are not shown."),
         )
     rows = [
@@ -59,7 +59,7 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
     )
     hidden = f" {grouping.left_out} groups are not shown." if grouping.left_out else ""
     return join(
-        tag("h3", grouping.name),
+        tag("h3", f"By {grouping.name}"),
         svg.figure(
             lambda width: svg.intervals(
                 rows,
