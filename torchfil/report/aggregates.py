@@ -39,9 +39,9 @@ class Histogram:
     outside: int
 
 
-def rounded(value: float, smallest: int) -> float:
-    """The value, with two significant digits where ``smallest`` > 1."""
-    return float(f"{value:.2g}") if smallest > 1 else float(value)
+def rounded(value: float, smallest: int, digits: int = 2) -> float:
+    """The value, with so many significant digits where ``smallest`` > 1."""
+    return float(f"{value:.{digits}g}") if smallest > 1 else float(value)
 
 
 def rounded_count(count: int, smallest: int) -> int:
@@ -140,7 +140,8 @@ def histogram(
         units = (scaled - zero) / step
         below, above = units[places < edges[1]].mean(), units[places >= edges[-2]].mean()
         edges[0] = min(math.floor(2 * below - edges[1]), edges[1] - 1)
-        edges[-1] = max(math.ceil(2 * above - edges[-2]), edges[-2] + 1)
+        end = max(math.ceil(2 * above - edges[-2]), edges[-2] + 1)
+        edges[-1] = min(end, 0) if origin is not None and edges[-1] <= 0 else end
     points = [10 ** (zero + edge * step) if log else zero + edge * step for edge in edges]
     outside = rounded_count(len(values) - len(inside), smallest)
     return Histogram(points, [rounded_count(count, smallest) for count in merged], outside)

@@ -211,7 +211,10 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         exposure=_exposure(fil, bound, low, smallest),
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
         mse_histogram=histogram(bound, smallest, fineness=8 if redacted else 12, origin=guess),
-        epsilon=_levels(-epsilon, smallest, sign=-1),
+        epsilon={
+            level: value if limit is None else min(value, limit)
+            for level, value in _levels(-epsilon, smallest, sign=-1).items()
+        },
         epsilon_histogram=histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
         attributes=_attributes(run.attributes, known, smallest),
         groupings=[_grouping(name, labels, known, fil, smallest) for name, labels in run.groups.items()],
@@ -312,15 +315,15 @@ def _grouping(name: str, labels: np.ndarray, known: np.ndarray, fil: np.ndarray,
                 group,
                 rounded_count(everyone, smallest),
                 rounded_count(count, smallest),
-                rounded(math.exp(centre), smallest),
-                rounded(ends[0], smallest),
-                rounded(ends[1], smallest),
+                rounded(math.exp(centre), smallest, 3),
+                rounded(ends[0], smallest, 3),
+                rounded(ends[1], smallest, 3),
                 compared,
             )
         )
     rows.sort(key=lambda row: -row.fil)
     left_out = len(counts) - (len(names) - (merged > 0)) - merged + max(len(names) - shown, 0)
-    return Grouping(name, rounded(math.exp(overall), smallest), rows[:MOST_GROUPS], merged, left_out)
+    return Grouping(name, rounded(math.exp(overall), smallest, 3), rows[:MOST_GROUPS], merged, left_out)
 
 
 def _attack(attack: AttackResult, smallest: int) -> AttackSummary:

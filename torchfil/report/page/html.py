@@ -6,7 +6,7 @@ import html
 import math
 from typing import Any
 
-__all__ = ["Markup", "count", "join", "number", "percent", "table", "tag"]
+__all__ = ["Markup", "count", "join", "number", "percent", "plus_minus", "table", "tag"]
 
 VOID = {"br", "hr", "img", "input", "line", "rect", "circle", "path", "col"}
 
@@ -99,6 +99,11 @@ def number(value: float | None, digits: int = 3, *, even: bool = False) -> str:
 
 def _trimmed(text: str, even: bool) -> str:
     return text.rstrip("0").rstrip(".") if "." in text and not even else text
+
+
+def plus_minus(error: float, unit: str) -> str:
+    """± an error in its unit, in one piece."""
+    return f"±\u00a0{number(error)}" + (f"\u00a0{unit}" if unit else "")
 
 
 def count(value: int | str) -> str:

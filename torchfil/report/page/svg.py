@@ -155,10 +155,10 @@ def histogram(
 def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, mark: Mark | None = None) -> Markup:
     """One line per row: a dot, its interval, its name and note beside it, or above it where there is little room."""
     longest = max((len(row.name) for row in rows), default=0)
-    above = width == NARROW and longest > 12
-    letters = 44 if above else min(longest, 34)
-    left = 6.0 if above else 10 + 7.0 * letters
     notes = max((len(row.note) for row in rows), default=0)
+    above = width == NARROW and longest > 12
+    letters = 40 - notes if above else min(longest, 34)
+    left = 6.0 if above else 10 + 7.0 * letters
     right = 12 + 7.0 * notes if width == WIDE else RIGHT
     finite = [v for row in rows for v in (row.value, row.low, row.high) if math.isfinite(v) and (v > 0 or not log)]
     finite += [mark.value] if mark else []

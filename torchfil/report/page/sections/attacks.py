@@ -27,6 +27,8 @@ def render(report: Report) -> Markup | None:
         ]
         for attack in attacks
     ]
+    redacted = report.summary.redacted
+    least = f"The {report.summary.smallest} smallest ratios together" if redacted else "Smallest ratio"
     run = report.run
     return join(
         paragraph(
@@ -34,7 +36,7 @@ def render(report: Report) -> Markup | None:
             "break it (by chance, or because the attack is biased). “Violated” counts those below it beyond "
             "chance."
         ),
-        table(["Attack", "Targets", "Smallest ratio", "Median ratio", "Violated"], rows),
+        table(["Attack", "Targets", least, "Median ratio", "Violated"], rows),
         [_chart(attack) for attack in run.attacks] if run is not None else None,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchfil.report.page.context import Report, named_level, paragraph
-from torchfil.report.page.html import Markup, join, number, table
+from torchfil.report.page.html import Markup, join, plus_minus, table
 
 __all__ = ["render"]
 
@@ -23,10 +23,7 @@ def render(report: Report) -> Markup | None:
     rows = [
         [
             a.name,
-            *(
-                f"± {number(a.error[level])}{' ' + a.unit if a.unit else ''}" if level in a.error else ""
-                for level in levels
-            ),
+            *(plus_minus(a.error[level], a.unit) if level in a.error else "" for level in levels),
         ]
         for a in attributes[:MOST]
     ]

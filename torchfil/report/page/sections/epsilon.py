@@ -26,7 +26,10 @@ def render(report: Report) -> Markup | None:
             "How many examples have spent how much; never more than ε for everybody.",
             label="Histogram of individual ε",
         )
-    rows = [[_named(float(level), summary), number(value, even=True)] for level, value in summary.epsilon.items()]
+    rows = [
+        [_named(float(level), summary), number(value, 2 if summary.redacted else 3, even=True)]
+        for level, value in summary.epsilon.items()
+    ]
     at = f" at δ = {number(delta)}" if delta is not None else ""
     return join(
         paragraph(

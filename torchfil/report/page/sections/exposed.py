@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchfil.report.page.context import Report, paragraph
-from torchfil.report.page.html import Markup, join, number, tag
+from torchfil.report.page.html import Markup, join, number, plus_minus, tag
 from torchfil.report.page.png import as_data_url, overlay, thumbnail
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.summary import NOT_MEASURED, status_of
@@ -114,7 +114,4 @@ def _closest(run: SavedRun, row: int) -> str:
         relative = error / np.nanmedian(np.asarray(run.attributes.error, dtype=np.float64), axis=0)
     order = [int(j) for j in np.argsort(relative) if np.isfinite(error[j])][:NAMED]
     units = run.attributes.units
-    return (
-        "; ".join(f"{run.attributes.names[j]} ± {number(error[j])}{' ' + units[j] if units[j] else ''}" for j in order)
-        or "nothing"
-    )
+    return "; ".join(f"{run.attributes.names[j]} {plus_minus(error[j], units[j])}" for j in order) or "nothing"

@@ -51,7 +51,7 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
     ]
     first, last = grouping.groups[0], grouping.groups[-1]
     verdict = ""
-    if len(grouping.groups) > 1 and last.fil > 0:
+    if len(grouping.groups) > 1 and last.fil > 0 and first.fil >= 1.05 * last.fil:
         verdict = f"{first.name} has {number(first.fil / last.fil, 2)} times the FIL of {last.name}. "
     more = [group.name for group in grouping.groups if group.compared == "more"]
     verdict += (
