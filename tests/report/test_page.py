@@ -279,6 +279,21 @@ def test_a_section_is_one_registration(tmp_path: Path, monkeypatch: pytest.Monke
         register_section("new", "new", lambda report: None, before="nothing")
 
 
+def test_what_does_not_fit_is_left_out_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = write_report(made_up(text_ids=True), tmp_path / "whole").read_text()
+    assert 'id="data-ids"' in whole
+    assert 'id="data-attribute2"' in whole
+    assert "leaves out" not in whole
+    monkeypatch.setattr("torchfil.report.page.sections.every_example.ID_BUDGET", 10)
+    monkeypatch.setattr("torchfil.report.page.sections.every_example.BUDGET", 2000)
+    cut = write_report(made_up(text_ids=True), tmp_path / "cut").read_text()
+    assert 'id="data-ids"' not in cut
+    assert 'id="data-fil"' in cut
+    assert 'id="data-attribute2"' not in cut
+    assert "leaves out the ids (examples are numbered from 0, as in leakage.csv), " in cut
+    assert "vkorc1=CT; the files beside it hold everything" in cut
+
+
 @pytest.mark.parametrize("kind", ["float", "small", "large", "negative", "text"])
 def test_packed_columns_come_back(kind: str) -> None:
     rng = np.random.default_rng(0)

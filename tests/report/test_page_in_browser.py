@@ -122,7 +122,7 @@ def test_the_table_sorts_and_keeps_the_unmeasured_last(browser: Any, reports: di
     assert largest == sorted(largest, reverse=True)
     assert browser.execute_script("return document.querySelector('#head [data-key=fil]').ariaSort") == "descending"
     for _ in range(2):
-        browser.find_element("id", "viewport").send_keys(Keys.END)
+        browser.find_element("id", "grid").send_keys(Keys.END)
         assert shown(browser, 2)[-1] == "not measured"
         assert shown(browser, 0)[-1] == "Zoë 11"
         click(browser, "#head [data-key=fil] button")
@@ -144,7 +144,7 @@ def test_search_finds_an_id(browser: Any, reports: dict[str, Path]) -> None:
 
 def test_details_open_and_close_with_the_keyboard(browser: Any, reports: dict[str, Path]) -> None:
     opened(browser, reports["small"])
-    view = browser.find_element("id", "viewport")
+    view = browser.find_element("id", "grid")
     view.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ENTER)
     dialog = browser.find_element("id", "detail")
     WebDriverWait(browser, 5).until(lambda d: dialog.get_attribute("open") is not None)
@@ -223,7 +223,7 @@ def test_many_rows_scroll(browser: Any, reports: dict[str, Path]) -> None:
         first = shown(browser, 0)
     bounds = [float(text.replace(",", "")) for text in shown(browser, 1) if "×" not in text]
     assert bounds == sorted(bounds)
-    view.send_keys(Keys.END)
+    browser.find_element("id", "grid").send_keys(Keys.END)
     selected = "return document.querySelector('#rows [aria-selected=true]').ariaRowIndex"
     assert browser.execute_script(selected) == str(ROWS + 1)
     search(browser, "Zoë 49999", f"1 of {ROWS:,} examples")

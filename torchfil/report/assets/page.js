@@ -188,7 +188,7 @@
           cell.classList.toggle("none", kind === "none");
         });
       }
-      if (place === state.active) viewport.setAttribute("aria-activedescendant", line.id);
+      if (place === state.active) grid.setAttribute("aria-activedescendant", line.id);
     }
   };
   const goTo = (position) => {
@@ -217,8 +217,9 @@
     event.preventDefault();
     goTo(state.position + event.deltaY * (event.deltaMode === 1 ? rowHeight : 1));
   }, { passive: false });
-  viewport.addEventListener("keydown", (event) => {
-    if (!state.view || !state.view.length) return;
+  viewport.addEventListener("focus", () => grid.focus({ preventScroll: true }));
+  grid.addEventListener("keydown", (event) => {
+    if (!state.view || !state.view.length || event.target.closest("button")) return;
     const page = Math.max(Math.floor(viewport.clientHeight / rowHeight) - 1, 1), last = state.view.length - 1;
     const moves = { ArrowDown: state.active + 1, ArrowUp: state.active < 0 ? 0 : state.active - 1, PageDown: state.active + page, PageUp: state.active - page, Home: 0, End: last };
     if (event.key in moves) { event.preventDefault(); select(moves[event.key]); }
@@ -238,7 +239,7 @@
       }
     }
     state.active = -1;
-    viewport.removeAttribute("aria-activedescendant");
+    grid.removeAttribute("aria-activedescendant");
     spacer.style.height = spacerHeight() + "px";
     grid.setAttribute("aria-rowcount", state.view.length + 1);
     const shown = state.view.length.toLocaleString("en");

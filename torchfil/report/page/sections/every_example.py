@@ -17,6 +17,7 @@ from torchfil.report.summary import NOT_MEASURED, status_of
 __all__ = ["render"]
 
 BUDGET = 14_000_000  # characters of packed columns, so that a page stays below 20 MB
+ID_BUDGET = 8_000_000
 MOST_ATTACKED = 20_000
 
 
@@ -109,13 +110,13 @@ def _frame() -> Markup:
                 "div",
                 tag("div", tag("div", id="rows", role="rowgroup"), id="spacer", role="presentation"),
                 id="viewport",
-                tabindex=0,
+                tabindex=-1,
                 role="presentation",
-                aria_label="Rows; arrow keys move, Enter opens",
             ),
             id="grid",
             role="grid",
-            aria_label="Every example",
+            tabindex=0,
+            aria_label="Every example; arrow keys move, Enter opens",
         ),
         tag("noscript", paragraph("The table needs JavaScript; the files beside this page hold the same numbers.")),
         class_="everyone screen",
@@ -127,18 +128,20 @@ def _packed(run: SavedRun) -> tuple[dict[str, Any], dict[str, Packed], list[str]
     status = status_of(run)
     blocks: dict[str, Packed] = {"status": pack(status)}
     spec: dict[str, Any] = {"rows": len(run.ids), "columns": [], "groups": [], "attributes": [], "attacks": []}
-    if run.ids.dtype.kind == "U":
-        blocks["ids"], blocks["lengths"] = pack_text(run.ids)
-        spec["ids"] = "text"
-    elif np.array_equal(run.ids, np.arange(len(run.ids))):
+    left_out: list[str] = []
+    if np.array_equal(run.ids, np.arange(len(run.ids))):
         spec["ids"] = "rows"
-    elif bool((np.abs(run.ids) < 2**53).all()):
+    elif run.ids.dtype.kind != "U" and bool((np.abs(run.ids) < 2**53).all()):
         blocks["ids"] = pack(run.ids)
         spec["ids"] = "numbers"
     else:
-        blocks["ids"], blocks["lengths"] = pack_text(run.ids.astype(str))
-        spec["ids"] = "text"
-    left_out: list[str] = []
+        texts, lengths = pack_text(run.ids.astype(str))
+        if len(texts.data) + len(lengths.data) <= ID_BUDGET:
+            blocks |= {"ids": texts, "lengths": lengths}
+            spec["ids"] = "text"
+        else:
+            spec["ids"] = "rows"
+            left_out.append("the ids (examples are numbered from 0, as in leakage.csv)")
     space = BUDGET - sum(len(packed.data) for packed in blocks.values())
 
     def fits(name: str, packed: Packed, label: str) -> bool:
@@ -177,7 +180,7 @@ def _packed(run: SavedRun) -> tuple[dict[str, Any], dict[str, Packed], list[str]
             spec["groups"].append({"name": name, "levels": [str(level) for level in levels], "data": f"group{i}"})
     if run.attributes is not None:
         for j, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
-            if space <= 0:
+            if j > len(spec["attributes"]):
                 left_out.append(name)
                 continue
             values = np.where(unknown, np.nan, np.asarray(run.attributes.error[:, j], dtype=np.float64))

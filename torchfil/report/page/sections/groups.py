@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, paragraph
-from torchfil.report.page.html import Markup, count, join, number, tag
+from torchfil.report.page.html import Markup, count, join, number, table, tag
 from torchfil.report.summary import Grouping
 
 __all__ = ["render"]
@@ -70,4 +70,13 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
             verdict + hidden,
             label=f"Typical FIL with intervals by {grouping.name}",
         ),
+        tag("details", tag("summary", "The numbers"), _numbers(grouping)),
     )
+
+
+def _numbers(grouping: Grouping) -> Markup:
+    rows = [
+        [g.name, count(g.examples), count(g.measured), number(g.fil), f"{number(g.low)} to {number(g.high)}"]
+        for g in grouping.groups
+    ]
+    return table(["Group", "Examples", "Measured", "FIL η̄", "95 % interval"], rows)
