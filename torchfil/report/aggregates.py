@@ -39,9 +39,9 @@ class Histogram:
     outside: int
 
 
-def rounded(value: float, smallest: int) -> float:
-    """The value, with two significant digits where ``smallest`` > 1."""
-    return float(f"{value:.2g}") if smallest > 1 else float(value)
+def rounded(value: float, smallest: int, digits: int = 2) -> float:
+    """The value, with so many significant digits where ``smallest`` > 1."""
+    return float(f"{value:.{digits}g}") if smallest > 1 else float(value)
 
 
 def rounded_count(count: int, smallest: int) -> int:
@@ -96,42 +96,53 @@ def windows(count: int, levels: Sequence[float], smallest: int) -> dict[float, s
     return dict(sorted(found.items(), key=lambda item: item[1].start))
 
 
-def histogram(values: np.ndarray, smallest: int, *, log: bool = True, fineness: int = 8) -> Histogram | None:
+def histogram(
+    values: np.ndarray, smallest: int, *, log: bool = True, fineness: int = 8, origin: float | None = None
+) -> Histogram | None:
     """Counts on a grid that does not depend on single values; None where there are too few.
 
-    Neighbouring bins are merged until each holds ``smallest`` values or more; the ends of the outermost ones are points
-    of the grid, never the smallest or largest value.
+    Neighbouring bins are merged until each holds ``smallest`` values or more. With ``smallest`` > 1 the outer ends are
+    not the grid's next to the least and the largest value, which would tell these: each outermost bin is laid around
+    the mean of its values.
 
     Args:
         values: [n].
         smallest: The least count of a bin; counts are rounded to a multiple of it.
         log: Whether the grid has ``fineness`` bins a factor of ten; otherwise about 5 · fineness bins in all.
         fineness: See ``log``.
+        origin: A point of the grid; a value that equals it is counted below it.
     """
     values = np.asarray(values, dtype=np.float64)
     inside = values[np.isfinite(values) & ((values > 0) | (not log))]
     if len(inside) < max(smallest, 1):
         return None
     scaled = np.log10(inside) if log else inside
+    zero = 0.0 if origin is None else math.log10(origin) if log else origin
     step = 1 / fineness if log else _round_step(float(np.ptp(scaled)) / (5 * fineness))
-    first, last = math.floor(scaled.min() / step), math.floor(scaled.max() / step)
-    if last - first > 400:
-        step *= math.ceil((last - first) / 400)
-        first, last = math.floor(scaled.min() / step), math.floor(scaled.max() / step)
-    places = np.clip(np.floor(scaled / step).astype(np.int64) - first, 0, last - first)
-    counts = np.bincount(places, minlength=last - first + 1).tolist()
-    edges, merged = [float(first)], list[int]()
+    step *= max(1, math.ceil(float(np.ptp(scaled)) / step / 400))
+    places = np.ceil((scaled - zero) / step - 1e-9).astype(np.int64) - 1  # bins are closed at the right
+    first = int(places.min())
+    counts = np.bincount(places - first).tolist()
+    edges, merged = [first], list[int]()
     waiting = 0
     for place, count in enumerate(counts):
         waiting += count
-        if waiting >= smallest or (smallest == 1):
+        if waiting >= smallest or smallest == 1:
             merged.append(waiting)
-            edges.append(float(first + place + 1))
+            edges.append(first + place + 1)
             waiting = 0
     if waiting:
         merged[-1] += waiting
-        edges[-1] = float(last + 1)
-    points = [10 ** (edge * step) if log else edge * step for edge in edges]
+        edges[-1] = first + len(counts)
+    if smallest > 1:
+        if len(merged) < 2:
+            return None
+        units = (scaled - zero) / step
+        below, above = units[places < edges[1]].mean(), units[places >= edges[-2]].mean()
+        edges[0] = min(math.floor(2 * below - edges[1]), edges[1] - 1)
+        end = max(math.ceil(2 * above - edges[-2]), edges[-2] + 1)
+        edges[-1] = min(end, 0) if origin is not None and edges[-1] <= 0 else end
+    points = [10 ** (zero + edge * step) if log else zero + edge * step for edge in edges]
     outside = rounded_count(len(values) - len(inside), smallest)
     return Histogram(points, [rounded_count(count, smallest) for count in merged], outside)
 

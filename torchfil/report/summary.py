@@ -166,7 +166,7 @@ def status_of(run: SavedRun) -> np.ndarray:
 
 
 def blind_guess(about: dict[str, Any]) -> float | None:
-    """(b − a)²/4: the MSE that answering (a + b)/2 never exceeds, for inputs in [a, b]; None where [a, b] is unknown."""
+    """(b − a)²/4: the MSE that answering (a + b)/2 never exceeds, for inputs in [a, b]; None if unknown."""
     ends = about.get("dataset", {}).get("input_range")
     if ends is None or len(ends) != 2 or not all(math.isfinite(end) for end in ends) or not ends[1] > ends[0]:
         return None
@@ -196,6 +196,8 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
 
     epsilon = np.asarray(run.columns.get("epsilon", np.zeros(0)), dtype=np.float64)
     epsilon = epsilon[np.isfinite(epsilon)]
+    limit: float | None = run.about.get("epsilon")
+    limit = float(limit) if limit is not None and len(epsilon) and epsilon.max() <= limit * (1 + 1e-9) else None
     return Summary(
         redacted=redacted,
         smallest=smallest,
@@ -207,10 +209,13 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         below_guess=below(bound),
         low_below_guess=below(low),
         exposure=_exposure(fil, bound, low, smallest),
-        bounds=run.bounds,
-        mse_histogram=histogram(bound, smallest, fineness=8 if redacted else 12),
-        epsilon=_levels(-epsilon, smallest, sign=-1),
-        epsilon_histogram=histogram(epsilon, smallest, log=False, fineness=6),
+        bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
+        mse_histogram=histogram(bound, smallest, fineness=8 if redacted else 12, origin=guess),
+        epsilon={
+            level: value if limit is None else min(value, limit)
+            for level, value in _levels(-epsilon, smallest, sign=-1).items()
+        },
+        epsilon_histogram=histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
         attributes=_attributes(run.attributes, known, smallest),
         groupings=[_grouping(name, labels, known, fil, smallest) for name, labels in run.groups.items()],
         attacks=[_attack(attack, smallest) for attack in run.attacks],
@@ -284,7 +289,7 @@ def _attributes(attributes: Attributes | None, known: np.ndarray, smallest: int)
 
 
 def _grouping(name: str, labels: np.ndarray, known: np.ndarray, fil: np.ndarray, smallest: int) -> Grouping:
-    """Geometric means of η̄ by group. Intervals are Student's on log η̄, widened for the number of groups (Bonferroni)."""
+    """Geometric means of η̄ by group, with Student's intervals on log η̄, widened for their number (Bonferroni)."""
     counts = np.unique(labels, return_counts=True)[1]
     codes, names, merged = merged_small_groups(labels[known], smallest) if known.any() else (np.zeros(0, int), [], 0)
     if merged:
@@ -310,15 +315,15 @@ def _grouping(name: str, labels: np.ndarray, known: np.ndarray, fil: np.ndarray,
                 group,
                 rounded_count(everyone, smallest),
                 rounded_count(count, smallest),
-                rounded(math.exp(centre), smallest),
-                rounded(ends[0], smallest),
-                rounded(ends[1], smallest),
+                rounded(math.exp(centre), smallest, 3),
+                rounded(ends[0], smallest, 3),
+                rounded(ends[1], smallest, 3),
                 compared,
             )
         )
     rows.sort(key=lambda row: -row.fil)
     left_out = len(counts) - (len(names) - (merged > 0)) - merged + max(len(names) - shown, 0)
-    return Grouping(name, rounded(math.exp(overall), smallest), rows[:MOST_GROUPS], merged, left_out)
+    return Grouping(name, rounded(math.exp(overall), smallest, 3), rows[:MOST_GROUPS], merged, left_out)
 
 
 def _attack(attack: AttackResult, smallest: int) -> AttackSummary:

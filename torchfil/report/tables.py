@@ -39,9 +39,9 @@ def columns_of(run: SavedRun) -> dict[str, np.ndarray]:
 
 
 def write_csv(run: SavedRun, path: Path) -> None:
-    """One line per example, UTF-8.
+    """One line per example, UTF-8, numbers with seven significant digits.
 
-    A text that a spreadsheet would run as a formula gets a leading apostrophe; Parquet keeps it as it is.
+    A text that a spreadsheet would run as a formula gets a leading apostrophe. Parquet keeps everything as it is.
     """
     table = columns_of(run)
     with open(path, "w", encoding="utf-8", errors="replace", newline="") as file:
@@ -71,10 +71,7 @@ def _cells(values: np.ndarray) -> list[Any]:
         return [_inert(text) for text in values.tolist()]
     if values.dtype.kind != "f":
         return values.tolist()
-    if values.dtype == np.float32:
-        texts = [f"{value:.7g}" for value in values.tolist()]
-    else:
-        texts = [repr(value) for value in values.tolist()]
+    texts = ("%.7g " * len(values) % tuple(values.tolist())).split()
     for i in np.flatnonzero(np.isnan(values)).tolist():
         texts[i] = ""
     return texts

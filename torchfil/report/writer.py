@@ -33,7 +33,8 @@ def write_report(
         * Only the owner may read it (folder 0700, files 0600).
         * The page loads nothing from anywhere and opens from the disk.
         * Redacted: no file holds an id, a value of one example, a picture, the data's hash or the seed; every number
-          rests on ``min_group`` examples or more. It is an aggregate without noise, not a differentially private release.
+          rests on ``min_group`` examples or more. No noise is added: it is not a differentially
+          private release.
 
     Args:
         run: What to report.
@@ -112,16 +113,16 @@ def _check_replaceable(target: Path) -> None:
         return
     if not target.is_dir():
         raise FileExistsError(f"{target} is a file; name a folder for the report")
-    inside = list(target.iterdir())
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        known = json.loads((target / SUMMARY).read_text(encoding="utf-8"))
-        names = {PAGE, SUMMARY, "leakage.csv", "leakage.parquet", *known.get("files", ())}
-        if known.get("format") == MARKER and {path.name for path in inside} <= names:
-            return
-    if inside:
+    known: set[str] = set()
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        summary = json.loads((target / SUMMARY).read_text(encoding="utf-8"))
+        if summary.get("format") == MARKER:
+            known = {PAGE, SUMMARY, *summary["files"]}
+    foreign = sorted(path.name for path in target.iterdir() if path.name not in known)
+    if foreign:
         raise FileExistsError(
-            f"{target} holds other files than a report ({', '.join(sorted(path.name for path in inside)[:3])} …) and is "
-            "not replaced; name a new folder"
+            f"{target} holds {', '.join(foreign[:3])}{' …' if len(foreign) > 3 else ''}, which is no part of a report, "
+            "and is not replaced; name a new folder"
         )
 
 

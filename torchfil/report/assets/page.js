@@ -29,19 +29,18 @@
 
   // Numbers as the rest of the page writes them: three digits, powers of ten outside 0.001 … 99,999.
   const raised = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
-  const trimmed = (text) => (text.includes(".") ? text.replace(/0+$/, "").replace(/\.$/, "") : text);
-  const number = (value) => {
+  const trimmed = (text, even) => (text.includes(".") && !even ? text.replace(/0+$/, "").replace(/\.$/, "") : text);
+  const number = (value, even = false) => {
     if (Number.isNaN(value)) return "unknown";
     if (!Number.isFinite(value) || Math.abs(value) >= 1e299) return value > 0 ? "∞" : "−∞";
     if (value === 0) return "0";
-    const size = Math.abs(value);
-    if (size >= 1e-3 && size < 99999.5) {
-      const digits = Math.max(2 - Math.floor(Math.log10(size)), 0);
-      const [whole, part] = trimmed(value.toFixed(Math.min(digits, 20))).split(".");
+    const [mantissa, power] = value.toExponential(2).split("e"), exponent = Number(power);
+    if (exponent >= -3 && exponent <= 4) {
+      const [whole, part] = trimmed(Number(`${mantissa}e${power}`).toFixed(Math.max(2 - exponent, 0)), even).split(".");
       return (whole.replace(/\B(?=(\d{3})+$)/g, ",") + (part ? "." + part : "")).replace("-", "−");
     }
-    const [mantissa, power] = value.toExponential(2).split("e");
-    return `${trimmed(mantissa)} × 10${[...String(Number(power))].map((c) => raised[c]).join("")}`.replace("-", "−");
+    const short = trimmed(mantissa, even).replace("-", "−"), ten = "10" + [...String(exponent)].map((c) => raised[c]).join("");
+    return short === "1" ? ten : `${short} × ${ten}`;
   };
 
   // From base64 to typed arrays: gzip, then bytes of one significance back to numbers.
@@ -95,15 +94,33 @@
     for (let i = 0; i < n; i++) order[i] = keys[i] % 1048576;
     return order;
   };
+  // Texts letter by letter from the last to the first (radix sort); a comparison each where ids are long.
+  const sortTexts = (order) => {
+    let longest = 0;
+    for (let i = 0; i < n; i++) longest = Math.max(longest, idStarts[i + 1] - idStarts[i]);
+    if (longest > 64) {
+      const names = Array.from({ length: n }, (_, i) => idOf(i));
+      order.sort((a, b) => (names[a] < names[b] ? -1 : names[a] > names[b] ? 1 : a - b));
+      return;
+    }
+    const letter = (row, at) => (idStarts[row] + at < idStarts[row + 1] ? allIds.charCodeAt(idStarts[row] + at) + 1 : 0);
+    let from = order, to = new Uint32Array(n);
+    for (let at = longest - 1; at >= 0; at--) {
+      const places = new Uint32Array(65538);
+      for (let i = 0; i < n; i++) places[letter(from[i], at) + 1]++;
+      if (places[letter(from[0], at) + 1] === n) continue;
+      for (let i = 1; i < places.length; i++) places[i] += places[i - 1];
+      for (let i = 0; i < n; i++) to[places[letter(from[i], at)]++] = from[i];
+      [from, to] = [to, from];
+    }
+    if (from !== order) order.set(from);
+  };
   const sortedById = (descending) => {
     const order = new Uint32Array(n);
     for (let i = 0; i < n; i++) order[i] = i;
     if (spec.ids === "rows") return descending ? order.reverse() : order;
     if (spec.ids === "numbers") order.sort((a, b) => data.ids[a] - data.ids[b]);
-    else {
-      const names = Array.from({ length: n }, (_, i) => idOf(i));
-      order.sort((a, b) => (names[a] < names[b] ? -1 : names[a] > names[b] ? 1 : a - b));
-    }
+    else sortTexts(order);
     return descending ? order.reverse() : order;
   };
 
@@ -133,11 +150,12 @@
     return free > 0 ? (virtualHeight() - viewport.clientHeight) / free : 1;
   };
 
-  const cells = (row) => spec.columns.map((column) => {
+  const shownColumns = spec.columns.filter((column) => !column.detail);
+  const cells = (row, columns = shownColumns) => columns.map((column) => {
     if (data.status[row] === NOT_MEASURED && (column.key === "fil" || column.key.startsWith("mse"))) return ["not measured", "none"];
     const value = data[column.key][row];
     if (Number.isNaN(value)) return ["", ""];
-    return [(data.status[row] === LOWER_BOUND ? { fil: "≥ ", mse_bound: "≤ " }[column.key] || "" : "") + number(value), ""];
+    return [(data.status[row] === LOWER_BOUND ? { fil: "≥ ", mse_bound: "≤ " }[column.key] || "" : "") + (column.whole ? value.toLocaleString("en") : number(value, true)), ""];
   });
   const pool = [];
   const draw = () => {
@@ -149,7 +167,7 @@
         line = pool[i] = element("div", undefined, "line");
         line.setAttribute("role", "row");
         line.id = "line-" + i;
-        line.append(element("div"), ...spec.columns.map((column) => element("div", undefined, column.narrow ? "cell" : "cell extra")));
+        line.append(element("div"), ...shownColumns.map((column) => element("div", undefined, column.narrow ? "cell" : "cell extra")));
         for (const cell of line.children) cell.setAttribute("role", "gridcell");
         line.addEventListener("click", () => { state.active = line.place; draw(); open(state.view[line.place]); });
         rows.append(line);
@@ -170,7 +188,7 @@
           cell.classList.toggle("none", kind === "none");
         });
       }
-      if (place === state.active) viewport.setAttribute("aria-activedescendant", line.id);
+      if (place === state.active) grid.setAttribute("aria-activedescendant", line.id);
     }
   };
   const goTo = (position) => {
@@ -199,8 +217,9 @@
     event.preventDefault();
     goTo(state.position + event.deltaY * (event.deltaMode === 1 ? rowHeight : 1));
   }, { passive: false });
-  viewport.addEventListener("keydown", (event) => {
-    if (!state.view || !state.view.length) return;
+  viewport.addEventListener("focus", () => grid.focus({ preventScroll: true }));
+  grid.addEventListener("keydown", (event) => {
+    if (!state.view || !state.view.length || event.target.closest("button")) return;
     const page = Math.max(Math.floor(viewport.clientHeight / rowHeight) - 1, 1), last = state.view.length - 1;
     const moves = { ArrowDown: state.active + 1, ArrowUp: state.active < 0 ? 0 : state.active - 1, PageDown: state.active + page, PageUp: state.active - page, Home: 0, End: last };
     if (event.key in moves) { event.preventDefault(); select(moves[event.key]); }
@@ -220,7 +239,7 @@
       }
     }
     state.active = -1;
-    viewport.removeAttribute("aria-activedescendant");
+    grid.removeAttribute("aria-activedescendant");
     spacer.style.height = spacerHeight() + "px";
     grid.setAttribute("aria-rowcount", state.view.length + 1);
     const shown = state.view.length.toLocaleString("en");
@@ -240,7 +259,7 @@
   const buildHead = () => {
     const line = element("div", undefined, "line");
     line.setAttribute("role", "row");
-    for (const column of [{ key: "id", label: "Example", meaning: "id", narrow: true }, ...spec.columns]) {
+    for (const column of [{ key: "id", label: "Example", meaning: "id", narrow: true }, ...shownColumns]) {
       const cell = element("div", undefined, column.narrow ? "cell" : "cell extra"), button = element("button", column.label);
       cell.setAttribute("role", "columnheader");
       cell.dataset.key = column.key;
@@ -251,9 +270,9 @@
       line.append(cell);
     }
     head.append(line);
-    grid.style.setProperty("--columns", spec.columns.length);
-    grid.style.setProperty("--narrow", spec.columns.filter((column) => column.narrow).length);
-    grid.setAttribute("aria-colcount", spec.columns.length + 1);
+    grid.style.setProperty("--columns", shownColumns.length);
+    grid.style.setProperty("--narrow", shownColumns.filter((column) => column.narrow).length);
+    grid.setAttribute("aria-colcount", shownColumns.length + 1);
   };
 
   // The details of one example.
@@ -287,7 +306,7 @@
     top.append(title, close);
     const pictures = element("div", undefined, "pictures");
     pictures.append(...[...document.querySelectorAll(`.card[data-row="${row}"] img`)].map((image) => image.cloneNode()));
-    const values = cells(row).map(([text], j) => [spec.columns[j].label, text]).filter(([, text]) => text !== "");
+    const values = cells(row, spec.columns).map(([text], j) => [spec.columns[j].label, text]).filter(([, text]) => text !== "");
     const groups = spec.groups.map((group) => [group.name, group.levels[data[group.data][row]]]);
     const attributes = spec.attributes.map((attribute) => [attribute.name, data[attribute.data][row], attribute.unit])
       .filter(([, value]) => !Number.isNaN(value)).map(([name, value, unit]) => [name, `± ${number(value)}${unit ? " " + unit : ""}`]);

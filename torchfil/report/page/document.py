@@ -27,7 +27,7 @@ def render(report: Report) -> str:
     assets = resources.files("torchfil.report") / "assets"
     template, style, script = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
     label = PUBLIC if report.summary.redacted else PRIVATE
-    chapters, entries = [], []
+    chapters, entries = list[Markup](), list[Markup]()
     for section in sections():
         content = section.render(report)
         if content is None:

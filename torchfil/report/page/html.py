@@ -6,7 +6,7 @@ import html
 import math
 from typing import Any
 
-__all__ = ["Markup", "count", "join", "number", "percent", "table", "tag"]
+__all__ = ["Markup", "count", "join", "number", "percent", "plus_minus", "table", "tag"]
 
 VOID = {"br", "hr", "img", "input", "line", "rect", "circle", "path", "col"}
 
@@ -19,7 +19,7 @@ class Markup(str):
 
 def join(*parts: Any) -> Markup:
     """Parts in a row; None is left out, lists are opened, what is not markup is escaped."""
-    found = []
+    found: list[str] = []
     for part in parts:
         if part is None:
             continue
@@ -69,12 +69,19 @@ def table(head: list[Any], rows: list[list[Any]], *, class_: str = "plain", capt
     )
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """Three significant digits, a true minus sign, × 10 to a power outside 0.001 … 99,999.
+def number(value: float | None, digits: int = 3, *, even: bool = False) -> str:
+    r"""Three significant digits, a true minus sign, a power of ten outside 0.001 … 99,999.
+
+    Args:
+        value: None and NaN are unknown.
+        digits: How many significant ones.
+        even: Whether to keep zeros at the end, for columns of numbers.
 
     Example:
-        >>> number(0.12345), number(1234567.0), number(float("inf")), number(2.0)
-        ('0.123', '1.23 × 10⁶', '∞', '2')
+        >>> number(0.12345), number(1234567.0), number(float("inf")), number(2.0), number(1e-5)
+        ('0.123', '1.23 ×\xa010⁶', '∞', '2', '10⁻⁵')
+        >>> number(2.0, even=True)
+        '2.00'
     """
     if value is None or math.isnan(value):
         return "unknown"
@@ -82,14 +89,21 @@ def number(value: float | None, digits: int = 3) -> str:
         return "∞" if value > 0 else "−∞"
     if value == 0:
         return "0"
-    size = abs(value)
-    if 1e-3 <= size < 99_999.5:
-        text = f"{value:,.{max(digits - 1 - math.floor(math.log10(size)), 0)}f}"
-        return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
     mantissa, power = f"{value:.{digits - 1}e}".split("e")
-    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-    raised = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return f"{mantissa} × 10{raised}".replace("-", "−")
+    if -3 <= int(power) <= 4:
+        return _trimmed(f"{float(f'{mantissa}e{power}'):,.{max(digits - 1 - int(power), 0)}f}", even).replace("-", "−")
+    raised = "10" + str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    mantissa = _trimmed(mantissa, even).replace("-", "−")
+    return raised if mantissa == "1" else f"{mantissa} × {raised}"
+
+
+def _trimmed(text: str, even: bool) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text and not even else text
+
+
+def plus_minus(error: float, unit: str) -> str:
+    """± an error in its unit, in one piece."""
+    return f"±\u00a0{number(error)}" + (f"\u00a0{unit}" if unit else "")
 
 
 def count(value: int | str) -> str:

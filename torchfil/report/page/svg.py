@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torchfil.report.page.html import Markup, join, number, tag
 
@@ -15,6 +16,7 @@ __all__ = ["Line", "Mark", "Row", "figure", "histogram", "intervals", "lines", "
 
 WIDE, NARROW = 680, 350
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 26, 44
+TONES = ("", " exposed", " quiet")
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,9 @@ class Scale:
             inside = [value for value in fine if self.low <= value <= self.high]
             if len(inside) >= 2:
                 return inside[:: math.ceil(len(inside) / most)]
-        step = _round((self.high - self.low) / max(most, 1))
-        first = math.ceil(self.low / step - 1e-9)
-        return [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        width = _round((self.high - self.low) / max(most, 1))
+        first = math.ceil(self.low / width - 1e-9)
+        return [i * width for i in range(first, math.floor(self.high / width + 1e-9) + 1)]
 
 
 def figure(draw: Callable[[int], Markup], caption: object, *, label: str) -> Markup:
@@ -118,7 +120,7 @@ def histogram(
     low, high = min(points), max(points)
     pad = (high / low) ** 0.03 if log else 0.03 * (high - low)
     x = Scale(low / pad if log else low - pad, high * pad if log else high + pad, 14, width - RIGHT, log)
-    spans = [x(b) - x(a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    spans = [x(b) - x(a) for a, b in pairwise(edges)]
     density = [c / span for c, span in zip(counts, spans, strict=True)]
     top = max(density) or 1.0
     floor, ceiling = height - BOTTOM, TOP + 16 * len(marks) + 6
@@ -150,14 +152,13 @@ def histogram(
     return _svg(width, height, parts)
 
 
-def intervals(
-    rows: Sequence[Row], *, width: int, axis: str, log: bool = True, mark: Mark | None = None, narrow_names: int = 15
-) -> Markup:
-    """One line per row: a dot, its interval, its name at the left and its note at the right."""
-    names = max((len(row.name) for row in rows), default=0)
+def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, mark: Mark | None = None) -> Markup:
+    """One line per row: a dot, its interval, its name and note beside it, or above it where there is little room."""
+    longest = max((len(row.name) for row in rows), default=0)
     notes = max((len(row.note) for row in rows), default=0)
-    letters = min(names, 34 if width == WIDE else narrow_names)
-    left = 10 + 7.0 * letters
+    above = width == NARROW and longest > 12
+    letters = 40 - notes if above else min(longest, 34)
+    left = 6.0 if above else 10 + 7.0 * letters
     right = 12 + 7.0 * notes if width == WIDE else RIGHT
     finite = [v for row in rows for v in (row.value, row.low, row.high) if math.isfinite(v) and (v > 0 or not log)]
     finite += [mark.value] if mark else []
@@ -165,40 +166,41 @@ def intervals(
     if low == high:
         low, high = (low / 2, high * 2) if log else (low - 1, high + 1)
     pad = (high / low) ** 0.04 if log else 0.04 * (high - low)
-    step, top = 26, TOP + (14 if mark else 0)
-    height = top + step * len(rows) + BOTTOM
-    x = Scale(low / pad if log else low - pad, high * pad if log else high + pad, left, width - right, log)
+    step, top = 42 if above else 26, 26 if mark else 4
     floor = top + step * len(rows) + 4
+    x = Scale(low / pad if log else low - pad, high * pad if log else high + pad, left, width - right, log)
     parts = [_x_axis(x, floor, width, axis, start=left)]
     if mark:
-        parts.append(_marked(x(mark.value), floor, TOP, width, mark.name))
+        parts.append(_marked(x(mark.value), floor, 14, width, mark.name))
     for i, row in enumerate(rows):
-        y = top + step * (i + 0.5)
-        tone = ("", " exposed", " quiet")[row.tone]
-        ends = [v if math.isfinite(v) else side for v, side in ((row.low, x.low), (row.high, x.high))]
+        y = top + step * (i + (0.8 if above else 0.5))
+        at = (left, y - 13) if above else (left - 10, y + 4)
         shown = row.name if len(row.name) <= letters else row.name[: letters - 1] + "…"
-        between = f", {number(row.low)} to {number(row.high)}" if row.low != row.high else ""
+        note = (width - RIGHT, y - 13) if above else (width - 2, y + 4)
         parts.append(
             tag(
                 "g",
-                tag("title", f"{row.name}: {number(row.value)}{between}{', ' + row.note if row.note else ''}"),
-                _text(left - 10, y + 4, shown, "name", anchor="end"),
-                tag("line", x1=f"{left:.1f}", x2=f"{width - right:.1f}", y1=f"{y:.1f}", y2=f"{y:.1f}", class_="guide"),
-                tag(
-                    "line",
-                    x1=f"{x(ends[0]):.1f}",
-                    x2=f"{x(ends[1]):.1f}",
-                    y1=f"{y:.1f}",
-                    y2=f"{y:.1f}",
-                    class_=f"interval{tone}",
-                )
-                if row.low != row.high
-                else None,
-                tag("circle", cx=f"{x(row.value):.1f}", cy=f"{y:.1f}", r=5, class_=f"dot{tone}"),
-                _text(width - 2, y + 4, row.note, "note", anchor="end") if row.note and width == WIDE else None,
+                tag("title", _told(row)),
+                _text(*at, shown, "name", anchor=None if above else "end"),
+                _level(left, width - right, y, "guide"),
+                _interval(row, x, y),
+                tag("circle", cx=f"{x(row.value):.1f}", cy=f"{y:.1f}", r=5, class_=f"dot{TONES[row.tone]}"),
+                _text(*note, row.note, "note", anchor="end") if row.note and (above or width == WIDE) else None,
             )
         )
-    return _svg(width, height, parts)
+    return _svg(width, floor + BOTTOM, parts)
+
+
+def _told(row: Row) -> str:
+    between = f", {number(row.low)} to {number(row.high)}" if row.low != row.high else ""
+    return f"{row.name}: {number(row.value)}{between}{', ' + row.note if row.note else ''}"
+
+
+def _interval(row: Row, x: Scale, y: float) -> Markup | None:
+    if row.low == row.high:
+        return None
+    start, end = (v if math.isfinite(v) else side for v, side in ((row.low, x.low), (row.high, x.high)))
+    return _level(x(start), x(end), y, f"interval{TONES[row.tone]}")
 
 
 def lines(
@@ -227,18 +229,18 @@ def lines(
     if diagonal:
         a, b = max(start, low), min(end, high)
         parts.append(tag("line", x1=f"{x(a):.1f}", y1=f"{y(a):.1f}", x2=f"{x(b):.1f}", y2=f"{y(b):.1f}", class_="mark"))
-    ends = []
+    ends: list[tuple[float, int, str]] = []
     for i, line in enumerate(series):
         points = [(x(a), y(b)) for a, b in zip(line.x, line.y, strict=True) if math.isfinite(b) and (b > 0 or not log)]
         if not points:
             continue
         way = "M" + "L".join(f"{a:.1f},{b:.1f}" for a, b in points)
         parts.append(tag("path", d=way, class_=f"curve tone{i % 4}{' dashed' if line.dashed else ''}"))
-        ends.append([points[-1][1], i, line.name])
-    ends.sort()
-    for above, below in zip(ends[:-1], ends[1:], strict=True):
-        below[0] = max(below[0], above[0] + 15)  # type: ignore[type-var,operator]
-    parts += [_text(width - right + 8, float(place) + 4, str(name), f"end tone{i}") for place, i, name in ends]  # type: ignore[arg-type]
+        ends.append((points[-1][1], i, line.name))
+    lowest = -math.inf
+    for place, i, name in sorted(ends):
+        lowest = max(place, lowest + 15)
+        parts.append(_text(width - right + 8, lowest + 4, name, f"end tone{i % 4}"))
     return _svg(width, height, parts)
 
 
@@ -278,6 +280,10 @@ def _svg(width: float, height: float, parts: object) -> Markup:
 
 def _text(x: float, y: float, text: str, class_: str, *, anchor: str | None = None) -> Markup:
     return tag("text", text, x=f"{x:.1f}", y=f"{y:.1f}", class_=class_, text_anchor=anchor)
+
+
+def _level(x1: float, x2: float, y: float, class_: str) -> Markup:
+    return tag("line", x1=f"{x1:.1f}", x2=f"{x2:.1f}", y1=f"{y:.1f}", y2=f"{y:.1f}", class_=class_)
 
 
 def _x_axis(x: Scale, floor: float, width: float, name: str, *, start: float = 14) -> Markup:

@@ -22,9 +22,9 @@ def render(report: Report) -> Markup | None:
     ]
     return join(
         paragraph(
-            "Fisher information loss (FIL, η̄) tells how much the released model changes when an example’s inputs change a "
-            "little. Its inverse square is a floor under the mean squared error of every unbiased guess of these inputs: "
-            "the larger the bound, the safer the example."
+            "Fisher information loss (FIL, η̄) tells how much the released model changes when an example’s "
+            "inputs change a little. Its inverse square is a floor under the mean squared error of every "
+            "unbiased guess of these inputs: the larger the bound, the safer the example."
         ),
         tag("dl", [join(tag("dt", name), tag("dd", text)) for name, text in points if text], class_="points"),
     )
@@ -50,9 +50,9 @@ def _batches(report: Report) -> str | None:
     if not amplification or str(amplification).lower() in ("none", "known"):
         return "Each example entered each batch by chance, and the attacker is taken to know which batches it was in."
     return (
-        "Each example entered each batch independently by chance, and the attacker does not know which. The numbers are "
-        "sums over the batches of this one run; how far chance can have moved them is the sampling error in the table. "
-        "An example that no batch drew has not been measured."
+        "Each example entered each batch independently by chance, and the attacker does not know which. The "
+        "numbers are sums over the batches of this one run; how far chance can have moved them is the sampling "
+        "error. An example that no batch drew has not been measured."
     )
 
 
@@ -77,6 +77,7 @@ def _certainty(report: Report) -> str:
         some = f", on {100 * rate:g} % of the steps" if rate is not None and rate < 1 else ""
         how = f"FIL is an unbiased estimate{drawn}{some}; its standard error stands beside it."
     return (
-        f"{how} The MSE bound is a floor for unbiased attackers computed from it, and its “low end” is the lower end of "
-        "its 95 % interval. The bounds from ε are proven, the same for all, and loose. An example’s own ε is an estimate."
+        f"{how} The MSE bound is a floor for unbiased attackers computed from it, and its “low end” is the lower "
+        "end of its 95 % interval. The bounds from ε are proven, the same for all, and loose. An example’s own ε "
+        "is an estimate."
     )

@@ -21,19 +21,22 @@ def render(report: Report) -> Markup | None:
         [
             tag("span", attack.name, tag("span", attack.threat_model, class_="under")),
             count(attack.targets),
-            number(attack.ratio.get("0")) if attack.ratio else "not shown",
-            number(attack.ratio.get("0.5")) if attack.ratio else "not shown",
+            number(attack.ratio.get("0"), even=True) if attack.ratio else "not shown",
+            number(attack.ratio.get("0.5"), even=True) if attack.ratio else "not shown",
             tag("span", count(attack.violated), class_="warn" if attack.violated != 0 else None),
         ]
         for attack in attacks
     ]
+    redacted = report.summary.redacted
+    least = f"The {report.summary.smallest} smallest ratios together" if redacted else "Smallest ratio"
     run = report.run
     return join(
         paragraph(
-            "The ratio is the error that the attack achieved over the bound: 1 would meet the bound, less would break it "
-            "(by chance, or because the attack is biased). “Violated” counts those below it beyond chance."
+            "The ratio is the error that the attack achieved over the bound: 1 would meet the bound, less would "
+            "break it (by chance, or because the attack is biased). “Violated” counts those below it beyond "
+            "chance."
         ),
-        table(["Attack", "Targets", "Smallest ratio", "Median ratio", "Violated"], rows),
+        table(["Attack", "Targets", least, "Median ratio", "Violated"], rows),
         [_chart(attack) for attack in run.attacks] if run is not None else None,
     )
 

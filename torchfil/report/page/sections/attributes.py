@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchfil.report.page.context import Report, named_level, paragraph
-from torchfil.report.page.html import Markup, join, number, table
+from torchfil.report.page.html import Markup, join, plus_minus, table
 
 __all__ = ["render"]
 
@@ -23,19 +23,17 @@ def render(report: Report) -> Markup | None:
     rows = [
         [
             a.name,
-            *(
-                f"± {number(a.error[level])}{' ' + a.unit if a.unit else ''}" if level in a.error else ""
-                for level in levels
-            ),
+            *(plus_minus(a.error[level], a.unit) if level in a.error else "" for level in levels),
         ]
         for a in attributes[:MOST]
     ]
     rest = f" The first {MOST} of {len(attributes)} attributes are shown." if len(attributes) > MOST else ""
     return join(
         paragraph(
-            "An unbiased attacker who knows everything else about an example, all its other attributes included, cannot "
-            "infer the attribute more closely than this: the standard error of the best guess, in the attribute’s own "
-            f"unit. A number much larger than the attribute’s range means that nothing is given away.{rest}"
+            "An unbiased attacker who knows everything else about an example, all its other attributes included, "
+            "cannot infer the attribute more closely than this: the standard error of the best guess, in the "
+            "attribute’s own unit. A number much larger than the attribute’s range means that nothing is given "
+            f"away.{rest}"
         ),
         table(head, rows),
         paragraph("Each attribute has its own ranking: its most exposed example need not be another’s.", class_="note"),

@@ -20,9 +20,8 @@ def render(report: Report) -> Markup | None:
     ]
     return join(
         paragraph(
-            "Write here before printing; the page does not save what is written."
-            if not report.digests
-            else "Write here before printing; the page does not save what is written. Signed is this page together with:"
+            "Write here before printing; the page does not save what is written. ",
+            "Signed is this page together with:" if report.digests else None,
         ),
         signed,
         tag(

@@ -27,7 +27,9 @@ def _chart(report: Report) -> Markup | None:
         f" {count(bins.outside)} examples with nothing to learn about them (bound infinite) are left out."
         if bins.outside
         else "",
-        " Bars of unequal width show counts by their area." if summary.redacted else "",
+        " Bars of unequal width show counts by their area; the outermost are laid around the mean of their examples."
+        if summary.redacted
+        else "",
     ]
     return svg.figure(
         lambda width: svg.histogram(
@@ -48,31 +50,32 @@ def _explained(report: Report) -> Markup:
     guess, ends = report.summary.guess, report.about("dataset", "input_range")
     if guess is None:
         return paragraph(
-            "The run does not say between which values its inputs lie, so the error of a blind guess is not known and "
-            "no line is drawn for it."
+            "The run does not say between which values its inputs lie, so the error of a blind guess is not "
+            "known and no line is drawn for it."
         )
     middle = (ends[0] + ends[1]) / 2
     return paragraph(
         tag("b", "The dashed line"),
         f" is what somebody errs by who has never seen the model. Inputs lie between {number(ends[0])} and "
-        f"{number(ends[1])}; always answering {number(middle)} is off by at most {number(ends[1] - middle)}, a squared "
-        f"error of at most {number(guess)}. Right of the line, no unbiased attacker does better with the model than that. "
-        "Left of it the bound leaves room to learn more from the model than a blind guess gives; it does not say that "
-        "an attack gets there.",
+        f"{number(ends[1])}; always answering {number(middle)} is off by at most {number(ends[1] - middle)}, a "
+        f"squared error of at most {number(guess)}. Right of the line, no unbiased attacker does better with the "
+        "model than that. Left of it the bound leaves room to learn more from the model than a blind guess "
+        "gives; it does not say that an attack gets there.",
     )
 
 
 def _table(report: Report) -> Markup:
     summary = report.summary
+    digits = 2 if summary.redacted else 3
     with_low = summary.exposure[0].mse_bound_low is not None
     head = ["Of the measured examples", "FIL η̄", "MSE bound", *(["its low end"] if with_low else []), "± per input"]
     rows = [
         [
             named_level(row.level, row.examples, summary.redacted),
-            number(row.fil),
-            number(row.mse_bound),
-            *([number(row.mse_bound_low)] if with_low else []),
-            number(root(row.mse_bound)),
+            number(row.fil, digits, even=True),
+            number(row.mse_bound, digits, even=True),
+            *([number(row.mse_bound_low, digits, even=True)] if with_low else []),
+            number(root(row.mse_bound), digits, even=True),
         ]
         for row in summary.exposure
     ]

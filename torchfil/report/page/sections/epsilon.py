@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torchfil.report.page import svg
-from torchfil.report.page.context import Report, named_level, paragraph
+from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, number, table
+from torchfil.report.summary import Summary
 
 __all__ = ["render"]
 
@@ -26,15 +27,22 @@ def render(report: Report) -> Markup | None:
             label="Histogram of individual ε",
         )
     rows = [
-        [named_level(float(level), summary.smallest, summary.redacted), number(value)]
+        [_named(float(level), summary), number(value, 2 if summary.redacted else 3, even=True)]
         for level, value in summary.epsilon.items()
     ]
     at = f" at δ = {number(delta)}" if delta is not None else ""
     return join(
         paragraph(
-            f"ε for everybody{at} assumes gradients of the full clipping norm at every step. With an example’s own norms it "
-            "is smaller. This is an estimate, for between two participations the last norm seen stands in."
+            f"ε for everybody{at} assumes gradients of the full clipping norm at every step. With an example’s "
+            "own norms it is smaller. This is an estimate, for between two participations the last norm seen "
+            "stands in."
         ),
         chart,
-        table(["Of the examples", "ε"], rows),
+        table(["Of the examples", "ε"], rows, class_="slim"),
     )
+
+
+def _named(level: float, summary: Summary) -> str:
+    if level == 0:
+        return f"the {summary.smallest} largest together" if summary.redacted else "the largest"
+    return "half have more" if level == 0.5 else f"{100 * level:g} % have more"

@@ -17,17 +17,19 @@ from torchfil.report.summary import NOT_MEASURED, status_of
 __all__ = ["render"]
 
 BUDGET = 14_000_000  # characters of packed columns, so that a page stays below 20 MB
+ID_BUDGET = 8_000_000
 MOST_ATTACKED = 20_000
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: its name in the run, heading, meaning, and whether narrow screens leave it out."""
+    """A column: its name in the run, heading, meaning; whether narrow screens show it, or only an example's details."""
 
     key: str
     label: str
     meaning: str
     narrow: bool = False
+    detail: bool = False
 
 
 COLUMNS = (
@@ -40,8 +42,8 @@ COLUMNS = (
     Column("participations", "drawn", "how many batches held the example"),
     Column("fil_error", "error", "standard error of FIL from the probes"),
     Column("sampling_error", "sampling", "how far chance in the draw of batches can have moved FIL"),
-    Column("missed", "missed", "participations that were not measured"),
-    Column("squared_norm", "Σ‖g̃‖²", "sum of squared clipped gradient norms"),
+    Column("missed", "missed", "participations that were not measured", detail=True),
+    Column("squared_norm", "Σ‖g̃‖²", "sum of squared clipped gradient norms", detail=True),
 )
 
 
@@ -56,15 +58,15 @@ def render(report: Report) -> Markup | None:
         note = f"To keep the page small, it leaves out {', '.join(left_out)}; the files beside it hold everything. "
     return join(
         paragraph(
-            "Select a heading to sort, a row for its details. Arrow keys, Page Up and Page Down move, Enter opens, Escape "
-            "closes. Examples that were not measured always stand last.",
+            "Select a heading to sort, a row for its details. Arrow keys, Page Up and Page Down move, Enter "
+            "opens, Escape closes. Examples that were not measured always stand last.",
             class_="screen",
         ),
         _frame(),
-        paragraph(
-            "The table is not printed: ", ", ".join(report.files) or "no other file", " hold it.", class_="printed"
+        paragraph("The table of all examples is not printed; leakage.csv holds it.", class_="printed"),
+        tag(
+            "dl", [join(tag("dt", column.label), tag("dd", column.meaning)) for column in shown], class_="legend screen"
         ),
-        tag("dl", [join(tag("dt", column.label), tag("dd", column.meaning)) for column in shown], class_="legend"),
         paragraph(
             note,
             "Files beside this page: ",
@@ -108,13 +110,13 @@ def _frame() -> Markup:
                 "div",
                 tag("div", tag("div", id="rows", role="rowgroup"), id="spacer", role="presentation"),
                 id="viewport",
-                tabindex=0,
+                tabindex=-1,
                 role="presentation",
-                aria_label="Rows; arrow keys move, Enter opens",
             ),
             id="grid",
             role="grid",
-            aria_label="Every example",
+            tabindex=0,
+            aria_label="Every example; arrow keys move, Enter opens",
         ),
         tag("noscript", paragraph("The table needs JavaScript; the files beside this page hold the same numbers.")),
         class_="everyone screen",
@@ -126,18 +128,20 @@ def _packed(run: SavedRun) -> tuple[dict[str, Any], dict[str, Packed], list[str]
     status = status_of(run)
     blocks: dict[str, Packed] = {"status": pack(status)}
     spec: dict[str, Any] = {"rows": len(run.ids), "columns": [], "groups": [], "attributes": [], "attacks": []}
-    if run.ids.dtype.kind == "U":
-        blocks["ids"], blocks["lengths"] = pack_text(run.ids)
-        spec["ids"] = "text"
-    elif np.array_equal(run.ids, np.arange(len(run.ids))):
+    left_out: list[str] = []
+    if np.array_equal(run.ids, np.arange(len(run.ids))):
         spec["ids"] = "rows"
-    elif bool((np.abs(run.ids) < 2**53).all()):
+    elif run.ids.dtype.kind != "U" and bool((np.abs(run.ids) < 2**53).all()):
         blocks["ids"] = pack(run.ids)
         spec["ids"] = "numbers"
     else:
-        blocks["ids"], blocks["lengths"] = pack_text(run.ids.astype(str))
-        spec["ids"] = "text"
-    left_out: list[str] = []
+        texts, lengths = pack_text(run.ids.astype(str))
+        if len(texts.data) + len(lengths.data) <= ID_BUDGET:
+            blocks |= {"ids": texts, "lengths": lengths}
+            spec["ids"] = "text"
+        else:
+            spec["ids"] = "rows"
+            left_out.append("the ids (examples are numbered from 0, as in leakage.csv)")
     space = BUDGET - sum(len(packed.data) for packed in blocks.values())
 
     def fits(name: str, packed: Packed, label: str) -> bool:
@@ -163,6 +167,8 @@ def _packed(run: SavedRun) -> tuple[dict[str, Any], dict[str, Packed], list[str]
             "label": column.label,
             "meaning": column.meaning,
             "narrow": column.narrow,
+            "detail": column.detail,
+            "whole": values.dtype.kind in "biu",
         }
         if column.key == "mse_bound" and _is_inverse_square(values, run.columns["fil"], unknown):
             spec["columns"].append(entry | {"from_fil": True})
@@ -174,7 +180,7 @@ def _packed(run: SavedRun) -> tuple[dict[str, Any], dict[str, Packed], list[str]
             spec["groups"].append({"name": name, "levels": [str(level) for level in levels], "data": f"group{i}"})
     if run.attributes is not None:
         for j, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
-            if space <= 0:
+            if j > len(spec["attributes"]):
                 left_out.append(name)
                 continue
             values = np.where(unknown, np.nan, np.asarray(run.attributes.error[:, j], dtype=np.float64))

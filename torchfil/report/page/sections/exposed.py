@@ -5,14 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from torchfil.report.page.context import Report, paragraph
-from torchfil.report.page.html import Markup, join, number, tag
+from torchfil.report.page.html import Markup, join, number, plus_minus, tag
 from torchfil.report.page.png import as_data_url, overlay, thumbnail
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.summary import NOT_MEASURED, status_of
 
 __all__ = ["render"]
 
-CARDS, LINES, NAMED = 12, 8, 4
+CARDS, LINES, NAMED, SAMPLE = 12, 8, 4, 10_000
+PLIS = (
+    " The second picture shows which pixels drive the privacy loss (PLIS): orange raises it, purple lowers it, "
+    "each on its own scale."
+)
 
 
 def render(report: Report) -> Markup | None:
@@ -31,14 +35,11 @@ def render(report: Report) -> Markup | None:
     most = rows[: min(CARDS if pictured else LINES, (len(rows) + 1) // 2)]
     least = rows[len(most) :][::-1][: len(most)]
     draw = _cards if pictured else _lines
-    maps = (
-        " The second picture shows which pixels drive the privacy loss (PLIS): orange raises it, purple lowers it, each on its own scale."
-        if run.pictures is not None and run.pictures.maps is not None
-        else ""
-    )
+    maps = run.pictures is not None and run.pictures.maps is not None
     return join(
         paragraph(
-            f"Ranked by their MSE bound among {len(order):,} measured examples; select one for its details.{maps}"
+            f"Ranked by their MSE bound among {len(order):,} measured examples; select one for its details.",
+            PLIS if maps else "",
         ),
         tag("h3", "Most exposed"),
         draw(run, most, rank, pictured),
@@ -76,6 +77,7 @@ def _cards(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int,
 
 def _lines(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int, int]) -> Markup:
     lines = []
+    typical = np.median(np.asarray(run.attributes.error[:SAMPLE], dtype=np.float64), axis=0) if run.attributes else None
     for row in rows:
         lines.append(
             tag(
@@ -89,7 +91,7 @@ def _lines(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int,
                     scope="row",
                 ),
                 tag("td", number(float(run.columns["mse_bound"][row]))),
-                tag("td", _closest(run, row), class_="words") if run.attributes is not None else None,
+                tag("td", _closest(run, row, typical), class_="words") if typical is not None else None,
             )
         )
     named = (
@@ -105,15 +107,12 @@ def _lines(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int,
     return tag("div", tag("table", tag("thead", head), tag("tbody", lines), class_="plain ranked"), class_="scroll")
 
 
-def _closest(run: SavedRun, row: int) -> str:
-    """The attributes with the least error relative to all examples' median, in their own unit."""
+def _closest(run: SavedRun, row: int, typical: np.ndarray) -> str:
+    """The attributes with the least error relative to their median over examples, in their own unit."""
     assert run.attributes is not None
     error = np.asarray(run.attributes.error[row], dtype=np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
-        relative = error / np.nanmedian(np.asarray(run.attributes.error, dtype=np.float64), axis=0)
+        relative = error / typical
     order = [int(j) for j in np.argsort(relative) if np.isfinite(error[j])][:NAMED]
     units = run.attributes.units
-    return (
-        "; ".join(f"{run.attributes.names[j]} ± {number(error[j])}{' ' + units[j] if units[j] else ''}" for j in order)
-        or "nothing"
-    )
+    return "; ".join(f"{run.attributes.names[j]} {plus_minus(error[j], units[j])}" for j in order) or "nothing"

@@ -18,7 +18,9 @@ def _budget(report: Report) -> list[Markup]:
     epsilon, delta = report.about("epsilon"), report.about("delta")
     text = join(tag("b", f"{report.summary.examples:,} examples"), " were trained on")
     if epsilon is not None and delta is not None:
-        text = join(text, " with differential privacy of ε = ", number(epsilon), " at δ = ", number(delta))
+        text = join(
+            text, f" with differential privacy of ε\u00a0=\u00a0{number(epsilon)} at δ\u00a0=\u00a0{number(delta)}"
+        )
     return [join(text, ".")]
 
 
@@ -38,14 +40,12 @@ def _exposure(report: Report) -> list[Markup]:
     )
     if summary.guess is not None and summary.below_guess is not None:
         if summary.below_guess == 0:
-            text = join("For ", tag("b", "no measured example"), " is that less than what a blind guess may err by")
+            text = join(tag("b", "No measured example"), " falls below the error of a blind guess")
         else:
-            text = join(
-                "For ", tag("b", _share(summary.below_guess, report)), " it is less than what a blind guess may err by"
-            )
+            text = join(tag("b", _share(summary.below_guess, report)), " fall below the error of a blind guess")
         if summary.low_below_guess not in (None, summary.below_guess):
             text = join(
-                text, "; allowing for the uncertainty of the measurement, for ", _share(summary.low_below_guess, report)
+                text, "; allowing for the uncertainty of the measurement, ", _share(summary.low_below_guess, report)
             )
         found.append(join(text, "."))
     return found
@@ -57,7 +57,8 @@ def _unmeasured(report: Report) -> list[Markup]:
         found.append(
             join(
                 tag("b", f"{count(summary.not_measured)} examples were not measured", class_="warn"),
-                " (no batch drew them, or their steps were left out). They are not safe: this run says nothing about them.",
+                " (no batch drew them, or their steps were left out). They are not safe: this run says nothing "
+                "about them.",
             )
         )
     if summary.lower_bounds != 0:
@@ -110,4 +111,4 @@ def _share(some: int | str | None, report: Report) -> str:
 
 def _unit(report: Report) -> str:
     unit = report.about("unit_of_inputs")
-    return f" (in {unit})" if unit else ""
+    return f" (unit: {unit})" if unit else ""

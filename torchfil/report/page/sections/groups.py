@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, paragraph
-from torchfil.report.page.html import Markup, count, join, number, tag
+from torchfil.report.page.html import Markup, count, join, number, table, tag
 from torchfil.report.summary import Grouping
 
 __all__ = ["render"]
@@ -16,17 +16,17 @@ def render(report: Report) -> Markup | None:
         return None
     return join(
         paragraph(
-            "Dots are a group’s typical FIL (geometric mean over its measured examples), lines its 95 % interval, widened "
-            "so that all intervals of a grouping hold together. A group stands out where its interval misses the line of "
-            "all examples. The intervals cover chance among a group’s examples; noise that all examples of a batch share "
-            "is not in them."
+            "Dots are a group’s typical FIL (geometric mean over its measured examples), lines its 95 % "
+            "interval, widened so that all intervals of a grouping hold together. A group stands out where its "
+            "interval misses the line of all examples. The intervals cover chance among a group’s examples; "
+            "noise that all examples of a batch share is not in them."
         ),
         [_grouping(grouping, report) for grouping in report.summary.groupings],
         paragraph(
             "What to do about it: a generalised linear model can be reweighted until everybody leaks alike (",
             tag("code", "torchfil.glm.iteratively_reweighted_fil"),
-            ", “Linear models” in torchfil’s README). For other models more noise, stronger clipping or fewer steps lower "
-            "everybody’s exposure.",
+            ", “Linear models” in torchfil’s README). For other models more noise, stronger clipping or fewer "
+            "steps lower everybody’s exposure.",
             class_="note",
         ),
     )
@@ -35,7 +35,7 @@ def render(report: Report) -> Markup | None:
 def _grouping(grouping: Grouping, report: Report) -> Markup:
     if not grouping.groups:
         return join(
-            tag("h3", grouping.name),
+            tag("h3", f"By {grouping.name}"),
             paragraph(f"All groups are smaller than {report.summary.smallest} examples and are not shown."),
         )
     rows = [
@@ -51,7 +51,7 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
     ]
     first, last = grouping.groups[0], grouping.groups[-1]
     verdict = ""
-    if len(grouping.groups) > 1 and last.fil > 0:
+    if len(grouping.groups) > 1 and last.fil > 0 and first.fil >= 1.05 * last.fil:
         verdict = f"{first.name} has {number(first.fil / last.fil, 2)} times the FIL of {last.name}. "
     more = [group.name for group in grouping.groups if group.compared == "more"]
     verdict += (
@@ -59,7 +59,7 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
     )
     hidden = f" {grouping.left_out} groups are not shown." if grouping.left_out else ""
     return join(
-        tag("h3", grouping.name),
+        tag("h3", f"By {grouping.name}"),
         svg.figure(
             lambda width: svg.intervals(
                 rows,
@@ -70,4 +70,13 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
             verdict + hidden,
             label=f"Typical FIL with intervals by {grouping.name}",
         ),
+        tag("details", tag("summary", "The numbers"), _numbers(grouping)),
     )
+
+
+def _numbers(grouping: Grouping) -> Markup:
+    rows = [
+        [g.name, count(g.examples), count(g.measured), number(g.fil), f"{number(g.low)} to {number(g.high)}"]
+        for g in grouping.groups
+    ]
+    return table(["Group", "Examples", "Measured", "FIL η̄", "95 % interval"], rows)

@@ -22,37 +22,33 @@ def _rdp(report: Report) -> Markup | None:
     readings: dict[str, Any] = found if isinstance(found, dict) else {"replace-one": found}
     names = {"replace-one": "from ε, proven", "replace_one": "from ε, proven", "paper": "from ε, as in the paper"}
     rows = [
-        svg.Row(text, float(readings[key]), float(readings[key]), float(readings[key]), tone=2)
+        _point(text, float(readings[key]), tone=2)
         for key, text in names.items()
         if isinstance(readings.get(key), int | float)
     ]
     if not rows:
         return None
-    rows += [
-        svg.Row(
-            f"FIL, {named_level(row.level, row.examples, report.summary.redacted)}",
-            *[row.mse_bound] * 3,
-            tone=int(row.level == 0),
-        )
-        for row in report.summary.exposure
-        if row.level in (0.0, 0.05, 0.5)
-    ]
-    rows = [svg.Row(row.name, row.value, row.low, row.high, row.tone, number(row.value)) for row in rows]
+    for row in report.summary.exposure:
+        if row.level in (0.0, 0.05, 0.5):
+            text = f"FIL, {named_level(row.level, row.examples, report.summary.redacted)}"
+            rows.append(_point(text, row.mse_bound, tone=int(row.level == 0)))
     return join(
         paragraph(
-            "Differential privacy alone gives one bound for everybody, and must assume the worst example. The dots show "
-            "how much more is known when each example is measured; further right is safer."
+            "Differential privacy alone gives one bound for everybody, and must assume the worst example. The "
+            "dots show how much more is known when each example is measured; further right is safer."
         ),
         svg.figure(
-            lambda width: svg.intervals(
-                rows, width=width, axis="bound on the mean squared error per input (MSE)", narrow_names=19
-            ),
-            "“From ε, proven” converts the accountant’s Rényi divergence of order 2 to one between runs that differ in one "
-            "example’s value; “as in the paper” takes it as it is, which is no theorem for accountants that add and remove "
-            "examples.",
+            lambda width: svg.intervals(rows, width=width, axis="bound on the mean squared error per input (MSE)"),
+            "“From ε, proven” converts the accountant’s Rényi divergence of order 2 to one between runs that "
+            "differ in one example’s value; “as in the paper” takes it as it is, which is no theorem for "
+            "accountants that add and remove examples.",
             label="MSE bounds from differential privacy and from Fisher information beside each other",
         ),
     )
+
+
+def _point(name: str, value: float, *, tone: int) -> svg.Row:
+    return svg.Row(name, value, value, value, tone, number(value))
 
 
 def _rero(report: Report) -> Markup | None:
@@ -61,7 +57,7 @@ def _rero(report: Report) -> Markup | None:
         return None
     pairs = sorted(zip(curve["prior"], curve["success"], strict=True))
     shown = pairs if len(pairs) <= 6 else [pairs[round(i * (len(pairs) - 1) / 5)] for i in range(6)]
-    line = svg.Line("with it", [a for a, _ in pairs], [b for _, b in pairs])
+    line = svg.Line("with model", [a for a, _ in pairs], [b for _, b in pairs])
     return join(
         paragraph(
             "Reconstruction robustness (ReRo) holds for every attacker, also with beliefs about the data: if a guess "
@@ -80,5 +76,9 @@ def _rero(report: Report) -> Markup | None:
         )
         if len(pairs) > 2
         else None,
-        table(["Success without the model", "with it, at most"], [[percent(a), percent(b)] for a, b in shown]),
+        table(
+            ["Success without the model", "with it, at most"],
+            [[percent(a), percent(b)] for a, b in shown],
+            class_="slim",
+        ),
     )

@@ -33,8 +33,8 @@ def render(report: Report) -> Markup | None:
     private = None
     if not report.summary.redacted and (report.about("seed") is not None or report.about(dataset, "data_sha256")):
         private = paragraph(
-            "Keep seed and hash private. Who knows all other examples can try values of the last until the hash fits; "
-            "who knows the seed can compute the noise, unless the run drew it in secure mode.",
+            "Keep seed and hash private. Who knows all other examples can try values of the last until the hash "
+            "fits; who knows the seed can compute the noise, unless the run drew it in secure mode.",
             class_="note",
         )
     return join(table([], shown, class_="facts"), private)
