@@ -62,6 +62,8 @@ PUBLIC = {
         "estimator",
         "num_probes",
         "fil_rate",
+        "steps_paused",
+        "loss",
     ),
     "versions": ("torchfil", "torch", "opacus", "python"),
 }
@@ -168,7 +170,7 @@ def status_of(run: SavedRun) -> np.ndarray:
 def blind_guess(about: dict[str, Any]) -> float | None:
     """(b − a)²/4: the MSE that answering (a + b)/2 never exceeds, for inputs in [a, b]; None if unknown."""
     ends = about.get("dataset", {}).get("input_range")
-    if ends is None or len(ends) != 2 or not all(math.isfinite(end) for end in ends) or not ends[1] > ends[0]:
+    if not isinstance(ends, list | tuple) or len(ends) != 2 or not -math.inf < ends[0] < ends[1] < math.inf:
         return None
     return (ends[1] - ends[0]) ** 2 / 4
 

@@ -328,4 +328,4 @@ def _round(step: float) -> float:
     if not step > 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(step))
-    return next(power * f for f in (1, 2, 2.5, 5, 10) if power * f >= step * (1 - 1e-12))
+    return next(power * f for f in (1, 2, 5, 10) if power * f >= step * (1 - 1e-12))

@@ -10,10 +10,12 @@ __all__ = ["render"]
 
 def render(report: Report) -> Markup | None:
     """Decision, remarks, name, date and signature; what is signed is named by its hash."""
+    what = "This version of the report" if report.summary.redacted else "The model"
+    done = "published" if report.summary.redacted else "released"
     choices = [
-        ("The model may be released.", "release"),
-        ("The model may be released under the conditions below.", "conditions"),
-        ("The model must not be released.", "keep"),
+        (f"{what} may be {done}.", "yes"),
+        (f"{what} may be {done} under the conditions below.", "conditions"),
+        (f"{what} must not be {done}.", "no"),
     ]
     signed = [
         paragraph(f"{name}: SHA-256 ", tag("code", digest), class_="digest") for name, digest in report.digests.items()

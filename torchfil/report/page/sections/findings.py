@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchfil.report.page.context import Report, root
 from torchfil.report.page.html import Markup, count, join, number, percent, tag
+from torchfil.report.summary import Summary
 
 __all__ = ["render"]
 
@@ -42,7 +43,9 @@ def _exposure(report: Report) -> list[Markup]:
         if summary.below_guess == 0:
             text = join(tag("b", "No measured example"), " falls below the error of a blind guess")
         else:
-            text = join(tag("b", _share(summary.below_guess, report)), " fall below the error of a blind guess")
+            text = join(
+                tag("b", _capital(_share(summary.below_guess, report))), " fall below the error of a blind guess"
+            )
         if summary.low_below_guess not in (None, summary.below_guess):
             text = join(
                 text, "; allowing for the uncertainty of the measurement, ", _share(summary.low_below_guess, report)
@@ -56,7 +59,7 @@ def _unmeasured(report: Report) -> list[Markup]:
     if summary.not_measured != 0:
         found.append(
             join(
-                tag("b", f"{count(summary.not_measured)} examples were not measured", class_="warn"),
+                tag("b", f"{_some(summary.not_measured, summary)} examples were not measured", class_="warn"),
                 " (no batch drew them, or their steps were left out). They are not safe: this run says nothing "
                 "about them.",
             )
@@ -64,7 +67,7 @@ def _unmeasured(report: Report) -> list[Markup]:
     if summary.lower_bounds != 0:
         found.append(
             join(
-                f"Of {count(summary.lower_bounds)} examples only some steps were measured: "
+                f"{_some(summary.lower_bounds, summary)} examples were measured in some of their steps only: "
                 "their leakage is larger than shown."
             )
         )
@@ -98,6 +101,15 @@ def _attacks(report: Report) -> list[Markup]:
             ". Do not rely on this report before the cause is found.",
         )
     ]
+
+
+def _some(number_of: int | str, summary: Summary) -> str:
+    about = "about " if summary.redacted and isinstance(number_of, int) else ""
+    return _capital(f"{about}{count(number_of)}")
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _share(some: int | str | None, report: Report) -> str:
