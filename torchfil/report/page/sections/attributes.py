@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torchfil.report.page.context import Report, named_level, paragraph
 from torchfil.report.page.html import Markup, join, plus_minus, table
+from torchfil.report.summary import AttributeSummary
 
 __all__ = ["render"]
 
-MOST = 100
+MOST = 24
 
 
 def render(report: Report) -> Markup | None:
@@ -16,6 +17,7 @@ def render(report: Report) -> Markup | None:
     if not attributes:
         return None
     levels = [level for level in ("0", "0.05", "0.5") if any(level in a.error for a in attributes)]
+    shown, chosen = _chosen(attributes)
     head = [
         "Attribute",
         *(named_level(float(level), report.summary.smallest, report.summary.redacted) for level in levels),
@@ -25,9 +27,9 @@ def render(report: Report) -> Markup | None:
             a.name,
             *(plus_minus(a.error[level], a.unit) if level in a.error else "" for level in levels),
         ]
-        for a in attributes[:MOST]
+        for a in shown
     ]
-    rest = f" The first {MOST} of {len(attributes)} attributes are shown." if len(attributes) > MOST else ""
+    rest = f" Of {len(attributes)} attributes, {chosen} are shown; summary.json has the rest." if chosen else ""
     return join(
         paragraph(
             "An unbiased attacker who knows everything else about an example, all its other attributes included, "
@@ -38,3 +40,12 @@ def render(report: Report) -> Markup | None:
         table(head, rows),
         paragraph("Each attribute has its own ranking: its most exposed example need not be another’s.", class_="note"),
     )
+
+
+def _chosen(attributes: list[AttributeSummary]) -> tuple[list[AttributeSummary], str]:
+    """All where they are few; else the most exposed where they share a unit, or the first; and which these are."""
+    if len(attributes) <= MOST:
+        return attributes, ""
+    if len({attribute.unit for attribute in attributes}) == 1:
+        return sorted(attributes, key=lambda a: min(a.error.values()))[:MOST], f"the {MOST} most exposed"
+    return attributes[:MOST], f"the first {MOST}"

@@ -8,7 +8,7 @@ from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, number, plus_minus, tag
 from torchfil.report.page.png import as_data_url, overlay, thumbnail
 from torchfil.report.saved_run import SavedRun
-from torchfil.report.summary import NOT_MEASURED, status_of
+from torchfil.report.summary import LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = ["render"]
 
@@ -24,7 +24,8 @@ def render(report: Report) -> Markup | None:
     run = report.run
     if run is None:
         return None
-    measured = np.flatnonzero(status_of(run) != NOT_MEASURED)
+    status = status_of(run)
+    measured = np.flatnonzero(status != NOT_MEASURED)
     if not len(measured):
         return None
     order = measured[np.argsort(np.asarray(run.columns["mse_bound"])[measured], kind="stable")]
@@ -42,12 +43,12 @@ def render(report: Report) -> Markup | None:
             PLIS if maps else "",
         ),
         tag("h3", "Most exposed"),
-        draw(run, most, rank, pictured),
-        [tag("h3", "Least exposed"), draw(run, least, rank, pictured)] if least else None,
+        draw(run, most, rank, pictured, status),
+        [tag("h3", "Least exposed"), draw(run, least, rank, pictured, status)] if least else None,
     )
 
 
-def _cards(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int, int]) -> Markup:
+def _cards(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int, int], status: np.ndarray) -> Markup:
     assert run.pictures is not None
     cards = []
     for row in rows:
@@ -64,7 +65,7 @@ def _cards(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int,
                     tag("span", pictures, class_="pictures"),
                     tag("span", str(run.ids[row]), class_="id"),
                     tag("span", f"MSE ≥ {number(float(run.columns['mse_bound'][row]))}", class_="bound"),
-                    tag("span", f"rank {rank[row]:,}", class_="rank"),
+                    tag("span", f"rank {rank[row]:,}{_in_part(status, row)}", class_="rank"),
                     type="button",
                     class_="card",
                     data_row=row,
@@ -75,7 +76,7 @@ def _cards(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int,
     return tag("ul", cards, class_="cards")
 
 
-def _lines(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int, int]) -> Markup:
+def _lines(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int, int], status: np.ndarray) -> Markup:
     lines = []
     typical = np.median(np.asarray(run.attributes.error[:SAMPLE], dtype=np.float64), axis=0) if run.attributes else None
     for row in rows:
@@ -90,7 +91,7 @@ def _lines(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int,
                     ),
                     scope="row",
                 ),
-                tag("td", number(float(run.columns["mse_bound"][row]))),
+                tag("td", number(float(run.columns["mse_bound"][row])), _in_part(status, row)),
                 tag("td", _closest(run, row, typical), class_="words") if typical is not None else None,
             )
         )
@@ -105,6 +106,10 @@ def _lines(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int,
         named,
     )
     return tag("div", tag("table", tag("thead", head), tag("tbody", lines), class_="plain ranked"), class_="scroll")
+
+
+def _in_part(status: np.ndarray, row: int) -> str:
+    return ", measured in part" if status[row] == LOWER_BOUND else ""
 
 
 def _closest(run: SavedRun, row: int, typical: np.ndarray) -> str:
