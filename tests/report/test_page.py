@@ -24,7 +24,8 @@ from torchfil.report.page import sections as chapters
 from torchfil.report.page.html import number, tag
 from torchfil.report.page.payload import pack, pack_text
 from torchfil.report.page.png import as_data_url, overlay, thumbnail
-from torchfil.report.summary import LOWER_BOUND, MEASURED, NOT_MEASURED, status_of, summarise
+from torchfil.report.status import LOWER_BOUND, MEASURED, NOT_MEASURED, status_of
+from torchfil.report.summary import summarise
 
 EVIL = '<script>alert("x")</script>'
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from torchfil.report.saved_run import SavedRun
-from torchfil.report.summary import NOT_MEASURED, status_of
+from torchfil.report.status import NOT_MEASURED, status_of
 
 if sys.version_info >= (3, 11):
     import tomllib

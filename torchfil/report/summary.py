@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,9 @@ from torchfil.report.aggregates import (
     windows,
 )
 from torchfil.report.saved_run import AttackResult, Attributes, SavedRun
+from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = [
-    "LOWER_BOUND",
-    "MEASURED",
-    "NOT_MEASURED",
     "AttackSummary",
     "AttributeSummary",
     "Exposure",
@@ -33,12 +31,9 @@ __all__ = [
     "Grouping",
     "Summary",
     "blind_guess",
-    "json_ready",
-    "status_of",
     "summarise",
 ]
 
-MEASURED, LOWER_BOUND, NOT_MEASURED = 0, 1, 2
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 MOST_GROUPS = 60
 PUBLIC = {
@@ -148,25 +143,6 @@ class Summary:
     history: dict[str, list[float]]
 
 
-def status_of(run: SavedRun) -> np.ndarray:
-    """MEASURED, LOWER_BOUND (some participations were not measured) or NOT_MEASURED, uint8 [n].
-
-    An example that no batch drew, or whose every step was skipped, has η̄ = 0 in the table; one run says nothing of it.
-    """
-    columns = run.columns
-    fil = np.asarray(columns["fil"], dtype=np.float64)
-    unknown = np.isnan(fil)
-    missed = np.asarray(columns.get("missed", np.zeros(len(fil))))
-    if "participations" in columns:
-        unknown |= np.asarray(columns["participations"]) - missed <= 0
-    if "sampling_error" in columns:
-        unknown |= np.isinf(np.asarray(columns["sampling_error"], dtype=np.float64))
-    rate = run.about.get("mechanism", {}).get("fil_rate")
-    if rate is not None and rate < 1:
-        unknown |= fil == 0
-    return np.where(unknown, NOT_MEASURED, np.where(missed > 0, LOWER_BOUND, MEASURED)).astype(np.uint8)
-
-
 def blind_guess(about: dict[str, Any]) -> float | None:
     """(b − a)²/4: the MSE that answering (a + b)/2 never exceeds, for inputs in [a, b]; None if unknown."""
     ends = about.get("dataset", {}).get("input_range")
@@ -223,21 +199,6 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         attacks=[_attack(attack, smallest) for attack in run.attacks],
         history=_history(run.history, redacted),
     )
-
-
-def json_ready(value: Any) -> Any:
-    """Dataclasses as dicts; numbers that JSON cannot write as "infinite" or null."""
-    if hasattr(value, "__dataclass_fields__"):
-        value = asdict(value)
-    if isinstance(value, dict):
-        return {str(key): json_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_ready(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else "infinite" if value > 0 else "-infinite"
-    return value
 
 
 def _public(about: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchfil.report.saved_run import SavedRun
-from torchfil.report.summary import NOT_MEASURED, status_of
+from torchfil.report.status import NOT_MEASURED, status_of
 
 __all__ = ["columns_of", "write_csv", "write_parquet"]
 

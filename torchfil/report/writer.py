@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from torchfil.report.figures import write_figures
 from torchfil.report.page import render
 from torchfil.report.page.context import Report
 from torchfil.report.saved_run import SavedRun
-from torchfil.report.summary import json_ready, summarise
+from torchfil.report.summary import summarise
 from torchfil.report.tables import write_csv, write_parquet
 
 __all__ = ["write_report"]
@@ -67,7 +72,7 @@ def write_report(
         content = {
             "format": MARKER,
             "confidential": not redacted,
-            **json_ready(summary),
+            **_json_ready(summary),
             "files": files,
             "notes": notes,
         }
@@ -140,3 +145,18 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _json_ready(value: Any) -> Any:
+    """Dataclasses as dicts; numbers that JSON cannot write as "infinite" or null."""
+    if hasattr(value, "__dataclass_fields__"):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {str(key): _json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_ready(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "infinite" if value > 0 else "-infinite"
+    return value

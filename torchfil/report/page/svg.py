@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from torchfil.report.page.html import Markup, join, number, tag
+from torchfil.report.page.scale import Scale
 
 __all__ = ["Line", "Mark", "Row", "figure", "histogram", "intervals", "lines", "scatter"]
 
@@ -47,40 +48,6 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     dashed: bool = False
-
-
-@dataclass(frozen=True)
-class Scale:
-    """From values to places on the page."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool
-
-    def __call__(self, value: float) -> float:
-        low, high = self._shown(self.low), self._shown(self.high)
-        share = (self._shown(value) - low) / (high - low)
-        return self.start + min(max(share, -0.02), 1.02) * (self.end - self.start)
-
-    def _shown(self, value: float) -> float:
-        return math.log10(max(value, 1e-300)) if self.log else value
-
-    def ticks(self, most: int) -> list[float]:
-        """At most about ``most`` round values within the scale."""
-        if self.log:
-            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-            if last - first >= 2:
-                step = max(1, math.ceil((last - first) / max(most - 1, 1)))
-                return [10.0**power for power in range(first, last + 1, step)]
-            fine = [f * 10.0**p for p in range(first - 1, last + 1) for f in (1, 2, 5)]
-            inside = [value for value in fine if self.low <= value <= self.high]
-            if len(inside) >= 2:
-                return inside[:: math.ceil(len(inside) / most)]
-        width = _round((self.high - self.low) / max(most, 1))
-        first = math.ceil(self.low / width - 1e-9)
-        return [i * width for i in range(first, math.floor(self.high / width + 1e-9) + 1)]
 
 
 def figure(draw: Callable[[int], Markup], caption: object, *, label: str) -> Markup:
@@ -322,10 +289,3 @@ def _marked(x: float, floor: float, y: float, width: float, name: str) -> Markup
         tag("line", x1=f"{x:.1f}", x2=f"{x:.1f}", y1=f"{y - 8:.1f}", y2=f"{floor:.1f}", class_="mark"),
         _text(x + (6 if right else -6), y + 3, name, "marked", anchor=None if right else "end"),
     )
-
-
-def _round(step: float) -> float:
-    if not step > 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(power * f for f in (1, 2, 5, 10) if power * f >= step * (1 - 1e-12))

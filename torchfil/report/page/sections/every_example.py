@@ -12,7 +12,7 @@ from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, tag
 from torchfil.report.page.payload import Packed, pack, pack_text
 from torchfil.report.saved_run import SavedRun
-from torchfil.report.summary import NOT_MEASURED, status_of
+from torchfil.report.status import NOT_MEASURED, status_of
 
 __all__ = ["render"]
 

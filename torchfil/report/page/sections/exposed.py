@@ -8,7 +8,7 @@ from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, number, plus_minus, tag
 from torchfil.report.page.png import as_data_url, overlay, thumbnail
 from torchfil.report.saved_run import SavedRun
-from torchfil.report.summary import LOWER_BOUND, NOT_MEASURED, status_of
+from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = ["render"]
 
