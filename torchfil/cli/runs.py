@@ -115,9 +115,10 @@ def _verdicts(verdicts: list[Verdict], passed: bool) -> str:
 
 
 def _summary(run: SavedRun, top: int) -> dict[str, Any]:
+    run.column("fil")
     status = status_of(run)
     measured = np.flatnonzero(status != NOT_MEASURED)
-    fil, low = run.columns["fil"][measured], run.columns["mse_bound_low"][measured]
+    fil, low = run.column("fil")[measured], run.column("mse_bound_low")[measured]
     order = measured[np.argsort(-fil, kind="stable")][:top]
     quantiles = np.quantile(fil, [0.5, 0.95, 1.0]).tolist() if len(fil) else [None] * 3
     return {

@@ -205,7 +205,7 @@ def _group_disparity(run: SavedRun, policy: Policy) -> list[Verdict]:
         for label in np.unique(labels):
             members = measured & (labels == label)
             if members.sum() >= policy.min_group_size:
-                medians[str(label)] = float(np.median(run.columns["fil"][members]))
+                medians[str(label)] = float(np.median(run.column("fil")[members]))
         rule = f"max_group_disparity ({name})"
         if len(medians) < 2:
             detail = f"fewer than two groups of at least {policy.min_group_size} measured examples: nothing to compare"
@@ -259,11 +259,12 @@ _RULES: tuple[Callable[[SavedRun, Policy], list[Verdict]], ...] = (
 
 def _measured(run: SavedRun) -> np.ndarray:
     """Which examples the run says something about, [n] booleans."""
+    run.column("fil")
     return status_of(run) != NOT_MEASURED
 
 
 def _of_measured(run: SavedRun, column: str) -> np.ndarray:
-    return run.columns[column][_measured(run)]
+    return run.column(column)[_measured(run)]
 
 
 def _nearest(name: str, known: list[str]) -> str:
