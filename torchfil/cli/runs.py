@@ -11,7 +11,8 @@ import numpy as np
 
 from torchfil.cli.output import FAILED, Output, number, table, with_output
 from torchfil.files import write_bytes
-from torchfil.report.gate import TEMPLATE, Verdict, check, load_policy
+from torchfil.report.gate import Verdict, check
+from torchfil.report.policy import TEMPLATE, load_policy
 from torchfil.report.saved_run import SavedRun, load
 from torchfil.report.summary import LOWER_BOUND, NOT_MEASURED, status_of
 
