@@ -102,6 +102,11 @@ class TestInspect:
         other = tmp_path / "other.fil"
         other.write_text("no run")
         assert "is not a saved run of torchfil" in refused("inspect", other)
+        run_file(other, columns={"squared_norm": np.ones(30)})
+        assert "the run has no column 'fil'; it has squared_norm" in refused("inspect", other)
+        policy = tmp_path / "policy.toml"
+        policy.write_text("min_mse_bound = 1")
+        assert "the run has no column 'mse_bound_low'" in refused("gate", other, "--policy", policy)
         whole = run_file(tmp_path / "run.fil").read_bytes()
         other.write_bytes(whole[:-5])
         assert "is cut short" in refused("inspect", other)

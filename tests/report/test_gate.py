@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from run_cases import made_up
 
-from torchfil.report.gate import TEMPLATE, Policy, PolicyError, Verdict, check, load_policy, parse_policy
+from torchfil.report.gate import Verdict, check
+from torchfil.report.policy import TEMPLATE, Policy, PolicyError, load_policy, parse_policy
 from torchfil.report.saved_run import SavedRun
 
 

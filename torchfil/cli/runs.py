@@ -11,9 +11,10 @@ import numpy as np
 
 from torchfil.cli.output import FAILED, Output, number, table, with_output
 from torchfil.files import write_bytes
-from torchfil.report.gate import TEMPLATE, Verdict, check, load_policy
+from torchfil.report.gate import Verdict, check
+from torchfil.report.policy import TEMPLATE, load_policy
 from torchfil.report.saved_run import SavedRun, load
-from torchfil.report.summary import LOWER_BOUND, NOT_MEASURED, status_of
+from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = ["gate", "inspect", "report", "summary"]
 
@@ -115,9 +116,10 @@ def _verdicts(verdicts: list[Verdict], passed: bool) -> str:
 
 
 def _summary(run: SavedRun, top: int) -> dict[str, Any]:
+    run.column("fil")
     status = status_of(run)
     measured = np.flatnonzero(status != NOT_MEASURED)
-    fil, low = run.columns["fil"][measured], run.columns["mse_bound_low"][measured]
+    fil, low = run.column("fil")[measured], run.column("mse_bound_low")[measured]
     order = measured[np.argsort(-fil, kind="stable")][:top]
     quantiles = np.quantile(fil, [0.5, 0.95, 1.0]).tolist() if len(fil) else [None] * 3
     return {

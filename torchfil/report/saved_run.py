@@ -113,6 +113,8 @@ class SavedRun:
 
     def __post_init__(self) -> None:
         n = len(self.ids)
+        if not isinstance(self.about, dict) or not isinstance(self.bounds, dict):
+            raise ValueError("about and bounds must be dicts")
         if self.ids.ndim != 1 or self.ids.dtype.kind not in "iU":
             raise ValueError(f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}")
         for kind, arrays in (("column", self.columns), ("grouping", self.groups)):
@@ -145,6 +147,16 @@ class SavedRun:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def column(self, name: str) -> np.ndarray:
+        """A column, [n].
+
+        Raises:
+            RunFileError: The run was saved without it.
+        """
+        if name not in self.columns:
+            raise RunFileError(f"the run has no column {name!r}; it has {', '.join(self.columns) or 'none'}")
+        return self.columns[name]
 
 
 def save(run: SavedRun, path: str | os.PathLike[str]) -> Path:

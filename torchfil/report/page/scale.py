@@ -19,6 +19,7 @@ class Scale:
     log: bool
 
     def __call__(self, value: float) -> float:
+        """The place of a value; what lies outside is drawn at the edge."""
         low, high = self._shown(self.low), self._shown(self.high)
         share = (self._shown(value) - low) / (high - low)
         return self.start + min(max(share, -0.02), 1.02) * (self.end - self.start)
