@@ -9,7 +9,7 @@ PYTEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 .PHONY: help demo test bench lint test-vision format clean
 
 help:
-	@echo "make demo         train privately on handwritten digits and see whose digit leaks most"
+	@echo "make demo         train privately on handwritten digits and write the leakage report"
 	@echo "make test         lint, type check, tests and doctests"
 	@echo "make bench        what the accounting costs on this machine (BENCH=--quick: in minutes)"
 	@echo "make test-vision  the second test leg: torch 2.10 with torchvision 0.25 (CPU wheels exist on aarch64)"
@@ -29,7 +29,7 @@ $(VISION_VENV)/.installed: setup.cfg setup.py pyproject.toml constraints-vision.
 	@touch $@
 
 demo: $(VENV)/.installed
-	$(VENV)/bin/python examples/digits_leakage.py
+	$(VENV)/bin/python -m torchfil demo
 
 test: lint
 	$(PYTEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS)

@@ -1,6 +1,7 @@
 """Train a small network privately on handwritten digits, and see whose digit leaks most.
 
-The loop is an ordinary Opacus loop; the engine keeps each example's Fisher information beside ε.
+The loop is an ordinary Opacus loop; the engine keeps each example's Fisher information beside ε. `torchfil demo` trains
+the same and writes a report.
 """
 
 from __future__ import annotations
@@ -10,20 +11,14 @@ import time
 import warnings
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine
+from torchfil.demo import DELTA, digits, digits_network
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
-DELTA = 1e-4
 SHADES = " .:-=+*#%@"
-
-
-def network() -> nn.Sequential:
-    """A small network, smooth in its inputs."""
-    return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 10))
 
 
 def drawn(image: torch.Tensor) -> list[str]:
@@ -40,11 +35,9 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16  # pixels in [0, 1]
-    labels = torch.tensor(digits.target)
+    images, labels = digits()  # [1797, 1, 8, 8] in [0, 1], [1797]
     loader = DataLoader(TensorDataset(images, labels), batch_size=128)
-    model = network().to(options.device)
+    model = digits_network().to(options.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
 
     engine = FILPrivacyEngine()

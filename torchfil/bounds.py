@@ -149,7 +149,7 @@ def replace_one_rdp(rdp: Callable[[float], float], *, order: float = 2.0) -> flo
 
 
 def rero(
-    prior_success: float,
+    prior_success: float | Sequence[float],
     *,
     q: float,
     noise_multiplier: float,
@@ -164,7 +164,7 @@ def rero(
     B ~ Bernoulli(q)^T. By Neyman–Pearson, E is a threshold on the likelihood ratio; both sides are sampled.
 
     Args:
-        prior_success: π₀ in (0, 1).
+        prior_success: π₀ in (0, 1); several: a curve, from the same sampled runs.
         q: The sampling rate, in (0, 1].
         noise_multiplier: σ > 0; the clipped norm must not exceed ``max_grad_norm``.
         steps: T ≥ 1.
@@ -172,7 +172,8 @@ def rero(
         generator: Source of randomness.
 
     Returns:
-        An estimate whose standard error covers the sampled threshold and the sampled success, a scalar.
+        An estimate whose standard error covers the sampled threshold and the sampled success, in the shape of
+        ``prior_success``: a scalar, or [priors].
 
     Example:
         Without subsampling and in one step it is Φ(Φ⁻¹(π₀) + 1/σ):
@@ -182,7 +183,8 @@ def rero(
         >>> abs(e.value.item() - exact) < 4 * e.standard_error.item()
         True
     """
-    if not 0 < prior_success < 1:
+    prior = torch.as_tensor(prior_success, dtype=torch.float64)
+    if not bool(((prior > 0) & (prior < 1)).all()) or prior.numel() == 0:
         raise ValueError(f"prior_success={prior_success} must lie strictly between 0 and 1")
     if not 0 < q <= 1:
         raise ValueError(f"q={q} must lie in (0, 1]")
@@ -190,17 +192,19 @@ def rero(
         raise ValueError(f"noise_multiplier={noise_multiplier} must be positive: without noise nothing is robust")
     if steps < 1 or num_samples < 100:
         raise ValueError(f"steps={steps} must be ≥ 1 and num_samples={num_samples} ≥ 100")
-    if prior_success * num_samples < 10:
+    smallest = float(prior.min())
+    if smallest * num_samples < 10:
         raise ValueError(
-            f"num_samples={num_samples} is too few for prior_success={prior_success}: the threshold would rest on "
-            f"{prior_success * num_samples:.1g} samples; take at least {math.ceil(10 / prior_success)}"
+            f"num_samples={num_samples} is too few for prior_success={smallest:g}: the threshold would rest on "
+            f"{smallest * num_samples:.1g} samples; take at least {math.ceil(10 / smallest)}"
         )
     under_nu = _log_likelihood_ratio(False, q, noise_multiplier, steps, num_samples, generator)
     under_mu = _log_likelihood_ratio(True, q, noise_multiplier, steps, num_samples, generator)
-    threshold = torch.quantile(under_nu, 1 - prior_success)
-    success = (under_mu > threshold).double().mean()
+    prior = prior.to(under_nu.device)
+    threshold = torch.quantile(under_nu, 1 - prior)
+    success = (under_mu > threshold[..., None]).double().mean(dim=-1)
     slope = threshold.exp()  # dP_μ/dP_ν on the border of E
-    variance = success * (1 - success) + slope.square() * prior_success * (1 - prior_success)
+    variance = success * (1 - success) + slope.square() * prior * (1 - prior)
     return Estimate(success, (variance / num_samples).sqrt(), "estimate")
 
 

@@ -29,8 +29,10 @@ __all__ = [
     "cifar_plane_car",
     "data_folder",
     "iwpc",
+    "levels_of",
     "mnist",
     "mnist_zero_one",
+    "one_hot",
 ]
 
 _ADULT_FIELDS = (
@@ -270,8 +272,8 @@ def iwpc(folder: str | os.PathLike[str] | None = None, *, seed: int = 0) -> Tabu
     content = _content(data_folder(folder) / "iwpc", "iwpc-scaled.csv").decode()
     rows = list(csv.DictReader(io.StringIO(content)))
     names = sorted(set(rows[0]) - {"dose"})
-    levels = {name: _levels(rows, name) for name in ("cyp2c9", "race", "vkorc1")}
-    columns, attributes, inputs = _one_hot(rows, names, levels, {name: found[0] for name, found in levels.items()})
+    levels = {name: levels_of(rows, name) for name in ("cyp2c9", "race", "vkorc1")}
+    columns, attributes, inputs = one_hot(rows, names, levels, {name: found[0] for name, found in levels.items()})
     targets = np.asarray([row["dose"] for row in rows], dtype=float)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).numpy()
     train, test = np.split(order, [int(0.8 * len(rows))])
@@ -299,11 +301,11 @@ def adult(folder: str | os.PathLike[str] | None = None) -> TabularTask:
     where = data_folder(folder) / "adult"
     train, test = _adult_rows(where, "adult.data"), _adult_rows(where, "adult.test")
     names = [name for name in _ADULT_FIELDS if name not in ("relationship", "income")]
-    levels = {name: _levels(train, name) for name in names if name not in _ADULT_NUMERICAL}
+    levels = {name: levels_of(train, name) for name in names if name not in _ADULT_NUMERICAL}
     levels["marital-status"] = ("unmarried", "married")
     dropped = {name: found[-1] for name, found in levels.items()}
-    columns, attributes, inputs = _one_hot(train, names, levels, dropped)
-    test_inputs = _one_hot(test, names, levels, dropped)[2]
+    columns, attributes, inputs = one_hot(train, names, levels, dropped)
+    test_inputs = one_hot(test, names, levels, dropped)[2]
     numerical = [attributes[name][0] for name in _ADULT_NUMERICAL]
     mean, deviation = inputs[:, numerical].mean(axis=0), inputs[:, numerical].std(axis=0, ddof=1)
     for part in (inputs, test_inputs):
@@ -325,11 +327,12 @@ def _adult_rows(folder: Path, name: str) -> list[dict[str, str]]:
     return rows
 
 
-def _levels(rows: Sequence[Mapping[str, str]], name: str) -> tuple[str, ...]:
+def levels_of(rows: Sequence[Mapping[str, str]], name: str) -> tuple[str, ...]:
+    """The levels of a nominal attribute, sorted."""
     return tuple(sorted({row[name] for row in rows}))
 
 
-def _one_hot(
+def one_hot(
     rows: Sequence[Mapping[str, str]],
     names: Sequence[str],
     levels: Mapping[str, tuple[str, ...]],

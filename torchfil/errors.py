@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["UnsupportedModuleError"]
+__all__ = ["RunFileError", "UnsupportedModuleError"]
 
 
 class UnsupportedModuleError(ValueError):
     """The model holds a module for which per-example quantities are undefined or not smooth."""
+
+
+class RunFileError(ValueError):
+    """A file is not a saved run, is damaged, or was written by another version."""

@@ -1,31 +1,13 @@
-"""Files that are replaced only when complete, and torch's random state."""
+"""Torch's random state, for checkpoints."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["random_state", "replaced_when_complete", "set_random_state"]
-
-
-@contextlib.contextmanager
-def replaced_when_complete(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A temporary file beside ``path`` that takes its place at the end, and vanishes if anything fails."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
-    os.close(handle)
-    try:
-        yield temporary
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+__all__ = ["random_state", "set_random_state"]
 
 
 def random_state() -> dict[str, Any]:

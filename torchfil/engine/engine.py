@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any, Literal
 
 import torch
@@ -18,19 +19,22 @@ from torch.utils.data import DataLoader
 
 from torchfil.bounds import mse_from_rdp, replace_one_rdp
 from torchfil.clipping import ClipFunction, get_clip
-from torchfil.engine.checkpoint import random_state, replaced_when_complete, set_random_state
+from torchfil.engine.checkpoint import random_state, set_random_state
 from torchfil.engine.epsilon import individual_epsilon
 from torchfil.engine.loader import FILDataLoader, refuse_sampler
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.run import Run
+from torchfil.engine.saving import Labels, build_saved_run
 from torchfil.engine.settings import BatchToInputs, Settings, choose_amplification, refuse_modes
 from torchfil.examples import Private
+from torchfil.files import replaced_when_complete
 from torchfil.fisher.amplification import Amplification
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.results import Estimate
 from torchfil.leakage import Leakage, as_table
 from torchfil.ledger import Track
+from torchfil.report.saved_run import AttackResult, save
 
 __all__ = ["FILPrivacyEngine"]
 
@@ -356,6 +360,72 @@ class FILPrivacyEngine(PrivacyEngine):
         if not engines:
             raise ValueError("merge needs at least one engine")
         return Leakage.average([engine._current.leakage for engine in engines])
+
+    def save_run(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        delta: float,
+        title: str | None = None,
+        attribute_names: Sequence[str] | None = None,
+        attribute_units: Sequence[str] | None = None,
+        unit_of_inputs: str = "",
+        input_range: tuple[float, float] | None = None,
+        groups: Mapping[str, Labels] | None = None,
+        pictures: int = 8,
+        attacks: Sequence[AttackResult] = (),
+        hash_data: bool = True,
+    ) -> Path:
+        """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
+
+        The file is safe to load, holds neither model nor data (but for the pictures), is replaced only when complete
+        and readable by its owner only; its content is **confidential**. The run can go on afterwards, unchanged.
+
+        Args:
+            path: The file; its suffix is .fil by custom.
+            delta: δ of ε and of the examples' own ε.
+            title: Of the report; None: the model's name and the number of examples.
+            attribute_names: One per private coordinate, in order; needs ``track=("diagonal",)``.
+            attribute_units: One per private coordinate, e.g. "years".
+            unit_of_inputs: Of all coordinates together, e.g. "grey value, 0 to 1".
+            input_range: Between which values every private coordinate lies, known without looking at the data; gives
+                the report a blind guess and the bound from ε to compare with.
+            groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
+            pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, where
+                inputs are images of 1 or 3 channels; 0: none.
+            attacks: Results of attacks on the run.
+            hash_data: Whether to read through the data set for its checksum.
+        """
+        run = build_saved_run(
+            self,
+            delta=delta,
+            title=title,
+            attribute_names=attribute_names,
+            attribute_units=attribute_units,
+            unit_of_inputs=unit_of_inputs,
+            input_range=input_range,
+            groups=groups,
+            pictures=pictures,
+            attacks=attacks,
+            hash_data=hash_data,
+        )
+        return save(run, path)
+
+    def report(
+        self, directory: str | os.PathLike[str], *, delta: float, redacted: bool = False, **options: Any
+    ) -> Path:
+        """Write the run's report into a folder and return the path of its page.
+
+        Args:
+            directory: The folder.
+            delta: δ of ε and of the examples' own ε.
+            redacted: Whether to leave out what speaks of single examples; see :func:`torchfil.report.write_report`.
+            **options: Of :meth:`save_run`; ``min_group`` of ``write_report``.
+        """
+        from torchfil.report.writer import write_report
+
+        writing = {name: options.pop(name) for name in ("min_group",) if name in options}
+        return write_report(build_saved_run(self, delta=delta, **options), directory, redacted=redacted, **writing)
 
     # ------------------------------------------------------------------ control
 

@@ -9,7 +9,7 @@ the result is an **estimate**, not a guarantee.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
 from torch import Tensor
 
-__all__ = ["NormHistory", "individual_epsilon"]
+__all__ = ["NormHistory", "epsilon_over_time", "individual_epsilon"]
 
 _RATIO = 1.05  # between neighbouring noise multipliers of the grid
 _BELOW, _LEVELS = 8, 96
@@ -111,20 +111,36 @@ class NormHistory:
 
 def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tensor:
     """ε_i at δ of these examples, [rows], by the RDP accountant's own orders and conversion."""
-    orders = np.asarray(RDPAccountant.DEFAULT_ALPHAS, dtype=float)
     if history.steps == 0:
         return torch.zeros(len(rows), dtype=torch.float64)
     result = []
     multipliers = history.multipliers()
     for part in rows.split(65_536):
         counts = history.counts_of(part).cpu().double().numpy()
-        rdp = np.zeros((len(part), len(orders)))
+        rdp = np.zeros((len(part), len(RDPAccountant.DEFAULT_ALPHAS)))
         for level in np.flatnonzero(counts.sum(axis=0)).tolist():
             rdp += np.outer(counts[:, level], _rdp_per_step(history.sample_rate, multipliers[level]))
-        penalty = (math.log(delta) + np.log(orders)) / (orders - 1)
-        epsilon = rdp - penalty + np.log((orders - 1) / orders)
-        result.append(torch.from_numpy(np.nanmin(epsilon, axis=1).clip(min=0)))
+        result.append(torch.from_numpy(_epsilon_from_rdp(rdp, delta)))
     return torch.cat(result) if result else torch.zeros(0, dtype=torch.float64)
+
+
+def epsilon_over_time(history: Sequence[tuple[float, float, int]], steps: Sequence[int], delta: float) -> np.ndarray:
+    """The RDP accountant's ε at δ after each of these numbers of steps, [t], for its history of (σ, q, steps)."""
+    orders = RDPAccountant.DEFAULT_ALPHAS
+    rdp = np.zeros((len(steps), len(orders)))
+    before = 0
+    for sigma, q, count in history:
+        inside = (np.asarray(steps) - before).clip(0, count)
+        rdp += np.outer(inside, _rdp_per_step(q, sigma))
+        before += count
+    return _epsilon_from_rdp(rdp, delta)
+
+
+def _epsilon_from_rdp(rdp: np.ndarray, delta: float) -> np.ndarray:
+    """The least ε over all orders, [k], from RDP [k, orders]."""
+    orders = np.asarray(RDPAccountant.DEFAULT_ALPHAS, dtype=float)
+    penalty = (math.log(delta) + np.log(orders)) / (orders - 1)
+    return np.nanmin(rdp - penalty + np.log((orders - 1) / orders), axis=1).clip(min=0)
 
 
 @lru_cache(maxsize=1024)

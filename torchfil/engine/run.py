@@ -22,6 +22,7 @@ from torchfil.engine.measuring import Measurer
 from torchfil.engine.observer import ForwardPass, Observer
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.settings import Settings
+from torchfil.engine.timeline import Timeline
 from torchfil.examples import as_call, finiteness_check
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
@@ -79,6 +80,7 @@ class Run:
         _refuse_memory(NormHistory.bytes_needed(num_examples) + Ledger.bytes_needed(num_examples, 1, (), 1), settings)
         self.history = NormHistory(num_examples, device)
         self.ledger: Ledger | None = None
+        self.timeline = Timeline()
         self.test_matrix: Tensor | None = None
         self.tracker = BatchTracker()
         self.paused = False
@@ -260,6 +262,7 @@ class Run:
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
+            self.timeline.note(self.ledger.steps, self.ledger.sums["trace"], self.ledger.num_coordinates)
         device = self.history.ratio.device
         rows, ratios = [s.contribution.rows for s in self._staged], [s.ratio for s in self._staged]
         self.history.step(
@@ -372,15 +375,16 @@ class Run:
         """(σ, q, steps) of the DP accountant; replaced by the engine."""
         return []
 
-    state_dict_keys = ("ledger", "history", "test_matrix", "drew_masks", "generator", "pace")
+    state_dict_keys = ("ledger", "history", "timeline", "test_matrix", "drew_masks", "generator", "pace")
 
     def state_dict(self) -> dict[str, Any]:
-        """Ledger, norm history, test matrix and the probes' generator."""
+        """Ledger, norm history, timeline, test matrix and the probes' generator."""
         if self._staged:
             raise RuntimeError("the state can be saved only between logical batches; finish the batch first")
         return {
             "ledger": self.ledger.state_dict() if self.ledger is not None else None,
             "history": self.history.state_dict(),
+            "timeline": self.timeline.state_dict(),
             "test_matrix": self.test_matrix,
             "drew_masks": self.drew_masks,
             "generator": self.generator.get_state(),
@@ -406,9 +410,10 @@ class Run:
                 )
         history = NormHistory(self.ids.num_examples, device)
         history.load_state_dict(state["history"])
+        timeline = Timeline.from_state_dict(state["timeline"], device)
         self.generator.set_state(state["generator"].cpu())
         self.pace.load_state_dict(state["pace"])
-        self.ledger, self.history, self._latest = ledger, history, None
+        self.ledger, self.history, self.timeline, self._latest = ledger, history, timeline, None
         self.drew_masks = bool(state["drew_masks"])
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(device) if matrix is not None else None

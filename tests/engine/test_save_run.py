@@ -1,0 +1,214 @@
+"""What an engine saves of its run: everything it knows, and nothing changes by saving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import DEVICE
+from loops import data, loader, network, train
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from torchfil import FILPrivacyEngine
+from torchfil.engine.epsilon import epsilon_over_time
+from torchfil.engine.fingerprint import data_sha256
+from torchfil.engine.thumbnails import as_image
+from torchfil.engine.timeline import MAX_POINTS, Timeline, summary
+from torchfil.report import load
+
+DELTA = 1e-5
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    return bool(a == b)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    keys = [f"patient {i}" for i in range(60)]
+    return train(data(60), steps=12, track=("diagonal",), id_of=keys)
+
+
+def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> None:
+    engine = trained.engine
+    sides = ["left" if i % 3 else "right" for i in range(60)]
+    path = engine.save_run(
+        tmp_path / "run.fil",
+        delta=DELTA,
+        title="a trial",
+        attribute_names=list("abcde"),
+        attribute_units=["cm"] * 5,
+        input_range=(-5.0, 5.0),
+        groups={"side": sides, "same": {f"patient {i}": 7 for i in range(60)}},
+    )
+    run = load(path)
+    table = engine.leakage(delta=DELTA)
+    assert run.ids.tolist() == [f"patient {i}" for i in range(60)]
+    for column in ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low", "participations", "missed"):
+        np.testing.assert_array_equal(run.columns[column], table[column])
+    np.testing.assert_array_equal(run.columns["epsilon"], table["individual_epsilon"])
+    assert run.about["title"] == "a trial"
+    assert run.about["epsilon"] == engine.get_epsilon(DELTA)
+    assert run.about["model"] == {"name": "Sequential", "num_parameters": 57}
+    assert run.about["dataset"]["input_shape"] == [5]
+    assert run.about["dataset"]["input_range"] == [-5, 5]
+    assert run.about["dataset"]["data_sha256"] == data_sha256(data(60))
+    assert run.about["mechanism"]["steps"] == 12
+    assert run.about["seed"] == 3
+    assert run.attributes is not None
+    attribute_fil = engine.get_attribute_fil()
+    np.testing.assert_allclose(run.attributes.error, 1 / attribute_fil.value.cpu(), rtol=1e-6)
+    assert run.attributes.error_low is not None
+    np.testing.assert_allclose(run.attributes.error_low, 1 / attribute_fil.interval(0.95)[1].cpu(), rtol=1e-6)
+    assert run.groups["side"].tolist() == sides
+    assert set(run.groups["same"]) == {"7"}
+    assert run.pictures is None, "rows of five numbers are no images"
+    assert run.bounds["rdp_mse_bound"]["replace_one"] == engine.get_rdp_mse_bound(10.0)
+    success = run.bounds["rero"]["success"]
+    assert all(s >= p - 0.01 for s, p in zip(success, run.bounds["rero"]["prior"], strict=True))
+    assert success == sorted(success)
+    assert run.history["step"].tolist() == list(range(1, 13))
+    assert run.history["fil_max"][-1] == pytest.approx(run.columns["fil"].max())
+    assert run.history["fil_median"][-1] == pytest.approx(np.quantile(run.columns["fil"], 0.5, method="inverted_cdf"))
+    assert run.history["epsilon"][-1] == pytest.approx(run.about["epsilon"])
+
+
+def test_report(trained: Any, tmp_path: Path) -> None:
+    page = trained.engine.report(tmp_path / "page", delta=DELTA, title="of a trial", hash_data=False)
+    assert page == tmp_path / "page" / "index.html"
+    assert "of a trial" in page.read_text(encoding="utf-8")
+    assert "patient 7" in (tmp_path / "page" / "leakage.csv").read_text(encoding="utf-8")
+    shared = trained.engine.report(tmp_path / "shared", delta=DELTA, redacted=True, min_group=5)
+    assert "patient 7" not in shared.read_text(encoding="utf-8")
+
+
+def test_saving_changes_nothing(trained: Any, tmp_path: Path) -> None:
+    before, random = trained.engine.state_dict(), torch.get_rng_state()
+    trained.engine.save_run(tmp_path / "run.fil", delta=DELTA)
+    assert equal(trained.engine.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_arguments_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> None:
+    def saved(**options: Any) -> None:
+        trained.engine.save_run(tmp_path / "run.fil", delta=DELTA, **options)
+
+    with pytest.raises(ValueError, match="attribute_names has 2 entries for 5 private coordinates"):
+        saved(attribute_names=["a", "b"])
+    with pytest.raises(ValueError, match="grouping 'side' has 3 labels for 60 examples"):
+        saved(groups={"side": ["x"] * 3})
+    with pytest.raises(ValueError, match="grouping 'side' has no label for 59 examples, e.g. .'patient 1'"):
+        saved(groups={"side": {"patient 0": "x"}})
+    with pytest.raises(ValueError, match=r"input_range=\(1, 0\) must be"):
+        saved(input_range=(1, 0))
+    with pytest.raises(ValueError, match="pictures=-1 must be"):
+        saved(pictures=-1)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="attributes were not tracked"):
+        train(data(20), steps=1).engine.save_run(tmp_path / "run.fil", delta=DELTA, attribute_names=["a"] * 5)
+    with pytest.raises(RuntimeError, match="call make_private first"):
+        FILPrivacyEngine().save_run(tmp_path / "run.fil", delta=DELTA)
+
+
+def test_pictures_of_the_most_and_least_exposed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    images = torch.rand(30, 3, 6, 5)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(90, 3)).to(DEVICE)
+    engine = FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    dataset = TensorDataset(images, torch.randint(3, (30,)))
+    _, optimizer, private = engine.make_private(
+        module, optimizer, loader(dataset), criterion=nn.CrossEntropyLoss(), seed=1
+    )
+    for x, y in private:
+        engine.train_step(x, y)
+    run = load(engine.save_run(tmp_path / "run.fil", delta=DELTA, pictures=4))
+    pictures = run.pictures
+    assert pictures is not None
+    assert pictures.maps is not None
+    assert pictures.images.shape == (8, 6, 5, 3)
+    fil = np.where(run.columns["participations"] > 0, run.columns["fil"], np.nan)
+    assert set(pictures.rows[:4]) == set(np.argsort(-fil)[:4]), "nan sorts last"
+    assert np.nanmin(fil) == fil[pictures.rows[-1]]
+    expected = (images[pictures.rows[0]].permute(1, 2, 0) * 255).round().byte()
+    np.testing.assert_array_equal(pictures.images[0], expected)
+    plis = engine.plis(pictures.rows.tolist()).sum(dim=1)
+    np.testing.assert_allclose(pictures.maps, plis.detach().cpu(), rtol=1e-5, atol=1e-9)
+
+
+def test_images_of_any_range_and_size() -> None:
+    assert as_image(torch.full((1, 4, 4), 0.5)).tolist() == [[128] * 4] * 4
+    stretched = as_image(torch.tensor([[-1.0, 0.0], [1.0, 3.0]]))
+    assert stretched.tolist() == [[0, 64], [128, 255]]
+    assert as_image(torch.rand(3, 300, 200)).shape == (100, 66, 3)
+
+
+class TestTimeline:
+    def test_points_stay_few_and_evenly_spaced(self) -> None:
+        for steps in (1, 199, 200, 1000, 5000):
+            timeline = Timeline()
+            for step in range(1, steps + 1):
+                timeline.note(step, torch.full((3,), float(step)), 1)
+            noted, points = timeline.table(steps, torch.full((3,), float(steps)), 1)
+            assert len(noted) <= MAX_POINTS
+            assert len(noted) >= min(steps, MAX_POINTS // 2)
+            assert noted[-1] == steps
+            assert len(set(np.diff(noted[:-1]))) <= 1
+            assert torch.equal(points[:, 2].square().round(), torch.tensor(noted, dtype=points.dtype))
+
+    def test_state(self) -> None:
+        timeline = Timeline()
+        for step in range(1, 251):
+            timeline.note(step, torch.rand(5), 2)
+        other = Timeline.from_state_dict(timeline.state_dict(), "cpu")
+        for line in (timeline, other):
+            torch.manual_seed(0)
+            for step in range(251, 400):
+                line.note(step, torch.rand(5), 2)
+        assert equal(timeline.state_dict(), other.state_dict())
+
+    def test_quantiles_are_those_of_the_distribution(self) -> None:
+        values = torch.arange(1.0, 101.0)[torch.randperm(100)]
+        assert (summary(values, 4).square() * 4).round().tolist() == [50, 95, 100]
+
+    def test_it_resumes_with_the_engine(self) -> None:
+        first = train(data(40), steps=5).engine
+        second = FILPrivacyEngine()
+        module = network()
+        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+        second.make_private(module, optimizer, loader(data(40)))
+        second.load_state_dict(first.state_dict())
+        assert second._current.timeline.steps == [1, 2, 3, 4, 5]
+
+
+def test_epsilon_over_time_composes_unequal_steps() -> None:
+    from opacus.accountants import RDPAccountant
+
+    accountant = RDPAccountant()
+    accountant.history = [(1.0, 0.1, 5), (2.0, 0.2, 3)]
+    found = epsilon_over_time(accountant.history, [5, 8], DELTA)
+    assert found[1] == pytest.approx(accountant.get_epsilon(DELTA))
+    accountant.history = [(1.0, 0.1, 5)]
+    assert found[0] == pytest.approx(accountant.get_epsilon(DELTA))
+
+
+def test_the_checksum_of_the_data_tells_order_and_dtype() -> None:
+    x = torch.randn(4, 2)
+    checksums = {
+        data_sha256(TensorDataset(part))
+        for part in (x, x.flip(0), x.double(), x.reshape(4, 2, 1), torch.cat([x, x[:1]]), x + 1e-7)
+    }
+    assert len(checksums) == 6
+    assert data_sha256(TensorDataset(x.clone())) == data_sha256(TensorDataset(x))
+    assert data_sha256(TensorDataset(x, x[:, 0])) == data_sha256([(row, row[0]) for row in x])
+    assert data_sha256([torch.ones(2), torch.ones(3)]) != data_sha256([torch.ones(3), torch.ones(2)])
+    assert data_sha256(["ab", "c"]) != data_sha256(["a", "bc"])
+    assert data_sha256([{"x": np.ones(2), "y": 1}]) != data_sha256([{"x": np.ones(2), "y": 2}])

@@ -1,0 +1,55 @@
+"""Saved runs made up for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torchfil.report.saved_run import AttackResult, Attributes, Pictures, SavedRun
+
+
+def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: Any) -> SavedRun:
+    """A run with every part filled: two groups, three attributes, four pictures, one attack."""
+    rng = np.random.default_rng(seed)
+    fil = rng.lognormal(size=n)
+    parts: dict[str, Any] = {
+        "about": {
+            "title": "a made-up run",
+            "model": {"name": "Sequential", "num_parameters": 12},
+            "dataset": {"num_examples": n, "num_coordinates": 3, "input_shape": [3], "data_sha256": "0" * 64},
+            "mechanism": {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "clip": "gelu", "steps": 50},
+            "epsilon": 2.5,
+            "delta": 1e-5,
+            "accountant": "rdp",
+            "versions": {"torchfil": "0"},
+            "seed": 3,
+            "created": "2024-01-01T00:00:00+00:00",
+            "exact": False,
+        },
+        "ids": np.asarray([f"Zoë {i}" for i in range(n)]) if text_ids else np.arange(n),
+        "columns": {
+            "fil": fil,
+            "fil_error": 0.05 * fil,
+            "sampling_error": 0.1 * fil,
+            "mse_bound": fil**-2,
+            "mse_bound_low": 0.8 * fil**-2,
+            "participations": rng.integers(1, 9, size=n),
+            "missed": np.zeros(n, dtype=np.int64),
+            "squared_norm": rng.random(n),
+            "epsilon": 2.5 * rng.random(n),
+        },
+        "attributes": Attributes(["age", "height", "vkorc1=CT"], ["years", "cm", ""], 1 + rng.random((n, 3))),
+        "groups": {"sex": rng.choice(np.asarray(["f", "m"]), size=n), "site": np.asarray(["A"] * n)},
+        "pictures": Pictures(
+            np.arange(4), rng.integers(256, size=(4, 5, 6), dtype=np.uint8), rng.normal(size=(4, 5, 6)).astype("f4")
+        ),
+        "history": {"step": np.asarray([1, 2, 4]), "fil_median": np.asarray([0.1, 0.2, 0.3])},
+        "bounds": {"rdp_mse_bound": {"paper": 0.2, "replace_one": 0.1}, "rero": {"prior": [0.1], "success": [0.3]}},
+        "attacks": [
+            AttackResult(
+                "gradient", "knows all else", np.arange(3), np.ones(3), np.asarray([2.0, 1.5, 3.0]), np.zeros(3, bool)
+            )
+        ],
+    }
+    return SavedRun(**{**parts, **changes})

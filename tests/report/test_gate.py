@@ -1,0 +1,173 @@
+"""Each rule of a policy passes and fails where it should, and what is not known never passes as safe."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from run_cases import made_up
+
+from torchfil.report.gate import Verdict, check
+from torchfil.report.policy import TEMPLATE, Policy, PolicyError, load_policy, parse_policy
+from torchfil.report.saved_run import SavedRun
+
+
+def run_with(**columns: Any) -> SavedRun:
+    run = made_up(20)
+    changed = {name: np.asarray(values) for name, values in columns.items()}
+    return dataclasses.replace(run, columns={**run.columns, **changed})
+
+
+def verdict(run: SavedRun, rule: str, **policy: Any) -> Verdict:
+    (found,) = [v for v in check(run, parse_policy(policy)) if v.rule == rule]
+    return found
+
+
+LOW = np.linspace(0.1, 2.0, 20)
+
+
+class TestRules:
+    def test_smallest_bound(self) -> None:
+        run = run_with(mse_bound_low=LOW, mse_bound=LOW + 10)
+        assert verdict(run, "min_mse_bound", min_mse_bound=0.1).passed
+        failed = verdict(run, "min_mse_bound", min_mse_bound=0.25)
+        assert (failed.passed, failed.offending, failed.found) == (False, 2, 0.1)
+
+    def test_share_of_concern(self) -> None:
+        run = run_with(mse_bound_low=LOW)
+        limits = {"mse_bound_of_concern": 0.25}
+        assert verdict(run, "max_share_of_concern", max_share_of_concern=0.1, **limits).passed
+        failed = verdict(run, "max_share_of_concern", max_share_of_concern=0.09, **limits)
+        assert (failed.passed, failed.offending, failed.found) == (False, 2, 0.1)
+
+    def test_attribute_errors_take_the_lower_end(self) -> None:
+        run = made_up(20)
+        assert run.attributes is not None
+        error = np.full((20, 3), 6.0)
+        low = error.copy()
+        low[3, 0] = 4.0
+        both = dataclasses.replace(run, attributes=dataclasses.replace(run.attributes, error=error, error_low=low))
+        failed = verdict(both, "min_attribute_error.age", min_attribute_error={"age": 5})
+        assert (failed.passed, failed.offending, failed.found) == (False, 1, 4.0)
+        assert "in years, lower end" in failed.detail
+        assert verdict(both, "min_attribute_error.height", min_attribute_error={"height": 5}).passed
+        one = dataclasses.replace(run, attributes=dataclasses.replace(run.attributes, error=error))
+        assert verdict(one, "min_attribute_error.age", min_attribute_error={"age": 5}).passed
+        without = dataclasses.replace(run, attributes=None)
+        assert not verdict(without, "min_attribute_error.age", min_attribute_error={"age": 5}).passed
+        with pytest.raises(PolicyError, match="the run has no attribute 'aeg'; did you mean 'age'"):
+            check(run, parse_policy({"min_attribute_error": {"aeg": 5}}))
+
+    def test_epsilon(self) -> None:
+        run = made_up(20)
+        assert verdict(run, "max_epsilon", max_epsilon=2.5).passed
+        failed = verdict(run, "max_epsilon", max_epsilon=2)
+        assert (failed.passed, failed.offending) == (False, 20)
+        unknown = dataclasses.replace(run, about={})
+        assert not verdict(unknown, "max_epsilon", max_epsilon=100).passed
+
+    def test_individual_epsilon(self) -> None:
+        run = run_with(epsilon=LOW)
+        assert verdict(run, "max_individual_epsilon", max_individual_epsilon=2.0).passed
+        failed = verdict(run, "max_individual_epsilon", max_individual_epsilon=1.85)
+        assert (failed.passed, failed.offending, failed.found) == (False, 2, 2.0)
+        without = dataclasses.replace(run, columns={k: v for k, v in run.columns.items() if k != "epsilon"})
+        assert not verdict(without, "max_individual_epsilon", max_individual_epsilon=9).passed
+
+    def test_group_disparity(self) -> None:
+        sex = np.asarray(["f"] * 10 + ["m"] * 8 + ["x"] * 2)
+        fil = np.asarray([1.0] * 10 + [3.0] * 8 + [100.0] * 2)
+        run = dataclasses.replace(run_with(fil=fil), groups={"sex": sex})
+        rule = "max_group_disparity (sex)"
+        options = {"min_group_size": 5}
+        assert verdict(run, rule, max_group_disparity=3, **options).passed
+        failed = verdict(run, rule, max_group_disparity=2.9, **options)
+        assert (failed.passed, failed.offending, failed.found) == (False, 8, 3.0)
+        small = verdict(run, rule, max_group_disparity=2.9, min_group_size=10)
+        assert small.passed
+        assert "nothing to compare" in small.detail
+        assert verdict(run, rule, max_group_disparity=3, min_group_size=1).found == 100
+        without = dataclasses.replace(run, groups={})
+        assert not verdict(without, "max_group_disparity", max_group_disparity=100).passed
+        harmless = dataclasses.replace(run, columns={**run.columns, "fil": np.where(sex == "f", 0.0, fil)})
+        assert verdict(harmless, rule, max_group_disparity=3, **options).found == np.inf
+
+    def test_violated_bounds(self) -> None:
+        run = made_up(20)
+        assert verdict(run, "max_violated_bounds").passed
+        attack = dataclasses.replace(run.attacks[0], violated=np.asarray([False, True, False]))
+        broken = dataclasses.replace(run, attacks=[attack, attack])
+        failed = verdict(broken, "max_violated_bounds")
+        assert (failed.passed, failed.offending) == (False, 1), "the same example counts once"
+        assert "gradient" in failed.detail
+        assert verdict(broken, "max_violated_bounds", max_violated_bounds=1).passed
+
+    def test_never_drawn_is_not_safe(self) -> None:
+        run = run_with(
+            participations=[0, 0] + [1] * 18,
+            sampling_error=[np.inf] * 3 + [0.1] * 17,
+            mse_bound_low=[np.inf] * 3 + [1.0] * 17,
+        )
+        failed = verdict(run, "max_share_not_measured", min_mse_bound=0.5)
+        assert (failed.passed, failed.offending, failed.found) == (False, 3, 0.15)
+        assert verdict(run, "max_share_not_measured", max_share_not_measured=0.15).passed
+        share = verdict(run, "max_share_of_concern", mse_bound_of_concern=2.0, max_share_of_concern=0.9)
+        assert share.found == 1.0, "the share is that of the measured examples"
+
+    def test_missed_steps_are_not_safe(self) -> None:
+        run = run_with(missed=[2] + [0] * 19)
+        failed = verdict(run, "max_examples_missed")
+        assert (failed.passed, failed.offending) == (False, 1)
+        assert verdict(run, "max_examples_missed", max_examples_missed=1).passed
+        unknown = dataclasses.replace(run, columns={k: v for k, v in run.columns.items() if k != "missed"})
+        assert not verdict(unknown, "max_examples_missed").passed
+
+    def test_not_a_number_fails(self) -> None:
+        run = run_with(mse_bound_low=[np.nan] + [1.0] * 19, epsilon=[np.nan] + [1.0] * 19)
+        assert verdict(run, "min_mse_bound", min_mse_bound=0.1).offending == 1
+        assert not verdict(run, "max_individual_epsilon", max_individual_epsilon=5).passed
+
+
+class TestPolicies:
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("min_mse_bond = 1", "unknown key 'min_mse_bond'; did you mean 'min_mse_bound'?"),
+            ("epsilon = 1", "unknown key 'epsilon'; did you mean 'max_epsilon'?"),
+            ("min_mse_bound = 'small'", "min_mse_bound = 'small' must be a number"),
+            ("min_mse_bound = true", "min_mse_bound = True must be a number"),
+            ("min_mse_bound = nan", "min_mse_bound = nan must be a number"),
+            ("min_mse_bound = -1", "min_mse_bound = -1 must not be negative"),
+            ("min_group_size = 2.5", "min_group_size = 2.5 must be a whole number"),
+            ("max_violated_bounds = true", "max_violated_bounds = True must be a whole number"),
+            ("min_attribute_error = 3", "min_attribute_error = 3 must be a table"),
+            ("max_share_not_measured = 5", "max_share_not_measured = 5 must be a share"),
+            ("max_share_of_concern = 0.5", "belong together"),
+            ("min_mse_bound = ", "cannot be read as TOML"),
+        ],
+    )
+    def test_wrong_ones_are_refused(self, tmp_path: Path, text: str, message: str) -> None:
+        path = tmp_path / "policy.toml"
+        path.write_text(text)
+        with pytest.raises(PolicyError, match=re.escape(message)) as found:
+            load_policy(path)
+        assert str(path) in str(found.value)
+
+    def test_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(PolicyError, match="no policy .*`torchfil gate --init` writes a commented one"):
+            load_policy(tmp_path / "none.toml")
+
+    def test_the_template_explains_every_key(self, tmp_path: Path) -> None:
+        path = tmp_path / "policy.toml"
+        path.write_text(TEMPLATE)
+        assert load_policy(path).min_mse_bound == 0.01
+        path.write_text(re.sub(r"^# (?=\w+ = |\[)", "", TEMPLATE, flags=re.MULTILINE))
+        everything = load_policy(path)
+        for field in dataclasses.fields(Policy):
+            assert re.search(rf"^(# )?\[?{field.name}", TEMPLATE, flags=re.MULTILINE), field.name
+            assert getattr(everything, field.name) is not None
+        assert everything.min_attribute_error == {"age": 5.0}

@@ -1,0 +1,225 @@
+"""The public version holds aggregates only: nothing of one example is in any of its bytes."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from run_cases import made_up
+
+from torchfil.report import SavedRun, write_report
+from torchfil.report.aggregates import histogram, merged_small_groups, windows
+from torchfil.report.summary import summarise
+
+N = 240
+
+
+@pytest.fixture(autouse=True)
+def no_png(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing PNGs takes most of a report's time; one test draws them."""
+    if request.node.name != "test_only_known_files_are_written":
+        monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)
+
+
+def planted(**changes: Any) -> SavedRun:
+    """A run whose ids, labels and values can be told from anything else."""
+    rng = np.random.default_rng(5)
+    run = made_up(N, text_ids=True, seed=4)
+    columns = dict(run.columns)
+    fil = columns["fil"] = rng.lognormal(size=N)
+    fil[17] = 7654321.25  # one example stands out by far
+    columns["mse_bound"], columns["mse_bound_low"] = fil**-2, 0.9 * fil**-2
+    columns["participations"][3] = 0
+    labels = np.array(["north"] * 120 + ["south"] * 117 + ["rare-PLANTED"] * 3)
+    about = run.about | {"secret_note": "PLANTED-note", "seed": 918273645, "created": "2024-01-01"}
+    about["dataset"] = about["dataset"] | {"data_sha256": "feedc0de" * 8, "input_range": [0, 1], "path": "PLANTED-path"}
+    parts: dict[str, Any] = {
+        "about": about,
+        "ids": np.array([f"PLANTED-{i}" for i in range(N)]),
+        "columns": columns,
+        "groups": {"region": labels},
+        "history": {"step": np.arange(1, 4), "fil_max": fil[[1, 2, 17]], "epsilon": np.array([1.0, 2.0, 2.5])},
+        "bounds": run.bounds | {"of_example": {"PLANTED-3": 1.0}},
+    }
+    return made_up(N, text_ids=True, seed=4, **{**parts, **changes})
+
+
+def everything_in(folder: Path) -> Iterator[bytes]:
+    """Each file, and what base64 and gzip hide in it."""
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        yield content
+        for run in re.findall(rb"[A-Za-z0-9+/]{24,}={0,2}", content):
+            with_padding = run + b"=" * (-len(run) % 4)
+            try:
+                decoded = base64.b64decode(with_padding)
+            except ValueError:
+                continue
+            yield decoded
+            if decoded[:2] == b"\x1f\x8b":
+                opened = gzip.decompress(decoded)
+                yield opened
+                for size in (4, 8):
+                    if len(opened) % size == 0:
+                        yield np.frombuffer(opened, np.uint8).reshape(size, -1).T.tobytes()
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        for item in value.values():
+            yield from numbers_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from numbers_in(item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def bytes_of_examples(run: SavedRun) -> list[bytes]:
+    """Ids, and every value as text and as binary numbers."""
+    assert run.attributes is not None
+    wanted = [str(name).encode() for name in run.ids]
+    arrays = [v for name, v in run.columns.items() if v.dtype.kind == "f"] + [run.attributes.error.ravel()]
+    for value in np.concatenate(arrays).tolist():
+        wanted += [struct.pack("<f", value), struct.pack("<d", value)]
+        wanted += [text.encode() for text in (f"{value:.7g}", f"{value:.5g}") if len(text) >= 6]
+    return sorted({item for item in wanted if len(item.strip(b"\0")) > 3})
+
+
+def test_nothing_of_one_example_is_in_any_byte(tmp_path: Path) -> None:
+    run = planted()
+    wanted = bytes_of_examples(run)
+    public = b"\n".join(everything_in(write_report(run, tmp_path / "public", redacted=True).parent))
+    private = b"\n".join(everything_in(write_report(run, tmp_path / "private").parent))
+    names = [b"PLANTED", b"feedc0de", b"918273645"]
+    assert all(name in private for name in names)  # the search can find them
+    assert sum(item in private for item in wanted) > 0.45 * len(wanted)
+    assert [name for name in names if name in public] == []
+    assert [item for item in wanted if item in public] == []
+    assert not re.search(rb"data-row=.\d", public)
+    assert b'id="spec"' not in public
+    assert b"<img" not in public
+    assert b"rare-" not in public
+
+
+def test_only_known_files_are_written(tmp_path: Path) -> None:
+    folder = write_report(planted(), tmp_path / "public", redacted=True).parent
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"index.html", "summary.json", "mse_bounds.png", "individual_epsilon.png", "groups_1.png"}
+    assert not [path.name for path in folder.iterdir() if b"PLANTED" in path.read_bytes()]
+
+
+def test_no_number_is_that_of_an_example(tmp_path: Path) -> None:
+    run = planted()
+    page = write_report(run, tmp_path / "public", redacted=True)
+    summary = json.loads((page.parent / "summary.json").read_text())
+    assert not summary["confidential"]
+    values = np.concatenate([v.astype(float) for name, v in run.columns.items() if v.dtype.kind == "f"])
+    values = np.concatenate([values, run.attributes.error.ravel()])  # type: ignore[union-attr]
+    for number in numbers_in(summary):
+        assert not np.any(np.abs(values - number) <= 1e-7 * np.abs(values)), number
+        assert number < 0.01 * 7654321 or number == summary["examples"], "one example shows through"
+
+
+def test_the_same_page_whoever_the_examples_are(tmp_path: Path) -> None:
+    """Ids, pictures, seed, hash and the curve of the most exposed example do not reach the public version at all."""
+    run = planted()
+    other = planted(
+        ids=np.arange(N),
+        pictures=None,
+        about=run.about | {"seed": 1, "dataset": run.about["dataset"] | {"data_sha256": "0" * 64}},
+        history={"step": np.arange(1, 4), "fil_max": np.ones(3), "epsilon": np.array([1.0, 2.0, 2.5])},
+    )
+    first = write_report(run, tmp_path / "first", redacted=True).parent
+    second = write_report(other, tmp_path / "second", redacted=True).parent
+    assert {path.name: path.read_bytes() for path in first.iterdir()} == {
+        path.name: path.read_bytes() for path in second.iterdir()
+    }
+
+
+def test_the_extremes_are_those_of_many() -> None:
+    run = planted()
+    summary = summarise(run, redacted=True, min_group=12)
+    fil = np.sort(run.columns["fil"][np.arange(N) != 3])[::-1]
+    most = summary.exposure[0]
+    assert most.examples == 12
+    assert most.fil == pytest.approx(np.exp(np.log(fil[:12]).mean()), rel=0.05)
+    assert most.mse_bound == pytest.approx(most.fil**-2, rel=0.12)  # both rounded to two digits
+    assert summary.not_measured == "fewer than 12"
+    assert {row.examples for row in summary.exposure} == {12}
+    bins = summary.mse_histogram
+    assert bins is not None
+    assert min(bins.counts) >= 12
+    assert bins.edges[0] > 1e3 * 7654321.25**-2  # the bar does not reach to the outlier
+    assert all(count % 12 == 0 for count in bins.counts)
+    (region,) = summary.groupings
+    assert {group.name for group in region.groups} == {"north", "4 small groups together"} or {
+        group.name for group in region.groups
+    } == {"north", "2 small groups together"}
+    (attack,) = summary.attacks
+    assert attack.targets == "fewer than 12"
+    assert attack.ratio == {}
+
+
+def test_too_few_examples_give_nothing(tmp_path: Path) -> None:
+    page = write_report(made_up(9), tmp_path / "public", redacted=True)
+    summary = json.loads((page.parent / "summary.json").read_text())
+    assert summary["exposure"] == []
+    assert summary["mse_histogram"] is None
+    assert summary["epsilon"] == {}
+    assert summary["groupings"][0]["groups"] == []
+    assert all(attribute["error"] == {} for attribute in summary["attributes"])
+    assert "Too few examples" in page.read_text()
+    with pytest.raises(ValueError, match="min_group=1 must be at least 2"):
+        write_report(made_up(), tmp_path / "public", redacted=True, min_group=1)
+
+
+@pytest.mark.parametrize("count", [1, 9, 10, 25, 31, 500])
+@pytest.mark.parametrize("smallest", [1, 10])
+def test_windows_are_whole_and_disjoint(count: int, smallest: int) -> None:
+    found = windows(count, (0.0, 0.5, 0.05, 0.95), smallest)
+    members = [i for window in found.values() for i in range(window.start, window.stop)]
+    assert len(members) == len(set(members)) == smallest * len(found)
+    assert all(0 <= i < count for i in members)
+    assert (0.0 in found) == (count >= smallest)
+
+
+def test_histograms_count_everybody() -> None:
+    rng = np.random.default_rng(0)
+    values = np.concatenate([rng.lognormal(size=997), [0.0, np.inf, np.inf]])
+    plain = histogram(values, 1)
+    assert plain is not None
+    assert sum(plain.counts) == 997
+    assert plain.outside == 3
+    for count, low, high in zip(plain.counts, plain.edges[:-1], plain.edges[1:], strict=True):
+        assert count == ((values > low * (1 - 1e-9)) & (values <= high * (1 + 1e-9))).sum()
+    safe = histogram(values, 10)
+    assert safe is not None
+    assert abs(sum(safe.counts) - 997) <= 5 * len(safe.counts)
+    assert min(safe.counts) >= 10
+    assert histogram(values[:9], 10) is None
+    assert histogram(np.full(50, 2.0), 10) is None  # one bar would be the value itself
+    capped = histogram(np.minimum(rng.normal(3, 0.5, 500), 3.3), 1, log=False, origin=3.3)
+    assert capped is not None
+    assert capped.edges[-1] == pytest.approx(3.3)
+
+
+def test_small_groups_cannot_be_had_as_a_difference() -> None:
+    labels = np.array(["a"] * 50 + ["b"] * 20 + ["c"] * 3)
+    codes, names, merged = merged_small_groups(labels, 10)
+    assert names == ["a"]  # b joined c, for otherwise c were everybody less a and b
+    assert merged == 2
+    assert np.bincount(codes).tolist() == [50, 23]
+    codes, names, merged = merged_small_groups(np.array(["a"] * 4 + ["b"] * 3), 10)
+    assert (names, merged) == ([], 0)
+    assert set(codes) == {-1}
+    codes, names, merged = merged_small_groups(labels, 1)
+    assert (names, merged) == (["a", "b", "c"], 0)

@@ -1,0 +1,33 @@
+"""The ``torchfil`` command; each module holds the commands of one purpose, thin over the library."""
+
+import click
+
+from torchfil._version import __version__
+from torchfil.cli.linear import glm
+from torchfil.cli.output import OneLineGroup
+from torchfil.cli.runs import gate, inspect, report
+from torchfil.cli.trying import bench, demo
+
+__all__ = ["main"]
+
+
+@click.group("torchfil", cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="torchfil")
+def main() -> None:
+    """For every single training example: how much does the trained model leak about it?
+
+    \b
+    Examples:
+      torchfil demo                                     # trains on digits, ends with a report
+      torchfil inspect run.fil                          # a saved run in the terminal
+      torchfil report run.fil -o report                 # its report; --redacted for one to share
+      torchfil gate run.fil --policy policy.toml        # exit code 1 where a threshold is broken
+      torchfil glm patients.csv --target dose --private vkorc1,age
+
+    A run is saved by engine.save_run("run.fil", delta=1e-5) after training with torchfil.FILPrivacyEngine.
+    Exit codes: 0 done, 1 a policy is broken, 2 bad input.
+    """
+
+
+for command in (demo, report, gate, inspect, glm, bench):
+    main.add_command(command)

@@ -1,0 +1,139 @@
+"""What every command shares: quiet and JSON output, tables, progress bars, and errors in one line."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+import numpy as np
+from tqdm import tqdm
+
+__all__ = ["BAD_INPUT", "FAILED", "BadInputError", "OneLineGroup", "Output", "number", "table", "with_output"]
+
+FAILED, BAD_INPUT = 1, 2
+T = TypeVar("T")
+
+
+class BadInputError(click.ClickException):
+    """Something the user gave does not fit; told in one line."""
+
+    exit_code = BAD_INPUT
+
+
+class OneLineGroup(click.Group):
+    """Commands whose errors are one line on standard error, without usage and traceback."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Run a command; the process ends with its exit code where ``standalone_mode``."""
+        code = 0
+        try:
+            code = super().main(args, prog_name, complete_var, standalone_mode=False, **options) or 0
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            code = BAD_INPUT
+        except click.ClickException as error:
+            where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "torchfil"
+            hint = f" (see {where} --help)" if isinstance(error, click.UsageError) else ""
+            click.echo(f"{where}: {' '.join(error.format_message().split())}{hint}", err=True)
+            code = error.exit_code
+        except (click.Abort, KeyboardInterrupt):
+            click.echo("torchfil: stopped", err=True)
+            code = 130
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+@dataclass(frozen=True)
+class Output:
+    """How to speak: in full, only the result, or JSON."""
+
+    quiet: bool
+    as_json: bool
+
+    def say(self, text: str = "") -> None:
+        """An explanation: left out with --quiet and --json."""
+        if not (self.quiet or self.as_json):
+            with tqdm.external_write_mode():
+                click.echo(text)
+
+    def result(self, text: str, data: Any) -> None:
+        """The result: as text, or its data as JSON."""
+        click.echo(json.dumps(_plain(data), indent=1, ensure_ascii=False) if self.as_json else text)
+
+    def progress(self, items: Iterable[T], **options: Any) -> Iterable[T]:
+        """A bar on standard error where that is a terminal."""
+        hidden = self.quiet or self.as_json or not sys.stderr.isatty()
+        bar: Iterable[T] = tqdm(items, disable=hidden, leave=False, **options)
+        return bar
+
+
+def with_output(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options --quiet and --json, and turn what the user did wrong into one line."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+    @click.option("-q", "--quiet", is_flag=True, help="Print the result only; no progress, no explanations.")
+    @functools.wraps(command)
+    def wrapped(*args: Any, quiet: bool, as_json: bool, **options: Any) -> Any:
+        try:
+            return command(*args, out=Output(quiet, as_json), **options)
+        except BrokenPipeError:
+            raise
+        except (ValueError, OSError, ImportError, MemoryError) as error:
+            raise BadInputError(_message(error)) from error
+
+    return wrapped
+
+
+def table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Columns lined up, the first ``left`` to the left, the others to the right."""
+    widths = [max(len(line[place]) for line in [names, *rows]) for place in range(len(names))]
+    lines = []
+    for line in [names, *rows]:
+        cells = [
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number to so many digits, or what it is."""
+    if value is None:
+        return "not known"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def _plain(value: Any) -> Any:
+    """The same in JSON's own types; what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [_plain(part) for part in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -1,0 +1,186 @@
+"""``report``, ``gate`` and ``inspect``: what is done with a saved run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from torchfil.cli.output import FAILED, Output, number, table, with_output
+from torchfil.files import write_bytes
+from torchfil.report.gate import Verdict, check
+from torchfil.report.policy import TEMPLATE, load_policy
+from torchfil.report.saved_run import SavedRun, load
+from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
+
+__all__ = ["gate", "inspect", "report", "summary"]
+
+RUN = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("run", type=RUN)
+@click.option("-o", "--out", "directory", type=RUN, required=True, help="Folder to write; replaced when complete.")
+@click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
+@click.option("--min-group", default=10, show_default=True, help="Smallest group behind a number, when redacted.")
+@with_output
+def report(run: Path, directory: Path, redacted: bool, min_group: int, out: Output) -> None:
+    """Write the report of a saved run: a page that opens in any browser, with tables beside it.
+
+    \b
+    Examples:
+      torchfil report run.fil -o report
+      torchfil report run.fil -o public --redacted --min-group 20
+    """
+    from torchfil.report.writer import write_report
+
+    page = write_report(load(run), directory, redacted=redacted, min_group=min_group)
+    if not redacted:
+        out.say("The report depends on private data: keep it confidential (--redacted makes one to share).")
+    out.result(str(page), {"page": str(page), "redacted": redacted})
+
+
+@click.command()
+@click.argument("run", type=RUN, required=False)
+@click.option("--policy", type=RUN, default=Path("policy.toml"), show_default=True, help="Thresholds, a TOML file.")
+@click.option("--init", is_flag=True, help="Write a commented policy to start from, instead.")
+@click.pass_context
+@with_output
+def gate(ctx: click.Context, run: Path | None, policy: Path, init: bool, out: Output) -> None:
+    """Check a saved run against a policy. Exit code 0: passed, 1: failed, 2: bad input.
+
+    \b
+    Examples:
+      torchfil gate --init                        # writes policy.toml
+      torchfil gate run.fil --policy policy.toml  # in a pipeline: stops it where a threshold is broken
+      torchfil gate run.fil --json --quiet
+    """
+    if init:
+        if policy.exists():
+            raise FileExistsError(f"{policy} exists already and is not overwritten; name another with --policy")
+        write_bytes(policy, TEMPLATE.encode())
+        out.result(f"wrote {policy}; edit it, then: torchfil gate RUN --policy {policy}", {"policy": str(policy)})
+        return
+    if run is None:
+        raise click.UsageError("name a saved run, or use --init to write a policy", ctx)
+    verdicts = check(load(run), load_policy(policy))
+    passed = all(verdict.passed for verdict in verdicts)
+    shown = [verdict for verdict in verdicts if not (out.quiet and verdict.passed)]
+    out.result(_verdicts(shown, passed), {"passed": passed, "rules": [asdict(verdict) for verdict in verdicts]})
+    ctx.exit(0 if passed else FAILED)
+
+
+@click.command()
+@click.argument("run", type=RUN)
+@click.option("--top", default=5, show_default=True, help="How many of the most exposed examples to name.")
+@with_output
+def inspect(run: Path, top: int, out: Output) -> None:
+    """Summarise a saved run in the terminal.
+
+    \b
+    Examples:
+      torchfil inspect run.fil
+      torchfil inspect run.fil --top 20 --json
+    """
+    text, data = summary(load(run), max(0, top))
+    out.result(text, data)
+    out.say("\nThese numbers depend on private data: keep them confidential.")
+
+
+def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
+    """A run in a few lines, with its ``top`` most exposed examples, as text and as data."""
+    data = _summary(run, top)
+    return _summary_text(run, data), data
+
+
+def _verdicts(verdicts: list[Verdict], passed: bool) -> str:
+    rows = [
+        [
+            "pass" if verdict.passed else "FAIL",
+            verdict.rule,
+            verdict.detail,
+            number(verdict.limit),
+            number(verdict.found),
+            f"{verdict.offending:,}",
+        ]
+        for verdict in verdicts
+    ]
+    broken = sum(not verdict.passed for verdict in verdicts)
+    last = "passed" if passed else f"FAILED: {broken} rule{'s' if broken > 1 else ''} broken"
+    return "\n".join(
+        [*([table(["", "rule", "what", "limit", "found", "examples"], rows, left=3)] if rows else []), last]
+    )
+
+
+def _summary(run: SavedRun, top: int) -> dict[str, Any]:
+    run.column("fil")
+    status = status_of(run)
+    measured = np.flatnonzero(status != NOT_MEASURED)
+    fil, low = run.column("fil")[measured], run.column("mse_bound_low")[measured]
+    order = measured[np.argsort(-fil, kind="stable")][:top]
+    quantiles = np.quantile(fil, [0.5, 0.95, 1.0]).tolist() if len(fil) else [None] * 3
+    return {
+        "about": run.about,
+        "examples": {
+            "total": len(run),
+            "not_measured": int((status == NOT_MEASURED).sum()),
+            "lower_bounds_only": int((status == LOWER_BOUND).sum()),
+        },
+        "fil": dict(zip(("median", "q95", "max"), quantiles, strict=True)),
+        "smallest_mse_bound": float(low.min()) if len(low) else None,
+        "most_exposed": [
+            {"id": run.ids[row], **{name: values[row] for name, values in run.columns.items()}} for row in order
+        ],
+        "groups": {name: len(np.unique(labels)) for name, labels in run.groups.items()},
+        "attributes": len(run.attributes.names) if run.attributes is not None else 0,
+        "pictures": len(run.pictures.rows) if run.pictures is not None else 0,
+        "attacks": [{"name": attack.name, "violated": int(attack.violated.sum())} for attack in run.attacks],
+    }
+
+
+def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
+    about, examples, fil = run.about, data["examples"], data["fil"]
+    model, mechanism = about.get("model", {}), about.get("mechanism", {})
+    probed = "exact" if about.get("exact") else f"{mechanism.get('num_probes')} probes, {mechanism.get('estimator')}"
+    lines = [
+        ["", str(about.get("title", "a saved run"))],
+        ["model", f"{model.get('name')}, {number(model.get('num_parameters'))} parameters"],
+        [
+            "data",
+            f"{examples['total']:,} examples, SHA-256 {about.get('dataset', {}).get('data_sha256') or 'not taken'}",
+        ],
+        [
+            "training",
+            f"{number(mechanism.get('steps'))} steps, σ = {mechanism.get('noise_multiplier')}, "
+            f"C = {mechanism.get('max_grad_norm')}, sampling rate {number(mechanism.get('sample_rate'))}, {probed}",
+        ],
+        ["ε", f"{number(about.get('epsilon'))} at δ = {about.get('delta')} ({about.get('accountant')})"],
+        ["FIL", f"median {number(fil['median'])}, 95 % below {number(fil['q95'])}, largest {number(fil['max'])}"],
+        ["MSE bound", f"at least {number(data['smallest_mse_bound'])} for every measured example (lower end of 95 %)"],
+    ]
+    if examples["not_measured"]:
+        lines.append(
+            ["not measured", f"{examples['not_measured']:,} examples: not spared, the run says nothing of them"]
+        )
+    if examples["lower_bounds_only"]:
+        lines.append(["in part", f"{examples['lower_bounds_only']:,} examples: some of their steps were not measured"])
+    if run.groups:
+        lines.append(["groups", ", ".join(f"{name} ({count})" for name, count in data["groups"].items())])
+    if run.attributes is not None:
+        lines.append(["attributes", _shortened(run.attributes.names)])
+    for attack in data["attacks"]:
+        lines.append(["attack", f"{attack['name']}: {attack['violated']} bounds violated"])
+    lines.append(["saved", f"{about.get('created')} by torchfil {about.get('versions', {}).get('torchfil')}"])
+    text = table(lines[0], lines[1:], left=2)
+    if data["most_exposed"]:
+        shown = [name for name in ("fil", "fil_error", "mse_bound", "mse_bound_low", "epsilon") if name in run.columns]
+        rows = [[str(row["id"]), *(number(float(row[name])) for name in shown)] for row in data["most_exposed"]]
+        text += "\n\nmost exposed\n" + table(["id", *shown], rows)
+    return text
+
+
+def _shortened(names: list[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")

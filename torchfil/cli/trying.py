@@ -1,0 +1,110 @@
+"""``demo`` and ``bench``: torchfil at work on this machine."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from torchfil.cli.output import Output, number, table, with_output
+from torchfil.cli.runs import summary
+
+if TYPE_CHECKING:
+    from torchfil.demo import DigitsRun
+
+__all__ = ["bench", "demo"]
+
+
+@click.command()
+@click.option(
+    "-o",
+    "--out",
+    "directory",
+    type=click.Path(path_type=Path),
+    default=Path("out/demo"),
+    show_default=True,
+    help="Folder for run and report.",
+)
+@click.option("--epochs", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--noise", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="σ.")
+@click.option("--device", default="cpu", show_default=True)
+@with_output
+def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -> None:
+    """Train privately on handwritten digits, save the run and write its report.
+
+    \b
+    Examples:
+      torchfil demo
+      torchfil demo --epochs 20 --noise 0.7 -o /tmp/digits
+    """
+    from torchfil.demo import DELTA, train_on_digits
+    from torchfil.report.saved_run import load
+    from torchfil.report.writer import write_report
+
+    _check_device(device)
+    directory.mkdir(parents=True, exist_ok=True)
+
+    def after_epoch(done: int, run: DigitsRun) -> None:
+        epsilon = run.engine.get_epsilon(DELTA)
+        out.say(f"epoch {done}: accuracy {100 * run.accuracy():.0f} %, ε = {epsilon:.2f} at δ = {DELTA:g}")
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        warnings.filterwarnings("ignore", message="Optimal order is the")
+        run = train_on_digits(
+            epochs=epochs,
+            noise_multiplier=noise,
+            device=device,
+            progress=lambda turns: out.progress(turns, desc="epochs"),
+            after_epoch=after_epoch,
+        )
+        path = run.saved(directory / "digits.fil")
+    saved = load(path)
+    page = write_report(saved, directory / "report")
+    out.say(f"\n{summary(saved, 5)[0]}\n")
+    out.say("These numbers depend on private data: keep them confidential.\n")
+    out.say(f"run:    {path}")
+    out.result(str(page) if out.quiet else f"report: {page}", {"run": str(path), "page": str(page)})
+
+
+@click.command()
+@click.option("--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Examples in a batch.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@with_output
+def bench(batch: int, repeats: int, device: str, out: Output) -> None:
+    """Measure what the accounting costs on this machine, beside a step of stock Opacus.
+
+    One small network on random images, a minute at most. The benchmarks behind the README's figures (several networks,
+    whole loops, linear models) are in the folder benchmarks/ of the source, which is not installed.
+
+    \b
+    Examples:
+      torchfil bench
+      torchfil bench --batch 256 --device cuda --json
+    """
+    from torchfil.benchmark import step_costs
+
+    _check_device(device)
+    costs = step_costs(
+        batch_size=batch,
+        repeats=repeats,
+        device=device,
+        progress=lambda turns: out.progress(turns, desc="turns", total=repeats + 1),
+    )
+    out.say(f"MNIST network, random images, batch {batch}, {device}; medians of {repeats} turns\n")
+    rows = [[cost.name, number(cost.milliseconds), f"{cost.relative:.2f}"] for cost in costs]
+    result = {"batch": batch, "device": device, "repeats": repeats, "steps": [asdict(cost) for cost in costs]}
+    out.result(table(["step", "ms", "× Opacus"], rows), result)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error

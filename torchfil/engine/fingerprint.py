@@ -1,0 +1,72 @@
+"""A checksum of a data set, so that a report can say on which data a model was trained."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import TensorDataset
+
+__all__ = ["data_sha256"]
+
+_BYTES_AT_ONCE = 2**26
+
+
+class _Stream:
+    """One tensor of every example: its dtype and shape wherever they change, and its bytes."""
+
+    def __init__(self) -> None:
+        self.layout = hashlib.sha256()
+        self.content = hashlib.sha256()
+        self._last = ""
+
+    def add(self, row: int, layout: str, content: Any) -> None:
+        if layout != self._last:
+            self.layout.update(f"{row} {layout}\0".encode())
+            self._last = layout
+        self.content.update(content)
+
+
+def data_sha256(dataset: Any) -> str:
+    """SHA-256 over all examples in order: of every tensor its dtype, shape and bytes, of all else its text.
+
+    A ``TensorDataset`` is read tensor by tensor, any other data set example by example, with the same result. Where
+    examples are changed at random when read (augmentation), so is the checksum.
+    """
+    streams: dict[int, _Stream] = {}
+    if type(dataset) is TensorDataset:
+        for place, values in enumerate(dataset.tensors):
+            stream = streams.setdefault(place, _Stream())
+            rows = max(1, _BYTES_AT_ONCE // max(1, values[:1].numel() * values.element_size()))
+            for start in range(0, len(values), rows):
+                stream.add(0, _layout(values.dtype, values.shape[1:]), _bytes(values[start : start + rows]))
+    else:
+        for row in range(len(dataset)):
+            for place, leaf in enumerate(pytree.tree_leaves(dataset[row])):
+                stream = streams.setdefault(place, _Stream())
+                if isinstance(leaf, Tensor):
+                    stream.add(row, _layout(leaf.dtype, leaf.shape), _bytes(leaf))
+                elif isinstance(leaf, np.ndarray):
+                    stream.add(row, f"numpy {leaf.dtype} {list(leaf.shape)}", leaf.tobytes())
+                else:
+                    text = str(leaf).encode()
+                    stream.add(row, f"{type(leaf).__name__} {len(text)}", text)
+    whole = hashlib.sha256(f"{len(dataset)}".encode())
+    for place in sorted(streams):
+        whole.update(streams[place].layout.digest() + streams[place].content.digest())
+    return whole.hexdigest()
+
+
+def _layout(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{dtype} {list(shape)}"
+
+
+def _bytes(values: Tensor) -> Any:
+    """The tensor's bytes in order, for hashing."""
+    if values.numel() == 0:
+        return b""
+    return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

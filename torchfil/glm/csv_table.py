@@ -1,0 +1,228 @@
+"""From a CSV file to the Fisher information loss of every row: which columns are private, by name."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import gzip
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from torchfil.datasets import levels_of, one_hot
+from torchfil.glm.estimators import (
+    GeneralizedLinearModel,
+    LinearRegression,
+    LogisticRegression,
+    PoissonRegression,
+    SoftmaxRegression,
+)
+
+__all__ = ["MODELS", "EncodedTable", "LeakageTable", "encode", "leakage_table", "read_rows"]
+
+ModelName = Literal["linear", "logistic", "softmax", "poisson"]
+MODELS: dict[str, type[Any]] = {
+    "linear": LinearRegression,
+    "logistic": LogisticRegression,
+    "softmax": SoftmaxRegression,
+    "poisson": PoissonRegression,
+}
+_MISSING = ("", "?", "na", "n/a", "nan", "null", "none")
+
+
+@dataclass(frozen=True)
+class EncodedTable:
+    """A table as a linear model takes it.
+
+    Attributes:
+        inputs: [n, d]; text columns are one-hot without their first level.
+        targets: [n] numbers, or labels for a classifier.
+        columns: The d columns' names.
+        attributes: Each attribute's columns.
+        levels: Each one-hot attribute's levels, the first of which has no column.
+        few_values: Columns of 3 to 12 different whole numbers, which could be codes, and how many.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    columns: tuple[str, ...]
+    attributes: dict[str, tuple[int, ...]]
+    levels: dict[str, tuple[str, ...]]
+    few_values: dict[str, int]
+
+
+@dataclass(frozen=True)
+class LeakageTable:
+    """Leakage by row.
+
+    Attributes:
+        columns: ``fil`` (η of all that is private together) and ``mse_bound`` (per coordinate), and for each
+            private attribute ``<name>_fil`` (η) and ``<name>_error`` (the least root mean squared error of an
+            unbiased guess, in the attribute's own unit; of the 0/1 columns where it is one-hot), [n] each.
+        score: Of the fitted model on the table: R², accuracy or D².
+    """
+
+    columns: dict[str, np.ndarray]
+    score: float
+
+
+class _NamedColumns(np.ndarray):
+    """An array whose columns have names, so that a model's errors can speak of them."""
+
+    columns: list[str]
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
+    """The rows of a CSV file with a header, gzipped or not, by column name.
+
+    Raises:
+        ValueError: It is empty, not text, has a name twice, or a row of another length.
+    """
+    where = Path(path)
+    content = where.read_bytes()
+    if content[:2] == b"\x1f\x8b":
+        content = gzip.decompress(content)
+    try:
+        lines = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), skipinitialspace=True, strict=True)
+        table = [fields for fields in lines if fields]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{where} is not a CSV file in UTF-8: {error}") from error
+    if len(table) < 2:
+        raise ValueError(f"{where} must have a line of column names and at least one row")
+    names = [name.strip() for name in table[0]]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"{where} has the columns {sorted(twice)} more than once")
+    for number, fields in enumerate(table[1:], start=1):
+        if len(fields) != len(names):
+            raise ValueError(f"{where}: row {number} has {len(fields)} entries for {len(names)} columns")
+    return [dict(zip(names, (field.strip() for field in fields), strict=True)) for fields in table[1:]]
+
+
+def encode(
+    rows: Sequence[Mapping[str, str]], target: str, *, categorical: Sequence[str] = (), ignore: Sequence[str] = ()
+) -> EncodedTable:
+    """The rows as numbers; a column with anything that is no number is categorical.
+
+    Args:
+        rows: Of :func:`read_rows`.
+        target: The column to predict.
+        categorical: Columns of numbers that are codes, not quantities.
+        ignore: Columns to leave out, e.g. names.
+
+    Raises:
+        ValueError: A column does not exist, has one value only, or misses entries.
+    """
+    names = list(rows[0])
+    for name in (target, *categorical, *ignore):
+        require_column(name, names)
+    used = [name for name in names if name not in ignore]
+    missing = {name: sum(row[name].lower() in _MISSING for row in rows) for name in used}
+    missing = {name: count for name, count in missing.items() if count}
+    if missing:
+        raise ValueError(
+            "entries are missing: "
+            + ", ".join(f"{count} in {name!r}" for name, count in missing.items())
+            + ". Leave out or impute these rows first (--drop-missing leaves them out)."
+        )
+    features = [name for name in used if name != target]
+    nominal = [name for name in features if name in categorical or not all(_is_number(row[name]) for row in rows)]
+    levels = {name: levels_of(rows, name) for name in nominal}
+    for name in features:
+        if len({row[name] for row in rows}) == 1:
+            raise ValueError(f"column {name!r} has the value {rows[0][name]!r} in every row; leave it out")
+        if name in levels and len(levels[name]) > max(50, len(rows) // 2):
+            raise ValueError(
+                f"column {name!r} has {len(levels[name])} different texts in {len(rows)} rows; it looks like a name or "
+                "an identifier. Leave it out (--ignore), or name it as the id (--id)."
+            )
+    columns, attributes, inputs = one_hot(rows, features, levels, {name: found[0] for name, found in levels.items()})
+    texts = [row[target] for row in rows]
+    targets = np.asarray([float(text) for text in texts]) if all(map(_is_number, texts)) else np.asarray(texts)
+    different = {name: {float(row[name]) for row in rows} for name in features if name not in levels}
+    few = {name: len(v) for name, v in different.items() if 3 <= len(v) <= 12 and all(x.is_integer() for x in v)}
+    return EncodedTable(inputs, targets, columns, attributes, levels, few)
+
+
+def leakage_table(
+    table: EncodedTable,
+    private: Sequence[str] = (),
+    *,
+    model: ModelName = "linear",
+    l2: float = 1e-2,
+    sigma: float = 1.0,
+    intercept: bool = True,
+) -> LeakageTable:
+    """Fit the model to all rows, and tell what releasing w* + N(0, σ²I) leaks about each.
+
+    Args:
+        table: Of :func:`encode`.
+        private: The attributes an attacker wants who knows all else; none: everything, the target included.
+        model: "linear", "logistic" (two labels), "softmax" or "poisson".
+        l2: λ, the penalty.
+        sigma: σ.
+        intercept: Whether to fit (and release) an intercept.
+
+    Raises:
+        ValueError: There is no such attribute, the targets do not fit the model, or no minimum was found.
+    """
+    for name in private:
+        require_column(name, list(table.attributes))
+    if not math.isfinite(sigma) or not sigma > 0:
+        raise ValueError(f"sigma={sigma} must be positive: without noise the release gives everything away")
+    X, y = table.inputs.view(_NamedColumns), _targets_for(model, table.targets)
+    X.columns = list(table.columns)
+    fitted: GeneralizedLinearModel = MODELS[model](l2=l2, fit_intercept=intercept).fit(X, y)
+    score = float(fitted.score(X, y))
+    if not private:
+        return LeakageTable({"fil": fitted.fil(X, y, sigma), "mse_bound": fitted.mse_bound(X, y, sigma)}, score)
+    together = sorted({column for name in private for column in table.attributes[name]})
+    places = [together, *(list(table.attributes[name]) for name in private)]
+    # numbers stand for the names, which could clash with that of the whole
+    asked: dict[str, Any] = {str(number): columns for number, columns in enumerate(places)}
+    eta, bound = fitted.fil(X, y, sigma, attributes=asked), fitted.mse_bound(X, y, sigma, attributes=asked)
+    columns = {"fil": eta["0"], "mse_bound": bound["0"]}
+    for number, name in enumerate(private, start=1):
+        columns[f"{name}_fil"] = eta[str(number)]
+        columns[f"{name}_error"] = np.sqrt(bound[str(number)])
+    return LeakageTable(columns, score)
+
+
+def require_column(name: str, names: Sequence[str]) -> None:
+    """Raise, with the nearest name, for a column that does not exist."""
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+        hint = f"did you mean {near[0]!r}? There are" if near else "there are"
+        raise ValueError(f"no column {name!r}; {hint} {', '.join(names)}")
+
+
+def is_complete(row: Mapping[str, str]) -> bool:
+    """Whether no entry is missing."""
+    return not any(entry.lower() in _MISSING for entry in row.values())
+
+
+def _targets_for(model: str, targets: np.ndarray) -> np.ndarray:
+    labels = np.unique(targets)
+    if model == "softmax":
+        return targets
+    if model == "logistic":
+        if len(labels) != 2:
+            shown = ", ".join(map(str, labels[:4])) + (", …" if len(labels) > 4 else "")
+            raise ValueError(f"a logistic model needs a target with two values, this one has {len(labels)}: {shown}")
+        return (targets == labels[1]).astype(float)
+    if targets.dtype.kind != "f":
+        raise ValueError(f"a {model} model needs a target of numbers, got e.g. {str(labels[0])!r}; use logistic?")
+    return targets
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

@@ -1,0 +1,180 @@
+"""Numbers about many examples that do not give away one of them.
+
+``smallest`` is the least number of examples that a published number rests on. With ``smallest=1`` every function gives
+the plain statistic: order statistics, exact counts, unrounded values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = [
+    "Histogram",
+    "geometric_mean",
+    "histogram",
+    "merged_small_groups",
+    "published_count",
+    "rounded",
+    "rounded_count",
+    "windows",
+]
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts between edges of a fixed grid.
+
+    Attributes:
+        edges: [k + 1], ascending.
+        counts: [k].
+        outside: How many values are infinite or, on a logarithmic grid, zero.
+    """
+
+    edges: list[float]
+    counts: list[int]
+    outside: int
+
+
+def rounded(value: float, smallest: int, digits: int = 2) -> float:
+    """The value, with so many significant digits where ``smallest`` > 1."""
+    return float(f"{value:.{digits}g}") if smallest > 1 else float(value)
+
+
+def rounded_count(count: int, smallest: int) -> int:
+    """The count, to the nearest multiple of ``smallest``.
+
+    Example:
+        >>> rounded_count(127, 10), rounded_count(127, 1), rounded_count(3, 10)
+        (130, 127, 0)
+    """
+    return smallest * math.floor(count / smallest + 0.5)
+
+
+def published_count(count: int, smallest: int) -> int | str:
+    """The rounded count, or in words where there are some, but fewer than ``smallest``.
+
+    Example:
+        >>> published_count(0, 10), published_count(3, 10), published_count(127, 10)
+        (0, 'fewer than 10', 130)
+    """
+    return f"fewer than {smallest}" if 0 < count < smallest else rounded_count(count, smallest)
+
+
+def geometric_mean(values: np.ndarray) -> float:
+    """exp(mean(log x)): 0 where one value is 0, infinite where one is infinite.
+
+    It carries η̄ over to 1/η̄² exactly, and one large value moves it little.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.exp(np.log(np.asarray(values, dtype=np.float64)).mean()))
+
+
+def windows(count: int, levels: Sequence[float], smallest: int) -> dict[float, slice]:
+    """Disjoint runs of ``smallest`` consecutive ranks around each level of a sorted list of ``count``.
+
+    A level whose window would overlap an earlier one's is left out: two overlapping means differ by few examples.
+
+    Args:
+        count: The list's length.
+        levels: In [0, 1], the most important first.
+        smallest: The length of each window.
+
+    Example:
+        >>> windows(100, [0.0, 0.5, 0.05], 10)
+        {0.0: slice(0, 10, None), 0.5: slice(45, 55, None)}
+    """
+    found: dict[float, slice] = {}
+    for level in levels:
+        start = min(max(math.floor(level * (count - 1) - (smallest - 1) / 2 + 0.5), 0), count - smallest)
+        if start < 0 or any(start < other.stop and other.start < start + smallest for other in found.values()):
+            continue
+        found[level] = slice(start, start + smallest)
+    return dict(sorted(found.items(), key=lambda item: item[1].start))
+
+
+def histogram(
+    values: np.ndarray, smallest: int, *, log: bool = True, fineness: int = 8, origin: float | None = None
+) -> Histogram | None:
+    """Counts on a grid that does not depend on single values; None where there are too few.
+
+    Neighbouring bins are merged until each holds ``smallest`` values or more. With ``smallest`` > 1 the outer ends are
+    not the grid's next to the least and the largest value, which would tell these: each outermost bin is laid around
+    the mean of its values.
+
+    Args:
+        values: [n].
+        smallest: The least count of a bin; counts are rounded to a multiple of it.
+        log: Whether the grid has ``fineness`` bins a factor of ten; otherwise about 5 · fineness bins in all.
+        fineness: See ``log``.
+        origin: A point of the grid; a value that equals it is counted below it.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    inside = values[np.isfinite(values) & ((values > 0) | (not log))]
+    if len(inside) < max(smallest, 1):
+        return None
+    scaled = np.log10(inside) if log else inside
+    zero = 0.0 if origin is None else math.log10(origin) if log else origin
+    step = 1 / fineness if log else _round_step(float(np.ptp(scaled)) / (5 * fineness))
+    step *= max(1, math.ceil(float(np.ptp(scaled)) / step / 400))
+    places = np.ceil((scaled - zero) / step - 1e-9).astype(np.int64) - 1  # bins are closed at the right
+    first = int(places.min())
+    counts = np.bincount(places - first).tolist()
+    edges, merged = [first], list[int]()
+    waiting = 0
+    for place, count in enumerate(counts):
+        waiting += count
+        if waiting >= smallest or smallest == 1:
+            merged.append(waiting)
+            edges.append(first + place + 1)
+            waiting = 0
+    if waiting:
+        merged[-1] += waiting
+        edges[-1] = first + len(counts)
+    if smallest > 1:
+        if len(merged) < 2:
+            return None
+        units = (scaled - zero) / step
+        below, above = units[places < edges[1]].mean(), units[places >= edges[-2]].mean()
+        edges[0] = min(math.floor(2 * below - edges[1]), edges[1] - 1)
+        end = max(math.ceil(2 * above - edges[-2]), edges[-2] + 1)
+        edges[-1] = min(end, 0) if origin is not None and edges[-1] <= 0 else end
+    points = [10 ** (zero + edge * step) if log else zero + edge * step for edge in edges]
+    outside = rounded_count(len(values) - len(inside), smallest)
+    return Histogram(points, [rounded_count(count, smallest) for count in merged], outside)
+
+
+def _round_step(step: float) -> float:
+    """The next larger 1, 2 or 5 times a power of ten."""
+    if not step > 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step * (1 - 1e-12))
+
+
+def merged_small_groups(labels: np.ndarray, smallest: int) -> tuple[np.ndarray, list[str], int]:
+    """Labels as codes, with groups below ``smallest`` put together.
+
+    If the small groups together stay below ``smallest``, the smallest of the others joins them, for otherwise their
+    sum could be had as a difference; a rest that is still too small is left out altogether.
+
+    Returns:
+        Codes [n] (−1: left out), the kept groups' names, and how many groups were put together (their code is
+        ``len(names)``; 0 where none).
+    """
+    names, codes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    order = np.argsort(counts, kind="stable")
+    hidden = [int(i) for i in order if counts[i] < smallest]
+    kept = [int(i) for i in order if counts[i] >= smallest]
+    while hidden and kept and counts[hidden].sum() < smallest:
+        hidden.append(kept.pop(0))
+    kept.sort()
+    if hidden and counts[hidden].sum() < smallest:
+        return np.full(len(labels), -1), [], 0
+    target = np.empty(len(names), dtype=np.int64)
+    target[kept] = np.arange(len(kept))
+    target[hidden] = len(kept)
+    return target[codes], [str(names[i]) for i in kept], len(hidden)

@@ -1,0 +1,189 @@
+"""A run against a policy: which thresholds hold, and how many examples break the others.
+
+Every rule takes the conservative end of what is known, and what is not known fails: an example that was never drawn, or
+whose steps were not all measured, has not been spared, and has rules of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchfil.report.policy import Policy, PolicyError, nearest
+from torchfil.report.saved_run import SavedRun
+from torchfil.report.status import NOT_MEASURED, status_of
+
+__all__ = ["Verdict", "check"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rule found.
+
+    Attributes:
+        rule: Its name in the policy.
+        passed: Whether it holds.
+        limit: The threshold.
+        found: The value that is compared with it; None where it is not known.
+        offending: How many examples break it.
+        detail: In words.
+    """
+
+    rule: str
+    passed: bool
+    limit: float
+    found: float | None
+    offending: int
+    detail: str
+
+
+def check(run: SavedRun, policy: Policy) -> list[Verdict]:
+    """Every rule that the policy asks for, in the policy's order.
+
+    Raises:
+        PolicyError: It names an attribute that the run does not have.
+    """
+    return [verdict for rule in _RULES for verdict in rule(run, policy)]
+
+
+def _smallest_bound(run: SavedRun, policy: Policy) -> list[Verdict]:
+    limit = policy.min_mse_bound
+    if limit is None:
+        return []
+    low = _of_measured(run, "mse_bound_low")
+    found = float(np.min(low, initial=math.inf))
+    wrong = int((~(low >= limit)).sum())
+    return [Verdict("min_mse_bound", wrong == 0, limit, found, wrong, "smallest MSE bound, lower end of its interval")]
+
+
+def _share_of_concern(run: SavedRun, policy: Policy) -> list[Verdict]:
+    limit, bound = policy.max_share_of_concern, policy.mse_bound_of_concern
+    if limit is None or bound is None:
+        return []
+    low = _of_measured(run, "mse_bound_low")
+    wrong = int((~(low >= bound)).sum())
+    share = wrong / max(1, len(low))
+    detail = f"share of the measured examples whose MSE bound (lower end) is under {bound:g}"
+    return [Verdict("max_share_of_concern", share <= limit, limit, share, wrong, detail)]
+
+
+def _attribute_errors(run: SavedRun, policy: Policy) -> list[Verdict]:
+    verdicts = []
+    for name, limit in policy.min_attribute_error.items():
+        rule = f"min_attribute_error.{name}"
+        if run.attributes is None:
+            detail = "attributes were not tracked: make_private(track=('diagonal',))"
+            verdicts.append(Verdict(rule, False, limit, None, len(run), detail))
+            continue
+        if name not in run.attributes.names:
+            raise PolicyError(f"the run has no attribute {name!r}{nearest(name, run.attributes.names)}")
+        errors = run.attributes.error if run.attributes.error_low is None else run.attributes.error_low
+        place = run.attributes.names.index(name)
+        values = errors[_measured(run), place]
+        wrong = int((~(values >= limit)).sum())
+        found = float(np.min(values, initial=math.inf))
+        unit = f" in {run.attributes.units[place]}" if run.attributes.units[place] else ""
+        detail = f"smallest error of a guess{unit}, " + (
+            "without its interval" if run.attributes.error_low is None else "lower end of its interval"
+        )
+        verdicts.append(Verdict(rule, wrong == 0, limit, found, wrong, detail))
+    return verdicts
+
+
+def _epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
+    limit = policy.max_epsilon
+    if limit is None:
+        return []
+    found = run.about.get("epsilon")
+    passed = found is not None and found <= limit
+    detail = "the run's ε is not known" if found is None else f"ε at δ = {run.about.get('delta')}, for everybody"
+    return [Verdict("max_epsilon", passed, limit, found, 0 if passed else len(run), detail)]
+
+
+def _individual_epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
+    limit = policy.max_individual_epsilon
+    if limit is None:
+        return []
+    values = run.columns.get("epsilon")
+    if values is None:
+        return [Verdict("max_individual_epsilon", False, limit, None, len(run), "individual ε was not computed")]
+    wrong = int((~(values <= limit)).sum())
+    found = float(np.max(values, initial=0.0))
+    return [Verdict("max_individual_epsilon", wrong == 0, limit, found, wrong, "largest individual ε (an estimate)")]
+
+
+def _group_disparity(run: SavedRun, policy: Policy) -> list[Verdict]:
+    limit = policy.max_group_disparity
+    if limit is None:
+        return []
+    if not run.groups:
+        return [Verdict("max_group_disparity", False, limit, None, 0, "the run was saved without groups")]
+    verdicts, measured = [], _measured(run)
+    for name, labels in run.groups.items():
+        medians = {}
+        for label in np.unique(labels):
+            members = measured & (labels == label)
+            if members.sum() >= policy.min_group_size:
+                medians[str(label)] = float(np.median(run.column("fil")[members]))
+        rule = f"max_group_disparity ({name})"
+        if len(medians) < 2:
+            detail = f"fewer than two groups of at least {policy.min_group_size} measured examples: nothing to compare"
+            verdicts.append(Verdict(rule, True, limit, None, 0, detail))
+            continue
+        least, most = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
+        allowed = limit * medians[least]
+        found = medians[most] / medians[least] if medians[least] > 0 else (1.0 if medians[most] == 0 else math.inf)
+        worse = [label for label, median in medians.items() if not median <= allowed]
+        wrong = int(np.isin(labels, worse).sum())
+        detail = f"median FIL of {most!r} over that of {least!r}"
+        verdicts.append(Verdict(rule, not worse, limit, found, wrong, detail))
+    return verdicts
+
+
+def _violated_bounds(run: SavedRun, policy: Policy) -> list[Verdict]:
+    limit = policy.max_violated_bounds
+    broken = len({int(row) for attack in run.attacks for row in attack.rows[attack.violated]})
+    names = [attack.name for attack in run.attacks if attack.violated.any()]
+    detail = f"examples whose bound was beaten by {', '.join(names) or f'{len(run.attacks)} attacks'}"
+    return [Verdict("max_violated_bounds", broken <= limit, limit, broken, broken, detail)]
+
+
+def _not_measured(run: SavedRun, policy: Policy) -> list[Verdict]:
+    wrong = int((~_measured(run)).sum())
+    share, limit = wrong / max(1, len(run)), policy.max_share_not_measured
+    detail = "share of examples about which the run says nothing (never drawn): not measured, not spared"
+    return [Verdict("max_share_not_measured", share <= limit, limit, share, wrong, detail)]
+
+
+def _missed(run: SavedRun, policy: Policy) -> list[Verdict]:
+    missed = run.columns.get("missed")
+    wrong = int((missed > 0).sum()) if missed is not None else len(run)
+    limit = policy.max_examples_missed
+    detail = "examples in steps that were not measured: their bounds are no guarantees"
+    return [Verdict("max_examples_missed", wrong <= limit, limit, wrong, wrong, detail)]
+
+
+_RULES: tuple[Callable[[SavedRun, Policy], list[Verdict]], ...] = (
+    _smallest_bound,
+    _share_of_concern,
+    _attribute_errors,
+    _epsilon,
+    _individual_epsilon,
+    _group_disparity,
+    _violated_bounds,
+    _not_measured,
+    _missed,
+)
+
+
+def _measured(run: SavedRun) -> np.ndarray:
+    """Which examples the run says something about, [n] booleans."""
+    run.column("fil")
+    return status_of(run) != NOT_MEASURED
+
+
+def _of_measured(run: SavedRun, column: str) -> np.ndarray:
+    return run.column(column)[_measured(run)]

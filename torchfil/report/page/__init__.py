@@ -1,0 +1,5 @@
+"""The report as one HTML page that needs nothing beside it."""
+
+from torchfil.report.page.document import render
+
+__all__ = ["render"]

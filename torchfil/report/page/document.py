@@ -1,0 +1,80 @@
+"""Sections put together into one document, with style and script inside."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from importlib import resources
+
+from torchfil.report.page.context import Report
+from torchfil.report.page.html import Markup, join, tag
+from torchfil.report.page.sections import sections
+
+__all__ = ["render"]
+
+PRIVATE = "Confidential: made from private data"
+PUBLIC = "Public version: aggregates only"
+
+
+def render(report: Report) -> str:
+    """The whole page.
+
+    Guarantees:
+        * It loads nothing: a content security policy forbids every connection, and only the page's own script runs.
+        * Every string from the run is escaped.
+    """
+    assets = resources.files("torchfil.report") / "assets"
+    template, style, script = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    label = PUBLIC if report.summary.redacted else PRIVATE
+    chapters, entries = list[Markup](), list[Markup]()
+    for section in sections():
+        content = section.render(report)
+        if content is None:
+            continue
+        number = len(chapters) + 1
+        entries.append(tag("li", tag("a", section.title, href=f"#{section.slug}")))
+        chapters.append(
+            tag(
+                "section",
+                tag(
+                    "header",
+                    tag("span", label, class_="kept"),
+                    tag("h2", tag("span", str(number), class_="no"), section.title),
+                ),
+                content,
+                id=section.slug,
+            )
+        )
+    title = str(report.about("title") or "Leakage report")
+    values = {
+        "title": join(title),
+        "kind": join("Leakage report, public version" if report.summary.redacted else "Leakage report"),
+        "made": join(_made(report)),
+        "label": join(label),
+        "warning": join(_warning(report)),
+        "contents": join(entries),
+        "sections": join(chapters),
+        "style": Markup(style.replace("{{label}}", label)),
+        "script": Markup(script),
+        "hash": Markup(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
+
+
+def _made(report: Report) -> str:
+    created = str(report.about("created") or "")
+    version = report.about("versions", "torchfil")
+    return " · ".join(filter(None, [created.replace("T", " ")[:16], f"torchfil {version}" if version else ""]))
+
+
+def _warning(report: Report) -> str:
+    if report.summary.redacted:
+        return (
+            f"Every number rests on at least {report.summary.smallest} examples and is rounded. No noise was added: "
+            "somebody who knows all examples but one could still learn something about that one."
+        )
+    return (
+        "This report names examples and tells how much is known about each. It is as private as the training data: "
+        "do not pass it on. A version without single examples is written with redacted=True."
+    )

@@ -1,0 +1,51 @@
+"""How closely single attributes could be inferred, in their own units."""
+
+from __future__ import annotations
+
+from torchfil.report.page.context import Report, named_level, paragraph
+from torchfil.report.page.html import Markup, join, plus_minus, table
+from torchfil.report.summary import AttributeSummary
+
+__all__ = ["render"]
+
+MOST = 24
+
+
+def render(report: Report) -> Markup | None:
+    """A table by attribute; None where attributes were not tracked."""
+    attributes = [attribute for attribute in report.summary.attributes if attribute.error]
+    if not attributes:
+        return None
+    levels = [level for level in ("0", "0.05", "0.5") if any(level in a.error for a in attributes)]
+    shown, chosen = _chosen(attributes)
+    head = [
+        "Attribute",
+        *(named_level(float(level), report.summary.smallest, report.summary.redacted) for level in levels),
+    ]
+    rows = [
+        [
+            a.name,
+            *(plus_minus(a.error[level], a.unit) if level in a.error else "" for level in levels),
+        ]
+        for a in shown
+    ]
+    rest = f" Of {len(attributes)} attributes, {chosen} are shown; summary.json has the rest." if chosen else ""
+    return join(
+        paragraph(
+            "An unbiased attacker who knows everything else about an example, all its other attributes included, "
+            "cannot infer the attribute more closely than this: the standard error of the best guess, in the "
+            "attribute’s own unit. A number much larger than the attribute’s range means that nothing is given "
+            f"away.{rest}"
+        ),
+        table(head, rows),
+        paragraph("Each attribute has its own ranking: its most exposed example need not be another’s.", class_="note"),
+    )
+
+
+def _chosen(attributes: list[AttributeSummary]) -> tuple[list[AttributeSummary], str]:
+    """All where they are few; else the most exposed where they share a unit, or the first; and which these are."""
+    if len(attributes) <= MOST:
+        return attributes, ""
+    if len({attribute.unit for attribute in attributes}) == 1:
+        return sorted(attributes, key=lambda a: min(a.error.values()))[:MOST], f"the {MOST} most exposed"
+    return attributes[:MOST], f"the first {MOST}"

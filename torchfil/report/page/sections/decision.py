@@ -1,0 +1,57 @@
+"""The block to sign."""
+
+from __future__ import annotations
+
+from torchfil.report.page.context import Report, paragraph
+from torchfil.report.page.html import Markup, join, tag
+
+__all__ = ["render"]
+
+
+def render(report: Report) -> Markup | None:
+    """Decision, remarks, name, date and signature; what is signed is named by its hash."""
+    what = "This version of the report" if report.summary.redacted else "The model"
+    done = "published" if report.summary.redacted else "released"
+    choices = [
+        (f"{what} may be {done}.", "yes"),
+        (f"{what} may be {done} under the conditions below.", "conditions"),
+        (f"{what} must not be {done}.", "no"),
+    ]
+    signed = [
+        paragraph(f"{name}: SHA-256 ", tag("code", digest), class_="digest") for name, digest in report.digests.items()
+    ]
+    return join(
+        paragraph(
+            "Write here before printing; the page does not save what is written. ",
+            "Signed is this page together with:" if report.digests else None,
+        ),
+        signed,
+        tag(
+            "form",
+            tag(
+                "fieldset",
+                tag("legend", "Decision"),
+                [
+                    tag(
+                        "label",
+                        tag("input", type="radio", name="decision", value=value),
+                        tag("span", text),
+                        class_="choice",
+                    )
+                    for text, value in choices
+                ],
+            ),
+            tag("label", tag("span", "Conditions and remarks"), tag("textarea", rows=4), class_="field"),
+            tag(
+                "div",
+                tag(
+                    "label", tag("span", "Name and role"), tag("input", type="text", autocomplete="off"), class_="field"
+                ),
+                tag("label", tag("span", "Date"), tag("input", type="text", autocomplete="off"), class_="field"),
+                tag("div", tag("span", "Signature"), tag("div", class_="line"), class_="field"),
+                class_="signatures",
+            ),
+            class_="decision",
+            autocomplete="off",
+        ),
+    )

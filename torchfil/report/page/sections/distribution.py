@@ -1,0 +1,87 @@
+"""How the MSE bounds are distributed."""
+
+from __future__ import annotations
+
+from torchfil.report.page import svg
+from torchfil.report.page.context import Report, named_level, paragraph, root
+from torchfil.report.page.html import Markup, count, join, number, table, tag
+
+__all__ = ["render"]
+
+
+def render(report: Report) -> Markup | None:
+    """Bars of the bounds with the line of a blind guess, and typical examples by exposure."""
+    summary = report.summary
+    if not summary.exposure:
+        return paragraph("Too few examples were measured to show a distribution.")
+    return join(_chart(report), _explained(report), _table(report))
+
+
+def _chart(report: Report) -> Markup | None:
+    summary, bins = report.summary, report.summary.mse_histogram
+    if bins is None:
+        return paragraph("Too few bounds are finite to draw them.")
+    marks = [svg.Mark(summary.guess, f"blind guess, {number(summary.guess)}")] if summary.guess else []
+    caption = [
+        "How many examples have which bound; further left is more exposed. Only measured examples are counted.",
+        f" {count(bins.outside)} examples with nothing to learn about them (bound infinite) are left out."
+        if bins.outside
+        else "",
+        " Bars of unequal width show counts by their area; the outermost are laid around the mean of their examples."
+        if summary.redacted
+        else "",
+    ]
+    return svg.figure(
+        lambda width: svg.histogram(
+            bins.edges,
+            bins.counts,
+            width=width,
+            title="examples",
+            axis="bound on the mean squared error per input (MSE)",
+            marks=marks,
+            emphasis_below=summary.guess,
+        ),
+        caption,
+        label="Histogram of the MSE bounds of the measured examples",
+    )
+
+
+def _explained(report: Report) -> Markup:
+    guess, ends = report.summary.guess, report.about("dataset", "input_range")
+    if guess is None:
+        return paragraph(
+            "The run does not say between which values its inputs lie, so the error of a blind guess is not "
+            "known and no line is drawn for it."
+        )
+    middle = (ends[0] + ends[1]) / 2
+    return paragraph(
+        tag("b", "The dashed line"),
+        f" is what somebody errs by who has never seen the model. Inputs lie between {number(ends[0])} and "
+        f"{number(ends[1])}; always answering {number(middle)} is off by at most {number(ends[1] - middle)}, a "
+        f"squared error of at most {number(guess)}. Right of the line, no unbiased attacker does better with the "
+        "model than that. Left of it the bound leaves room to learn more from the model than a blind guess "
+        "gives; it does not say that an attack gets there.",
+    )
+
+
+def _table(report: Report) -> Markup:
+    summary = report.summary
+    digits = 2 if summary.redacted else 3
+    with_low = summary.exposure[0].mse_bound_low is not None
+    head = ["Of the measured examples", "FIL η̄", "MSE bound", *(["its low end"] if with_low else []), "± per input"]
+    rows = [
+        [
+            named_level(row.level, row.examples, summary.redacted),
+            number(row.fil, digits, even=True),
+            number(row.mse_bound, digits, even=True),
+            *([number(row.mse_bound_low, digits, even=True)] if with_low else []),
+            number(root(row.mse_bound), digits, even=True),
+        ]
+        for row in summary.exposure
+    ]
+    note = (
+        f"Each row is a geometric mean over {summary.smallest} examples of neighbouring rank."
+        if summary.redacted
+        else ""
+    )
+    return join(table(head, rows), paragraph("± per input is the root of the MSE bound. ", note, class_="note"))

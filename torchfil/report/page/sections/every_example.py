@@ -1,0 +1,216 @@
+"""The table of all examples, drawn by assets/page.js from packed columns. Never part of a redacted report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchfil.report.page.context import Report, paragraph
+from torchfil.report.page.html import Markup, join, tag
+from torchfil.report.page.payload import Packed, pack, pack_text
+from torchfil.report.saved_run import SavedRun
+from torchfil.report.status import NOT_MEASURED, status_of
+
+__all__ = ["render"]
+
+BUDGET = 14_000_000  # characters of packed columns, so that a page stays below 20 MB
+ID_BUDGET = 8_000_000
+MOST_ATTACKED = 20_000
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its name in the run, heading, meaning; whether narrow screens show it, or only an example's details."""
+
+    key: str
+    label: str
+    meaning: str
+    narrow: bool = False
+    detail: bool = False
+
+
+COLUMNS = (
+    Column(
+        "mse_bound", "MSE bound", "no unbiased guess of the inputs errs by less (mean square per input)", narrow=True
+    ),
+    Column("fil", "FIL η̄", "Fisher information loss; larger is more exposed", narrow=True),
+    Column("mse_bound_low", "low end", "of the 95 % interval of the MSE bound"),
+    Column("epsilon", "own ε", "the example’s own ε, an estimate"),
+    Column("participations", "drawn", "how many batches held the example"),
+    Column("fil_error", "error", "standard error of FIL from the probes"),
+    Column("sampling_error", "sampling", "how far chance in the draw of batches can have moved FIL"),
+    Column("missed", "missed", "participations that were not measured", detail=True),
+    Column("squared_norm", "Σ‖g̃‖²", "sum of squared clipped gradient norms", detail=True),
+)
+
+
+def render(report: Report) -> Markup | None:
+    """The table's frame, its data and its legend."""
+    if report.run is None:
+        return None
+    spec, blocks, left_out = _packed(report.run)
+    shown = [column for column in COLUMNS if any(entry["key"] == column.key for entry in spec["columns"])]
+    note = ""
+    if left_out:
+        note = f"To keep the page small, it leaves out {', '.join(left_out)}; the files beside it hold everything. "
+    return join(
+        paragraph(
+            "Select a heading to sort, a row for its details. Arrow keys, Page Up and Page Down move, Enter "
+            "opens, Escape closes. Examples that were not measured always stand last.",
+            class_="screen",
+        ),
+        _frame(),
+        paragraph("The table of all examples is not printed; leakage.csv holds it.", class_="printed"),
+        tag(
+            "dl", [join(tag("dt", column.label), tag("dd", column.meaning)) for column in shown], class_="legend screen"
+        ),
+        paragraph(
+            note,
+            "Files beside this page: ",
+            "; ".join(f"{name} ({what})" for name, what in report.files.items()),
+            ". ",
+            " ".join(report.notes),
+            class_="note",
+        ),
+        tag("dialog", id="detail", aria_labelledby="detail-id"),
+        Markup(f'<script type="application/json" id="spec">{_json(spec)}</script>'),
+        [
+            Markup(f'<script type="text/plain" id="data-{name}">{packed.data}</script>')
+            for name, packed in blocks.items()
+        ],
+    )
+
+
+def _frame() -> Markup:
+    choices = [("all", "all examples"), ("measured", "measured"), ("unmeasured", "not measured")]
+    return tag(
+        "div",
+        tag(
+            "div",
+            tag(
+                "label",
+                tag("span", "Find an id"),
+                tag("input", type="search", id="search", autocomplete="off", spellcheck="false", disabled=""),
+            ),
+            tag(
+                "label",
+                tag("span", "Show"),
+                tag("select", [tag("option", text, value=value) for value, text in choices], id="filter", disabled=""),
+            ),
+            tag("span", "Reading the table …", id="found", role="status"),
+            class_="tools",
+        ),
+        tag(
+            "div",
+            tag("div", id="head", role="rowgroup"),
+            tag(
+                "div",
+                tag("div", tag("div", id="rows", role="rowgroup"), id="spacer", role="presentation"),
+                id="viewport",
+                tabindex=-1,
+                role="presentation",
+            ),
+            id="grid",
+            role="grid",
+            tabindex=0,
+            aria_label="Every example; arrow keys move, Enter opens",
+        ),
+        tag("noscript", paragraph("The table needs JavaScript; the files beside this page hold the same numbers.")),
+        class_="everyone screen",
+    )
+
+
+def _packed(run: SavedRun) -> tuple[dict[str, Any], dict[str, Packed], list[str]]:
+    """The description of the data, the packed arrays by name, and what did not fit."""
+    status = status_of(run)
+    blocks: dict[str, Packed] = {"status": pack(status)}
+    spec: dict[str, Any] = {"rows": len(run.ids), "columns": [], "groups": [], "attributes": [], "attacks": []}
+    left_out: list[str] = []
+    if np.array_equal(run.ids, np.arange(len(run.ids))):
+        spec["ids"] = "rows"
+    elif run.ids.dtype.kind != "U" and bool((np.abs(run.ids) < 2**53).all()):
+        blocks["ids"] = pack(run.ids)
+        spec["ids"] = "numbers"
+    else:
+        texts, lengths = pack_text(run.ids.astype(str))
+        if len(texts.data) + len(lengths.data) <= ID_BUDGET:
+            blocks |= {"ids": texts, "lengths": lengths}
+            spec["ids"] = "text"
+        else:
+            spec["ids"] = "rows"
+            left_out.append("the ids (examples are numbered from 0, as in leakage.csv)")
+    space = BUDGET - sum(len(packed.data) for packed in blocks.values())
+
+    def fits(name: str, packed: Packed, label: str) -> bool:
+        nonlocal space
+        if len(packed.data) > space:
+            left_out.append(label)
+            return False
+        space -= len(packed.data)
+        blocks[name] = packed
+        return True
+
+    unknown = status == NOT_MEASURED
+    for column in COLUMNS:
+        if column.key not in run.columns:
+            continue
+        values = np.asarray(run.columns[column.key])
+        if column.key == "missed" and not values.any():
+            continue
+        if column.key in ("fil", "mse_bound", "mse_bound_low", "fil_error", "sampling_error"):
+            values = np.where(unknown, np.nan, values.astype(np.float64))
+        entry: dict[str, Any] = {
+            "key": column.key,
+            "label": column.label,
+            "meaning": column.meaning,
+            "narrow": column.narrow,
+            "detail": column.detail,
+            "whole": values.dtype.kind in "biu",
+        }
+        if column.key == "mse_bound" and _is_inverse_square(values, run.columns["fil"], unknown):
+            spec["columns"].append(entry | {"from_fil": True})
+        elif fits(column.key, pack(values), column.label):
+            spec["columns"].append(entry)
+    for i, (name, labels) in enumerate(run.groups.items()):
+        levels, codes = np.unique(labels, return_inverse=True)
+        if fits(f"group{i}", pack(codes), name):
+            spec["groups"].append({"name": name, "levels": [str(level) for level in levels], "data": f"group{i}"})
+    if run.attributes is not None:
+        for j, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
+            if j > len(spec["attributes"]):
+                left_out.append(name)
+                continue
+            values = np.where(unknown, np.nan, np.asarray(run.attributes.error[:, j], dtype=np.float64))
+            if fits(f"attribute{j}", pack(values), name):
+                spec["attributes"].append({"name": name, "unit": unit, "data": f"attribute{j}"})
+    spec["attacks"] = [
+        {
+            "name": attack.name,
+            "rows": attack.rows.tolist(),
+            "predicted": [float(f"{v:.4g}") for v in np.nan_to_num(attack.predicted, posinf=1e300)],
+            "achieved": [float(f"{v:.4g}") for v in np.nan_to_num(attack.achieved, posinf=1e300)],
+        }
+        for attack in run.attacks
+        if len(attack.rows) <= MOST_ATTACKED
+    ]
+    spec["blocks"] = {name: packed.kind for name, packed in blocks.items()}
+    return spec, blocks, left_out
+
+
+def _is_inverse_square(bound: np.ndarray, fil: np.ndarray, unknown: np.ndarray) -> bool:
+    """Whether the page can compute the bound as 1/η̄² instead of holding it."""
+    with np.errstate(divide="ignore"):
+        derived = 1 / np.asarray(fil, dtype=np.float64)[~unknown] ** 2
+    return bool(np.allclose(derived, bound[~unknown], rtol=1e-4))
+
+
+def _json(value: Any) -> str:
+    """JSON that cannot end its script element."""
+    return (
+        json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+        .replace("<", "\\u003c")
+        .replace("&", "\\u0026")
+    )

@@ -1,0 +1,123 @@
+"""The examples at both ends: pictures with their PLIS, or rows of a table. Never part of a redacted report."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchfil.report.page.context import Report, paragraph
+from torchfil.report.page.html import Markup, join, number, plus_minus, tag
+from torchfil.report.page.png import as_data_url, overlay, thumbnail
+from torchfil.report.saved_run import SavedRun
+from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
+
+__all__ = ["render"]
+
+CARDS, LINES, NAMED, SAMPLE = 12, 8, 4, 10_000
+PLIS = (
+    " The second picture shows which pixels drive the privacy loss (PLIS): orange raises it, purple lowers it, "
+    "each on its own scale."
+)
+
+
+def render(report: Report) -> Markup | None:
+    """Cards of the pictured examples, otherwise tables, each opening the example's details."""
+    run = report.run
+    if run is None:
+        return None
+    status = status_of(run)
+    measured = np.flatnonzero(status != NOT_MEASURED)
+    if not len(measured):
+        return None
+    order = measured[np.argsort(np.asarray(run.columns["mse_bound"])[measured], kind="stable")]
+    rank = np.zeros(len(run.ids), dtype=np.int64)
+    rank[order] = np.arange(1, len(order) + 1)
+    pictured = {} if run.pictures is None else {int(row): i for i, row in enumerate(run.pictures.rows) if rank[row] > 0}
+    rows = sorted(pictured, key=lambda row: rank[row]) if pictured else order.tolist()
+    most = rows[: min(CARDS if pictured else LINES, (len(rows) + 1) // 2)]
+    least = rows[len(most) :][::-1][: len(most)]
+    draw = _cards if pictured else _lines
+    maps = run.pictures is not None and run.pictures.maps is not None
+    return join(
+        paragraph(
+            f"Ranked by their MSE bound among {len(order):,} measured examples; select one for its details.",
+            PLIS if maps else "",
+        ),
+        tag("h3", "Most exposed"),
+        draw(run, most, rank, pictured, status),
+        [tag("h3", "Least exposed"), draw(run, least, rank, pictured, status)] if least else None,
+    )
+
+
+def _cards(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int, int], status: np.ndarray) -> Markup:
+    assert run.pictures is not None
+    cards = []
+    for row in rows:
+        image = thumbnail(run.pictures.images[pictured[row]])
+        pictures = [tag("img", src=as_data_url(image), alt="", class_="picture")]
+        if run.pictures.maps is not None:
+            heat = thumbnail(run.pictures.maps[pictured[row]])
+            pictures.append(tag("img", src=as_data_url(overlay(image, heat)), alt="", class_="picture"))
+        cards.append(
+            tag(
+                "li",
+                tag(
+                    "button",
+                    tag("span", pictures, class_="pictures"),
+                    tag("span", str(run.ids[row]), class_="id"),
+                    tag("span", f"MSE ≥ {number(float(run.columns['mse_bound'][row]))}", class_="bound"),
+                    tag("span", f"rank {rank[row]:,}{_in_part(status, row)}", class_="rank"),
+                    type="button",
+                    class_="card",
+                    data_row=row,
+                    aria_haspopup="dialog",
+                ),
+            )
+        )
+    return tag("ul", cards, class_="cards")
+
+
+def _lines(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int, int], status: np.ndarray) -> Markup:
+    lines = []
+    typical = np.median(np.asarray(run.attributes.error[:SAMPLE], dtype=np.float64), axis=0) if run.attributes else None
+    for row in rows:
+        lines.append(
+            tag(
+                "tr",
+                tag("td", f"{rank[row]:,}", class_="rank"),
+                tag(
+                    "th",
+                    tag(
+                        "button", str(run.ids[row]), type="button", class_="link", data_row=row, aria_haspopup="dialog"
+                    ),
+                    scope="row",
+                ),
+                tag("td", number(float(run.columns["mse_bound"][row])), _in_part(status, row)),
+                tag("td", _closest(run, row, typical), class_="words") if typical is not None else None,
+            )
+        )
+    named = (
+        tag("th", "could be inferred most closely", scope="col", class_="words") if run.attributes is not None else None
+    )
+    head = tag(
+        "tr",
+        tag("th", "Rank", scope="col", class_="rank"),
+        tag("th", "Example", scope="col"),
+        tag("th", "MSE bound", scope="col"),
+        named,
+    )
+    return tag("div", tag("table", tag("thead", head), tag("tbody", lines), class_="plain ranked"), class_="scroll")
+
+
+def _in_part(status: np.ndarray, row: int) -> str:
+    return ", measured in part" if status[row] == LOWER_BOUND else ""
+
+
+def _closest(run: SavedRun, row: int, typical: np.ndarray) -> str:
+    """The attributes with the least error relative to their median over examples, in their own unit."""
+    assert run.attributes is not None
+    error = np.asarray(run.attributes.error[row], dtype=np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        relative = error / typical
+    order = [int(j) for j in np.argsort(relative) if np.isfinite(error[j])][:NAMED]
+    units = run.attributes.units
+    return "; ".join(f"{run.attributes.names[j]} {plus_minus(error[j], units[j])}" for j in order) or "nothing"

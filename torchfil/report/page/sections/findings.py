@@ -1,0 +1,126 @@
+"""The first chapter: what a reader with one minute should know."""
+
+from __future__ import annotations
+
+from torchfil.report.page.context import Report, root
+from torchfil.report.page.html import Markup, count, join, number, percent, tag
+from torchfil.report.summary import Summary
+
+__all__ = ["render"]
+
+
+def render(report: Report) -> Markup | None:
+    """One sentence for each finding."""
+    found = [*_budget(report), *_exposure(report), *_unmeasured(report), *_groups(report), *_attacks(report)]
+    return tag("ul", [tag("li", item) for item in found], class_="findings")
+
+
+def _budget(report: Report) -> list[Markup]:
+    epsilon, delta = report.about("epsilon"), report.about("delta")
+    text = join(tag("b", f"{report.summary.examples:,} examples"), " were trained on")
+    if epsilon is not None and delta is not None:
+        text = join(
+            text, f" with differential privacy of ε\u00a0=\u00a0{number(epsilon)} at δ\u00a0=\u00a0{number(delta)}"
+        )
+    return [join(text, ".")]
+
+
+def _exposure(report: Report) -> list[Markup]:
+    summary, found = report.summary, []
+    if not summary.exposure:
+        return [join("Too few examples were measured to say anything about exposure.")]
+    worst = summary.exposure[0]
+    who = f"The {worst.examples} most exposed examples together" if summary.redacted else "The most exposed example"
+    found.append(
+        join(
+            who,
+            " could be guessed, without bias, with a root mean squared error of no less than ",
+            tag("b", number(root(worst.mse_bound))),
+            f" per input{_unit(report)}.",
+        )
+    )
+    if summary.guess is not None and summary.below_guess is not None:
+        if summary.below_guess == 0:
+            text = join(tag("b", "No measured example"), " falls below the error of a blind guess")
+        else:
+            text = join(
+                tag("b", _capital(_share(summary.below_guess, report))), " fall below the error of a blind guess"
+            )
+        if summary.low_below_guess not in (None, summary.below_guess):
+            text = join(
+                text, "; allowing for the uncertainty of the measurement, ", _share(summary.low_below_guess, report)
+            )
+        found.append(join(text, "."))
+    return found
+
+
+def _unmeasured(report: Report) -> list[Markup]:
+    summary, found = report.summary, []
+    if summary.not_measured != 0:
+        found.append(
+            join(
+                tag("b", f"{_some(summary.not_measured, summary)} examples were not measured", class_="warn"),
+                " (no batch drew them, or their steps were left out). They are not safe: this run says nothing "
+                "about them.",
+            )
+        )
+    if summary.lower_bounds != 0:
+        found.append(
+            join(
+                f"{_some(summary.lower_bounds, summary)} examples were measured in some of their steps only: "
+                "their leakage is larger than shown."
+            )
+        )
+    return found
+
+
+def _groups(report: Report) -> list[Markup]:
+    found = []
+    for grouping in report.summary.groupings:
+        more = [group.name for group in grouping.groups if group.compared == "more"]
+        if more:
+            named = ", ".join(more[:4]) + (f" and {len(more) - 4} more" if len(more) > 4 else "")
+            found.append(
+                join("By ", tag("i", grouping.name), ", exposed more than the average: ", tag("b", named), ".")
+            )
+    return found
+
+
+def _attacks(report: Report) -> list[Markup]:
+    if not report.summary.attacks:
+        return [join("No attack was run.")]
+    broken = [attack for attack in report.summary.attacks if attack.violated != 0]
+    if not broken:
+        return [join("No attack that was run did better than its bound allows.")]
+    names = ", ".join(attack.name for attack in broken)
+    return [
+        join(
+            tag("b", "A bound was violated", class_="warn"),
+            " by: ",
+            names,
+            ". Do not rely on this report before the cause is found.",
+        )
+    ]
+
+
+def _some(number_of: int | str, summary: Summary) -> str:
+    about = "about " if summary.redacted and isinstance(number_of, int) else ""
+    return _capital(f"{about}{count(number_of)}")
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _share(some: int | str | None, report: Report) -> str:
+    unmeasured = report.summary.not_measured
+    everyone = report.summary.examples - (unmeasured if isinstance(unmeasured, int) else 0)
+    if not isinstance(some, int):
+        return f"{some} examples"
+    about = "about " if report.summary.redacted else ""
+    return f"{about}{some:,} of {everyone:,} examples ({percent(min(some / max(everyone, 1), 1.0))})"
+
+
+def _unit(report: Report) -> str:
+    unit = report.about("unit_of_inputs")
+    return f" (unit: {unit})" if unit else ""

@@ -1,0 +1,84 @@
+"""FIL beside bounds from ε: Rényi (RDP) and reconstruction robustness (ReRo)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchfil.report.page import svg
+from torchfil.report.page.context import Report, named_level, paragraph
+from torchfil.report.page.html import Markup, join, number, percent, table
+
+__all__ = ["render"]
+
+
+def render(report: Report) -> Markup | None:
+    """Both bounds; None where the run holds neither."""
+    parts = [part for part in (_rdp(report), _rero(report)) if part is not None]
+    return join(*parts) if parts else None
+
+
+def _rdp(report: Report) -> Markup | None:
+    found = report.summary.bounds.get("rdp_mse_bound")
+    readings: dict[str, Any] = found if isinstance(found, dict) else {"replace-one": found}
+    names = {"replace-one": "from ε, proven", "replace_one": "from ε, proven", "paper": "from ε, as in the paper"}
+    rows = [
+        _point(text, float(readings[key]), tone=2)
+        for key, text in names.items()
+        if isinstance(readings.get(key), int | float)
+    ]
+    if not rows:
+        return None
+    for row in report.summary.exposure:
+        if row.level in (0.0, 0.05, 0.5):
+            text = f"FIL, {named_level(row.level, row.examples, report.summary.redacted)}"
+            rows.append(_point(text, row.mse_bound, tone=int(row.level == 0)))
+    return join(
+        paragraph(
+            "Differential privacy alone gives one bound for everybody, and must assume the worst example. The "
+            "dots show how much more is known when each example is measured; further right is safer."
+        ),
+        svg.figure(
+            lambda width: svg.intervals(rows, width=width, axis="bound on the mean squared error per input (MSE)"),
+            "“From ε, proven” converts the accountant’s Rényi divergence of order 2 to one between runs that "
+            "differ in one example’s value; “as in the paper” takes it as it is, which is no theorem for "
+            "accountants that add and remove examples.",
+            label="MSE bounds from differential privacy and from Fisher information beside each other",
+        ),
+    )
+
+
+def _point(name: str, value: float, *, tone: int) -> svg.Row:
+    return svg.Row(name, value, value, value, tone, number(value))
+
+
+def _rero(report: Report) -> Markup | None:
+    curve = report.summary.bounds.get("rero")
+    if not isinstance(curve, dict) or not curve.get("prior") or len(curve["prior"]) != len(curve.get("success", [])):
+        return None
+    pairs = sorted(zip(curve["prior"], curve["success"], strict=True))
+    shown = pairs if len(pairs) <= 6 else [pairs[round(i * (len(pairs) - 1) / 5)] for i in range(6)]
+    line = svg.Line("with model", [a for a, _ in pairs], [b for _, b in pairs])
+    return join(
+        paragraph(
+            "Reconstruction robustness (ReRo) holds for every attacker, also with beliefs about the data: if a guess "
+            "from these beliefs alone succeeds this often, then with the model it succeeds at most that often."
+        ),
+        svg.figure(
+            lambda width: svg.lines(
+                [line],
+                width=width,
+                title="success with the model, at most",
+                axis="success without the model",
+                diagonal=True,
+            ),
+            "The dashed diagonal is a model that gives nothing away.",
+            label="Reconstruction robustness: success with the model against success without it",
+        )
+        if len(pairs) > 2
+        else None,
+        table(
+            ["Success without the model", "with it, at most"],
+            [[percent(a), percent(b)] for a, b in shown],
+            class_="slim",
+        ),
+    )

@@ -1,0 +1,321 @@
+"""A finished run as one file: what a report, a gate or another program reads, without the model and the data.
+
+The file is a safetensors file (arrays and a JSON header, nothing that is executed); docs/run-file.md describes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as from_bytes
+from safetensors.numpy import save as to_bytes
+
+from torchfil.errors import RunFileError
+from torchfil.files import write_bytes
+
+__all__ = ["FORMAT", "SUFFIX", "VERSION", "AttackResult", "Attributes", "Pictures", "SavedRun", "load", "save"]
+
+FORMAT = "torchfil-run"
+VERSION = 1
+SUFFIX = ".fil"
+_LARGEST_HEADER = 100_000_000  # the format's own limit, in bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Attributes:
+    """How well single attributes could be inferred.
+
+    Attributes:
+        names: k names.
+        units: k units, "" where there is none.
+        error: 1/sqrt(I_jj) in the attribute's own unit, [n, k]; infinite where nothing leaked.
+        error_low: The lower end of its 95 % interval, [n, k], or None where it is not known.
+    """
+
+    names: list[str]
+    units: list[str]
+    error: np.ndarray
+    error_low: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Some examples as images.
+
+    Attributes:
+        rows: Places in ``ids``, [m].
+        images: uint8, [m, H, W] or [m, H, W, 3].
+        maps: PLIS, float32, [m, H, W], or None.
+    """
+
+    rows: np.ndarray
+    images: np.ndarray
+    maps: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class AttackResult:
+    """What an attack achieved beside what the bound allows.
+
+    Attributes:
+        name: Of the attack.
+        threat_model: What the attacker knows, in a sentence.
+        rows: The attacked examples' places in ``ids``, [m].
+        predicted: The bound, [m].
+        achieved: The attack's error in the same unit, [m].
+        violated: Whether ``achieved`` lies below the bound beyond chance, [m] booleans.
+    """
+
+    name: str
+    threat_model: str
+    rows: np.ndarray
+    predicted: np.ndarray
+    achieved: np.ndarray
+    violated: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class SavedRun:
+    """A finished run, as arrays and plain values. Confidential: it depends on private data.
+
+    Attributes:
+        about: JSON values: title, model, dataset, mechanism, epsilon, delta, accountant, versions, seed, created,
+            exact.
+        ids: The examples' names, [n], int64 or strings.
+        columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low, participations, missed,
+            squared_norm, and epsilon (individual) where it was computed.
+        attributes: Per-attribute errors, where they were tracked.
+        groups: By grouping, [n] labels (strings) each.
+        pictures: Some examples as images.
+        history: Over training time: step [t], fil_median, fil_q95, fil_max [t]; may be empty.
+        bounds: JSON values: rdp_mse_bound, rero; may be empty.
+        attacks: Results of attacks; may be empty.
+    """
+
+    about: dict[str, Any]
+    ids: np.ndarray
+    columns: dict[str, np.ndarray]
+    attributes: Attributes | None = None
+    groups: dict[str, np.ndarray] = field(default_factory=dict)
+    pictures: Pictures | None = None
+    history: dict[str, np.ndarray] = field(default_factory=dict)
+    bounds: dict[str, Any] = field(default_factory=dict)
+    attacks: list[AttackResult] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        n = len(self.ids)
+        if not isinstance(self.about, dict) or not isinstance(self.bounds, dict):
+            raise ValueError("about and bounds must be dicts")
+        if self.ids.ndim != 1 or self.ids.dtype.kind not in "iU":
+            raise ValueError(f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}")
+        for kind, arrays in (("column", self.columns), ("grouping", self.groups)):
+            for name, values in arrays.items():
+                if values.shape != (n,):
+                    raise ValueError(f"{kind} {name!r} has shape {list(values.shape)} for {n} examples")
+        text = [name for name, values in self.columns.items() if values.dtype.kind not in "biuf"]
+        if text:
+            raise ValueError(f"columns {text} hold no numbers; put labels into groups")
+        if self.attributes is not None:
+            names, units, shape = self.attributes.names, self.attributes.units, self.attributes.error.shape
+            low = shape if self.attributes.error_low is None else self.attributes.error_low.shape
+            if shape != (n, len(names)) or low != shape or len(units) != len(names):
+                raise ValueError(
+                    f"attributes: {len(names)} names, {len(units)} units and errors of shape {list(shape)} for {n} "
+                    "examples; they must agree"
+                )
+        parts: list[tuple[str, np.ndarray, list[np.ndarray]]] = []
+        if self.pictures is not None:
+            maps = [] if self.pictures.maps is None else [self.pictures.maps]
+            parts.append(("pictures", self.pictures.rows, [self.pictures.images, *maps]))
+        parts += [(f"attack {a.name!r}", a.rows, [a.predicted, a.achieved, a.violated]) for a in self.attacks]
+        for what, rows, others in parts:
+            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < n:
+                raise ValueError(f"{what}: rows must lie in 0 … {n - 1}, got {int(rows.min())} … {int(rows.max())}")
+            if any(len(other) != len(rows) for other in others):
+                raise ValueError(f"{what}: {len(rows)} rows, but arrays of {[len(other) for other in others]}")
+        if len({len(values) for values in self.history.values()}) > 1:
+            raise ValueError(f"history's columns differ in length: { {k: len(v) for k, v in self.history.items()} }")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def column(self, name: str) -> np.ndarray:
+        """A column, [n].
+
+        Raises:
+            RunFileError: The run was saved without it.
+        """
+        if name not in self.columns:
+            raise RunFileError(f"the run has no column {name!r}; it has {', '.join(self.columns) or 'none'}")
+        return self.columns[name]
+
+
+def save(run: SavedRun, path: str | os.PathLike[str]) -> Path:
+    """Write a run; the file is replaced only when complete, and only its owner may read it (mode 0600).
+
+    Returns:
+        The path written.
+    """
+    arrays, header = _packed(run)
+    header["sha256"] = _digest(arrays, header)
+    write_bytes(path, to_bytes(arrays, header))
+    return Path(path)
+
+
+def load(path: str | os.PathLike[str]) -> SavedRun:
+    """Read a run. Safe on files from others: nothing in it is executed.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        RunFileError: It is no saved run, is cut short or damaged, or was written by another version.
+    """
+    where = Path(path)
+    if not where.exists():
+        raise FileNotFoundError(f"no file {where}; a run is saved by engine.save_run or `torchfil demo`")
+    if where.is_dir():
+        raise RunFileError(f"{where} is a folder, not a saved run; name the file in it (its suffix is {SUFFIX})")
+    content = where.read_bytes()
+    header = _checked_header(content, where)
+    try:
+        arrays = from_bytes(content)
+        del content
+        if _digest(arrays, header) != header.get("sha256"):
+            raise RunFileError(f"{where} is damaged: its checksum does not fit its content. Save the run again.")
+        return _unpacked(arrays, header)
+    except (SafetensorError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RunFileError(f"{where} is damaged ({type(error).__name__}: {error}). Save the run again.") from error
+    except ValueError as error:
+        if isinstance(error, RunFileError):
+            raise
+        raise RunFileError(f"{where} is damaged ({error}). Save the run again.") from error
+
+
+def _checked_header(content: bytes, where: Path) -> dict[str, str]:
+    """The header's strings, once the file is whole and ours."""
+    foreign = RunFileError(f"{where} is not a saved run of torchfil; a run is saved by engine.save_run")
+    short = RunFileError(f"{where} is cut short: it holds {len(content):,} bytes of a longer file. Copy it again.")
+    if len(content) == 0:
+        raise RunFileError(f"{where} is empty. Copy it again.")
+    size = int.from_bytes(content[:8], "little")
+    if size > _LARGEST_HEADER or content[8:9] not in (b"{", b""):
+        raise foreign
+    if len(content) < 8 + size:
+        raise short
+    try:
+        entries = json.loads(content[8 : 8 + size])
+        header = entries.pop("__metadata__", {})
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise foreign from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise foreign
+    if header.get("version") != str(VERSION):
+        raise RunFileError(
+            f"{where} is of run format {header.get('version')}; this torchfil reads format {VERSION}. Install the "
+            "torchfil that wrote it, or save the run again with this one."
+        )
+    if len(content) < 8 + size + end:
+        raise short
+    return header
+
+
+def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    arrays: dict[str, np.ndarray] = {}
+    if run.ids.dtype.kind == "U":
+        _pack_strings(arrays, "ids", run.ids.tolist())
+    else:
+        arrays["ids"] = run.ids.astype(np.int64)
+    arrays |= {f"column/{name}": values for name, values in run.columns.items()}
+    arrays |= {f"history/{name}": values for name, values in run.history.items()}
+    if run.attributes is not None:
+        arrays["attributes/error"] = run.attributes.error
+        if run.attributes.error_low is not None:
+            arrays["attributes/error_low"] = run.attributes.error_low
+        _pack_strings(arrays, "attributes/names", run.attributes.names)
+        _pack_strings(arrays, "attributes/units", run.attributes.units)
+    for name, labels in run.groups.items():
+        levels, codes = np.unique(labels.astype(str), return_inverse=True)
+        arrays[f"group/{name}/codes"] = codes.astype(np.int32)
+        _pack_strings(arrays, f"group/{name}/levels", levels.tolist())
+    if run.pictures is not None:
+        arrays["pictures/rows"] = run.pictures.rows.astype(np.int64)
+        arrays["pictures/images"] = run.pictures.images
+        if run.pictures.maps is not None:
+            arrays["pictures/maps"] = run.pictures.maps
+    for number, attack in enumerate(run.attacks):
+        arrays[f"attack/{number}/rows"] = attack.rows.astype(np.int64)
+        arrays[f"attack/{number}/predicted"] = attack.predicted
+        arrays[f"attack/{number}/achieved"] = attack.achieved
+        arrays[f"attack/{number}/violated"] = attack.violated.astype(bool)
+    attacks = [{"name": attack.name, "threat_model": attack.threat_model} for attack in run.attacks]
+    order = {"columns": list(run.columns), "groups": list(run.groups), "history": list(run.history)}
+    values = {"about": run.about, "bounds": run.bounds, "attacks": attacks, "order": order}
+    header = {key: json.dumps(value) for key, value in values.items()}
+    arrays = {name: np.ascontiguousarray(values) for name, values in arrays.items()}
+    return arrays, {"format": FORMAT, "version": str(VERSION), **header}
+
+
+def _unpacked(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> SavedRun:
+    attributes = None
+    if "attributes/error" in arrays:
+        names, units = (_unpack_strings(arrays, f"attributes/{part}") for part in ("names", "units"))
+        attributes = Attributes(names, units, arrays["attributes/error"], arrays.get("attributes/error_low"))
+    order = json.loads(header["order"])
+    pictures = None
+    if "pictures/rows" in arrays:
+        pictures = Pictures(arrays["pictures/rows"], arrays["pictures/images"], arrays.get("pictures/maps"))
+    return SavedRun(
+        about=json.loads(header["about"]),
+        ids=arrays["ids"] if "ids" in arrays else np.asarray(_unpack_strings(arrays, "ids"), dtype=str),
+        columns={name: arrays[f"column/{name}"] for name in order["columns"]},
+        attributes=attributes,
+        groups={
+            name: np.asarray(_unpack_strings(arrays, f"group/{name}/levels"), dtype=str)[arrays[f"group/{name}/codes"]]
+            for name in order["groups"]
+        },
+        pictures=pictures,
+        history={name: arrays[f"history/{name}"] for name in order["history"]},
+        bounds=json.loads(header["bounds"]),
+        attacks=[
+            AttackResult(
+                text["name"],
+                text["threat_model"],
+                *(arrays[f"attack/{number}/{part}"] for part in ("rows", "predicted", "achieved", "violated")),
+            )
+            for number, text in enumerate(json.loads(header["attacks"]))
+        ],
+    )
+
+
+def _pack_strings(arrays: dict[str, np.ndarray], name: str, texts: list[str]) -> None:
+    """UTF-8 bytes end to end, and where each text begins and the last one ends."""
+    encoded = [text.encode() for text in texts]
+    arrays[f"{name}/bytes"] = np.frombuffer(b"".join(encoded), np.uint8)
+    arrays[f"{name}/offsets"] = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+
+
+def _unpack_strings(arrays: Mapping[str, np.ndarray], name: str) -> list[str]:
+    content = arrays[f"{name}/bytes"].tobytes()
+    ends = arrays[f"{name}/offsets"].tolist()
+    return [content[start:end].decode() for start, end in pairwise(ends)]
+
+
+def _digest(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> str:
+    """SHA-256 over the header's strings and every array, in the order of their names."""
+    digest = hashlib.sha256()
+    for key in sorted(header.keys() - {"sha256"}):
+        digest.update(f"{key}\0{header[key]}\0".encode())
+    for name in sorted(arrays):
+        values = arrays[name]
+        digest.update(f"{name}\0{values.dtype}\0{values.shape}\0".encode())
+        digest.update(np.ascontiguousarray(values).data if values.size else b"")
+    return digest.hexdigest()

@@ -1,0 +1,312 @@
+"""What the report says of all examples together; the only thing that a redacted report is made from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from torchfil.report.aggregates import (
+    Histogram,
+    geometric_mean,
+    histogram,
+    merged_small_groups,
+    published_count,
+    rounded,
+    rounded_count,
+    windows,
+)
+from torchfil.report.saved_run import AttackResult, Attributes, SavedRun
+from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
+
+__all__ = [
+    "AttackSummary",
+    "AttributeSummary",
+    "Exposure",
+    "GroupSummary",
+    "Grouping",
+    "Summary",
+    "blind_guess",
+    "summarise",
+]
+
+LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
+MOST_GROUPS = 60
+PUBLIC = {
+    "title": None,
+    "created": None,
+    "epsilon": None,
+    "delta": None,
+    "accountant": None,
+    "exact": None,
+    "unit_of_inputs": None,
+    "model": ("class", "name", "num_parameters"),
+    "dataset": ("num_examples", "num_coordinates", "input_shape", "input_range"),
+    "mechanism": (
+        "noise_multiplier",
+        "max_grad_norm",
+        "clip",
+        "sample_rate",
+        "steps",
+        "poisson",
+        "amplification",
+        "estimator",
+        "num_probes",
+        "fil_rate",
+        "steps_paused",
+        "loss",
+    ),
+    "versions": ("torchfil", "torch", "opacus", "python"),
+}
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """A typical example at one level of exposure: geometric means over ``examples`` neighbours in rank."""
+
+    level: float
+    examples: int
+    fil: float
+    mse_bound: float
+    mse_bound_low: float | None = None
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """η̄ of a group: geometric mean and its simultaneous 95 % interval."""
+
+    name: str
+    examples: int
+    measured: int
+    fil: float
+    low: float
+    high: float
+    compared: str  # "more", "less" or "": whether the interval lies above or below all examples' mean
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """One way to split the examples."""
+
+    name: str
+    fil: float  # of all examples
+    groups: list[GroupSummary]
+    merged: int  # how many small groups stand together in the last row
+    left_out: int  # how many groups are not shown
+
+
+@dataclass(frozen=True)
+class AttributeSummary:
+    """How closely an attribute could be inferred, ± in its own unit, by level of exposure."""
+
+    name: str
+    unit: str
+    error: dict[str, float]
+
+
+@dataclass(frozen=True)
+class AttackSummary:
+    """An attack: achieved error over the bound, by level; below 1 the attack did better than the bound."""
+
+    name: str
+    threat_model: str
+    targets: int | str
+    violated: int | str
+    ratio: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All of it. With ``smallest`` > 1 it holds nothing about fewer examples than that."""
+
+    redacted: bool
+    smallest: int
+    about: dict[str, Any]
+    examples: int
+    not_measured: int | str
+    lower_bounds: int | str
+    guess: float | None
+    below_guess: int | str | None
+    low_below_guess: int | str | None
+    exposure: list[Exposure]
+    bounds: dict[str, Any]
+    mse_histogram: Histogram | None
+    epsilon: dict[str, float]
+    epsilon_histogram: Histogram | None
+    attributes: list[AttributeSummary]
+    groupings: list[Grouping]
+    attacks: list[AttackSummary]
+    history: dict[str, list[float]]
+
+
+def blind_guess(about: dict[str, Any]) -> float | None:
+    """(b − a)²/4: the MSE that answering (a + b)/2 never exceeds, for inputs in [a, b]; None if unknown."""
+    ends = about.get("dataset", {}).get("input_range")
+    if not isinstance(ends, list | tuple) or len(ends) != 2 or not -math.inf < ends[0] < ends[1] < math.inf:
+        return None
+    return (ends[1] - ends[0]) ** 2 / 4
+
+
+def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> Summary:
+    """The summary of a run; with ``redacted``, nothing in it rests on fewer than ``min_group`` examples.
+
+    A redacted summary also drops the hash of the data and the seed: who knows all other examples could try values of
+    the last until the hash fits, and the seed of a generator that is not cryptographic gives the noise.
+    """
+    if min_group < 2:
+        raise ValueError(f"min_group={min_group} must be at least 2: a group of one is an example")
+    smallest = min_group if redacted else 1
+    status = status_of(run)
+    known = status != NOT_MEASURED
+    fil = np.asarray(run.columns["fil"], dtype=np.float64)[known]
+    bound = np.asarray(run.columns["mse_bound"], dtype=np.float64)[known]
+    low = np.asarray(run.columns["mse_bound_low"], dtype=np.float64)[known] if "mse_bound_low" in run.columns else None
+    guess = blind_guess(run.about)
+
+    def below(values: np.ndarray | None) -> int | str | None:
+        if guess is None or values is None or len(values) < smallest:
+            return None
+        return published_count(int((values < guess).sum()), smallest)
+
+    epsilon = np.asarray(run.columns.get("epsilon", np.zeros(0)), dtype=np.float64)
+    epsilon = epsilon[np.isfinite(epsilon)]
+    limit: float | None = run.about.get("epsilon")
+    limit = float(limit) if limit is not None and len(epsilon) and epsilon.max() <= limit * (1 + 1e-9) else None
+    return Summary(
+        redacted=redacted,
+        smallest=smallest,
+        about=_public(run.about) if redacted else run.about,
+        examples=len(run.ids),
+        not_measured=published_count(int((~known).sum()), smallest),
+        lower_bounds=published_count(int((status == LOWER_BOUND).sum()), smallest),
+        guess=guess,
+        below_guess=below(bound),
+        low_below_guess=below(low),
+        exposure=_exposure(fil, bound, low, smallest),
+        bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
+        mse_histogram=histogram(bound, smallest, fineness=8 if redacted else 12, origin=guess),
+        epsilon={
+            level: value if limit is None else min(value, limit)
+            for level, value in _levels(-epsilon, smallest, sign=-1).items()
+        },
+        epsilon_histogram=histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
+        attributes=_attributes(run.attributes, known, smallest),
+        groupings=[_grouping(name, labels, known, fil, smallest) for name, labels in run.groups.items()],
+        attacks=[_attack(attack, smallest) for attack in run.attacks],
+        history=_history(run.history, redacted),
+    )
+
+
+def _public(about: dict[str, Any]) -> dict[str, Any]:
+    """Only what is known to say nothing about single examples."""
+    kept: dict[str, Any] = {}
+    for key, inner in PUBLIC.items():
+        value = about.get(key)
+        if inner is not None and isinstance(value, dict):
+            kept[key] = {name: value[name] for name in inner if name in value}
+        elif inner is None and isinstance(value, str | int | float | bool):
+            kept[key] = value
+    return kept
+
+
+def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smallest: int) -> list[Exposure]:
+    order = np.argsort(-fil, kind="stable")
+    rows = []
+    for level, window in windows(len(fil), LEVELS, smallest).items():
+        members = order[window]
+        rows.append(
+            Exposure(
+                level=level,
+                examples=len(members),
+                fil=rounded(geometric_mean(fil[members]), smallest),
+                mse_bound=rounded(geometric_mean(bound[members]), smallest),
+                mse_bound_low=None if low is None else rounded(geometric_mean(low[members]), smallest),
+            )
+        )
+    return rows
+
+
+def _levels(
+    values: np.ndarray, smallest: int, *, sign: int = 1, levels: Sequence[float] = (0.0, 0.5, 0.05)
+) -> dict[str, float]:
+    """Level ↦ geometric mean of |values| around it, in ascending order of ``values``."""
+    ordered = np.sort(values)
+    return {
+        f"{level:g}": rounded(geometric_mean(sign * ordered[window]), smallest)
+        for level, window in windows(len(ordered), levels, smallest).items()
+    }
+
+
+def _attributes(attributes: Attributes | None, known: np.ndarray, smallest: int) -> list[AttributeSummary]:
+    if attributes is None:
+        return []
+    errors = np.asarray(attributes.error, dtype=np.float64)[known]
+    return [
+        AttributeSummary(name, unit, _levels(errors[:, j][~np.isnan(errors[:, j])], smallest))
+        for j, (name, unit) in enumerate(zip(attributes.names, attributes.units, strict=True))
+    ]
+
+
+def _grouping(name: str, labels: np.ndarray, known: np.ndarray, fil: np.ndarray, smallest: int) -> Grouping:
+    """Geometric means of η̄ by group, with Student's intervals on log η̄, widened for their number (Bonferroni)."""
+    counts = np.unique(labels, return_counts=True)[1]
+    codes, names, merged = merged_small_groups(labels[known], smallest) if known.any() else (np.zeros(0, int), [], 0)
+    if merged:
+        names = [*names, f"{merged} small groups together" if merged > 1 else "one more group"]
+    floor = fil[fil > 0].min() if (fil > 0).any() else 1.0
+    logs = np.log(np.maximum(fil, floor))
+    overall = float(logs.mean()) if len(logs) else math.nan
+    shown = min(len(names), MOST_GROUPS)
+    rows = []
+    sizes = dict(zip(*np.unique(labels, return_counts=True), strict=True))
+    for code, group in enumerate(names):
+        own = logs[codes == code]
+        centre, count = float(own.mean()), len(own)
+        half = math.inf
+        if count > 1:
+            spread = float(own.std(ddof=1)) / math.sqrt(count)
+            half = float(stats.t.ppf(1 - 0.025 / max(len(names), 1), count - 1)) * spread
+        ends = (math.exp(centre - half), math.exp(centre + half)) if math.isfinite(half) else (0.0, math.inf)
+        compared = "more" if centre - half > overall else "less" if centre + half < overall else ""
+        everyone = count if merged and code == len(names) - 1 else int(sizes[group])
+        rows.append(
+            GroupSummary(
+                group,
+                rounded_count(everyone, smallest),
+                rounded_count(count, smallest),
+                rounded(math.exp(centre), smallest, 3),
+                rounded(ends[0], smallest, 3),
+                rounded(ends[1], smallest, 3),
+                compared,
+            )
+        )
+    rows.sort(key=lambda row: -row.fil)
+    left_out = len(counts) - (len(names) - (merged > 0)) - merged + max(len(names) - shown, 0)
+    return Grouping(name, rounded(math.exp(overall), smallest, 3), rows[:MOST_GROUPS], merged, left_out)
+
+
+def _attack(attack: AttackResult, smallest: int) -> AttackSummary:
+    targets = len(attack.rows)
+    violated = int(np.asarray(attack.violated).sum())
+    if targets < smallest:
+        return AttackSummary(attack.name, attack.threat_model, published_count(targets, smallest), 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.asarray(attack.achieved, dtype=np.float64) / np.asarray(attack.predicted, dtype=np.float64)
+    return AttackSummary(
+        attack.name,
+        attack.threat_model,
+        rounded_count(targets, smallest),
+        published_count(violated, smallest),
+        _levels(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
+    )
+
+
+def _history(history: dict[str, np.ndarray], redacted: bool) -> dict[str, list[float]]:
+    """Series over steps; redacted: only ε, for a median or a maximum is one example's value."""
+    kept = ("step", "epsilon") if redacted else tuple(history)
+    series = {name: np.asarray(history[name], dtype=np.float64).tolist() for name in kept if name in history}
+    return series if len(series) > 1 else {}

@@ -1,0 +1,162 @@
+"""A report as a folder: complete or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchfil.report.figures import write_figures
+from torchfil.report.page import render
+from torchfil.report.page.context import Report
+from torchfil.report.saved_run import SavedRun
+from torchfil.report.summary import summarise
+from torchfil.report.tables import write_csv, write_parquet
+
+__all__ = ["write_report"]
+
+PAGE, SUMMARY, MARKER = "index.html", "summary.json", "torchfil-report"
+
+
+def write_report(
+    run: SavedRun, directory: str | os.PathLike[str], *, redacted: bool = False, min_group: int = 10
+) -> Path:
+    """Write a report: ``index.html``, ``summary.json``, figures as PNG and, unless redacted, a table of all examples.
+
+    Guarantees:
+        * The folder is replaced only when the new report is complete. A folder that is not a report is never replaced.
+        * Only the owner may read it (folder 0700, files 0600).
+        * The page loads nothing from anywhere and opens from the disk.
+        * Redacted: no file holds an id, a value of one example, a picture, the data's hash or the seed; every number
+          rests on ``min_group`` examples or more. No noise is added: it is not a differentially
+          private release.
+
+    Args:
+        run: What to report.
+        directory: The folder to write; its parent must exist.
+        redacted: Whether to write the version that may be published.
+        min_group: The least number of examples behind a number of the redacted version, at least 2.
+
+    Returns:
+        The path of ``index.html``.
+    """
+    for name in ("fil", "mse_bound"):
+        if name not in run.columns:
+            raise ValueError(f"the run has no column {name!r}, which a report is about; it has {sorted(run.columns)}")
+    summary = summarise(run, redacted=redacted, min_group=min_group)
+    with _replaced_folder(Path(directory)) as folder:
+        files, notes, digests = dict[str, str](), list[str](), dict[str, str]()
+        if not redacted:
+            write_csv(run, folder / "leakage.csv")
+            files["leakage.csv"] = "every example"
+            digests["leakage.csv"] = _digest(folder / "leakage.csv")
+            missing = write_parquet(run, folder / "leakage.parquet")
+            if missing is None:
+                files["leakage.parquet"] = "the same, with types"
+            else:
+                notes.append(missing)
+        figures, missing = write_figures(summary, folder)
+        files |= figures
+        notes += [missing] if missing else []
+        files[SUMMARY] = "the aggregates"
+        content = {
+            "format": MARKER,
+            "confidential": not redacted,
+            **_json_ready(summary),
+            "files": files,
+            "notes": notes,
+        }
+        (folder / SUMMARY).write_text(
+            json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False), encoding="utf-8"
+        )
+        report = Report(summary, None if redacted else run, files, notes, digests)
+        (folder / PAGE).write_text(render(report), encoding="utf-8", errors="replace")
+    return Path(directory) / PAGE
+
+
+@contextlib.contextmanager
+def _replaced_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside ``target`` that takes its place at the end, and vanishes if anything fails."""
+    target = target.resolve()
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"the folder {target.parent} does not exist; create it or choose another place")
+    _check_replaceable(target)
+    beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp"))
+    try:
+        new = beside / "new"
+        new.mkdir(mode=0o700)
+        yield new
+        for path in new.iterdir():
+            path.chmod(0o600)
+            _flush(path)
+        _check_replaceable(target)
+        if target.exists():
+            target.rename(beside / "old")
+        try:
+            new.rename(target)
+        except BaseException:
+            if (beside / "old").exists():
+                (beside / "old").rename(target)
+            raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _check_replaceable(target: Path) -> None:
+    """Refuse to replace anything but nothing, an empty folder or a report."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise FileExistsError(f"{target} is a file; name a folder for the report")
+    known: set[str] = set()
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        summary = json.loads((target / SUMMARY).read_text(encoding="utf-8"))
+        if summary.get("format") == MARKER:
+            known = {PAGE, SUMMARY, *summary["files"]}
+    foreign = sorted(path.name for path in target.iterdir() if path.name not in known)
+    if foreign:
+        raise FileExistsError(
+            f"{target} holds {', '.join(foreign[:3])}{' …' if len(foreign) > 3 else ''}, which is no part of a report, "
+            "and is not replaced; name a new folder"
+        )
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _json_ready(value: Any) -> Any:
+    """Dataclasses as dicts; numbers that JSON cannot write as "infinite" or null."""
+    if hasattr(value, "__dataclass_fields__"):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {str(key): _json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_ready(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "infinite" if value > 0 else "-infinite"
+    return value
