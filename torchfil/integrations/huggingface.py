@@ -29,6 +29,8 @@ __all__ = ["FILTrainer"]
 class FILTrainer(Trainer):
     """A ``Trainer`` whose ``train()`` is a private run under account.
 
+    In use::
+
         trainer = FILTrainer(
             model=model, args=TrainingArguments("out", max_grad_norm=1.0), train_dataset=data,
             privacy={"noise_multiplier": 1.0, "private": Private(submodule="bert.embeddings.word_embeddings")},

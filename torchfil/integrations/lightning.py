@@ -30,6 +30,8 @@ __all__ = ["FILCallback"]
 class FILCallback(pl.Callback):
     """Makes model, optimizer and training loader private when a fit starts, and writes the leakage when it ends.
 
+    In use::
+
         callback = FILCallback(noise_multiplier=1.0, max_grad_norm=1.0, path="leakage.csv")
         pl.Trainer(max_epochs=3, callbacks=[callback]).fit(model, loader)
         callback.engine.leakage()
