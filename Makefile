@@ -2,17 +2,20 @@
 PYTHON ?= python3
 VENV ?= .venv
 VISION_VENV ?= .venv-vision
+INTEGRATIONS_VENV ?= .venv-integrations
 WORKERS ?= 2
 PYTEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint test-vision format clean
+.PHONY: help demo test bench lint test-vision test-integrations docs format clean
 
 help:
 	@echo "make demo         train privately on handwritten digits and write the leakage report"
 	@echo "make test         lint, type check, tests and doctests"
 	@echo "make bench        what the accounting costs on this machine (BENCH=--quick: in minutes)"
 	@echo "make test-vision  the second test leg: torch 2.10 with torchvision 0.25 (CPU wheels exist on aarch64)"
+	@echo "make test-integrations  the tests that need Lightning and Hugging Face (0.2 GB more to install)"
+	@echo "make docs         the guide and the API reference, as HTML in build/docs"
 	@echo "make format       let ruff format and fix the code"
 	@echo "make clean        remove the virtual environments and caches"
 
@@ -26,6 +29,16 @@ $(VISION_VENV)/.installed: setup.cfg setup.py pyproject.toml constraints-vision.
 	@test -x $(VISION_VENV)/bin/python || $(PYTHON) -m venv $(VISION_VENV)
 	$(VISION_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VISION_VENV)/bin/python -m pip install --quiet --constraint constraints-vision.txt --editable '.[dev,vision]'
+	@touch $@
+
+$(INTEGRATIONS_VENV)/.installed: setup.cfg setup.py pyproject.toml constraints.txt
+	@test -x $(INTEGRATIONS_VENV)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,lightning,huggingface]'
+	@touch $@
+
+$(VENV)/.docs-installed: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
 demo: $(VENV)/.installed
@@ -45,9 +58,16 @@ lint: $(VENV)/.installed
 test-vision: $(VISION_VENV)/.installed
 	$(PYTEST_ENV) $(VISION_VENV)/bin/python -m pytest -n $(WORKERS) -m "vision or torch_versions"
 
+test-integrations: $(INTEGRATIONS_VENV)/.installed
+	$(PYTEST_ENV) $(INTEGRATIONS_VENV)/bin/python -m pytest -n $(WORKERS) tests/integrations tests/test_readme.py
+
+docs: $(VENV)/.docs-installed
+	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs
+	@echo "build/docs/index.html"
+
 format: $(VENV)/.installed
 	$(VENV)/bin/python -m ruff format .
 	$(VENV)/bin/python -m ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VISION_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VISION_VENV) $(INTEGRATIONS_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

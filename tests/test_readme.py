@@ -6,22 +6,57 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from torchfil import fisher
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     pytest.param(page.name, code, id=f"{page.name} block {number}")
     for page in PAGES
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
 ]
+OPTIONAL = ("lightning", "transformers")
 
 
 @pytest.mark.parametrize(("page", "code"), BLOCKS)
 def test_code_blocks_run(page: str, code: str) -> None:
+    for package in OPTIONAL:
+        if re.search(rf"^(import|from) {package}\b", code, flags=re.MULTILINE):
+            pytest.importorskip(package)
     namespace: dict[str, object] = {}
     exec(compile(code, page, "exec"), namespace)
-    assert "model" in namespace
+    assert len(namespace) > 1
+
+
+def test_every_page_of_the_guide_has_code_and_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in sorted((ROOT / "docs" / "guide").glob("*.md")):
+        assert "```python\n" in page.read_text(), page.name
+        assert f"(guide/{page.name})" in index, page.name
+        assert f"\nguide/{page.stem}\n" in index, page.name
+
+
+def test_the_table_of_subsampling_factors_is_right() -> None:
+    page = (ROOT / "docs" / "guide" / "choosing-noise.md").read_text()
+    header = next(line for line in page.splitlines() if line.startswith("| q | σ = "))
+    sigmas = [float(cell.replace("σ = ", "")) for cell in header.strip("| ").split(" | ")[1:]]
+    rows = re.findall(r"^\| (0\.\d+) \| (.* / .*) \|$", page, flags=re.MULTILINE)
+    assert len(rows) == 3
+    for q, cells in rows:
+        for sigma, cell in zip(sigmas, cells.split(" | "), strict=True):
+            factors = fisher.PoissonAmplification(float(q)).factors(torch.tensor([1 / sigma], dtype=torch.float64))
+            printed = [float(part) for part in cell.split(" / ")]
+            assert printed == pytest.approx([float(kappa) for kappa in factors], rel=0.05), (q, sigma)
+
+
+@pytest.mark.parametrize("q", [0.001, 0.01, 0.1, 0.5])
+def test_scaling_the_noise_up_errs_on_the_safe_side(q: float) -> None:
+    rho = torch.linspace(0.01, 20, 2000, dtype=torch.float64)
+    for kappa in fisher.PoissonAmplification(q).factors(rho):
+        assert (kappa.diff() > -1e-12).all()
 
 
 def test_links_and_pictures_of_the_pages_exist() -> None:

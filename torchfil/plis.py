@@ -245,7 +245,7 @@ def subject_norms(attribution: Tensor) -> Tensor:
 
 
 def column_norms(attribution: Tensor) -> Tensor:
-    """|PLIS| by column of a table [batch, columns], or the norm over all but the last dimension, [batch, columns].
+    """The PLIS's size by column of a table [batch, columns], or the norm over all but the last dimension.
 
     Example:
         >>> column_norms(torch.tensor([[-1.0, 2.0]]))

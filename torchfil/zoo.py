@@ -252,7 +252,7 @@ def vit_tiny(
     heads: int = 4,
     activation: Activation = nn.GELU,
 ) -> nn.Sequential:
-    """A tiny vision transformer: patches of ``patch``² pixels as tokens, the encoder of :func:`token_transformer`.
+    """A tiny vision transformer: squares of side ``patch`` as tokens, the encoder of :func:`token_transformer`.
 
     Example:
         >>> sum(p.numel() for p in vit_tiny().parameters())

@@ -470,3 +470,53 @@ def test_a_clip_of_ones_own_and_schedulers(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.allclose(engine._current.leakage.get_trace().value.cpu(), want, rtol=1e-6)
     assert [round(h[0] / SIGMA, 6) for h in engine.accountant.history] == [round(0.9**k, 6) for k in range(5)]
     assert engine.get_individual_epsilon(delta=1e-5).value.max() <= engine.get_epsilon(1e-5) + 1e-9
+
+
+def test_a_trained_padding_row_is_refused_with_the_remedy() -> None:
+    module = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 3)).to(DEVICE)
+    tokens = TensorDataset(torch.randint(5, (40, 3)), torch.randint(3, (40,)))
+    with pytest.raises(ValueError, match=r"embeddings \['0'\] have a padding_idx.*padding_idx = None"):
+        make(tokens, module=module)
+    module[0].padding_idx = None
+    make(tokens, module=module)
+    frozen = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 3)).to(DEVICE)
+    frozen[0].requires_grad_(False)
+    make(tokens, module=frozen)
+
+
+def test_parameters_that_see_one_row_for_the_batch_are_named() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.out = nn.Embedding(1, 5, dtype=torch.float64), nn.Linear(5, 3, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(x + self.positions(torch.zeros(1, dtype=torch.long, device=x.device)))
+
+    _, _, model, optimizer, private = make(module=Positions().to(DEVICE))
+    with pytest.raises(RuntimeError, match=r"parameters of shape \[\(1, 5\)\] saw one row"):
+        step(model, optimizer, next(batch for batch in private if len(batch[0]) > 1))
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_a_detached_model_is_plain_and_its_ledger_stays(wrap_model: bool) -> None:
+    engine, module, model, optimizer, private = make(wrap_model=wrap_model)
+    call = model if wrap_model else module
+    for batch in private:
+        step(call, optimizer, batch)
+    before = engine.get_fil().value
+    engine.detach()
+    assert not any(part._forward_hooks or part._backward_hooks for part in module.modules())
+    assert torch.equal(engine.get_fil().value, before)
+    with pytest.raises(ValueError, match="[Pp]er sample gradient"):
+        step(module, optimizer, next(iter(private)))
+
+
+def test_a_batch_that_other_code_has_copied_keeps_its_ids() -> None:
+    engine, _, model, optimizer, private = make(data(40))
+    seen = torch.zeros(40, dtype=torch.long)
+    for batch in private:
+        copied = type(batch)(part.clone() for part in batch)
+        seen[batch._ids] += 1
+        step(model, optimizer, copied)
+    assert engine.leakage_columns()[1]["participations"] == seen.tolist()

@@ -208,7 +208,7 @@ class FILPrivacyEngine(PrivacyEngine):
             self._preparing = None
         run.connect(private_optimizer, loader)
         run.private_module = private_module if isinstance(private_module, nn.Module) else module
-        self._run, self._loader = run, loader
+        self._run, self._loader, self._hooks = run, loader, private_module
         return private_module, private_optimizer, loader
 
     def make_private_with_epsilon(
@@ -345,10 +345,16 @@ class FILPrivacyEngine(PrivacyEngine):
 
     def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None, *, delta: float | None = None) -> Any:
         """One table by id (pandas where installed); see :meth:`Leakage.leakage`. With δ also ``individual_epsilon``."""
+        return as_table(*self.leakage_columns(example_ids, delta=delta))
+
+    def leakage_columns(
+        self, example_ids: Iterable[Hashable] | Tensor | None = None, *, delta: float | None = None
+    ) -> tuple[list[Hashable], dict[str, list[Any]]]:
+        """The ids and columns of :meth:`leakage`."""
         names, columns = self._current.leakage.columns(example_ids)
         if delta is not None:
             columns["individual_epsilon"] = self.get_individual_epsilon(names, delta=delta).value.tolist()
-        return as_table(names, columns)
+        return names, columns
 
     def group_leakage(self, group_of: Mapping[Hashable, Hashable], **options: Any) -> Any:
         """Summaries of η̄ by group; see :meth:`Leakage.groups`."""
@@ -466,6 +472,11 @@ class FILPrivacyEngine(PrivacyEngine):
             yield
         finally:
             run.paused = False
+
+    def detach(self) -> None:
+        """Take all hooks off the model: it is a plain module again. The ledger stays, no further step can be taken."""
+        self._current.observer.remove()
+        self._hooks.remove_hooks()
 
     def refresh_norms(self) -> None:
         """Look up every example's gradient norm at the present weights, for :meth:`get_individual_epsilon`."""

@@ -46,15 +46,19 @@ class BatchTracker:
 
 
 class _Remembering:
-    """A batch with its ids; reading it makes it the current batch of the tracker with that token."""
+    """A batch with its ids; reading it makes it the current batch of the tracker with that token.
 
-    _ids: list[int]
-    _token: int
+    A copy that other code makes by ``type(batch)(content)``, to move it to a device, knows no ids; the batch that was
+    read to make it stays the current one.
+    """
+
+    _ids: Sequence[int] = ()
+    _token: int = -1  # no tracker
 
     def _touch(self) -> None:
         tracker = _TRACKERS.get(self._token)
         if tracker is not None:
-            tracker.take(self._ids, self)
+            tracker.take(list(self._ids), self)
 
 
 class RememberingList(_Remembering, list[Any]):

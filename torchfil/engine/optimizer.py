@@ -40,6 +40,16 @@ class FILOptimizer(DPOptimizer):
         device = samples[0].device
         if len(samples[0]) == 0:
             return torch.zeros(0, device=device, dtype=samples[0].dtype)
+        sizes = {len(sample) for sample in samples}
+        if len(sizes) > 1:
+            shapes = [
+                tuple(p.shape) for p, sample in zip(self.params, samples, strict=True) if len(sample) == min(sizes)
+            ]
+            raise RuntimeError(
+                f"per-example gradients of {min(sizes)} and of {max(sizes)} examples in one step: the parameters of "
+                f"shape {shapes} saw one row for the whole batch (position embeddings do). Give them a row per example "
+                "(position_ids in the batch), or freeze them (requires_grad_(False))."
+            )
         parts = [torch.linalg.vector_norm(sample.flatten(1), dim=1).to(device) for sample in samples]
         return torch.linalg.vector_norm(torch.stack(parts, dim=1), dim=1)
 

@@ -148,3 +148,14 @@ def refuse_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module
         "FSDPModule",
     ):
         raise ValueError("distributed training is not supported by FILPrivacyEngine yet; train on one device")
+    padded = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding) and part.padding_idx is not None and part.weight.requires_grad
+    ]
+    if padded and grad_sample_mode == "hooks":
+        raise ValueError(
+            f"the embeddings {padded} have a padding_idx, for whose row torch's gradient is zero and Opacus's is not, "
+            "so what is released is not what is accounted for. Set padding_idx = None on them (the row is then trained "
+            "as any other), or freeze them (requires_grad_(False))."
+        )

@@ -49,7 +49,7 @@ class MarginLoss:
         first: b = ∂ℓ/∂m.
         second: a = ∂²ℓ/∂m² ≥ 0.
         target_sensitivity: c = −∂²ℓ/∂m∂y (1 for the squared, logistic and Poisson losses).
-        lipschitz: sup |∂ℓ/∂m| over all margins and targets in range, or None where it is unbounded.
+        lipschitz: sup abs(∂ℓ/∂m) over all margins and targets in range, or None where it is unbounded.
     """
 
     name: str

@@ -28,7 +28,7 @@ class LayerRule:
     """The gradient of one call by its trainable parameters; subclasses may have a cheaper norm."""
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
-        """Every example's gradient by local parameter name, [batch, *shape]."""
+        """Every example's gradient by local parameter name, [batch, …]."""
         raise NotImplementedError
 
     def squared_norm(self, call: Call) -> Tensor:

@@ -1,0 +1,9 @@
+"""Modules that need a package of an optional extra are not collected where it is not installed."""
+
+from importlib.util import find_spec
+
+collect_ignore: list[str] = []
+if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
+    collect_ignore += ["torchfil/integrations/lightning.py"]
+if find_spec("transformers") is None or find_spec("accelerate") is None:
+    collect_ignore += ["torchfil/integrations/huggingface.py"]

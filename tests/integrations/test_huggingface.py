@@ -1,0 +1,224 @@
+"""A run with FILTrainer is the plain loop; what it cannot account for is refused."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ledgers import assert_same_run
+from torch import nn
+from torch.utils.data import DataLoader, default_collate
+
+from torchfil import FILPrivacyEngine, Private
+
+pytest.importorskip("accelerate", reason="accelerate is not installed (torchfil[huggingface])")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (torchfil[huggingface])")
+from torchfil.integrations.huggingface import FILTrainer  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+LENGTH, WORDS, LR, C = 5, 12, 0.1, 0.8
+
+
+def model(labels: int = 3) -> Any:
+    config = transformers.BertConfig(
+        vocab_size=WORDS,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        max_position_embeddings=LENGTH,
+        num_labels=labels,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        bert = transformers.BertForSequenceClassification(config)
+    bert.bert.embeddings.word_embeddings.padding_idx = None
+    return bert
+
+
+def examples(count: int = 24) -> list[dict[str, torch.Tensor]]:
+    source = torch.Generator().manual_seed(0)
+    return [
+        {
+            "input_ids": torch.randint(WORDS, (LENGTH,), generator=source),
+            "token_type_ids": torch.zeros(LENGTH, dtype=torch.long),
+            "position_ids": torch.arange(LENGTH),
+            "attention_mask": (torch.arange(LENGTH) < 3 + i % 3).long(),
+            "labels": torch.randint(3, (), generator=source),
+        }
+        for i in range(count)
+    ]
+
+
+def privacy(**more: Any) -> dict[str, Any]:
+    words = Private(submodule="bert.embeddings.word_embeddings")
+    noise = torch.Generator().manual_seed(5)
+    return {"noise_multiplier": 0.9, "private": words, "seed": 3, "noise_generator": noise, "num_probes": 1, **more}
+
+
+def arguments(tmp_path: Path, **more: Any) -> Any:
+    settings: dict[str, Any] = {
+        "max_grad_norm": C,
+        "per_device_train_batch_size": 6,
+        "num_train_epochs": 2,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 7,
+    }
+    return transformers.TrainingArguments(str(tmp_path), **{**settings, **more})
+
+
+def plain_loop(trainer: Any) -> tuple[FILPrivacyEngine, nn.Module]:
+    """The same steps by hand, on the batches and with the order of parameters (of the noise) that the trainer had."""
+    network, data = model().train(), examples()
+    names = {id(value): name for name, value in trainer.model.named_parameters()}
+    ordered = [network.get_parameter(names[id(p)]) for group in trainer.optimizer.param_groups for p in group["params"]]
+    optimizer: Any = torch.optim.SGD(ordered, lr=LR)
+    engine = FILPrivacyEngine()
+    loader: Any = DataLoader(data, batch_size=6, collate_fn=default_collate)  # type: ignore[arg-type]
+    wrapped, optimizer, loader = engine.make_private(
+        network, optimizer, loader, max_grad_norm=C, criterion=by_logits, **privacy()
+    )
+    loader.batch_sampler._on_start()
+    for rows in trainer.batches:
+        loader.dataset.__getitems__(rows)
+        batch = loader.collate_fn([data[row] for row in rows])
+        optimizer.zero_grad()
+        by_logits(wrapped(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]).backward()
+        optimizer.step()
+    return engine, network
+
+
+def by_logits(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.logits, labels)
+
+
+class Noting(FILTrainer):
+    """Keeps the numbers of the examples of every step."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.__dict__.setdefault("batches", []).append(list(inputs._ids))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_ledger_is_that_of_the_plain_loop(workers: int, tmp_path: Path) -> None:
+    fitted, data = model(), examples()
+    trainer = Noting(
+        model=fitted,
+        args=arguments(tmp_path, dataloader_num_workers=workers),
+        train_dataset=data,
+        privacy=privacy(),
+        leakage_path=tmp_path / "leakage.csv",
+        delta=1e-5,
+    )
+    trainer.train()
+    assert all(trainer.batches), "this seed draws an empty batch"
+    assert len(trainer.batches) == 8
+    assert_same_run(trainer.engine, fitted, *plain_loop(trainer))
+    assert len((tmp_path / "leakage.csv").read_text().splitlines()) == 1 + len(data)
+    assert not any(part._forward_hooks or part._backward_hooks for part in fitted.modules())
+
+
+def test_empty_batches_release_noise_and_are_accounted_for(tmp_path: Path) -> None:
+    fitted = model()
+    before = [p.detach().clone() for p in fitted.parameters()]
+    args = arguments(tmp_path, per_device_train_batch_size=1, num_train_epochs=1)
+    trainer = Noting(model=fitted, args=args, train_dataset=examples(), privacy=privacy())
+    trainer.train()
+    empty = sum(not batch for batch in trainer.batches)
+    assert empty > 0
+    assert sum(steps for *_, steps in trainer.engine.accountant.history) == len(trainer.batches) == 24
+    participations = trainer.engine.leakage_columns()[1]["participations"]
+    assert sum(participations) == sum(map(len, trainer.batches))
+    assert any(not torch.equal(a, b) for a, b in zip(before, fitted.parameters(), strict=True))
+
+
+def test_evaluation_and_other_losses(tmp_path: Path) -> None:
+    data = [{**example, "labels": torch.rand(())} for example in examples()]
+    trainer = FILTrainer(
+        model=model(labels=1),
+        args=arguments(tmp_path, num_train_epochs=1),
+        train_dataset=data,
+        eval_dataset=data,
+        criterion=lambda logits, labels: nn.functional.mse_loss(logits[:, 0], labels),
+        privacy=privacy(),
+    )
+    trainer.train()
+    metrics = trainer.evaluate()
+    with torch.no_grad():
+        batch = default_collate(data)
+        labels = batch.pop("labels")
+        expected = nn.functional.mse_loss(trainer.model(**batch).logits[:, 0], labels)
+    assert metrics["eval_loss"] == pytest.approx(float(expected), rel=1e-4)
+    assert trainer.engine.get_fil().value.max() > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
+        ({"bf16": True}, "mixed precision .bf16."),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing=True"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
+    ],
+)
+def test_what_cannot_be_accounted_for_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    from accelerate.state import AcceleratorState
+
+    try:
+        args = arguments(tmp_path, **settings)
+        with pytest.raises(ValueError, match=message):
+            FILTrainer(model=model(), args=args, train_dataset=examples(), privacy=privacy())
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_several_devices_are_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match="distributed training"):
+        FILTrainer(model=model(), args=args, train_dataset=examples(), privacy=privacy())
+
+
+def test_what_is_set_elsewhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="TrainingArguments.max_grad_norm"):
+        FILTrainer(
+            model=model(), args=arguments(tmp_path), train_dataset=examples(), privacy=privacy(max_grad_norm=1.0)
+        )
+    trainer = FILTrainer(model=model(), args=arguments(tmp_path), train_dataset=examples(), privacy=privacy())
+    with pytest.raises(ValueError, match="do not hold the accounting"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_position_embeddings_shared_by_the_batch_are_named(tmp_path: Path) -> None:
+    data = [{k: v for k, v in example.items() if k != "position_ids"} for example in examples()]
+    trainer = FILTrainer(model=model(), args=arguments(tmp_path), train_dataset=data, privacy=privacy())
+    with pytest.raises(RuntimeError, match="position_ids"):
+        trainer.train()
+
+
+def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "huggingface_leakage.py"
+    monkeypatch.setattr(
+        sys, "argv", [example.name, "--epochs", "1", "--examples", "400", "--path", str(tmp_path / "leakage.csv")]
+    )
+    runpy.run_path(str(example), run_name="__main__")
+    assert "ε = " in capsys.readouterr().out
+    assert (tmp_path / "leakage.csv").exists()

@@ -1,0 +1,198 @@
+"""A Lightning callback that makes a fit private and accounts for every example.
+
+Needs ``lightning`` (or ``pytorch-lightning``): ``pip install 'torchfil[lightning]'``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from torchfil.engine import FILPrivacyEngine
+from torchfil.integrations.table import write_table
+
+try:
+    import lightning.pytorch as pl
+except ImportError:
+    try:
+        import pytorch_lightning as pl
+    except ImportError as error:
+        raise ImportError("FILCallback needs Lightning; install it: pip install 'torchfil[lightning]'") from error
+
+__all__ = ["FILCallback"]
+
+
+class FILCallback(pl.Callback):
+    """Makes model, optimizer and training loader private when a fit starts, and writes the leakage when it ends.
+
+    In use::
+
+        callback = FILCallback(noise_multiplier=1.0, max_grad_norm=1.0, path="leakage.csv")
+        pl.Trainer(max_epochs=3, callbacks=[callback]).fit(model, loader)
+        callback.engine.leakage()
+
+    ``training_step`` stays as it is. Checkpoints of the trainer hold the accounting, too: with ``fit(ckpt_path=…)`` it
+    goes on. They are then as confidential as the table. The losses and metrics that are logged are not private.
+
+    Guarantees:
+        * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`.
+        * Gradient accumulation, mixed precision, several devices, several optimizers or training loaders, gradient
+          clipping by the trainer and reloaded loaders raise when the fit starts.
+        * After the fit the model is a plain module again.
+
+    Args:
+        engine: None: a new one. It accounts for one fit.
+        module: The name of the submodule that ``training_step`` calls, as ``self.<module>(x)``; None: the
+            LightningModule itself, called as ``self(x)``.
+        path: Where the table is written, as CSV; None: nowhere.
+        delta: δ: the table then has ``individual_epsilon``, and ``epsilon`` is logged at the end of every epoch.
+        **options: Of :meth:`FILPrivacyEngine.make_private`, or with ``target_epsilon``, ``target_delta`` and ``epochs``
+            of :meth:`FILPrivacyEngine.make_private_with_epsilon`.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: FILPrivacyEngine | None = None,
+        module: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        delta: float | None = None,
+        **options: Any,
+    ) -> None:
+        if "wrap_model" in options:
+            raise TypeError("wrap_model is chosen by FILCallback: Lightning needs its own module, so it is not wrapped")
+        self.engine = engine if engine is not None else FILPrivacyEngine()
+        self.module = module
+        self.path = path
+        self.delta = delta
+        self.options = options
+        self._started = False
+        self._restored: Mapping[str, Any] | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Swap the fit's optimizer and loader for private ones, and hook the model."""
+        _refuse(trainer)
+        module = self._private_module(pl_module)
+        if trainer.ckpt_path is not None and not self._restored:
+            raise ValueError(
+                f"the checkpoint {trainer.ckpt_path} holds no accounting, so what its steps leaked would be missing "
+                "from the table. Resume from a checkpoint of a fit with FILCallback, or load only public weights."
+            )
+        trainer.fit_loop.setup_data()
+        loader = _only_loader(trainer)
+        (optimizer,) = trainer.strategy.optimizers
+        prepare = "make_private_with_epsilon" if "target_epsilon" in self.options else "make_private"
+        with _detached_from_trainer(pl_module):
+            _, optimizer, loader = getattr(self.engine, prepare)(
+                module, optimizer, loader, wrap_model=False, **self.options
+            )
+        self._started = True
+        if self._restored:
+            self.engine.load_state_dict(self._restored)
+        trainer.strategy.optimizers = [optimizer]
+        trainer.fit_loop._combined_loader.flattened = [loader]
+        iter(trainer.fit_loop._data_fetcher)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Refuse gradient accumulation that another callback has switched on."""
+        _refuse_accumulation(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log ε."""
+        if self.delta is not None:
+            pl_module.log("epsilon", float(self.engine.get_epsilon(self.delta)))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write the table."""
+        if self.path is not None:
+            write_table(self.engine, self.path, self.delta)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take the hooks off the model."""
+        if stage == "fit" and self._started:
+            self.engine.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The accounting, for the trainer's checkpoints."""
+        return self.engine.state_dict() if self._started else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a checkpoint's accounting until the fit starts."""
+        self._restored = state_dict
+
+    def _private_module(self, pl_module: Any) -> nn.Module:
+        if self.module is not None:
+            return pl_module.get_submodule(self.module)
+        if type(pl_module).forward is pl.LightningModule.forward:
+            raise ValueError(
+                f"{type(pl_module).__name__} defines no forward, so its training_step calls a submodule; pass its "
+                f"name: FILCallback(module=…), one of {[name for name, _ in pl_module.named_children()]}"
+            )
+        return pl_module
+
+
+@contextlib.contextmanager
+def _detached_from_trainer(pl_module: Any) -> Iterator[None]:
+    """Inside, a deep copy of the module does not copy the trainer with its data."""
+    trainer = pl_module.trainer
+    pl_module.trainer = None
+    try:
+        yield
+    finally:
+        pl_module.trainer = trainer
+
+
+def _only_loader(trainer: Any) -> DataLoader[Any]:
+    combined = trainer.fit_loop._combined_loader
+    loaders = combined.flattened if combined is not None else []
+    if len(loaders) != 1 or not isinstance(loaders[0], DataLoader):
+        raise ValueError(
+            f"the fit has {len(loaders)} training loaders ({', '.join(type(part).__name__ for part in loaders)}); one "
+            "torch DataLoader is needed, whose examples are numbered"
+        )
+    return loaders[0]
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise for fits whose steps the accounting would not describe."""
+    strategies = [base.__name__ for base in type(trainer.strategy).__mro__]
+    if trainer.world_size > 1 or "SingleDeviceStrategy" not in strategies:
+        raise ValueError(
+            f"distributed training ({strategies[0]}, {trainer.world_size} processes) is not supported by "
+            "FILPrivacyEngine yet; pass Trainer(devices=1, strategy='auto')"
+        )
+    if trainer.precision not in ("32-true", "64-true"):
+        raise ValueError(
+            f"precision={trainer.precision!r} cannot be accounted for: the gradients that are released would be "
+            "rounded or scaled, those that are differentiated not. Pass Trainer(precision='32-true')."
+        )
+    _refuse_accumulation(trainer)
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"gradient_clip_val={trainer.gradient_clip_val} would clip a gradient that is then replaced by the private "
+            "one; every example is clipped to max_grad_norm. Leave gradient_clip_val out."
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise ValueError(
+            f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs} would replace the private "
+            "loader by a plain one; leave it out"
+        )
+    if len(trainer.strategy.optimizers) != 1:
+        raise ValueError(
+            f"configure_optimizers returns {len(trainer.strategy.optimizers)} optimizers; one is needed, over all "
+            "parameters that are trained"
+        )
+
+
+def _refuse_accumulation(trainer: Any) -> None:
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} cannot be accounted for: with Poisson sampling "
+            "every batch is a step of its own. Raise the loader's batch_size instead; the accounting cuts a batch into "
+            "pieces that fit max_memory."
+        )
