@@ -27,7 +27,7 @@ from benchmarks.loops import MODELS
 from benchmarks.measuring import attempt
 from benchmarks.precision import precision
 from benchmarks.tables import page
-from torchfil.engine.checkpoint import replaced_when_complete
+from torchfil.files import replaced_when_complete
 
 SECTIONS = ("models", "run", "growth", "precision")
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from torchfil import FILPrivacyEngine
 from torchfil.datasets import DataNotFoundError, ResidentDataset, mnist
-from torchfil.engine.checkpoint import replaced_when_complete
+from torchfil.files import replaced_when_complete
 from torchfil.zoo import mnist_cnn
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing")

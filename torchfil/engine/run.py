@@ -36,7 +36,7 @@ __all__ = ["Run"]
 logger = logging.getLogger(__name__)
 
 
-_LOOKS_PER_PASS = 8  # how often the pace is set anew
+_LOOKS_PER_PASS = 8  # how often the pace is set anew and the leakage so far is noted
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,7 @@ class Run:
         self.dataset = loader.plain_dataset
         self.collate_fn = loader.plain_collate_fn
         self.optimizer = optimizer
+        self.timeline = Timeline(self._steps_between_looks(optimizer))
         optimizer.measure = self._measure
         optimizer.on_logical_step = self._book
         optimizer.on_zero_grad = self.observer.forget_finished
@@ -281,10 +282,13 @@ class Run:
     def _set_pace(self, optimizer: FILOptimizer) -> None:
         if self.pace.target is None or self.ledger is None:
             return
-        share = optimizer.expected_batch_size / self.ids.num_examples
-        if self.history.steps % max(1, round(1 / (_LOOKS_PER_PASS * share))) == 0:
+        if self.history.steps % self._steps_between_looks(optimizer) == 0:
+            share = optimizer.expected_batch_size / self.ids.num_examples
             self.pace.update(self.ledger, self.history.steps * share, self._latest)
             self._latest = None
+
+    def _steps_between_looks(self, optimizer: FILOptimizer) -> int:
+        return max(1, round(self.ids.num_examples / (_LOOKS_PER_PASS * optimizer.expected_batch_size)))
 
     def _ids(self, forwards: list[ForwardPass], num_gradients: int) -> list[int]:
         """The numbers of the examples in these passes, checked against the gradients and what is staged."""

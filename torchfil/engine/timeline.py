@@ -17,13 +17,16 @@ MAX_POINTS = 200
 class Timeline:
     """The median, the 95 % quantile and the maximum of η̄ = sqrt(tr(I)/d) over all examples, at some of the steps.
 
-    Every step is noted at first; whenever there are 200 points, every second one is dropped and from then on half as
-    many steps are noted. So a run of any length keeps 100 to 200 points at equal distances, and T steps cost
-    about 100·log₂(T/100) looks at the ledger. Examples not drawn yet count with 0.
+    Every ``stride``-th step is noted at first; whenever there are 200 points, every second one is dropped and from then
+    on half as many steps are noted. So a run of any length keeps at most 200 points at equal distances, and looks at
+    the ledger seldom. Examples not drawn yet count with 0.
+
+    Args:
+        stride: How many steps lie between two points at first.
     """
 
-    def __init__(self) -> None:
-        self.stride = 1
+    def __init__(self, stride: int = 1) -> None:
+        self.stride = stride
         self.steps: list[int] = []
         self.points: list[Tensor] = []  # [3] each, on the ledger's device: no waiting for a GPU
 
