@@ -22,7 +22,7 @@ __all__ = ["FusedPass", "FusedResult", "Wanted"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_GRAPHS = 32
+_MOST_GRAPHS = 48
 _BUCKETS = 16  # graphs' batch sizes are multiples of a sixteenth of the expected batch
 
 
@@ -113,11 +113,13 @@ class FusedPass:
         size = -(-len(gradients) // self.bucket) * self.bucket
         key = (size, signature(gradients), wanted.kind, batch.mechanism)
         try:
-            if key not in self._captured:
-                if len(self._captured) >= _MOST_GRAPHS:  # a changing noise or threshold needs a graph each
-                    self._captured.clear()
-                self._captured[key] = _Captured(batch, size, wanted, self._memory())
-            return self._captured[key].replay(gradients.examples, wanted)
+            captured = self._captured.pop(key, None)
+            if captured is None:
+                captured = _Captured(batch, size, wanted, self._memory(), warm_ups=1 if self._captured else 3)
+            self._captured[key] = captured  # the latest stands last
+            if len(self._captured) > _MOST_GRAPHS:  # a changing noise or threshold needs a graph each
+                del self._captured[next(iter(self._captured))]
+            return captured.replay(gradients.examples, wanted)
         except RuntimeError as error:
             logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", error)
             self.graphs = False
@@ -159,7 +161,7 @@ def _result(
 class _Captured:
     """One pass of fixed size as a CUDA graph, with the probes, the mask and the rate that it reads."""
 
-    def __init__(self, batch: PrivateBatch, size: int, wanted: Wanted, pool: Any) -> None:
+    def __init__(self, batch: PrivateBatch, size: int, wanted: Wanted, pool: Any, warm_ups: int) -> None:
         gradients = batch.gradients
         self.batch, self.wanted = batch, wanted
         self.probes = tuple(
@@ -167,7 +169,7 @@ class _Captured:
         )
         self.mask = torch.zeros(size, dtype=gradients.dtype, device=gradients.device)
         self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=gradients.device)
-        self.captured = CapturedPass(gradients, size, self._pass, pool)
+        self.captured = CapturedPass(gradients, size, self._pass, pool, warm_ups)
 
     def _pass(self, gradients: ExampleGradients) -> FusedResult:
         mechanism, size = self.batch.mechanism, len(self.mask)

@@ -32,14 +32,21 @@ class CapturedPass(Generic[Result]):
         gradients: A batch to begin with; smaller ones are filled up with copies of the first example.
         size: How many examples the pass takes.
         run: What to capture: a function of the examples' gradients whose results stay where they are.
-        pool: Memory shared with other graphs, which then must not be replayed while this one's results are in use.
+        pool: Memory shared with other graphs, which then must not be replayed while this one's results are in use. It
+            ends with the last of its graphs.
+        warm_ups: How often ``run`` is called before it is captured.
 
     Raises:
         RuntimeError: ``run`` cannot be captured.
     """
 
     def __init__(
-        self, gradients: ExampleGradients, size: int, run: Callable[[ExampleGradients], Result], pool: Any = None
+        self,
+        gradients: ExampleGradients,
+        size: int,
+        run: Callable[[ExampleGradients], Result],
+        pool: Any = None,
+        warm_ups: int = 3,
     ) -> None:
         examples = gradients.examples
         self.size = size
@@ -51,7 +58,7 @@ class CapturedPass(Generic[Result]):
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for _ in range(3):
+            for _ in range(warm_ups):
                 run(self.gradients)
         torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
