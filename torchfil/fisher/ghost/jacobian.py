@@ -39,26 +39,26 @@ class GhostJacobian(ClippedJacobian):
         return cut(self._recording)
 
     @cached_property
-    def _square(self) -> Tensor:
-        with torch.enable_grad(), differentiable_twice():
-            return squared_norms(self._cut.recording)
+    def _square(self) -> tuple[Tensor, list[Tensor | None]]:
+        """‖g‖², [batch], and its derivative at the leaves of the cut."""
+        with differentiable_twice():
+            return self._cut.differentiated(squared_norms(self._cut.recording))
 
     @cached_property
     def norm(self) -> Tensor:
         """N = ‖g‖, [batch]."""
-        return self._square.detach().sqrt()
+        return self._square[0].sqrt()
 
     @cached_property
     def norm_gradient(self) -> Tensor:
         """∇n = ∇(n²)/(2n), 0 where g = 0, [batch, d]."""
-        return 0.5 * safe_reciprocal(self.norm)[:, None] * self._pulled_back(self._cotangents(self._square))
+        return 0.5 * safe_reciprocal(self.norm)[:, None] * self._pulled_back(self._square[1])
 
     def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
         """φJᵀPu, [batch, d], for u of shape [p]."""
-        products = self._products(u)
-        along = products.detach() * safe_reciprocal(self.norm)
-        gradient = self._pulled_back(self._cotangents(products))
-        return self.scale[:, None] * (gradient - along[:, None] * self.norm_gradient)
+        products, cotangents = self._products(u, self.scale)
+        along = self.scale * products * safe_reciprocal(self.norm)
+        return self._pulled_back(cotangents) - along[:, None] * self.norm_gradient
 
     def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
         r"""R = J̃ᵀM^{1/2}u/s, [batch, d], for u of shape [p]; E[r rᵀ] = I: one derivative for everything.
@@ -68,13 +68,12 @@ class GhostJacobian(ClippedJacobian):
         """
         perpendicular, parallel = mechanism.weights(self.clipped_norm)
         root, reciprocal = perpendicular.sqrt(), safe_reciprocal(self.norm)
-        products = self._products(u)
-        along = products.detach() * reciprocal
+        products, cotangents = self._products(u, self.scale * root)
+        along = products * reciprocal
         beta = (parallel.sqrt() - root) * along
         extra = self.scale * beta + self.scale_derivative * self.norm * (root * along + beta)
-        with torch.enable_grad():
-            combined = self.scale * root * products + 0.5 * extra * reciprocal * self._square
-        return self._pulled_back(self._cotangents(combined))
+        share = 0.5 * extra * reciprocal
+        return self._pulled_back([_plus(a, share, b) for a, b in zip(cotangents, self._square[1], strict=True)])
 
     def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
         """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 where unused."""
@@ -90,14 +89,20 @@ class GhostJacobian(ClippedJacobian):
         """ℓ of every example, [batch]."""
         return self._recording.losses.detach()
 
-    def _products(self, u: Tensor) -> Tensor:
-        with torch.enable_grad(), differentiable_twice():
-            return inner_products(self._cut.recording, self.gradients.unflatten(u))
-
-    def _cotangents(self, values: Tensor) -> tuple[Tensor | None, ...]:
+    def _products(self, u: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """⟨g, u⟩, [batch], and the derivative of Σ_i weight_i⟨g_i, u⟩ at the leaves of the cut."""
         with differentiable_twice():
-            return self._cut.cotangents(values)
+            parts = inner_products(self._cut.recording, self.gradients.unflatten(u))
+            return self._cut.differentiated(parts, weight)
 
     def _pulled_back(self, cotangents: Sequence[Tensor | None]) -> Tensor:
         with differentiable_twice():
             return self._cut.pulled_back(cotangents, self._z)
+
+
+def _plus(a: Tensor | None, weight: Tensor, b: Tensor | None) -> Tensor | None:
+    """A + weight·b, for weights [batch]."""
+    if b is None:
+        return a
+    weight = weight.reshape(-1, *[1] * (b.ndim - 1))
+    return weight * b if a is None else torch.addcmul(a, weight, b)

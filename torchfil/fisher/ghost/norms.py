@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from torchfil.fisher.ghost.recording import Call, Recording, UnsupportedCallError, record
+from torchfil.fisher.ghost.recording import Call, Recording, UnsupportedCallError, cut, record
 from torchfil.fisher.ghost.rules import GenericRule, rule_for, total_square
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 
@@ -39,20 +40,19 @@ class Plan:
 
 
 class Held:
-    """Bytes that autograd keeps for backward passes, the weights aside."""
+    """Bytes that autograd keeps for backward passes, the weights aside.
+
+    Attributes:
+        total: What is kept together.
+    """
 
     def __init__(self, weights: list[Tensor]) -> None:
         self.total = 0
         self._known = {weight.untyped_storage().data_ptr() for weight in weights}
 
     @contextmanager
-    def counting(self, call: Call | None = None) -> Iterator[None]:
-        """Count what is kept inside; for a generic rule, which takes no such hooks, two gradients per example."""
-        if call is not None and isinstance(rule_for(call.module), GenericRule):
-            size = sum(value.numel() * value.itemsize for value in call.parameters.values())
-            self.total += 2 * size * len(call.delta)
-            yield
-            return
+    def counting(self) -> Iterator[None]:
+        """Count what is kept inside."""
 
         def pack(tensor: Tensor) -> Tensor:
             pointer = tensor.untyped_storage().data_ptr()
@@ -64,38 +64,57 @@ class Held:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
 
+    def counted(self, parts: Iterable[Callable[[], Tensor]]) -> Iterator[Callable[[], Tensor]]:
+        """The same parts; the largest of them counts, because each is let go before the next."""
+        largest = 0
+        for part in parts:
+            before = self.total
+            yield partial(self._count, part)
+            largest, self.total = max(largest, self.total - before), before
+        self.total += largest
 
-def squared_norms(recording: Recording, held: Held | None = None) -> Tensor:
-    """‖g‖² of every example over all trainable parameters, [batch]; differentiable with respect to z.
+    def _count(self, part: Callable[[], Tensor]) -> Tensor:
+        calls = [argument for argument in getattr(part, "args", ()) if isinstance(argument, Call)]
+        generic = [call for call in calls if isinstance(rule_for(call.module), GenericRule)]
+        if generic:  # it takes no such hooks: two gradients per example
+            for call in generic:
+                size = sum(value.numel() * value.itemsize for value in call.parameters.values())
+                self.total += 2 * size * len(call.delta)
+            return part()
+        with self.counting():
+            return part()
+
+
+def squared_norms(recording: Recording) -> Iterator[Callable[[], Tensor]]:
+    """Functions whose values add up to ‖g‖² of every example, [batch], each of calls that no other one looks at.
 
     The gradient of a parameter that several calls use is formed and summed over them first.
-
-    Args:
-        recording: The calls.
-        held: Counts what the graph keeps, where given.
     """
     uses = Counter(name for call in recording.calls for name in call.shared_names.values())
-    result = torch.zeros_like(recording.losses)
-    summed: dict[str, Tensor] = {}
+    sharing: list[Call] = []
     for call in recording.calls:
-        rule = rule_for(call.module)
-        with held.counting(call) if held is not None else nullcontext():
-            if all(uses[name] == 1 for name in call.shared_names.values()):
-                result = result + rule.squared_norm(call)
-                continue
-            for local, gradient in rule.gradients(call).items():
-                name = call.shared_names[local]
-                summed[name] = summed[name] + gradient if name in summed else gradient
-    return result + total_square(summed.values(), result)
+        if all(uses[name] == 1 for name in call.shared_names.values()):
+            yield partial(rule_for(call.module).squared_norm, call)
+        else:
+            sharing.append(call)
+    if sharing:
+        yield partial(_shared_squared_norm, sharing, recording.losses)
 
 
-def inner_products(recording: Recording, direction: Mapping[str, Tensor]) -> Tensor:
-    """⟨g, u⟩ of every example, [batch], for u by the model's parameter names; differentiable with respect to z."""
-    result = torch.zeros_like(recording.losses)
+def _shared_squared_norm(calls: Sequence[Call], like: Tensor) -> Tensor:
+    summed: dict[str, Tensor] = {}
+    for call in calls:
+        for local, gradient in rule_for(call.module).gradients(call).items():
+            name = call.shared_names[local]
+            summed[name] = summed[name] + gradient if name in summed else gradient
+    return total_square(summed.values(), like)
+
+
+def inner_products(recording: Recording, direction: Mapping[str, Tensor]) -> Iterator[Callable[[], Tensor]]:
+    """Functions whose values add up to ⟨g, u⟩ of every example, [batch], for u by the model's parameter names."""
     for call in recording.calls:
         part = {local: direction[name] for local, name in call.shared_names.items()}
-        result = result + rule_for(call.module).inner(call, part)
-    return result
+        yield partial(rule_for(call.module).inner, call, part)
 
 
 def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
@@ -113,7 +132,7 @@ def norm_gradient(gradients: ExampleGradients, held: Held | None = None) -> Norm
 
     Args:
         gradients: The examples with model and loss.
-        held: Counts what the graph keeps, where given.
+        held: Counts what the graphs keep, where given.
 
     Raises:
         UnsupportedCallError: See :func:`torchfil.fisher.ghost.record`; :func:`plan` tells beforehand.
@@ -122,9 +141,13 @@ def norm_gradient(gradients: ExampleGradients, held: Held | None = None) -> Norm
     with torch.enable_grad(), differentiable_twice():
         with held.counting() if held is not None else nullcontext():
             recording = record(gradients, z)
-        square = squared_norms(recording, held)
-        (gradient,) = torch.autograd.grad(square.sum(), z, allow_unused=True, materialize_grads=True)
-    return NormGradient(square.detach(), gradient)
+        attached = cut(recording)
+        parts = squared_norms(attached.recording)
+        square, cotangents = attached.differentiated(parts if held is None else held.counted(parts))
+        if held is not None:
+            held.total += sum(leaf.numel() * leaf.itemsize for leaf in attached.leaves)
+        gradient = attached.pulled_back(cotangents, z)
+    return NormGradient(square, gradient.detach())
 
 
 def plan(gradients: ExampleGradients) -> Plan:

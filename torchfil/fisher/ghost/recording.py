@@ -8,7 +8,7 @@ whatever the layer rules make of them (norms, inner products) can be differentia
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,9 +94,28 @@ class CutRecording:
     leaves: tuple[Tensor, ...]
     origins: tuple[Tensor, ...]
 
-    def cotangents(self, values: Tensor) -> tuple[Tensor | None, ...]:
-        """∂Σvalues/∂leaf for every leaf, None where it does not matter; the graph is kept, for rules share parts."""
-        return torch.autograd.grad(values.sum(), self.leaves, retain_graph=True, allow_unused=True)
+    def differentiated(
+        self, parts: Iterable[Callable[[], Tensor]], weight: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Σ parts, [batch], and ∂(Σ_i weight_i Σ parts_i)/∂leaf for every leaf, None where it does not matter.
+
+        Part by part, so that the graph of one layer is held at a time.
+        """
+        total = torch.zeros_like(self.recording.losses)
+        cotangents: list[Tensor | None] = [None] * len(self.leaves)
+        for part in parts:
+            with torch.enable_grad():
+                value = part()
+                weighed = value.sum() if weight is None else (weight * value).sum()
+            total = total + value.detach()
+            if not weighed.requires_grad:
+                continue
+            found = torch.autograd.grad(weighed, self.leaves, retain_graph=True, allow_unused=True)
+            for place, gradient in enumerate(found):
+                known = cotangents[place]
+                if gradient is not None:
+                    cotangents[place] = gradient if known is None else known + gradient
+        return total, cotangents
 
     def pulled_back(self, cotangents: Sequence[Tensor | None], z: Tensor) -> Tensor:
         """Σ_leaf ⟨cotangent, ∂leaf/∂z⟩, [batch, d]; the graph is kept for the next ones."""
