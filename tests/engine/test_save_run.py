@@ -212,3 +212,15 @@ def test_the_checksum_of_the_data_tells_order_and_dtype() -> None:
     assert data_sha256([torch.ones(2), torch.ones(3)]) != data_sha256([torch.ones(3), torch.ones(2)])
     assert data_sha256(["ab", "c"]) != data_sha256(["a", "bc"])
     assert data_sha256([{"x": np.ones(2), "y": 1}]) != data_sha256([{"x": np.ones(2), "y": 2}])
+
+
+def test_a_target_of_accuracy_is_saved_instead_of_probes(tmp_path: Path) -> None:
+    trained = train(data(40), steps=3, rel_error=0.5)
+    trained.engine.save_run(tmp_path / "run.fil", delta=1e-5)
+    mechanism = load(tmp_path / "run.fil").about["mechanism"]
+    assert mechanism["rel_error"] == 0.5
+    assert mechanism["num_probes"] is None
+    plain = train(data(40), steps=3)
+    plain.engine.save_run(tmp_path / "plain.fil", delta=1e-5)
+    mechanism = load(tmp_path / "plain.fil").about["mechanism"]
+    assert (mechanism["num_probes"], mechanism["fil_rate"], mechanism["rel_error"]) == (3, 1.0, None)

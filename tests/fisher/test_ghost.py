@@ -333,13 +333,13 @@ def test_the_memory_plan_does_not_depend_on_the_batch() -> None:
 def test_one_folded_probe_has_the_whole_matrix_as_its_mean(clip: str, amplification: Any) -> None:
     """Over all 2^p sign vectors, the mean of r rᵀ is the amplified Fisher information, clipping included."""
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1, bias=False)).to(DEVICE).double()
-    x, y = torch.randn(4, 3).to(DEVICE).double(), torch.randn(4, 1).to(DEVICE).double()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1, bias=False)).to(DEVICE).double()
+    x, y = torch.randn(4, 2).to(DEVICE).double(), torch.randn(4, 1).to(DEVICE).double()
     mechanism = Mechanism.build(1.5, 0.8, clip, amplification)
     gradients = ExampleGradients.build(model, nn.MSELoss(), x, y, None)
     jacobian = GhostJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
     p = gradients.num_parameters
-    mean = torch.zeros(4, 3, 3, dtype=torch.float64, device=DEVICE)
+    mean = torch.zeros(4, 2, 2, dtype=torch.float64, device=DEVICE)
     for bits in range(2**p):
         u = torch.tensor([1.0 if bits >> k & 1 else -1.0 for k in range(p)], dtype=torch.float64, device=DEVICE)
         r = jacobian.folded_row(mechanism, u)

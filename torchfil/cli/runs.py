@@ -144,7 +144,9 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
 def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     about, examples, fil = run.about, data["examples"], data["fil"]
     model, mechanism = about.get("model", {}), about.get("mechanism", {})
-    probed = "exact" if about.get("exact") else f"{mechanism.get('num_probes')} probes, {mechanism.get('estimator')}"
+    target, count = mechanism.get("rel_error"), mechanism.get("num_probes")
+    drawn = f"{count} probes" if target is None else f"probes for a relative error of {100 * target:g} %"
+    probed = "exact" if about.get("exact") else f"{drawn}, {mechanism.get('estimator')}"
     lines = [
         ["", str(about.get("title", "a saved run"))],
         ["model", f"{model.get('name')}, {number(model.get('num_parameters'))} parameters"],

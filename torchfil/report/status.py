@@ -24,7 +24,8 @@ def status_of(run: SavedRun) -> np.ndarray:
         unknown |= np.asarray(columns["participations"]) - missed <= 0
     if "sampling_error" in columns:
         unknown |= np.isinf(np.asarray(columns["sampling_error"], dtype=np.float64))
-    rate = run.about.get("mechanism", {}).get("fil_rate")
-    if rate is not None and rate < 1:
+    mechanism = run.about.get("mechanism", {})
+    rate = mechanism.get("fil_rate")
+    if mechanism.get("rel_error") is not None or (rate is not None and rate < 1):
         unknown |= fil == 0
     return np.where(unknown, NOT_MEASURED, np.where(missed > 0, LOWER_BOUND, MEASURED)).astype(np.uint8)

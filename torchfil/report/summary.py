@@ -57,6 +57,7 @@ PUBLIC = {
         "estimator",
         "num_probes",
         "fil_rate",
+        "rel_error",
         "steps_paused",
         "loss",
     ),

@@ -69,9 +69,14 @@ def _clipping(report: Report) -> str | None:
 
 def _certainty(report: Report) -> str:
     exact, probes = report.about("exact"), report.about("mechanism", "num_probes")
-    rate = report.about("mechanism", "fil_rate")
+    rate, target = report.about("mechanism", "fil_rate"), report.about("mechanism", "rel_error")
     if exact:
         how = "FIL was computed exactly at every step of this run."
+    elif target is not None:
+        how = (
+            "FIL is an unbiased estimate; random probes and the share of steps were chosen for a relative standard "
+            f"error of {100 * target:g} % of the squared FIL of the median example; its error stands beside it."
+        )
     else:
         drawn = f" from {probes} random probe{'s' if probes != 1 else ''} a step" if probes else ""
         some = f", on {100 * rate:g} % of the steps" if rate is not None and rate < 1 else ""
