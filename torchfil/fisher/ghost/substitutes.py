@@ -48,9 +48,14 @@ def _pooling(module: Any) -> Callable[..., Tensor]:
     return lambda x: average_pool(module, x) if pools_by_views(module, x) else type(module).forward(module, x)
 
 
+def _group_norm(module: Any) -> Callable[..., Tensor]:
+    """On GPUs torch's own, most of whose many operations are on few numbers, was faster (43 against 57 ms a step)."""
+    return lambda x: group_norm(module, x) if x.device.type == "cpu" else type(module).forward(module, x)
+
+
 _SUBSTITUTES: dict[type[nn.Module], tuple[str, Callable[[Any], Callable[..., Tensor]]]] = {
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ("_conv_forward", _convolution)),
     **dict.fromkeys((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), ("forward", _pooling)),
-    nn.GroupNorm: ("forward", lambda module: lambda x: group_norm(module, x)),
+    nn.GroupNorm: ("forward", _group_norm),
     nn.LayerNorm: ("forward", lambda module: lambda x: layer_norm(module, x)),
 }
