@@ -81,9 +81,9 @@ def main() -> None:
     axes = figure.subplots(1 + len(found), SHOWN)
     for column, row in enumerate(shown.tolist()):
         axes[0, column].set_title(f"{'low' if column < SHOWN // 2 else 'high'} PLIS", fontsize=9)
-        axes[0, column].imshow(images[row, 0], cmap="gray", vmin=0, vmax=1)
+        axes[0, column].imshow(images[row, 0].numpy(), cmap="gray", vmin=0, vmax=1)
         for axis, guesses in zip(axes[1:, column], found.values(), strict=True):
-            axis.imshow(guesses[row, 0], cmap="gray", vmin=0, vmax=1)
+            axis.imshow(guesses[row, 0].numpy(), cmap="gray", vmin=0, vmax=1)
             axis.set_title(f"SSIM {ssim(guesses[row : row + 1], images[row : row + 1]).item():.2f}", fontsize=8)
     for axis, name in zip(axes[:, 0], ("x-ray", *found), strict=True):
         axis.set_ylabel(name, fontsize=9)

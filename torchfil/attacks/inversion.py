@@ -155,7 +155,7 @@ def invert_gradients(
 
 
 def total_variation(x: Tensor) -> Tensor:
-    """Mean |difference| of neighbours down and across, [..., height, width] to a scalar.
+    """Mean absolute difference of neighbours, down plus across, [..., height, width] to a scalar.
 
     Example:
         >>> total_variation(torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
