@@ -241,7 +241,7 @@ def ideal_inversion(X: Any, y: Any, attribute: NominalAttribute, *, l2: float = 
 
 
 def accuracy_by_part(result: AttackResult, score: Any, parts: int = 10) -> np.ndarray:
-    """The accuracy among the examples of each part of equal size, ordered by score (η: deciles), [parts].
+    """The accuracy in each of some parts of equal size, ordered by score (η: deciles), [parts]; NaN where empty.
 
     Args:
         result: Of an attack whose measure is "accuracy".
@@ -253,7 +253,7 @@ def accuracy_by_part(result: AttackResult, score: Any, parts: int = 10) -> np.nd
     order = np.argsort(np.asarray(score), kind="stable")
     if len(order) != len(result.achieved):
         raise ValueError(f"score has {len(order)} entries for {len(result.achieved)} attacked examples")
-    return np.array([result.achieved[part].mean() for part in np.array_split(order, parts)])
+    return np.array([result.achieved[part].mean() if len(part) else np.nan for part in np.array_split(order, parts)])
 
 
 def _noise(

@@ -165,18 +165,20 @@ class GLMReconstruction:
 
     def _errors_in_range(self, inputs: Tensor, solved: _Solved) -> tuple[Tensor, Tensor]:
         """The same for guesses moved into the range, block by block, in single precision."""
-        m, d = inputs.shape
-        mse, total = torch.empty_like(solved.own), torch.empty_like(inputs)
-        gradient = solved.gradient[:, :d].float()
+        d = inputs.shape[1]
+        mse, total = torch.empty_like(solved.own), torch.zeros_like(inputs)
+        gradient, truth = solved.gradient[:, :d].float(), inputs.float()[:, None]  # [k, d], [m, 1, d]
+        factor, shared = 1 + solved.own.float()[:, :, None], solved.shared.float()[:, :, None]
         numbers = _BLOCK_NUMBERS if inputs.device.type == "cpu" else 2**8 * _BLOCK_NUMBERS
-        all_own, all_shared = solved.own.float(), solved.shared.float()
-        for part in torch.arange(m, device=inputs.device).split(max(1, numbers // gradient.numel())):
-            truth = inputs[part].float()[:, None]  # [block, 1, d]
-            own, shared = all_own[part, :, None], all_shared[part, :, None]
-            guess = torch.addcmul((1 + own) * truth, shared, gradient, value=-1)
-            error = guess.clamp_(*(self.value_range or (None, None))).sub_(truth)
-            total[part] = error.sum(dim=1).to(inputs.dtype)
-            mse[part] = error.square_().mean(dim=2).to(inputs.dtype)
+        size = max(1, math.isqrt(numbers // d))
+        for rows in _slices(len(inputs), size):
+            for trials in _slices(len(gradient), size):
+                guess = torch.addcmul(
+                    factor[rows, trials] * truth[rows], shared[rows, trials], gradient[trials], value=-1
+                )
+                error = guess.clamp_(*(self.value_range or (None, None))).sub_(truth[rows])
+                total[rows] += error.sum(dim=1)
+                mse[rows, trials] = torch.linalg.vector_norm(error, dim=2).square().div(d).to(mse.dtype)
         return mse, total
 
     def reconstruct(self, release: Any, rows: Any) -> tuple[Tensor, Tensor]:
@@ -247,6 +249,10 @@ class GLMReconstruction:
             left = (first(middle) * middle <= wanted) == rising
             low, high = torch.where(left, middle, low), torch.where(left, high, middle)
         return torch.where(smallest < torch.inf, first((low + high) / 2), slopes.gather(1, nearest))
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, length, size)]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ __all__ = ["minimiser_changes"]
 
 _CHUNK_NUMBERS = 2**23  # margins computed at a time
 _THIRD_NUMBERS = 2**21  # the most entries of the third derivative
-_SURROGATE_STEPS = 3
+_SURROGATE_STEPS = 2
 _MOST_STEPS = 30
 
 
