@@ -49,7 +49,7 @@ def clipped_column_norms(gradients: ExampleGradients, directions: Tensor, max_gr
 
     def one(z: Tensor, public: object, v: Tensor) -> Tensor:
         def clipped_gradient(z: Tensor) -> Tensor:
-            found = grad(gradients._loss)(gradients.parameters, z, public)
+            found = grad(gradients.loss_of_one)(gradients.parameters, z, public)
             g = torch.cat([part.reshape(-1) for part in found.values()])
             over = g.square().sum().sqrt() / CLIP.threshold(max_grad_norm) - 1
             return g / (over * torch.special.ndtr(over) + 1)  # GELU(t − 1) + 1, in a form that jvp takes everywhere

@@ -25,6 +25,34 @@ def test_attribute_leakage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"glm_figure6a.png", "glm_figure7.png"}
 
 
+def test_attribute_inversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "iwpc" / "iwpc-scaled.csv", IWPC)
+    write_adult(tmp_path)
+    monkeypatch.setenv("TORCHFIL_DATA", str(tmp_path))
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["attack", "--out", str(out), "--rounds", "1", "--trials", "5"])
+    runpy.run_path(str(EXAMPLES / "attack_glm_attributes.py"), run_name="__main__")
+    assert "white-box    1e-05: 1.000" in capsys.readouterr().out
+    assert (out / "attack_glm_attributes.png").exists()
+
+
+def test_reconstruction_of_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    write_mnist(tmp_path, 200, 40)
+    monkeypatch.setenv("TORCHFIL_DATA", str(tmp_path))
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["attack", "--out", str(out), "--trials", "20", "--device", "cpu"])
+    runpy.run_path(str(EXAMPLES / "attack_glm_reconstruction.py"), run_name="__main__")
+    assert "pixels kept in [0, 1]: 20 releases" in capsys.readouterr().out
+    names = {"attack_glm_reconstruction.png", "attack_glm_reconstruction_digits.png"}
+    assert {path.name for path in out.iterdir()} == names
+
+
 def write_mnist(folder: Path, train: int, test: int) -> None:
     """Digits that can be learned: a bright row for each label."""
     raw = folder / "MNIST" / "raw"

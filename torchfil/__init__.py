@@ -9,17 +9,19 @@ torchfil.exposure    who is exposed most
 torchfil.layers      which layers leak
 torchfil.viz         pictures of it
 torchfil.glm         generalised linear models with output perturbation, in closed form
+torchfil.attacks     what attackers achieve; torchfil.validate sets it beside the bounds
 torchfil.smoothness  is the model smooth enough, and how to make it so
 """
 
 from typing import TYPE_CHECKING, Any
 
-from torchfil import bounds, clipping, exposure, fisher, layers, smoothness, viz, zoo
+from torchfil import attacks, bounds, clipping, exposure, fisher, layers, smoothness, viz, zoo
 from torchfil._version import __version__
 from torchfil.clipping import available_clips, register_clip
 from torchfil.examples import Private, superpixel
 from torchfil.plis import PLIS
 from torchfil.smoothness import SmoothnessValidator
+from torchfil.validation import Validation, validate
 
 if TYPE_CHECKING:
     from torchfil.engine import FILPrivacyEngine
@@ -29,7 +31,9 @@ __all__ = [
     "FILPrivacyEngine",
     "Private",
     "SmoothnessValidator",
+    "Validation",
     "__version__",
+    "attacks",
     "available_clips",
     "bounds",
     "clipping",
@@ -39,6 +43,7 @@ __all__ = [
     "register_clip",
     "smoothness",
     "superpixel",
+    "validate",
     "viz",
     "zoo",
 ]

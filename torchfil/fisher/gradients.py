@@ -126,12 +126,12 @@ class ExampleGradients:
 
     def losses(self) -> Tensor:
         """ℓ of every example, [batch]."""
-        return self._map(lambda z, public: self._loss(self.parameters, z, public), (), ())
+        return self._map(lambda z, public: self.loss_of_one(self.parameters, z, public), (), ())
 
     def gradients(self) -> Tensor:
         """G of every example, [batch, p]."""
         return self._map(
-            lambda z, public: _flatten(grad(self._loss)(self.parameters, z, public)),
+            lambda z, public: _flatten(grad(self.loss_of_one)(self.parameters, z, public)),
             (),
             (self.num_parameters,),
         )
@@ -142,7 +142,7 @@ class ExampleGradients:
         one = self.examples[slice(i, i + 1)]
         public = pytree.tree_map(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, one.public)
         with torch.enable_grad(), differentiable_twice():
-            loss = self._loss(parameters, one.z[0], public)
+            loss = self.loss_of_one(parameters, one.z[0], public)
             found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
         return torch.stack([g.square().sum() for g in found]).sum()
 
@@ -151,7 +151,7 @@ class ExampleGradients:
 
         def one(z: Tensor, public: Any, v: Tensor) -> Tensor:
             def directional(parameters: dict[str, Tensor]) -> Tensor:
-                return (grad(self._loss, argnums=1)(parameters, z, public) * v).sum()
+                return (grad(self.loss_of_one, argnums=1)(parameters, z, public) * v).sum()
 
             return _flatten(grad(directional)(self.parameters))
 
@@ -164,7 +164,7 @@ class ExampleGradients:
             direction = self.unflatten(u)
 
             def directional(z: Tensor) -> Tensor:
-                gradient = grad(self._loss)(self.parameters, z, public)
+                gradient = grad(self.loss_of_one)(self.parameters, z, public)
                 return torch.stack([(gradient[name] * direction[name]).sum() for name in gradient]).sum()
 
             return grad(directional)(z)
@@ -180,7 +180,7 @@ class ExampleGradients:
         def one(z: Tensor, public: Any) -> Tensor:
             def column(e: Tensor) -> Tensor:
                 def directional(parameters: dict[str, Tensor]) -> Tensor:
-                    return (grad(self._loss, argnums=1)(parameters, z, public) * e).sum()
+                    return (grad(self.loss_of_one, argnums=1)(parameters, z, public) * e).sum()
 
                 return _flatten(grad(directional)(self.parameters))
 
@@ -188,7 +188,8 @@ class ExampleGradients:
 
         return self._map(one, (), (self.num_parameters, len(basis)))
 
-    def _loss(self, parameters: dict[str, Tensor], z: Tensor, public: Any) -> Tensor:
+    def loss_of_one(self, parameters: dict[str, Tensor], z: Tensor, public: Any) -> Tensor:
+        """ℓ of one example as a function of the weights by name and of z [d]; ``public`` is the rest of the example."""
         args, kwargs, target, offset = self.examples.restore(z, public)
         batched = pytree.tree_map(
             lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, (args, kwargs, target)

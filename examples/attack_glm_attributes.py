@@ -1,0 +1,143 @@
+"""Attribute inversion: VKORC1 of warfarin patients (IWPC), marital status (Adult), Hannun et al. 2021, Figures 6 and 7.
+
+White-box and black-box accuracy over the noise, against the prior and an ideal inverter; then white-box accuracy by
+decile of η, before and after reweighting (IRFIL).
+
+TORCHFIL_DATA=/path/to/data python examples/attack_glm_attributes.py --out out
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from torchfil.attacks import (
+    BlackBoxInversion,
+    NominalAttribute,
+    WhiteBoxInversion,
+    accuracy_by_part,
+    ideal_inversion,
+    prior_inversion,
+)
+from torchfil.datasets import DataNotFoundError, TabularTask, adult, iwpc
+from torchfil.glm import GeneralizedLinearModel, LinearRegression, LogisticRegression, iteratively_reweighted_fil
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+SIGMAS = (1e-5, 1e-4, 1e-3, 1e-2)
+SIGMA = 1e-3  # of the deciles
+COLOURS = {"white-box": "#0072B2", "black-box": "#D55E00", "prior": "#4D4D4D", "ideal": "#009E73"}
+ROUND_COLOURS = ("#D55E00", "#E69F00", "#0072B2")
+
+
+def main() -> None:
+    """Print the tables and save the figure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=10, help="of reweighting")
+    parser.add_argument("--logistic", action="store_true", help="Adult by logistic regression too (minutes)")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        patients, people = iwpc(), adult()
+    except DataNotFoundError as error:
+        raise SystemExit(f"skipped: {error}") from None
+    signs = 2 * people.train_targets - 1
+    settings: list[tuple[str, TabularTask, GeneralizedLinearModel, np.ndarray, str]] = [
+        ("IWPC, linear", patients, LinearRegression(l2=1e-2), patients.train_targets, "vkorc1"),
+        ("Adult, linear", people, LinearRegression(l2=1e-3), signs, "marital-status"),
+    ]
+    if options.logistic:
+        model = LogisticRegression(l2=1e-3, tolerance=1e-12)
+        settings.append(("Adult, logistic", people, model, people.train_targets, "marital-status"))
+    figure, axes = pyplot.subplots(len(settings), 2, figsize=(10, 3.6 * len(settings)), constrained_layout=True)
+    for row, (title, task, model, y, name) in zip(axes, settings, strict=True):
+        attribute = NominalAttribute.of_task(task, name)
+        print(f"{title}: {name}, {len(y):,} examples, {len(attribute.codes)} levels")
+        over_noise(row[0], title, model, task.train_inputs, y, attribute, options.trials)
+        rounds = sorted({0, min(2, options.rounds), options.rounds})
+        if title.endswith("linear"):
+            by_decile(row[1], model, task.train_inputs, y, attribute, rounds, options.trials)
+        else:
+            row[1].set_axis_off()
+    figure.savefig(options.out / "attack_glm_attributes.png", dpi=80)
+    print(f"the figure is in {options.out}/")
+
+
+def over_noise(
+    axis: Any,
+    title: str,
+    model: GeneralizedLinearModel,
+    X: np.ndarray,
+    y: np.ndarray,
+    attribute: NominalAttribute,
+    trials: int,
+) -> None:
+    """Accuracy at each σ, with the standard deviation over releases."""
+    model.fit(X, y)
+    start = time.perf_counter()
+    white = WhiteBoxInversion(model, X, y, attribute, progress=True)
+    print(f"  all refits in {time.perf_counter() - start:.2f} s")
+    attacks: dict[str, Any] = {"white-box": white, "black-box": BlackBoxInversion(model, X, y, attribute)}
+    truth = attribute.levels(X)[:, None]
+    for name, attack in attacks.items():
+        guesses = [attack.run(sigma, trials, seed=0).guesses for sigma in SIGMAS]
+        accuracies = np.stack([(found == truth).mean(axis=0) for found in guesses])  # [sigmas, trials]
+        print(f"  {name:<10}" + "".join(f"{s:>8g}: {a:.3f}" for s, a in zip(SIGMAS, accuracies.mean(1), strict=True)))
+        axis.errorbar(
+            SIGMAS,
+            accuracies.mean(axis=1),
+            accuracies.std(axis=1),
+            fmt="o-",
+            color=COLOURS[name],
+            capsize=3,
+            label=name,
+        )
+    for name, result in (("ideal", ideal_inversion(X, y, attribute)), ("prior", prior_inversion(X, attribute))):
+        print(f"  {name:<10}{result.achieved.mean():.3f}")
+        axis.axhline(result.achieved.mean(), color=COLOURS[name], linestyle="--", label=name)
+    axis.set(xscale="log", xlabel="σ", ylabel="accuracy", title=title, ylim=(0, 1.03))
+    axis.legend(frameon=False, fontsize="small")
+
+
+def by_decile(
+    axis: Any,
+    model: GeneralizedLinearModel,
+    X: np.ndarray,
+    y: np.ndarray,
+    attribute: NominalAttribute,
+    rounds: Sequence[int],
+    trials: int,
+) -> None:
+    """White-box accuracy by decile of the first η, after some rounds of reweighting."""
+    eta = None
+    for number, colour in zip(rounds, ROUND_COLOURS, strict=False):
+        fitted = model.fit(X, y)
+        if number:
+            columns = attribute.columns
+            fitted = iteratively_reweighted_fil(model, X, y, rounds=number, clamp=(0, 100), attribute=columns).model
+        if eta is None:
+            eta = fitted.fil(X, y, attributes={"a": attribute.columns})["a"]
+        deciles = accuracy_by_part(WhiteBoxInversion(fitted, X, y, attribute).run(SIGMA, trials, seed=1), eta)
+        print(f"  {number:>2} rounds  " + " ".join(f"{value:.3f}" for value in deciles))
+        axis.plot(range(1, 11), deciles, "o-", color=colour, label=f"{number} rounds of reweighting")
+    axis.set(
+        xlabel="decile of η (10: leaks most)",
+        ylabel="white-box accuracy",
+        title=f"by decile, σ = {SIGMA:g}",
+        ylim=(0, 1.03),
+        xticks=range(1, 11),
+    )
+    axis.legend(frameon=False, fontsize="small", loc="lower right")
+
+
+if __name__ == "__main__":
+    main()

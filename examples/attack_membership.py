@@ -1,0 +1,131 @@
+"""Who was trained on? Membership inference on an overfitted network, and on one trained with DP-SGD at σ = 1.
+
+2,000 digits of MNIST; every run trains a small network on a random half of them. Each of sixteen runs is attacked with
+all others as shadows. A table puts FIL, individual ε and how often the attack was right side by side, by example.
+
+TORCHFIL_DATA=/path/to/data python examples/attack_membership.py --out out
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchfil import FILPrivacyEngine
+from torchfil.attacks.membership import MembershipResult, membership_inference, shadow_runs
+from torchfil.datasets import DataNotFoundError, mnist
+
+DELTA = 1e-5
+ATTACKED = 16
+STYLES = {"loss threshold": "--", "likelihood ratio": "-"}
+
+
+def network(seed: int) -> nn.Sequential:
+    """A small dense network with weights of this seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 64), nn.Tanh(), nn.Linear(64, 10))
+
+
+def overfit(images: Tensor, labels: Tensor, seed: int) -> nn.Module:
+    """Sixty full-batch steps of Adam: every training digit right."""
+    model = network(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return model
+
+
+def train_privately(images: Tensor, labels: Tensor, seed: int, *, measured: bool) -> tuple[nn.Module, FILPrivacyEngine]:
+    """Five epochs of DP-SGD at σ = 1."""
+    model, engine = network(seed), FILPrivacyEngine()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = DataLoader(TensorDataset(images, labels), batch_size=50)
+    _, _, loader = engine.make_private(
+        model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0, criterion=nn.CrossEntropyLoss()
+    )
+    with contextlib.nullcontext() if measured else engine.paused():
+        for _ in range(5):
+            for x, y in loader:
+                engine.train_step(x, y)
+    return model, engine
+
+
+def main() -> None:
+    """Train, attack, print the tables and save the picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--runs", type=int, default=32)
+    parser.add_argument("--examples", type=int, default=2000)
+    options = parser.parse_args()
+    try:
+        images, labels = mnist()
+    except DataNotFoundError as error:
+        raise SystemExit(f"skipped: {error}") from None
+    warnings.filterwarnings("ignore", message="Fisher accounting is paused")
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[: options.examples]
+    images, labels = images[rows], labels[rows]
+    settings = {"runs": options.runs, "seed": 0, "progress": True}
+    plain = shadow_runs(lambda rows, run: overfit(images[rows], labels[rows], run), images, labels, **settings)
+    private = shadow_runs(
+        lambda rows, run: train_privately(images[rows], labels[rows], run, measured=False)[0],
+        images,
+        labels,
+        **settings,
+    )
+    attacked = min(ATTACKED, options.runs)
+    results = {
+        "overfitted": membership_inference(plain, targets=attacked),
+        "DP-SGD, σ = 1": membership_inference(private, targets=attacked),
+    }
+    for training, found in results.items():
+        for name, result in found.items():
+            print(
+                f"{training}, {name}: AUC {result.auc:.3f} ± {result.auc_error:.3f}, true positives at 1 % false "
+                f"alarms {100 * result.tpr_at(0.01):.1f} %, at 10 % {100 * result.tpr_at(0.1):.1f} %"
+            )
+    members = private.members[0].nonzero().squeeze(1)
+    _, engine = train_privately(images[members], labels[members], 0, measured=True)
+    print(f"private: ε = {engine.get_epsilon(DELTA):.2f} at δ = {DELTA:g}. The five most exposed of the first run:")
+    table = engine.leakage(delta=DELTA)
+    by_example = {name: found["likelihood ratio"].by_example().achieved for name, found in results.items()}
+    fil = np.asarray(table["fil"])
+    print("digit  FIL    its own ε  attack right, overfitted  attack right, DP-SGD")
+    for place in np.argsort(-fil)[:5]:
+        row = int(members[place])
+        told = "                 ".join(f"{100 * values[row]:5.0f} %" for values in by_example.values())
+        print(f"{row:5d}  {fil[place]:.3f}  {np.asarray(table['individual_epsilon'])[place]:9.2f}  {told}")
+    save(results, options.out / "attack_membership.png")
+    print(f"The picture is {options.out / 'attack_membership.png'}.")
+    print("These numbers depend on private data and are confidential themselves.")
+
+
+def save(results: dict[str, dict[str, MembershipResult]], path: Path) -> None:
+    """True against false positives, both logarithmic."""
+    figure = Figure(figsize=(5.6, 4.2), layout="constrained")
+    axis = figure.subplots()
+    for (training, found), colour in zip(results.items(), ("#D55E00", "#0072B2"), strict=True):
+        for name, result in found.items():
+            label = f"{training}, {name}: AUC {result.auc:.2f}"
+            axis.plot(*result.curve(), STYLES[name], color=colour, linewidth=1.6, label=label)
+    guess = np.geomspace(1e-3, 1, 50)
+    axis.plot(guess, guess, ":", color="0.3", linewidth=1, label="guessing")
+    axis.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1.1))
+    axis.set(xlabel="false positive rate", ylabel="true positive rate")
+    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=90)
+
+
+if __name__ == "__main__":
+    main()

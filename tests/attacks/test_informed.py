@@ -1,0 +1,103 @@
+"""Informed reconstruction: exact without noise to speak of, and at the Cramér–Rao bound where noise is small."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchfil import bounds, fisher
+from torchfil.attacks.informed import (
+    Transcripts,
+    expected_information,
+    informed_reconstruction,
+    mean_jacobian,
+    record_dpsgd,
+)
+
+C = 1.0
+
+
+def problem(d: int) -> tuple[nn.Module, Tensor, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(d, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+        x = torch.randn(12, d, dtype=torch.float64)
+    return model, x, torch.sin(x.sum(dim=1, keepdim=True)) + 0.3
+
+
+def record(d: int, sigma: float, **options: object) -> Transcripts:
+    model, x, y = problem(d)
+    settings: dict[str, object] = {"steps": 4, "lr": 0.5, "runs": 1, "seed": 1, **options}
+    return record_dpsgd(model, nn.MSELoss(), x, y, max_grad_norm=C, noise_multiplier=sigma, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("d", [1, 5])
+def test_error_lies_at_the_bound_where_noise_is_small(d: int) -> None:
+    """From a start nearby; examples/attack_informed.py searches from afar."""
+    transcripts = record(d, 0.03, runs=2000)
+    result = informed_reconstruction(transcripts, 3, starts=problem(d)[1][3:4] + 0.3)
+    assert result.standard_error is not None
+    assert result.squared_bias is not None
+    bound = bounds.mse_from_fim(expected_information(transcripts, 3)[None]).item()
+    assert result.achieved[0] > bound - 4 * result.standard_error[0]
+    assert result.achieved[0] < 1.5 * bound
+    assert result.squared_bias[0] < 0.01 * bound
+    assert result.trials == 2000
+    assert result.guesses is not None
+    assert result.guesses.shape == (1, 2000, d)
+
+
+def test_a_guess_that_never_moves_has_no_mean_jacobian_and_the_attack_has_the_identity() -> None:
+    transcripts = record(1, 0.03, runs=500)
+    found = informed_reconstruction(transcripts, 3, starts=problem(1)[1][3:4] + 0.3).guesses
+    assert found is not None
+    assert mean_jacobian(transcripts, 3, torch.tensor(found[0])).item() == pytest.approx(1, abs=4 * (2 / 500) ** 0.5)
+    assert mean_jacobian(transcripts, 3, torch.ones(500, 1)).item() == 0
+
+
+def test_without_noise_the_example_is_found() -> None:
+    transcripts = record(5, 1e-7, sample_rate=0.6)
+    result = informed_reconstruction(transcripts, range(4), restarts=2, iterations=25, seed=0)
+    assert transcripts.batches[0, :, :4].any(dim=0).all()
+    assert (result.achieved < 1e-9).all()
+    assert result.standard_error is None
+
+
+def test_information_is_that_of_the_package() -> None:
+    """One step from known weights: the same Fisher information matrix as torchfil.fisher gives."""
+    model, x, y = problem(5)
+    transcripts = record(5, 0.7, steps=1)
+    truth = fisher.exact_fim(model, nn.MSELoss(), x, y, max_grad_norm=C, noise_multiplier=0.7)
+    for row in (0, 7):
+        torch.testing.assert_close(expected_information(transcripts, row), truth[row])
+
+
+def test_the_targets_own_inputs_are_not_read() -> None:
+    """The guess comes from what was released, not from the example that lies in the attacker's hands."""
+    transcripts = record(2, 0.01)
+    honest = informed_reconstruction(transcripts, 3, restarts=1, iterations=5, seed=5).guesses
+    transcripts.gradients.examples.z[3] += 10
+    moved = informed_reconstruction(transcripts, 3, restarts=1, iterations=5, seed=5).guesses
+    assert moved is not None
+    assert honest is not None
+    assert np.array_equal(moved, honest)
+
+
+def test_weights_follow_sgd_on_the_noisy_sums() -> None:
+    transcripts = record(2, 1.0, sample_rate=0.5, steps=2)
+    moved = transcripts.weights[0, 0] - 0.5 / (0.5 * 12) * transcripts.noisy_sums[0, 0]
+    torch.testing.assert_close(transcripts.weights[0, 1], moved)
+    again = record(2, 1.0, sample_rate=0.5, steps=2)
+    assert torch.equal(again.noisy_sums, transcripts.noisy_sums)
+    assert not torch.equal(record(2, 1.0, sample_rate=0.5, steps=2, seed=2).noisy_sums, transcripts.noisy_sums)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"sample_rate=0 must lie in \(0, 1\]"):
+        record(1, 1.0, sample_rate=0)
+    with pytest.raises(ValueError, match="steps=0 and runs=1 must both be at least 1"):
+        record(1, 1.0, steps=0)
+    with pytest.raises(ValueError, match="target=12 is not a row of the 12 examples"):
+        informed_reconstruction(record(1, 1.0), 12)

@@ -1,0 +1,98 @@
+"""Membership inference where the answer is known: perfect, blind, and Gaussian with a closed form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchfil.attacks.membership import (
+    ShadowRuns,
+    gaussian_likelihood_ratio,
+    loss_threshold,
+    membership_inference,
+    shadow_runs,
+)
+
+
+def gaussian_runs(shift: float, runs: int = 60, n: int = 300) -> ShadowRuns:
+    """φ ~ N(hardness of the example + shift · member, 1): only the likelihood ratio knows the hardness."""
+    source = torch.Generator().manual_seed(0)
+    members = torch.rand(runs, n, generator=source) < 0.5
+    hardness = 5 * torch.randn(n, generator=source)
+    return ShadowRuns(hardness + shift * members + torch.randn(runs, n, generator=source), members)
+
+
+def test_likelihood_ratio_reaches_the_gaussian_optimum() -> None:
+    found = membership_inference(gaussian_runs(2.0))["likelihood ratio"]
+    normal = torch.distributions.Normal(0.0, 1.0)
+    assert found.auc == pytest.approx(normal.cdf(torch.tensor(2 / math.sqrt(2))).item(), abs=0.02)
+    optimum = 1 - normal.cdf(normal.icdf(torch.tensor(0.99)) - 2).item()  # P(N(2, 1) > 99 % quantile)
+    assert found.tpr_at(0.01) == pytest.approx(optimum, abs=0.06)
+    assert found.by_example().achieved.mean() == pytest.approx(normal.cdf(torch.tensor(1.0)).item(), abs=0.02)
+
+
+def test_the_loss_alone_is_weaker_where_examples_differ_in_hardness() -> None:
+    found = membership_inference(gaussian_runs(2.0))
+    assert 0.52 < found["loss threshold"].auc < 0.7 < found["likelihood ratio"].auc
+
+
+def test_nothing_is_found_where_nothing_leaks() -> None:
+    for found in membership_inference(gaussian_runs(0.0)).values():
+        assert found.auc == pytest.approx(0.5, abs=0.02)
+        assert found.tpr_at(0.1) < 0.14
+
+
+def test_an_overfitted_network_gives_its_members_away_and_a_constant_one_does_not() -> None:
+    source = torch.Generator().manual_seed(1)
+    inputs = torch.randn(60, 200, generator=source)
+    targets = torch.randint(2, (60,), generator=source)  # nothing to learn but the examples themselves
+
+    def overfit(rows: Tensor, run: int) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(run)
+            model = nn.Linear(200, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(15):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs[rows]), targets[rows]).backward()
+            optimizer.step()
+        return model
+
+    found = membership_inference(shadow_runs(overfit, inputs, targets, runs=20, seed=0), targets=6)
+    assert found["loss threshold"].auc > 0.8
+    assert found["likelihood ratio"].auc > 0.9
+    constant = shadow_runs(lambda rows, run: nn.Linear(200, 2).requires_grad_(False), inputs, targets, runs=20, seed=0)
+    assert abs(membership_inference(constant)["loss threshold"].auc - 0.5) < 0.08
+
+
+def test_log_odds_and_splits() -> None:
+    logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 80.0, 0.0]])
+    runs = shadow_runs(lambda rows, run: nn.Identity(), logits, torch.tensor([0, 0]), runs=5, seed=3)
+    torch.testing.assert_close(runs.log_odds[0], torch.tensor([2 - math.log(2), -80.0]))
+    torch.testing.assert_close(loss_threshold(runs.log_odds[0]), logits.log_softmax(dim=1)[:, 0])
+    assert (runs.members.sum(dim=1) == 1).all()
+
+
+def test_equal_scores_are_worth_half() -> None:
+    members = torch.rand(24, 40, generator=torch.Generator().manual_seed(0)) < 0.5
+    found = membership_inference(ShadowRuns(torch.zeros(24, 40), members))["loss threshold"]
+    assert found.auc == 0.5
+    assert found.tpr_at(0.3) == 0
+    assert found.tpr_at(1) == 1
+
+
+def test_refusals() -> None:
+    runs = gaussian_runs(1.0, runs=3)
+    with pytest.raises(ValueError, match="the likelihood ratio needs two with it and two without: add runs"):
+        gaussian_likelihood_ratio(runs, 0)
+    with pytest.raises(ValueError, match="targets=9 must be between 1 and the 3 runs"):
+        membership_inference(runs, targets=9)
+    with pytest.raises(ValueError, match=r"fpr=2 must lie in \[0, 1\]"):
+        membership_inference(gaussian_runs(1.0), targets=1)["loss threshold"].tpr_at(2)
+    with pytest.raises(ValueError, match="must both be"):
+        ShadowRuns(torch.zeros(3, 2), torch.zeros(3, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="leaves 5 members"):
+        shadow_runs(lambda rows, run: nn.Identity(), torch.zeros(5, 2), torch.zeros(5).long(), runs=1, share=1.0)

@@ -1,0 +1,77 @@
+"""Property inference with a planted property, and with one that is not there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchfil.attacks.property import Client, as_result, auc, federated_gradients, property_inference
+
+pytest.importorskip("sklearn")
+
+
+def client(seed: int, strength: float) -> Client:
+    source = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(200, 6, generator=source)
+    targets = (inputs[:, 0] > -1.3).long()  # mostly 1: an untrained network's mean gradient then has a direction
+    property = torch.rand(200, generator=source) < 0.5
+    inputs[:, 5] += strength * property  # a column that the task does not need
+    return Client(inputs, targets, property)
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+@pytest.mark.parametrize("attacker", ["forest", "logistic"])
+def test_a_planted_property_is_found_and_an_absent_one_is_not(attacker: str) -> None:
+    settings = {"rounds": 40, "batch_size": 8, "lr": 1e-3, "seed": 0}
+    planted = federated_gradients(network(), nn.CrossEntropyLoss(), client(1, 4.0), client(2, 4.0), **settings)  # type: ignore[arg-type]
+    found = property_inference(planted, attacker=attacker, bootstrap=50)  # type: ignore[arg-type]
+    assert found.layers == ("0", "2")
+    assert found.value[0] > 0.9
+    absent = federated_gradients(network(), nn.CrossEntropyLoss(), client(1, 0.0), client(2, 0.0), **settings)  # type: ignore[arg-type]
+    nothing = property_inference(absent, attacker=attacker, bootstrap=50)  # type: ignore[arg-type]
+    assert (nothing.low < 0.5).all()
+    assert (nothing.value < 0.75).all()
+    result = as_result(found, 40)
+    assert (result.ids, result.measure, result.trials) == (["0", "2"], "auc", 40)
+
+
+def test_observed_gradient_is_the_victims_and_training_goes_on() -> None:
+    model = network()
+    before = [value.detach().clone() for value in model.parameters()]
+    seen = federated_gradients(model, nn.CrossEntropyLoss(), client(1, 0.0), client(2, 0.0), rounds=4, seed=0, lr=0.5)
+    fresh = network()
+    source = torch.Generator().manual_seed(0)
+    torch.rand(4, generator=source)  # the coins
+    x, y = client(1, 0.0).batch(32, False, source)
+    nn.functional.cross_entropy(fresh(x), y).backward()
+    for layer in ("0", "2"):
+        own = fresh.get_submodule(layer)
+        expected = torch.cat([value.grad.reshape(-1) for value in own.parameters()])  # type: ignore[union-attr]
+        torch.testing.assert_close(seen.observed[layer][0], expected)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert seen.known["0"].shape == (16, 35)
+    assert seen.known_property.tolist() == [False, False, True, True] * 4
+
+
+def test_auc_counts_ties_half() -> None:
+    assert auc(np.zeros(4), np.array([True, False, True, False])) == 0.5
+    assert auc(np.arange(4.0), np.array([False, False, True, True])) == 1
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="all examples or none have the property"):
+        Client(torch.zeros(3, 2), torch.zeros(3), torch.ones(3))
+    with pytest.raises(ValueError, match="3, 2 and 3 entries"):
+        Client(torch.zeros(3, 2), torch.zeros(2), torch.ones(3))
+    with pytest.raises(ValueError, match="rounds=1 must be at least 4"):
+        federated_gradients(network(), nn.CrossEntropyLoss(), client(1, 0.0), client(2, 0.0), rounds=1)
+    seen = federated_gradients(network(), nn.CrossEntropyLoss(), client(1, 0.0), client(2, 0.0), rounds=4, seed=0)
+    with pytest.raises(ValueError, match="attacker='boost' must be 'forest' or 'logistic'"):
+        property_inference(seen, attacker="boost")  # type: ignore[arg-type]

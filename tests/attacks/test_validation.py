@@ -1,0 +1,116 @@
+"""Bounds beside attacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchfil
+from torchfil.attacks import AttackResult, GLMReconstruction
+from torchfil.glm import LogisticRegression
+from torchfil.report import saved_run
+
+
+def result(achieved: list[float], error: list[float] | None, **options: object) -> AttackResult:
+    return AttackResult(
+        "test",
+        "knows all",
+        options.pop("ids", range(len(achieved))),  # type: ignore[arg-type]
+        np.array(achieved),
+        measure=str(options.pop("measure", "mse")),
+        trials=101,
+        standard_error=None if error is None else np.array(error),
+    )
+
+
+def test_violated_only_beyond_chance() -> None:
+    attack = result([0.5, 0.5, 2.0], [0.1, 0.3, 0.1], ids=["a", "b", "c"])
+    found = torchfil.validate({"a": 1.0, "b": 1.0, "c": 1.0, "d": 7.0}, attack)
+    assert found.violated.tolist() == [True, False, False]
+    assert found.ratio.tolist() == [0.5, 0.5, 2.0]
+    assert found.violations == pytest.approx(1 / 3)
+    assert found.achieved_high[0] == pytest.approx(0.5 + 1.98397 * 0.1, rel=1e-4)
+    together = torchfil.validate([1.0] * 3, attack, simultaneous=True)
+    assert (together.achieved_high > found.achieved_high).all()
+    assert not torchfil.validate([1.0] * 3, result([0.1] * 3, None)).violated.any()
+
+
+def test_an_honest_attacker_is_rarely_accused() -> None:
+    """Unbiased guesses at the bound: violations as rare as the confidence promises (one side of 95 %: 2.5 %)."""
+    trials, m = 200, 4000
+    errors = np.random.default_rng(0).normal(size=(m, trials)) ** 2
+    attack = AttackResult(
+        "efficient",
+        "all",
+        range(m),
+        errors.mean(axis=1),
+        measure="mse",
+        trials=trials,
+        standard_error=errors.std(axis=1, ddof=1) / trials**0.5,
+    )
+    assert 0.01 < torchfil.validate(np.ones(m), attack).violations < 0.06
+    assert torchfil.validate(np.full(m, 2.0), attack).violations > 0.99
+
+
+def test_table_record_and_picture(tmp_path: Path) -> None:
+    pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("matplotlib")
+    found = torchfil.validate([1.0, 1.0], result([0.5, 3.0], [0.01, 0.1], ids=[4, 2]))
+    table = found.table()
+    assert isinstance(table, pandas.DataFrame)
+    assert table.index.tolist() == [4, 2]
+    assert table.loc[4, "violated"]
+    record = found.record([2, 3, 4])
+    assert isinstance(record, saved_run.AttackResult)
+    assert record.rows.tolist() == [2, 0]
+    saved_run.SavedRun({}, np.arange(3), {}, attacks=[record])
+    with pytest.raises(ValueError, match="attacked examples .2. are not among"):
+        found.record([3, 4])
+    figure = found.plot(blind=0.25)
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == ["bound held (1)", "below the bound beyond chance (1)", "the bound", "blind guess (0.25)"]
+    figure.savefig(tmp_path / "scatter.png")
+
+
+def test_a_linear_model_against_its_reconstruction() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(40, 3))
+    y = (rng.random(40) < 0.5).astype(float)
+    model = LogisticRegression(l2=0.05, fit_intercept=True).fit(X, y)
+    attack = GLMReconstruction(model, X, y).run(1e-6, 300, rows=[5, 1], seed=0)
+    found = torchfil.validate(model, attack, X=X, y=y, sigma=1e-6, private_target=False)
+    assert found.predicted.tolist() == model.mse_bound(X, y, 1e-6, private_target=False)[[5, 1]].tolist()
+    assert not found.violated.any()
+    with pytest.raises(ValueError, match="need ..X., .y., .sigma.."):
+        torchfil.validate(model, attack)
+
+
+def test_an_engine_gives_its_bounds() -> None:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(3, 2)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(12, 3), torch.randint(2, (12,)))
+    engine = torchfil.FILPrivacyEngine()
+    model, optimizer, loader = engine.make_private(model, optimizer, DataLoader(data, batch_size=6))
+    for x, t in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), t).backward()
+        optimizer.step()
+    found = torchfil.validate(engine, result([1e9, 1e9], [1.0, 1.0], ids=[7, 3]))
+    assert found.predicted.tolist() == engine.get_mse_bound([7, 3]).value.tolist()
+    assert (found.predicted_low <= found.predicted).all()
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ValueError, match="measure is 'accuracy'"):
+        torchfil.validate([1.0], result([1.0], None, measure="accuracy"))
+    with pytest.raises(ValueError, match=r"\[2\] bounds for 1 attacked"):
+        torchfil.validate([1.0, 2.0], result([1.0], None))
+    with pytest.raises(ValueError, match="no bound is given for the attacked examples .0."):
+        torchfil.validate({1: 1.0}, result([1.0], None))
+    with pytest.raises(ValueError, match="confidence=1"):
+        torchfil.validate([1.0], result([1.0], None), confidence=1.0)

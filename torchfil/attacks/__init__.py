@@ -1,0 +1,37 @@
+"""Attacks beside bounds: every attack says what it knew and gives, by example, what it achieved."""
+
+from torchfil.attacks.attributes import (
+    BlackBoxInversion,
+    NominalAttribute,
+    WhiteBoxInversion,
+    accuracy_by_part,
+    ideal_inversion,
+    prior_inversion,
+)
+from torchfil.attacks.base import AttackResult
+from torchfil.attacks.glm_reconstruction import GLMReconstruction
+from torchfil.attacks.informed import expected_information, informed_reconstruction
+from torchfil.attacks.inversion import invert_gradients, observed_gradients
+from torchfil.attacks.membership import membership_inference, shadow_runs
+from torchfil.attacks.property import federated_gradients, property_inference
+from torchfil.attacks.transcripts import record_dpsgd
+
+__all__ = [
+    "AttackResult",
+    "BlackBoxInversion",
+    "GLMReconstruction",
+    "NominalAttribute",
+    "WhiteBoxInversion",
+    "accuracy_by_part",
+    "expected_information",
+    "federated_gradients",
+    "ideal_inversion",
+    "informed_reconstruction",
+    "invert_gradients",
+    "membership_inference",
+    "observed_gradients",
+    "prior_inversion",
+    "property_inference",
+    "record_dpsgd",
+    "shadow_runs",
+]

@@ -1,0 +1,282 @@
+"""Attribute inversion on generalised linear models (Hannun et al. 2021, § 6.4): which level has a nominal attribute?
+
+Four attackers, from the one who knows least: :func:`prior_inversion`, :class:`BlackBoxInversion`,
+:class:`WhiteBoxInversion`; and :func:`ideal_inversion`, who needs no model and knows the population instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchfil.attacks.base import AttackResult, make_generator, with_progress
+from torchfil.attacks.glm_view import GLMView
+from torchfil.attacks.refits import minimiser_changes
+
+if TYPE_CHECKING:
+    from torchfil.datasets import TabularTask
+    from torchfil.glm import GeneralizedLinearModel
+
+__all__ = [
+    "BlackBoxInversion",
+    "NominalAttribute",
+    "WhiteBoxInversion",
+    "accuracy_by_part",
+    "ideal_inversion",
+    "prior_inversion",
+]
+
+_CHUNK_NUMBERS = 2**23
+
+
+@dataclass(frozen=True, eq=False)
+class NominalAttribute:
+    """An attribute of k levels as columns of X.
+
+    Attributes:
+        columns: Its c columns.
+        codes: What they hold at each level, [k, c].
+    """
+
+    columns: Sequence[int]
+    codes: np.ndarray
+
+    @classmethod
+    def of_task(cls, task: TabularTask, name: str) -> NominalAttribute:
+        """A nominal attribute of a table, by its name."""
+        codes = np.stack([task.encode(name, level) for level in task.levels[name]])
+        return cls(list(task.attributes[name]), codes)
+
+    def levels(self, X: Any) -> np.ndarray:
+        """The number of every row's level, [n].
+
+        Raises:
+            ValueError: A row's columns hold no level's code.
+        """
+        values = np.asarray(X, dtype=float)[:, list(self.columns)]
+        equal = (values[:, None, :] == np.asarray(self.codes)).all(axis=2)  # [n, k]
+        if not equal.any(axis=1).all():
+            wrong = int(equal.any(axis=1).argmin())
+            raise ValueError(
+                f"row {wrong} holds {values[wrong].tolist()} in columns {list(self.columns)}, which is none of the "
+                f"codes {np.asarray(self.codes).tolist()}; give every level's code"
+            )
+        return equal.argmax(axis=1)
+
+
+class WhiteBoxInversion:
+    """The closest refit: argmin over levels v of ‖w′ − w*(x_i with level v)‖, w′ = w* + N(0, σ²I).
+
+    Threat model: the attacker knows the released weights, how they were trained, and the training set, all of it but
+    the attribute of the one example under attack.
+
+    The refits are made once, at construction (see :mod:`torchfil.attacks.refits`); every release then costs a product.
+
+    Args:
+        model: A fitted model of one margin.
+        X: The training inputs, [n, d].
+        y: The training targets, [n].
+        attribute: What to infer.
+        progress: Whether to show progress bars.
+    """
+
+    threat_model = (
+        "knows the released weights, the training procedure and all training data but the attribute of the example "
+        "under attack"
+    )
+
+    def __init__(
+        self, model: GeneralizedLinearModel, X: Any, y: Any, attribute: NominalAttribute, *, progress: bool = False
+    ) -> None:
+        view = GLMView.build(model, X, y)
+        self.progress = progress
+        self.truth = torch.as_tensor(attribute.levels(X), device=view.X.device)
+        codes = torch.as_tensor(np.asarray(attribute.codes, dtype=float))
+        self.changes = minimiser_changes(view, list(attribute.columns), codes, progress=progress)  # [n, k, p]
+        self._squares = self.changes.square().sum(dim=2)
+
+    def run(
+        self, sigma: float, trials: int = 100, *, seed: int | None = None, generator: torch.Generator | None = None
+    ) -> AttackResult:
+        """Attack every example in each of ``trials`` releases.
+
+        ‖w′ − w* − Δ_v‖² = ‖Δ_v‖² − 2σ⟨ξ, Δ_v⟩ + const for the noise σξ.
+
+        Returns:
+            Measure "accuracy"; ``guesses`` holds the guessed level of every example in every trial, [n, trials].
+        """
+        n, k, p = self.changes.shape
+        noise = _noise(sigma, trials, p, self.changes, seed, generator)
+        parts = noise.split(max(1, _CHUNK_NUMBERS // (n * k)))
+        guesses = []
+        for part in with_progress(parts, self.progress, "releases"):
+            scores = self._squares[:, :, None] - 2 * self.changes @ part.mT  # [n, k, part]
+            guesses.append(scores.argmin(dim=1))
+        return _accuracies("white-box attribute inversion", self.threat_model, torch.cat(guesses, dim=1), self.truth)
+
+
+class BlackBoxInversion:
+    """Fredrikson et al. 2014: argmax over levels v of log p(v) + log π(prediction for x_i with level v, y_i).
+
+    π is a Gaussian in the residual with the released model's own variance on the training set, Σω(y − ŷ)²/(n − p), for
+    least squares; for logistic regression, the share of label y among the training examples with that prediction.
+
+    Threat model: the attacker knows all of the example but the attribute, its target included, how common each level
+    is, and how well the model does; the model answers queries.
+
+    Args:
+        model: A fitted :class:`LinearRegression` or :class:`LogisticRegression`.
+        X: The training inputs, [n, d].
+        y: The training targets, [n].
+        attribute: What to infer.
+        progress: Whether to show progress bars.
+    """
+
+    threat_model = (
+        "knows the rest of the example and its target, the attribute's distribution, and the model's predictions and "
+        "performance statistics"
+    )
+
+    def __init__(
+        self, model: GeneralizedLinearModel, X: Any, y: Any, attribute: NominalAttribute, *, progress: bool = False
+    ) -> None:
+        self.view = view = GLMView.build(model, X, y)
+        if view.loss.name not in ("squared", "logistic"):
+            raise ValueError(
+                f"the {view.loss.name} loss has no performance statistic here; use LinearRegression or "
+                "LogisticRegression"
+            )
+        self.progress = progress
+        self.attribute = attribute
+        self.truth = torch.as_tensor(attribute.levels(X), device=view.X.device)
+        counts = torch.bincount(self.truth, view.sample_weight, minlength=len(attribute.codes))
+        self._log_prior = (counts / counts.sum()).log()
+
+    def run(
+        self, sigma: float, trials: int = 100, *, seed: int | None = None, generator: torch.Generator | None = None
+    ) -> AttackResult:
+        """Attack every example in each of ``trials`` releases; see :meth:`WhiteBoxInversion.run`."""
+        view = self.view
+        noise = _noise(sigma, trials, len(view.weights), view.weights, seed, generator)
+        statistic = self._gaussian if view.loss.name == "squared" else self._confusion
+        columns = list(self.attribute.columns)
+        codes = torch.as_tensor(np.asarray(self.attribute.codes, dtype=float)).to(view.X)
+        offsets = codes[self.truth]  # the true codes, [n, c]
+        guesses = []
+        parts = noise.split(max(1, _CHUNK_NUMBERS // (len(view.X) * len(codes))))
+        for part in with_progress(parts, self.progress, "releases"):
+            weights = (view.weights + part).mT  # [p, part]
+            margins = view.X @ weights
+            rest = margins - offsets @ weights[columns]
+            score = statistic(margins)
+            scores = [
+                prior + score(rest + code @ weights[columns])
+                for prior, code in zip(self._log_prior, codes, strict=True)
+            ]
+            guesses.append(torch.stack(scores, dim=1).argmax(dim=1))
+        return _accuracies("black-box attribute inversion", self.threat_model, torch.cat(guesses, dim=1), self.truth)
+
+    def _gaussian(self, margins: Tensor) -> Any:
+        y, weight = self.view.y[:, None], self.view.sample_weight[:, None]
+        n, p = self.view.X.shape
+        variance = (weight * (margins - y).square()).sum(dim=0) / max(n - p, 1)
+        return lambda tried: -0.5 * (tried - y).square() / variance
+
+    def _confusion(self, margins: Tensor) -> Any:
+        predicted, label = margins > 0, self.view.y[:, None] > 0.5
+        smallest = torch.finfo(margins.dtype).tiny
+
+        def log_share(prediction: bool) -> Tensor:
+            """Log of the share of each example's own label among those of that prediction, [n, part]."""
+            among = predicted == prediction
+            share = (among & label).sum(dim=0) / among.sum(dim=0).clamp(min=1)
+            return torch.where(label, share, 1 - share).to(margins.dtype).clamp(min=smallest).log()
+
+        negative, positive = log_share(False), log_share(True)
+        return lambda tried: torch.where(tried > 0, positive, negative)
+
+
+def prior_inversion(X: Any, attribute: NominalAttribute, *, sample_weight: Any = None) -> AttackResult:
+    """The commonest level for everybody.
+
+    Threat model: the attacker knows how common each level is, and nothing else.
+
+    Args:
+        X: The training inputs, [n, d].
+        attribute: What to infer.
+        sample_weight: Of the examples, [n]; None: all alike.
+    """
+    truth = attribute.levels(X)
+    guess = np.bincount(truth, sample_weight).argmax()
+    guesses = torch.full((len(truth), 1), int(guess))
+    return _accuracies("prior", "knows how common each level is", guesses, torch.as_tensor(truth))
+
+
+def ideal_inversion(X: Any, y: Any, attribute: NominalAttribute, *, l2: float = 1e-4) -> AttackResult:
+    """A softmax regression of the attribute on everything else, fitted on the same examples.
+
+    Threat model: the attacker knows all of the example but the attribute, its target included, and the population
+    perfectly (here: the training set itself). No model is released: what this attacker gets right is what the other
+    columns tell, not what the model leaks.
+
+    Args:
+        X: The training inputs, [n, d].
+        y: The training targets, [n].
+        attribute: What to infer.
+        l2: Of the softmax regression.
+    """
+    from torchfil.glm import SoftmaxRegression
+
+    truth = attribute.levels(X)
+    others = np.delete(np.asarray(X, dtype=float), list(attribute.columns), axis=1)
+    inputs = np.column_stack([others, np.asarray(y, dtype=float)])
+    found = SoftmaxRegression(l2=l2, fit_intercept=True).fit(inputs, truth).predict(inputs)
+    threat_model = "knows the rest of the example, its target and the population; sees no model"
+    return _accuracies("ideal", threat_model, torch.as_tensor(found)[:, None], torch.as_tensor(truth))
+
+
+def accuracy_by_part(result: AttackResult, score: Any, parts: int = 10) -> np.ndarray:
+    """The accuracy in each of some parts of equal size, ordered by score (η: deciles), [parts]; NaN where empty.
+
+    Args:
+        result: Of an attack whose measure is "accuracy".
+        score: [m], smallest first.
+        parts: How many.
+    """
+    if result.measure != "accuracy":
+        raise ValueError(f"the result's measure is {result.measure!r}; only an accuracy can be averaged over examples")
+    order = np.argsort(np.asarray(score), kind="stable")
+    if len(order) != len(result.achieved):
+        raise ValueError(f"score has {len(order)} entries for {len(result.achieved)} attacked examples")
+    return np.array([result.achieved[part].mean() if len(part) else np.nan for part in np.array_split(order, parts)])
+
+
+def _noise(
+    sigma: float, trials: int, size: int, like: Tensor, seed: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """[trials, size]."""
+    if not sigma >= 0 or trials < 1:
+        raise ValueError(f"sigma={sigma} must be ≥ 0 and trials={trials} at least 1")
+    source = make_generator(generator, seed, like.device)
+    drawn = torch.randn(trials, size, generator=source, dtype=like.dtype, device=source.device)
+    return sigma * drawn.to(like.device)
+
+
+def _accuracies(name: str, threat_model: str, guesses: Tensor, truth: Tensor) -> AttackResult:
+    correct = (guesses == truth[:, None]).double()  # [n, trials]
+    trials = correct.shape[1]
+    return AttackResult(
+        name,
+        threat_model,
+        range(len(truth)),
+        correct.mean(dim=1),  # type: ignore[arg-type]
+        measure="accuracy",
+        trials=trials,
+        standard_error=correct.std(dim=1) / trials**0.5 if trials > 1 else None,
+        guesses=guesses.to(torch.int16),  # type: ignore[arg-type]
+    )

@@ -1,0 +1,90 @@
+"""What every attack gives: by example, what was achieved, by whom, in which unit."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from torchfil.viz.common import as_array
+
+__all__ = ["AttackResult", "make_generator", "with_progress"]
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, eq=False)
+class AttackResult:
+    """What an attack achieved, by example. Confidential: it depends on private data.
+
+    Attributes:
+        name: Of the attack.
+        threat_model: What the attacker knew, in plain words.
+        ids: The attacked examples, [m].
+        achieved: What was achieved for each, a mean over trials, [m], in the unit that ``measure`` names.
+        measure: "mse" (mean squared error per private coordinate, what a Fisher bound bounds), "accuracy", "auc", …
+        trials: How many repetitions each mean is over.
+        standard_error: Of ``achieved``, [m], or None where one trial does not tell.
+        squared_bias: ‖E[guess] − truth‖² per coordinate, [m], where the measure is "mse" and it was estimated.
+        guesses: The guesses of one trial, or whatever the attack documents, [m, …].
+
+    Example:
+        >>> AttackResult("coin", "knows nothing", [7, 9], [0.5, 0.5], measure="accuracy", trials=10).achieved
+        array([0.5, 0.5])
+    """
+
+    name: str
+    threat_model: str
+    ids: Sequence[Hashable]
+    achieved: np.ndarray
+    measure: str
+    trials: int
+    standard_error: np.ndarray | None = None
+    squared_bias: np.ndarray | None = None
+    guesses: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", as_array(self.ids).tolist() if hasattr(self.ids, "shape") else list(self.ids))
+        for name in ("achieved", "standard_error", "squared_bias", "guesses"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            array = as_array(value)
+            object.__setattr__(self, name, array)
+            if len(array) != len(self.ids) or (name != "guesses" and array.ndim != 1):
+                raise ValueError(f"{name} has shape {list(array.shape)} for {len(self.ids)} ids; it must have one each")
+        if self.trials < 1:
+            raise ValueError(f"trials={self.trials} must be at least 1")
+
+
+def make_generator(
+    generator: torch.Generator | None, seed: int | None, device: torch.device | str = "cpu"
+) -> torch.Generator:
+    """The generator given; else a new one on the device, of this seed, or of fresh randomness without one.
+
+    Raises:
+        ValueError: Both are given.
+    """
+    if generator is not None:
+        if seed is not None:
+            raise ValueError(f"seed={seed} and a generator are both given; pass one: the generator has its own seed")
+        return generator
+    made = torch.Generator(device)
+    if seed is None:
+        made.seed()
+    else:
+        made.manual_seed(seed)
+    return made
+
+
+def with_progress(items: Iterable[Item], progress: bool, title: str, total: int | None = None) -> Iterable[Item]:
+    """The items, counted by a progress bar (tqdm) where asked for."""
+    if not progress:
+        return items
+    from tqdm.auto import tqdm
+
+    bar: Any = tqdm(items, desc=title, total=total)
+    return bar

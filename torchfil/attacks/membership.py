@@ -1,0 +1,219 @@
+"""Membership inference: was this example in the training set? True positives at a given share of false alarms.
+
+Shadow runs train the same network on random halves of a pool of examples. For one of them, the target, the attacker
+ranks the examples by a score; high means member.
+
+    loss threshold       −ℓ(x)                                         (Yeom et al. 2018)
+    likelihood ratio     log N(φ; μ_in, σ_in²) − log N(φ; μ_out, σ_out²)   (Carlini et al. 2022)
+
+φ = log p/(1 − p), p the probability that the target model gives to the true class; μ and σ from those shadow runs
+that had the example and from those that had not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchfil.attacks.base import AttackResult, make_generator, with_progress
+
+__all__ = [
+    "MembershipResult",
+    "ShadowRuns",
+    "gaussian_likelihood_ratio",
+    "loss_threshold",
+    "membership_inference",
+    "shadow_runs",
+]
+
+Training = Callable[[Tensor, int], nn.Module]
+
+
+@dataclass(frozen=True)
+class ShadowRuns:
+    """The true class's log-odds φ in every run, [runs, n], and who was trained on, [runs, n] booleans."""
+
+    log_odds: Tensor
+    members: Tensor
+
+    def __post_init__(self) -> None:
+        if self.log_odds.shape != self.members.shape or self.log_odds.ndim != 2:
+            raise ValueError(
+                f"log_odds {list(self.log_odds.shape)} and members {list(self.members.shape)} must both be [runs, n]"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class MembershipResult:
+    """How well members are told from others.
+
+    Attributes:
+        name: Of the attack.
+        scores: High: thought a member, [targets, n].
+        members: The truth, [targets, n] booleans.
+        auc: The mean over target runs.
+        auc_error: Its standard error over target runs; NaN for one.
+    """
+
+    name: str
+    scores: np.ndarray
+    members: np.ndarray
+    auc: float
+    auc_error: float
+
+    def curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """False and true positive rates of every threshold, all targets pooled, ascending."""
+        return _curve(self.scores.ravel(), self.members.ravel())
+
+    def tpr_at(self, fpr: float) -> float:
+        """The largest true positive rate of a threshold with at most this share of false alarms, targets pooled."""
+        if not 0 <= fpr <= 1:
+            raise ValueError(f"fpr={fpr} must lie in [0, 1]")
+        false, true = self.curve()
+        return float(true[false <= fpr].max())
+
+    def by_example(self, ids: Any = None) -> AttackResult:
+        """How often each example is told right at the threshold that is best on average over all, by example.
+
+        It is the column beside FIL and individual ε; its mean is the attack's accuracy, 0.5 for guessing.
+        """
+        false, true = self.curve()
+        cuts = np.concatenate([[np.inf], np.unique(self.scores)[::-1]])  # the thresholds of the curve
+        right = ((self.scores >= cuts[np.argmax(true - false)]) == self.members).astype(float)  # [targets, n]
+        trials = len(right)
+        return AttackResult(
+            name=self.name,
+            threat_model=_KNOWS[self.name],
+            ids=list(range(right.shape[1])) if ids is None else ids,
+            achieved=right.mean(axis=0),
+            measure="accuracy",
+            trials=trials,
+            standard_error=right.std(axis=0, ddof=1) / trials**0.5 if trials > 1 else None,
+        )
+
+
+_KNOWS = {
+    "loss threshold": "sees the model's loss on the example",
+    "likelihood ratio": "sees the model's output for the example; trained models of the same kind with and without it",
+}
+
+
+def shadow_runs(
+    train: Training,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    runs: int,
+    share: float = 0.5,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> ShadowRuns:
+    """Train on a random share of the examples, many times, and note every example's log-odds.
+
+    Args:
+        train: (rows [m], number of the run) ↦ a trained classifier with logits as outputs.
+        inputs: The pool, [n, …].
+        targets: Classes, [n].
+        runs: How many.
+        share: Of the pool that each run trains on.
+        seed: Of the splits; or
+        generator: their source.
+        progress: Whether to show a bar.
+    """
+    n = len(inputs)
+    size = round(share * n)
+    if not 0 < size < n:
+        raise ValueError(f"share={share} of {n} examples leaves {size} members; there must be members and others")
+    if runs < 1:
+        raise ValueError(f"runs={runs} must be at least 1")
+    source = make_generator(generator, seed, targets.device)
+    members = torch.zeros(runs, n, dtype=torch.bool, device=targets.device)
+    odds = []
+    for run in with_progress(range(runs), progress, "shadow runs", runs):
+        rows = torch.randperm(n, generator=source, device=targets.device)[:size]
+        members[run, rows] = True
+        model = train(rows, run)
+        with torch.no_grad():
+            odds.append(_log_odds(model(inputs), targets))
+    return ShadowRuns(torch.stack(odds), members)
+
+
+def membership_inference(runs: ShadowRuns, *, targets: int | None = None) -> dict[str, MembershipResult]:
+    """Both attacks on each of the first ``targets`` runs (None: all), with all other runs as shadows."""
+    count = len(runs.members) if targets is None else targets
+    if not 1 <= count <= len(runs.members):
+        raise ValueError(f"targets={targets} must be between 1 and the {len(runs.members)} runs")
+    truth = runs.members[:count].cpu().numpy()
+    scores = {
+        "loss threshold": loss_threshold(runs.log_odds[:count]),
+        "likelihood ratio": torch.stack([gaussian_likelihood_ratio(runs, i) for i in range(count)]),
+    }
+    return {name: _judged(name, values.double().cpu().numpy(), truth) for name, values in scores.items()}
+
+
+def loss_threshold(log_odds: Tensor) -> Tensor:
+    """−ℓ = −log(1 + e^{−φ}): the cross-entropy, negated, in the shape of φ."""
+    return nn.functional.logsigmoid(log_odds)
+
+
+def gaussian_likelihood_ratio(runs: ShadowRuns, target: int) -> Tensor:
+    """The log-likelihood ratio of each example in run ``target``, [n]; all other runs are shadows.
+
+    Each example needs two shadows with it and two without. The variances are those of each example, shrunk to the mean
+    over examples with the weight of four runs: few shadows estimate a variance badly.
+    """
+    others = torch.arange(len(runs.members), device=runs.members.device) != target
+    phi, inside = runs.log_odds[others], runs.members[others]
+    (mean_in, var_in), (mean_out, var_out) = _moments(phi, inside), _moments(phi, ~inside)
+    here = runs.log_odds[target]
+    return _log_density(here, mean_in, var_in) - _log_density(here, mean_out, var_out)
+
+
+def _moments(phi: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    count = chosen.sum(dim=0)
+    if int(count.min()) < 2:
+        raise ValueError(
+            f"example {int(count.argmin())} has {int(count.min())} shadow runs on one side; the likelihood ratio needs "
+            "two with it and two without: add runs"
+        )
+    mean = (phi * chosen).sum(dim=0) / count
+    squares = ((phi - mean).square() * chosen).sum(dim=0)
+    pooled = squares.sum() / (count - 1).sum()
+    return mean, (squares + 4 * pooled) / (count - 1 + 4) + torch.finfo(phi.dtype).eps
+
+
+def _log_density(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return -0.5 * ((value - mean).square() / variance + variance.log())
+
+
+def _log_odds(logits: Tensor, targets: Tensor) -> Tensor:
+    """φ = log p/(1 − p) of the true class, [n], without cancellation."""
+    own = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
+    rest = logits.scatter(1, targets.unsqueeze(1), -torch.inf).logsumexp(dim=1)
+    return own - rest
+
+
+def _judged(name: str, scores: np.ndarray, members: np.ndarray) -> MembershipResult:
+    areas = np.array([_area(*_curve(s, m)) for s, m in zip(scores, members, strict=True)])
+    error = float(areas.std(ddof=1) / len(areas) ** 0.5) if len(areas) > 1 else float("nan")
+    return MembershipResult(name, scores, members, float(areas.mean()), error)
+
+
+def _curve(scores: np.ndarray, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """False and true positive rates for the threshold +∞ and then each distinct score, descending."""
+    order = np.argsort(-scores, kind="stable")
+    truth, ranked = members[order], scores[order]
+    last = np.append(ranked[1:] != ranked[:-1], True)  # equal scores fall together
+    true = np.cumsum(truth)[last] / max(1, truth.sum())
+    false = np.cumsum(~truth)[last] / max(1, (~truth).sum())
+    return np.concatenate([[0.0], false]), np.concatenate([[0.0], true])
+
+
+def _area(false: np.ndarray, true: np.ndarray) -> float:
+    return float((np.diff(false) * (true[1:] + true[:-1]) / 2).sum())

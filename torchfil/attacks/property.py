@@ -1,0 +1,219 @@
+"""Property inference from gradients: what a client's updates tell about its data (Melis et al. 2019; Mo et al. 2021).
+
+Two clients train together by FedSGD: in every round each sends the mean gradient of one batch. One of them is the
+attacker. It takes the other's gradient as what it gets from the server minus its own, and learns from gradients of its
+own data, with and without the property, at the same weights, to tell whether a batch has the property.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchfil.attacks.base import AttackResult, make_generator, with_progress
+from torchfil.fisher.gradients import LossFunction
+from torchfil.layers.gradients import layer_gradients
+from torchfil.layers.table import LayerTable
+
+__all__ = ["Attacker", "Client", "FederatedGradients", "as_result", "auc", "federated_gradients", "property_inference"]
+
+Attacker = Literal["logistic", "forest"]
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client's data: inputs [n, …], targets [n] and the property, [n] booleans, that the task does not ask for."""
+
+    inputs: Tensor
+    targets: Tensor
+    property: Tensor
+
+    def __post_init__(self) -> None:
+        if not len(self.inputs) == len(self.targets) == len(self.property):
+            raise ValueError(
+                f"inputs, targets and property have {len(self.inputs)}, {len(self.targets)} and {len(self.property)} "
+                "entries; they must have one each"
+            )
+        if not 0 < int(self.property.sum()) < len(self.property):
+            raise ValueError("all examples or none have the property; a client needs both kinds")
+
+    def batch(self, size: int, with_property: bool, source: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of ``size`` examples, all with the property or all without, drawn with replacement."""
+        rows = (self.property.bool() == with_property).nonzero().squeeze(1)
+        drawn = rows[torch.randint(len(rows), (size,), generator=source, device=rows.device)]
+        return self.inputs[drawn], self.targets[drawn]
+
+
+@dataclass(frozen=True)
+class FederatedGradients:
+    """By layer, the mean gradients of batches, [batches, N_l], and whether each batch has the property, [batches].
+
+    Attributes:
+        known: The attacker's own, at the weights of each round.
+        known_property: Their labels.
+        observed: The victim's, as the attacker sees them.
+        observed_property: The truth about them.
+    """
+
+    known: dict[str, Tensor]
+    known_property: Tensor
+    observed: dict[str, Tensor]
+    observed_property: Tensor
+
+
+def federated_gradients(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    victim: Client,
+    attacker: Client,
+    *,
+    rounds: int,
+    batch_size: int = 32,
+    lr: float = 0.01,
+    own_batches: int = 2,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> FederatedGradients:
+    """Train a network by FedSGD with two clients, in place, and note what the attacker can see.
+
+    In each round the victim's batch has the property or not, by a fair coin; the attacker's own update is from a batch
+    of random examples; the server takes the mean of both. The attacker removes its own part and computes gradients of
+    ``own_batches`` batches of its own with the property and as many without.
+
+    Args:
+        model: Trained in place.
+        loss_fn: ``loss_fn(outputs, targets)``.
+        victim: The client that is attacked.
+        attacker: The client that attacks.
+        rounds: Of FedSGD; each gives one observed gradient.
+        batch_size: Of both clients.
+        lr: The server's learning rate.
+        own_batches: The attacker's, of each kind, in each round.
+        seed: Of the batches and coins; or
+        generator: their source.
+        progress: Whether to show a bar.
+    """
+    if rounds < 4 or batch_size < 1 or own_batches < 1:
+        raise ValueError(f"rounds={rounds} must be at least 4, batch_size={batch_size} and own_batches={own_batches} 1")
+    source = make_generator(generator, seed, victim.property.device)
+    known: list[dict[str, Tensor]] = []
+    observed: list[dict[str, Tensor]] = []
+    coins = torch.rand(rounds, generator=source, device=victim.property.device) < 0.5
+    coins[:2] = torch.tensor([False, True], device=coins.device)  # both kinds occur
+
+    def mean_gradient(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return layer_gradients(model, loss_fn, x, y, batch=len(x))
+
+    for number in with_progress(range(rounds), progress, "rounds", rounds):
+        sent = mean_gradient(*victim.batch(batch_size, bool(coins[number]), source))
+        for with_property in (False, True):
+            for _ in range(own_batches):
+                known.append(mean_gradient(*attacker.batch(batch_size, with_property, source)))
+        rows = torch.randint(len(attacker.targets), (batch_size,), generator=source, device=coins.device)
+        own = mean_gradient(attacker.inputs[rows], attacker.targets[rows])
+        server = {layer: (sent[layer] + own[layer]) / 2 for layer in sent}
+        observed.append({layer: 2 * server[layer] - own[layer] for layer in server})
+        _descend(model, server, lr)
+    return FederatedGradients(
+        _stacked(known),
+        torch.tensor([False] * own_batches + [True] * own_batches).repeat(rounds),
+        _stacked(observed),
+        coins.cpu(),
+    )
+
+
+def property_inference(
+    seen: FederatedGradients, *, attacker: Attacker = "forest", bootstrap: int = 200, seed: int = 0
+) -> LayerTable:
+    """AUC of an attacker who sees one layer's gradient, for each layer, with a 95 % bootstrap interval over batches.
+
+    Threat model: the attacker takes part in FedSGD with one other client, sees that client's gradient of a layer and
+    has data of its own with known property. 0.5: guessing; 1: every batch told right.
+
+    Args:
+        seen: As :func:`federated_gradients` gives.
+        attacker: "forest" (200 trees) or "logistic" (ridge); features are standardised.
+        bootstrap: How many resamples of the observed batches.
+        seed: Of the forest and the resamples.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    truth = seen.observed_property.numpy().astype(bool)
+    draws = np.random.default_rng(seed).integers(len(truth), size=(bootstrap, len(truth)))
+    draws = np.stack([row for row in draws if 0 < truth[row].sum() < len(truth)])
+    values, resampled = [], []
+    for layer in seen.known:
+        scores = _scores(seen.known[layer], seen.known_property, seen.observed[layer], attacker, seed)
+        values.append(auc(scores, truth))
+        resampled.append([auc(scores[row], truth[row]) for row in draws])
+    spread = np.array(resampled)
+    low, high = np.quantile(spread, [0.025, 0.975], axis=1)
+    return LayerTable(
+        tuple(seen.known), np.array(values), low, high, spread.std(axis=1, ddof=1), f"AUC ({attacker})", "AUC"
+    )
+
+
+def as_result(table: LayerTable, trials: int) -> AttackResult:
+    """The table as an attack's result; its ids are layers, and its trials the observed batches."""
+    return AttackResult(
+        name=f"property inference, {table.measure}",
+        threat_model="takes part in FedSGD with one other client; has data of its own with known property",
+        ids=list(table.layers),
+        achieved=table.value,
+        measure="auc",
+        trials=trials,
+        standard_error=table.standard_error,
+    )
+
+
+def auc(scores: np.ndarray, truth: np.ndarray) -> float:
+    """P(a random positive scores above a random negative), ties counting half.
+
+    Example:
+        >>> auc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([False, False, True, True]))
+        0.875
+    """
+    difference = scores[truth][:, None] - scores[~truth][None]
+    return float(((difference > 0) + 0.5 * (difference == 0)).mean())
+
+
+def _scores(known: Tensor, labels: Tensor, observed: Tensor, attacker: Attacker, seed: int) -> np.ndarray:
+    try:
+        from sklearn.ensemble import RandomForestClassifier
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+    except ImportError as error:
+        raise ImportError("property inference needs scikit-learn: pip install 'torchfil[glm]'") from error
+    makers: Mapping[str, Callable[[], Any]] = {
+        "forest": lambda: RandomForestClassifier(200, random_state=seed),
+        "logistic": lambda: LogisticRegression(C=0.1, max_iter=500),
+    }
+    if attacker not in makers:
+        raise ValueError(f"attacker={attacker!r} must be 'forest' or 'logistic'")
+    fitted = make_pipeline(StandardScaler(), makers[attacker]()).fit(known.cpu().numpy(), labels.numpy())
+    return np.asarray(fitted.predict_proba(observed.cpu().numpy())[:, 1])
+
+
+def _stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {layer: torch.cat([row[layer] for row in rows]) for layer in rows[0]}
+
+
+def _descend(model: nn.Module, gradients: dict[str, Tensor], lr: float) -> None:
+    """θ ← θ − lr g, from gradients by layer [1, N_l] in the order of the layer's parameters."""
+    parameters: dict[str, list[nn.Parameter]] = {}
+    for name, value in model.named_parameters():
+        if value.requires_grad:
+            parameters.setdefault(name.rpartition(".")[0], []).append(value)
+    with torch.no_grad():
+        for layer, own in parameters.items():
+            pieces = gradients[layer][0].split([value.numel() for value in own])
+            for value, piece in zip(own, pieces, strict=True):
+                value.sub_(piece.reshape(value.shape), alpha=lr)

@@ -1,0 +1,139 @@
+"""Whole runs of DP-SGD on record, as an attacker sees them: weights, noisy sums, batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.utils import _pytree as pytree
+
+from torchfil.attacks.base import make_generator, with_progress
+from torchfil.clipping import ClipFunction
+from torchfil.examples import Private
+from torchfil.fisher.gradients import ExampleGradients, LossFunction
+from torchfil.fisher.mechanism import Mechanism
+
+__all__ = ["VALUES_AT_ONCE", "Transcripts", "record_dpsgd", "sum_of_clipped"]
+
+VALUES_AT_ONCE = 2**24
+
+
+@dataclass(frozen=True)
+class Transcripts:
+    """What DP-SGD released in several runs, and what the attacker knows besides.
+
+    Attributes:
+        weights: θ_t before each step, [runs, steps, p].
+        noisy_sums: Σ g̃ + s ξ_t of each step, [runs, steps, p].
+        batches: Who took part, [runs, steps, n] booleans; known to the attacker.
+        gradients: The model, the loss and all examples; an attack reads the other examples and the target's label.
+        mechanism: Clipping and noise.
+    """
+
+    weights: Tensor
+    noisy_sums: Tensor
+    batches: Tensor
+    gradients: ExampleGradients
+    mechanism: Mechanism
+
+    def clipped(self, weights: Tensor, z: Tensor, public: Any) -> Tensor:
+        """g̃ of one example at one vector of weights, [p]; a function of z [d]."""
+        g = _flat(grad(self.gradients.loss_of_one)(self.gradients.unflatten(weights), z, public))
+        return g * self.mechanism.clip.scale(g.norm(), self.mechanism.max_grad_norm)
+
+    def clipped_jacobian(self, weights: Tensor, z: Tensor, public: Any) -> Tensor:
+        """J̃ = φ J + φ′ ĝ (gᵀJ), ĝ = g/‖g‖, of one example, [p, d]; the columns of J = ∂g/∂z by Je = ∂⟨∂ℓ/∂z, e⟩/∂θ."""
+        shaped, loss = self.gradients.unflatten(weights), self.gradients.loss_of_one
+
+        def column(e: Tensor) -> Tensor:
+            return _flat(grad(lambda w: (grad(loss, argnums=1)(w, z, public) * e).sum())(shaped))
+
+        J = vmap(column, out_dims=1)(torch.eye(len(z), dtype=z.dtype, device=z.device))
+        g = _flat(grad(loss)(shaped, z, public))
+        norm, clip, bound = g.norm(), self.mechanism.clip, self.mechanism.max_grad_norm
+        unit = g / norm.clamp(min=torch.finfo(g.dtype).tiny)
+        return clip.scale(norm, bound) * J + clip.scale_derivative(norm, bound) * torch.outer(unit, g @ J)
+
+    def public(self, row: int) -> Any:
+        """What is not private about one example: its target, its public inputs."""
+        return pytree.tree_map(
+            lambda leaf: leaf[row] if isinstance(leaf, Tensor) else leaf, self.gradients.examples.public
+        )
+
+
+def record_dpsgd(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    *,
+    steps: int,
+    lr: float,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    sample_rate: float = 1.0,
+    clip: str | ClipFunction = "gelu",
+    private: Private | None = None,
+    runs: int = 1,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> Transcripts:
+    """Train ``runs`` times side by side from the model's present weights: θ ← θ − lr (Σ g̃ + s ξ) / (q n).
+
+    Meant for tiny networks: all weights of all runs are kept. Plain SGD; batches are drawn with rate q (Poisson).
+
+    Args:
+        model: Left unchanged.
+        loss_fn: ``loss_fn(outputs, targets)``.
+        inputs: [n, …].
+        targets: [n, …].
+        steps: T.
+        lr: The learning rate.
+        max_grad_norm: C.
+        noise_multiplier: σ.
+        sample_rate: q; 1: every example takes part in every step.
+        clip: As in :func:`torchfil.fisher.exact_fim`.
+        private: What is private; None: every floating-point input.
+        runs: How many.
+        seed: Of noise and batches; or
+        generator: their source.
+        progress: Whether to show a bar.
+    """
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate={sample_rate} must lie in (0, 1]")
+    if steps < 1 or runs < 1:
+        raise ValueError(f"steps={steps} and runs={runs} must both be at least 1")
+    gradients = ExampleGradients.build(model, loss_fn, inputs, targets, private)
+    mechanism = Mechanism.build(max_grad_norm, noise_multiplier, clip)
+    n, p = len(gradients), gradients.num_parameters
+    source = make_generator(generator, seed, gradients.device)
+    current = torch.cat([value.reshape(-1) for value in gradients.parameters.values()]).expand(runs, p)
+    weights, sums = current.new_empty(runs, steps, p), current.new_empty(runs, steps, p)
+    batches = torch.rand(runs, steps, n, generator=source, device=gradients.device) < sample_rate
+    found = Transcripts(weights, sums, batches, gradients, mechanism)
+    for t in with_progress(range(steps), progress, "private steps", steps):
+        weights[:, t] = current
+        noise = torch.randn(runs, p, generator=source, dtype=current.dtype, device=current.device)
+        sums[:, t] = sum_of_clipped(found, current, batches[:, t]) + mechanism.noise_std * noise
+        current = current - lr / (sample_rate * n) * sums[:, t]
+    return found
+
+
+def sum_of_clipped(transcripts: Transcripts, weights: Tensor, members: Tensor) -> Tensor:
+    """Σ g̃ over the members [runs, n] of each run's batch at its weights [runs, p]; [runs, p]."""
+    examples = transcripts.gradients.examples
+    by_example = vmap(transcripts.clipped, in_dims=(None, 0, examples.in_dims))
+    found = []
+    size = max(1, VALUES_AT_ONCE // max(1, len(examples) * weights.shape[1]))
+    for w, m in zip(weights.split(size), members.split(size), strict=True):
+        clipped = vmap(by_example, in_dims=(0, None, None))(w, examples.z, examples.public)  # [runs, n, p]
+        found.append(torch.einsum("rn,rnp->rp", m.to(clipped.dtype), clipped))
+    return torch.cat(found)
+
+
+def _flat(tree: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.reshape(-1) for value in tree.values()])
