@@ -253,3 +253,18 @@ def test_warfarin_patients_as_in_the_paper() -> None:
         spreads.append(abs(deciles[-1] - deciles[0]))
     assert spreads[0] > 0.4
     assert spreads[1] < spreads[0] / 2
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_attacks_follow_the_model_to_a_gpu() -> None:
+    name = "logistic with intercept"
+    X, y, _ = table(name)
+    there, here = MODELS[name]().set_params(device="cuda").fit(X, y), MODELS[name]().fit(X, y)
+    changes = [WhiteBoxInversion(model, X, y, ATTRIBUTE).changes.cpu() for model in (there, here)]
+    assert torch.allclose(*changes, rtol=0, atol=1e-9)
+    for attack in (WhiteBoxInversion, BlackBoxInversion):
+        assert attack(there, X, y, ATTRIBUTE).run(1e-9, 2, seed=0).achieved.shape == (60,)
+    for value_range in (None, (-3.0, 3.0)):
+        found = GLMReconstruction(there, X, y, value_range=value_range).run(1e-9, 5, seed=0)
+        assert found.achieved.max() < 1e-6
