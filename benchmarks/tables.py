@@ -132,8 +132,8 @@ def _equal_error(models: dict[str, Any]) -> str:
         "## The paper's method against probes, at equal standard error of a step\n\n" + table(head, rows) + "\n"
         "r: relative standard deviation, and from how many draws. “Whole step”: Opacus's step and the matching "
         "coordinates against `train_step` with that many probes. “Accounting alone”: the coordinates against what the "
-        "probes add to an unmeasured `train_step`. Probes also sample the part of the Fisher information along the "
-        "gradient, which is large in a trained network.\n\n" + "\n".join(costs) + "\n"
+        "probes add to an unmeasured `train_step`. A single probe also samples the part of the Fisher information "
+        "along the gradient, which is large in a trained network.\n\n" + "\n".join(costs) + "\n"
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import DEVICE
 from loops import data, loader, network
 from torch import nn
 
@@ -46,7 +48,7 @@ class Simulated:
         ledger = Ledger(self.n, 1)
         self.pace = Pace.steered(target, epochs)
         self.truth = torch.zeros(self.n, dtype=torch.float64)
-        self.probes_used, latest = 0, None
+        self.probes_used = 0
         scale = torch.rand(self.n, generator=generator, dtype=torch.float64) + 0.5
         for step in range(1, int(passes / self.share) + 1):
             rows = (torch.rand(self.n, generator=generator) < self.share).nonzero().flatten()
@@ -63,11 +65,11 @@ class Simulated:
                 estimate = Estimate(samples.mean(dim=0), error, "estimate", k - 1.0)
                 measurement = Measurement({"trace": estimate}, x, None, None)
                 added: dict[str, Any] = additions(measurement, rate, skipping=rate < 1)
-                contribution = latest = Contribution(rows, x, measured=True, **added)
+                contribution = Contribution(rows, x, measured=True, **added)
             ledger.add(contribution)
+            self.pace.note(contribution)
             if step % 2 == 0:
-                self.pace.update(ledger, step * self.share, latest)
-                latest = None
+                self.pace.update(ledger, step * self.share)
         self.trace = Leakage(ledger, ExampleIds(self.n, None), exact=False).get_trace()
 
     def relative_error(self) -> float:
@@ -140,10 +142,14 @@ def test_loop_and_fused_step_keep_the_same_pace() -> None:
 
 def test_the_pace_is_part_of_the_state() -> None:
     engine = run(3, rel_error=0.3, epochs=3)
-    state = engine.state_dict()
+    engine._current.pace.noted = torch.tensor([4.0, 3.0, 2.0], dtype=torch.float64)  # as between two looks
     again = run(4, rel_error=0.3, epochs=0)
-    again.load_state_dict(state)
-    assert again._current.pace == engine._current.pace
+    again.load_state_dict(engine.state_dict())
+    paces = [e._current.pace for e in (again, engine)]
+    for pace, e in zip(paces, (again, engine), strict=True):
+        pace.update(e._current.ledger, 3.0)
+    assert paces[0] == paces[1]
+    assert paces[0].noted is None
 
 
 @pytest.mark.parametrize(
@@ -165,3 +171,33 @@ def _make(options: dict[str, Any]) -> None:
     module = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     FILPrivacyEngine().make_private(module, optimizer, loader(data(93), 8), **options)
+
+
+def test_a_run_that_is_stopped_between_two_looks_resumes_bit_for_bit(tmp_path: Path) -> None:
+    def start(seed: int) -> tuple[Any, ...]:
+        torch.manual_seed(seed)
+        module = network()
+        engine = FILPrivacyEngine()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
+        noise = torch.Generator(device=DEVICE).manual_seed(8)
+        options = {"criterion": nn.CrossEntropyLoss(), "rel_error": 0.9, "noise_generator": noise, "seed": 5}
+        return engine, *engine.make_private(module, optimizer, loader(data(188), 4), **options)
+
+    def epoch(engine: FILPrivacyEngine, private: Any) -> None:
+        for x, y in private:
+            engine.train_step(x, y)
+
+    whole, _, _, private = start(0)
+    for _ in range(2):
+        epoch(whole, private)
+    first, model, optimizer, private = start(0)
+    epoch(first, private)
+    run = first._current
+    assert run.history.steps % run._steps_between_looks(run.optimizer) != 0
+    first.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    second, model, optimizer, private = start(9)
+    second.load_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    epoch(second, private)
+    assert second._current.pace.rate == whole._current.pace.rate
+    assert second._current.pace.spread == whole._current.pace.spread
+    assert torch.equal(second.get_fil().value, whole.get_fil().value)

@@ -13,7 +13,12 @@ training does not depend on it, so every sum stays unbiased.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from torchfil.ledger import Contribution, Ledger
 
@@ -24,6 +29,7 @@ _LOWEST_RATE = 1 / 32
 _SLACK = 0.03  # share of the final variance below which more probes are not worth their price
 _AIM = 0.92  # of the target, for what the trend does not tell
 _USUAL_SPREAD = 0.1  # v of a tanh network, until it is seen
+_CHANGING = ("num_probes", "rate", "spread", "level", "noted")
 _PASSES_AHEAD = 8.0  # how many passes over the data are expected to follow at least, where nobody says
 
 
@@ -58,6 +64,8 @@ class Pace:
         epochs: How many passes over the data are planned; None: at least eight more from any point.
         spread: v, as seen lately.
         level: The mean tr I of a participation, as seen lately; 0: not yet.
+        noted: Σ (tr I)², Σ variance and the mean tr I of the last batch measured at this pace, [3], where they were
+            computed, so that nothing waits for a GPU; None: no batch yet.
     """
 
     num_probes: int
@@ -66,29 +74,36 @@ class Pace:
     epochs: float | None = None
     spread: float = _USUAL_SPREAD
     level: float = 0.0
+    noted: Tensor | None = None
 
     @classmethod
     def steered(cls, target: float, epochs: float | None) -> Pace:
         """Towards a target, from two probes at every step."""
         return cls(_PROBES[0], 1.0, target, epochs)
 
-    def update(self, ledger: Ledger, passes: float, latest: Contribution | None) -> None:
-        """Steer by the sums so far; ``passes`` is the expected number of participations of an example.
+    def note(self, contribution: Contribution) -> None:
+        """See v and the level by what was measured at the present pace; nothing where the batch was not measured."""
+        trace, variance = contribution.trace, contribution.variance
+        if self.target is not None and trace is not None and variance is not None:
+            self.noted = torch.stack([trace.square().sum(), variance.sum(), trace.mean()])
+
+    def update(self, ledger: Ledger, passes: float) -> None:
+        """Steer by the sums so far and what was noted.
 
         Args:
             ledger: The sums.
-            passes: Steps times sampling rate.
-            latest: A contribution that was measured at the present k and π, to see v by.
+            passes: Steps times sampling rate: the expected number of participations of an example.
         """
         if self.target is None:
             return
-        if latest is not None and latest.trace is not None and latest.variance is not None:
-            square, rate = float(latest.trace.square().sum()), self.rate
+        if self.noted is not None:
+            square, variance, mean = self.noted.tolist()
+            self.noted = None
             if square > 0:
-                probes = float(latest.variance.sum()) / square - (1 - rate)  # variance/π² of the probes' mean
-                self.spread = min(2.0, max(1e-4, 0.7 * self.spread + 0.3 * self.num_probes * probes / rate))
-                mean = rate * float(latest.trace.mean())
-                self.level = 0.7 * self.level + 0.3 * mean if self.level else mean
+                probes = variance / square - (1 - self.rate)  # the variance of the probes' mean, over π² and its square
+                seen_spread = self.num_probes * probes / self.rate
+                self.spread = min(2.0, max(1e-4, 0.7 * self.spread + 0.3 * seen_spread))
+                self.level = 0.7 * self.level + 0.3 * self.rate * mean if self.level else self.rate * mean
         trace = ledger.sums["trace"]
         seen = trace > 0
         if not bool(seen.any()):
@@ -99,11 +114,11 @@ class Pace:
         trend = min(1.0, max(0.1, self.level / usual)) if self.level else 1.0
         self.num_probes, self.rate = choose(_AIM * self.target, relative, max(passes, 1.0), ahead, self.spread, trend)
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """What changes."""
-        return {"num_probes": self.num_probes, "rate": self.rate, "spread": self.spread, "level": self.level}
+        return {name: getattr(self, name) for name in _CHANGING}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self.num_probes, self.rate = int(state["num_probes"]), state["rate"]
-        self.spread, self.level = state["spread"], state["level"]
+        for name in _CHANGING:
+            setattr(self, name, state[name])

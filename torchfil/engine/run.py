@@ -86,7 +86,6 @@ class Run:
         self.paused = False
         self.drew_masks = False  # whether dropout was active in a measured step
         self.pace = settings.pace()
-        self._latest: Contribution | None = None  # the last measured one at the present pace
         self._names = {id(value): name for name, value in module.named_parameters()}
         self._staged: list[_Staged] = []
         self._measure_this_step: bool | None = None
@@ -258,8 +257,7 @@ class Run:
         for staged in self._staged:
             assert self.ledger is not None
             self.ledger.add(staged.contribution)
-            if staged.contribution.trace is not None:
-                self._latest = staged.contribution
+            self.pace.note(staged.contribution)
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
@@ -284,8 +282,7 @@ class Run:
             return
         if self.history.steps % self._steps_between_looks(optimizer) == 0:
             share = optimizer.expected_batch_size / self.ids.num_examples
-            self.pace.update(self.ledger, self.history.steps * share, self._latest)
-            self._latest = None
+            self.pace.update(self.ledger, self.history.steps * share)
 
     def _steps_between_looks(self, optimizer: FILOptimizer) -> int:
         return max(1, round(self.ids.num_examples / (_LOOKS_PER_PASS * optimizer.expected_batch_size)))
@@ -417,7 +414,7 @@ class Run:
         timeline = Timeline.from_state_dict(state["timeline"], device)
         self.generator.set_state(state["generator"].cpu())
         self.pace.load_state_dict(state["pace"])
-        self.ledger, self.history, self.timeline, self._latest = ledger, history, timeline, None
+        self.ledger, self.history, self.timeline = ledger, history, timeline
         self.drew_masks = bool(state["drew_masks"])
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(device) if matrix is not None else None
