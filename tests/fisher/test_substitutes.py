@@ -40,6 +40,8 @@ CASES = {
     "groups": (nn.GroupNorm(2, 4), (3, 4, 3, 2)),
     "groups, no positions": (nn.GroupNorm(2, 6), (3, 6)),
     "groups, no weights": (nn.GroupNorm(3, 3, affine=False, eps=0.1), (2, 3, 4)),
+    "groups, long rows": (nn.GroupNorm(2, 4), (2, 4, 50, 60)),
+    "tanh": (nn.Tanh(), (4, 5)),
     "layer": (nn.LayerNorm(5), (2, 3, 5)),
     "layer, two axes, no bias": (nn.LayerNorm((3, 4), bias=False), (2, 3, 4)),
     "convolution": (nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=2, groups=2), (2, 4, 9, 8)),

@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from torchfil.fisher.ghost.accelerated import kernels_for
 
 __all__ = ["Convolutional", "convolve", "padded_input", "patches"]
 
 Convolutional = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
+_Walk = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]  # size, stride, dilation, padding
 
 
 class _Convolution(torch.autograd.Function):
@@ -58,28 +62,42 @@ class _Transposed(torch.autograd.Function):
 
 
 class _Patches(torch.autograd.Function):
-    """A ↦ its patches, [batch, channels·kernel, positions]: a copy of a strided view; back by torch's col2im."""
+    """A ↦ its patches, [batch, channels·kernel, positions]; back by the sum of what each number went into."""
 
     @staticmethod
-    def forward(
-        ctx: Any, a: Tensor, size: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int]
-    ) -> Tensor:
-        ctx.geometry, ctx.shape = (size, stride, dilation), a.shape
-        view = a
+    def forward(ctx: Any, a: Tensor, walk: _Walk) -> Tensor:
+        ctx.walk, ctx.shape = walk, a.shape
+        kernels = kernels_for(a)
+        if kernels is not None:
+            found: Tensor = kernels.unfold_patches(a.contiguous(), *walk)
+            return found
+        size, stride, dilation, padding = walk
+        view = F.pad(a, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else a
         for axis in (0, 1):
             view = view.unfold(2 + axis, dilation[axis] * (size[axis] - 1) + 1, stride[axis])[..., :: dilation[axis]]
         return view.permute(0, 1, 4, 5, 2, 3).reshape(len(a), a.shape[1] * size[0] * size[1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        size, stride, dilation = ctx.geometry
-        return F.fold(gradients[0], ctx.shape[2:], size, dilation, 0, stride), None, None, None
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        kernels = kernels_for(gradients[0])
+        if kernels is not None:
+            return kernels.fold_patches(gradients[0].contiguous(), ctx.shape[2:], *ctx.walk), None
+        size, stride, dilation, padding = ctx.walk
+        return F.fold(gradients[0], ctx.shape[2:], size, dilation, padding, stride), None
 
 
-def patches(module: nn.Conv2d, padded: Tensor) -> Tensor:
-    """``F.unfold`` of a padded input as the module walks over it, [batch, channels·kernel, positions]."""
-    result: Tensor = _Patches.apply(padded, module.kernel_size, module.stride, module.dilation)
+def patches(module: nn.Conv2d, a: Tensor) -> Tensor:
+    """The input's patches as the module walks over it, [batch, channels·kernel, positions]; differentiable once."""
+    simple = _pads_with_zeros(module)
+    a, padding = (a, module.padding) if simple else (padded_input(module, a), (0, 0))
+    result: Tensor = _Patches.apply(a, (module.kernel_size, module.stride, module.dilation, padding))
     return result
+
+
+def _pads_with_zeros(module: Convolutional) -> bool:
+    """Equally on both sides, too."""
+    return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
 def padded_input(module: Convolutional, a: Tensor) -> Tensor:
@@ -92,7 +110,7 @@ def padded_input(module: Convolutional, a: Tensor) -> Tensor:
 def convolve(module: Convolutional, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What the module makes of inputs [batch, channels, …] with these weights, taken as constants."""
     zeros = (0,) * len(module.kernel_size)
-    simple = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    simple = _pads_with_zeros(module)
     padding = tuple(module.padding) if simple else zeros
     a = a if simple else padded_input(module, a)
     geometry = (tuple(module.stride), padding, tuple(module.dilation), module.groups)

@@ -6,7 +6,7 @@ With m(·) the mean over one group of M numbers, s = (m((x − m(x))²) + eps)^{
     ⟨w, ∂P(v)⟩ = ⟨P(w), ∂v⟩ − s ⟨m(w x̂) P(v) + m(v x̂) P(w) + m(v P(w)) x̂, ∂x⟩.
 
 So a second derivative costs two first ones and three inner products per group, where torch's own is a graph of a
-hundred elementary operations.
+hundred elementary operations. A GPU that Triton serves does each in one kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["group_norm", "layer_norm"]
+from torchfil.fisher.ghost.accelerated import kernels_for
+
+__all__ = ["group_norm", "layer_norm", "normalised_sums"]
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -53,6 +55,10 @@ class _GroupPulled(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gamma, x, mean, scale, weight, pulled_v = ctx.saved_tensors
         w, groups = gradients[0].contiguous(), ctx.groups
+        kernels = kernels_for(x)
+        if kernels is not None:
+            both_derivatives = kernels.group_pulled_twice(gamma, w, x, mean, scale, weight, groups)
+            return (*both_derivatives, None, None, None, None)
         batch, channels, positions = x.shape
         pulled_w = _pulled_by_group(w, x, mean, scale, None, groups)
         to_gamma = pulled_w if weight is None else pulled_w * weight[:, None]
@@ -80,10 +86,42 @@ def _pulled_by_group(
     value: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
 ) -> Tensor:
     batch, channels, positions = x.shape
+    kernels = kernels_for(x)
+    if kernels is not None:
+        pulled: Tensor = kernels.group_pulled(value, x, mean, scale, weight, groups)
+        return pulled
     result: Tensor = torch.ops.aten.native_group_norm_backward(
         value, x, mean, scale, weight, batch, channels, positions, groups, [True, False, False]
     )[0]
     return result
+
+
+class _NormalisedSums(torch.autograd.Function):
+    """(δ, x) ↦ Σ_t δ_t x̂_t and Σ_t δ_t over positions, [batch, channels] each, by GPU kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, delta: Tensor, x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+        variance, mean = torch.var_mean(x.reshape(len(x), groups, -1), dim=2, correction=0)
+        scale = (variance + eps).rsqrt()
+        sums: tuple[Tensor, Tensor] = kernels_for(x).normalised_sums(delta, x, mean, scale)
+        ctx.save_for_backward(delta, x, mean, scale, *sums)
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        delta, x, mean, scale, *sums = ctx.saved_tensors
+        to_delta, to_x = kernels_for(x).normalised_sums_back(delta, x, mean, scale, sums, gradients)
+        return to_delta, to_x, None, None
+
+
+def normalised_sums(module: nn.GroupNorm, delta: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Σ_t δ_t x̂_t and Σ_t δ_t over the positions of [batch, channels, …]; None where torch has to compute them."""
+    if kernels_for(x) is None or x.ndim < 3:
+        return None
+    flat_delta, flat_x = (value.reshape(*x.shape[:2], -1).contiguous() for value in (delta, x))
+    sums: tuple[Tensor, Tensor] = _NormalisedSums.apply(flat_delta, flat_x, module.num_groups, module.eps)
+    return sums
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
+from torchfil.fisher.ghost.accelerated import convolution_precision, product_precision, products_in
 from torchfil.fisher.ghost.convolution import padded_input, patches
+from torchfil.fisher.ghost.normalisation import normalised_sums
 from torchfil.fisher.ghost.recording import Call, UnsupportedCallError
 
 __all__ = ["LayerRule", "register_rule", "rule_for"]
@@ -86,19 +88,22 @@ class _BatchedProduct(torch.autograd.Function):
     """A @ b over leading dimensions, with a transposed right factor copied first on CPUs.
 
     Their batched products of small matrices are several times slower with one, and autograd's own derivative has one.
+    The derivative is as precise as the product.
     """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
+        ctx.precision = product_precision()
         return a @ (b.contiguous() if b.device.type == "cpu" else b)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         (gradient,) = gradients
-        left = _product(gradient, b.mT) if ctx.needs_input_grad[0] else None
-        right = _product(a.mT, gradient) if ctx.needs_input_grad[1] else None
+        with products_in(ctx.precision):
+            left = _product(gradient, b.mT) if ctx.needs_input_grad[0] else None
+            right = _product(a.mT, gradient) if ctx.needs_input_grad[1] else None
         return left, right
 
 
@@ -176,8 +181,16 @@ class LinearRule(OuterProductRule):
 class ConvolutionRule(OuterProductRule):
     """In one, two or three dimensions, with stride, padding of any mode, dilation and groups.
 
-    The patches are strided views of the padded input, copied once; in two dimensions the way back is torch's col2im.
+    Products of patches are as precise as the user lets convolutions be.
     """
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        with products_in(convolution_precision(call.delta)):
+            return super().gradients(call)
+
+    def squared_norm(self, call: Call) -> Tensor:
+        with products_in(convolution_precision(call.delta)):
+            return super().squared_norm(call)
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """As in :class:`LayerRule`, by the backward pass of the convolution itself."""
@@ -215,14 +228,14 @@ class ConvolutionRule(OuterProductRule):
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         module, a, delta = call.module, call.input, call.delta
         assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        view = self._padded(call)
         positions = delta.shape[2:].numel()
-        if isinstance(module, nn.Conv2d):
-            columns = patches(module, view)  # [batch, in·kernel, T]
+        if isinstance(module, nn.Conv2d) and a.ndim == 4:
+            columns = patches(module, a)  # [batch, in·kernel, T]
             return (
                 columns.reshape(len(a), module.groups, -1, positions).mT,
                 delta.reshape(len(a), module.groups, -1, positions).mT,
             )
+        view = self._padded(call)
         for axis, (size, stride, dilation) in enumerate(
             zip(module.kernel_size, module.stride, module.dilation, strict=True)
         ):
@@ -257,6 +270,23 @@ class NormalisationRule(LayerRule):
         if self.channels_first:
             return value.reshape(*value.shape[:2], -1).sum(dim=2)
         return value.reshape(len(value), -1, *shape).sum(dim=1)
+
+
+class GroupNormRule(NormalisationRule):
+    """:class:`NormalisationRule` for groups of channels, in one kernel where the GPU has one."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda m, x: F.group_norm(x, m.num_groups, eps=m.eps), channels_first=True)
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        if not call.memo:
+            assert isinstance(call.module, nn.GroupNorm)
+            sums = normalised_sums(call.module, call.delta, call.input)
+            if sums is None:
+                return super().gradients(call)
+            named = zip(("weight", "bias"), sums, strict=True)
+            call.memo.update({name: value for name, value in named if name in call.parameters})
+        return call.memo
 
 
 class EmbeddingRule(LinearInWeightsRule):
@@ -323,8 +353,6 @@ register_rule(
 register_rule(
     nn.RMSNorm, NormalisationRule(lambda m, x: F.rms_norm(x, m.normalized_shape, eps=m.eps), channels_first=False)
 )
-register_rule(
-    nn.GroupNorm, NormalisationRule(lambda m, x: F.group_norm(x, m.num_groups, eps=m.eps), channels_first=True)
-)
+register_rule(nn.GroupNorm, GroupNormRule())
 for _instance in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
     register_rule(_instance, NormalisationRule(lambda m, x: F.instance_norm(x, eps=m.eps), channels_first=True))

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchfil.fisher.ghost.accelerated import kernels_for
+from torchfil.fisher.ghost.activation import tanh
 from torchfil.fisher.ghost.convolution import convolve
 from torchfil.fisher.ghost.normalisation import group_norm, layer_norm
 from torchfil.fisher.ghost.pooling import average_pool, pools_by_views
@@ -21,7 +23,7 @@ __all__ = ["with_substitutes"]
 
 @contextlib.contextmanager
 def with_substitutes(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's plain convolutions, normalisations and poolings are computed by this package."""
+    """Inside, the model's plain convolutions, normalisations, poolings and tanh are computed by this package."""
     changed: list[tuple[nn.Module, str]] = []
     for module in model.modules():
         substitute = _SUBSTITUTES.get(type(module))
@@ -49,8 +51,13 @@ def _pooling(module: Any) -> Callable[..., Tensor]:
 
 
 def _group_norm(module: Any) -> Callable[..., Tensor]:
-    """On GPUs torch's own, most of whose many operations are on few numbers, was faster (43 against 57 ms a step)."""
-    return lambda x: group_norm(module, x) if x.device.type == "cpu" else type(module).forward(module, x)
+    """On GPUs without Triton torch's own is faster, most of whose many operations are on few numbers."""
+
+    def forward(x: Tensor) -> Tensor:
+        ours = x.device.type == "cpu" or kernels_for(x) is not None
+        return group_norm(module, x) if ours else type(module).forward(module, x)
+
+    return forward
 
 
 _SUBSTITUTES: dict[type[nn.Module], tuple[str, Callable[[Any], Callable[..., Tensor]]]] = {
@@ -58,4 +65,5 @@ _SUBSTITUTES: dict[type[nn.Module], tuple[str, Callable[[Any], Callable[..., Ten
     **dict.fromkeys((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), ("forward", _pooling)),
     nn.GroupNorm: ("forward", _group_norm),
     nn.LayerNorm: ("forward", lambda module: lambda x: layer_norm(module, x)),
+    nn.Tanh: ("forward", lambda module: tanh),
 }

@@ -1,0 +1,67 @@
+"""Whether the GPU kernels of :mod:`torchfil.fisher.ghost.kernels` serve a tensor; everything else computes in torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["convolution_precision", "kernels_for", "product_precision", "products_in"]
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+def kernels_for(tensor: Tensor) -> Any:
+    """The module of kernels, or None where torch has to do: on CPUs, without Triton, for other dtypes."""
+    return _kernels(tensor.device) if tensor.is_cuda and tensor.dtype in _DTYPES else None
+
+
+@functools.cache
+def _kernels(device: torch.device) -> Any:
+    """Tried once: Triton may be missing, lack a compiler, or not know the GPU."""
+    try:
+        from torchfil.fisher.ghost import kernels
+
+        probe = torch.ones(8, device=device)
+        kernels.tanh_pulled_twice(probe, probe, probe)
+    except Exception as error:
+        logger.info("Triton does not serve %s, and second derivatives are slower: %s", device, error)
+        return None
+    return kernels
+
+
+def convolution_precision(tensor: Tensor) -> str:
+    """How precise the user lets convolutions of such tensors be, for :func:`products_in`.
+
+    A product of patches is a convolution, which torch computes in TF32 on GPUs unless told otherwise; other matrix
+    products it does not.
+    """
+    in_tf32 = tensor.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    return "tf32" if in_tf32 else product_precision()
+
+
+def product_precision() -> str:
+    """How precise products of float32 matrices are on GPUs at present."""
+    precision: str = torch.backends.cuda.matmul.fp32_precision
+    return precision
+
+
+@contextlib.contextmanager
+def products_in(precision: str) -> Iterator[None]:
+    """Inside, products of float32 matrices on GPUs have this precision."""
+    before = product_precision()
+    if precision == before:
+        yield
+        return
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
