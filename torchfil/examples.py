@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchfil.deferred import read_later
+
 __all__ = ["Coordinates", "Examples", "Inputs", "Private", "as_call", "finiteness_check", "superpixel"]
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -328,15 +330,11 @@ def finiteness_check(args: Any, kwargs: Any, targets: Any) -> Callable[[], None]
     if not floating or any(leaf.device.type != "cuda" for leaf in floating):
         _refuse_non_finite(args, kwargs, targets)
         return lambda: None
-    totals = torch.stack([leaf.sum(dtype=torch.float64) for leaf in floating])
-    seen = torch.empty(len(floating), dtype=torch.float64, pin_memory=True)
-    seen.copy_(totals, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(totals.device))
+    sums = [leaf.sum(dtype=torch.float64) for leaf in floating]
+    totals = read_later(torch.stack(sums) if len(sums) > 1 else sums[0])
 
     def confirm() -> None:
-        done.synchronize()
-        if not bool(torch.isfinite(seen).all()):
+        if not bool(torch.isfinite(totals()).all()):
             _refuse_non_finite(args, kwargs, targets)
 
     return confirm

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchfil.engine.contributions import additions
 from torchfil.examples import Examples
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.estimators import Draws, GivenDraws, Quantity
+from torchfil.fisher.estimators import Draws, GivenDraws, Quantity, draw_bits, signs_of
 from torchfil.fisher.ghost import GhostJacobian
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.graphs import CapturedPass, signature
@@ -35,12 +35,14 @@ class FusedResult:
         norm: ‖g‖ before clipping, [batch].
         sums: Σ_i g̃_i by parameter name; empty where it is not wanted.
         additions: What the ledger adds, by name, [batch, …] each; None where the step is not measured.
+        output_gradients: ∂ℓ_i/∂output_i, for every tensor of the model's output; empty where the sum is wanted.
     """
 
     losses: Tensor
     norm: Tensor
     sums: dict[str, Tensor]
     additions: dict[str, Tensor] | None
+    output_gradients: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class FusedPass:
             torch.cat([part.norm for part in parts]),
             {name: _sum_of([part.sums[name] for part in parts]) for name in parts[0].sums},
             {name: torch.cat([part[name] for part in measured]) for name in measured[0]} if measured else None,
+            tuple(map(torch.cat, zip(*(part.output_gradients for part in parts), strict=True))),
         )
 
     def _replay(self, batch: PrivateBatch, wanted: Wanted) -> FusedResult | None:
@@ -155,39 +158,39 @@ def _result(
         )
         added = additions(measurement, rate, skipping=wanted.rate < 1)
     sums = jacobian.clipped_sum(mask) if wanted.summed else {}
-    return FusedResult(jacobian.losses, jacobian.norm, sums, added)
+    at_outputs = () if wanted.summed else jacobian.output_gradients
+    return FusedResult(jacobian.losses, jacobian.norm, sums, added, at_outputs)
 
 
 class _Captured:
-    """One pass of fixed size as a CUDA graph, with the probes, the mask and the rate that it reads."""
+    """One pass of fixed size as a CUDA graph, with the probes' bits, the batch's size and the rate that it reads."""
 
     def __init__(self, batch: PrivateBatch, size: int, wanted: Wanted, pool: Any, warm_ups: int) -> None:
         gradients = batch.gradients
         self.batch, self.wanted = batch, wanted
-        self.probes = tuple(
-            torch.zeros(gradients.num_parameters, dtype=gradients.dtype, device=gradients.device) for _ in wanted.seeds
-        )
-        self.mask = torch.zeros(size, dtype=gradients.dtype, device=gradients.device)
+        device = gradients.device
+        self.bits = tuple(torch.zeros(gradients.num_parameters, dtype=torch.int8, device=device) for _ in wanted.seeds)
+        self.places = torch.arange(size, device=device)
+        self.count = torch.zeros((), dtype=torch.long, device=device)
         self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=gradients.device)
         self.captured = CapturedPass(gradients, size, self._pass, pool, warm_ups)
 
     def _pass(self, gradients: ExampleGradients) -> FusedResult:
-        mechanism, size = self.batch.mechanism, len(self.mask)
+        mechanism, size = self.batch.mechanism, len(self.places)
         jacobian = GhostJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
-        draws = GivenDraws(self.wanted.seeds, slice(0, size), size, 1, self.probes)
-        return _result(replace(self.batch, gradients=gradients), jacobian, self.wanted, draws, self.rate, self.mask)
+        probes = tuple(signs_of(bits, gradients.dtype) for bits in self.bits)
+        draws = GivenDraws(self.wanted.seeds, slice(0, size), size, 1, probes)
+        mask = (self.places < self.count).to(gradients.dtype)
+        return _result(replace(self.batch, gradients=gradients), jacobian, self.wanted, draws, self.rate, mask)
 
     def replay(self, examples: Examples, wanted: Wanted) -> FusedResult:
         """The pass over these examples; the sums are overwritten by the next replay."""
         count = len(examples)
-        self.mask.zero_()
-        self.mask[:count] = 1
+        self.count.fill_(count)
         if wanted.rate < 1:
             self.rate.fill_(wanted.rate)
-        if self.probes:
-            draws = Draws(wanted.seeds, slice(0, count), count, 1)
-            for static, u in zip(self.probes, draws.signs(len(self.probes[0]), like=self.mask), strict=True):
-                static.copy_(u)
+        for bits, seed in zip(self.bits, wanted.seeds, strict=True):
+            draw_bits(seed, bits)
         result = self.captured.replay(examples)
         added = result.additions
         return FusedResult(
@@ -195,4 +198,5 @@ class _Captured:
             result.norm[:count].clone(),
             result.sums,
             None if added is None else {name: value[:count].clone() for name, value in added.items()},
+            tuple(gradient[:count].clone() for gradient in result.output_gradients),
         )

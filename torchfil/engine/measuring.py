@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchfil.deferred import read_later
 from torchfil.engine.contributions import additions
 from torchfil.engine.fused import FusedPass, Wanted
 from torchfil.engine.loader import split_batch
@@ -44,15 +45,22 @@ __all__ = ["Measurer"]
 
 logger = logging.getLogger(__name__)
 
-_NORM_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """‖g‖ of the examples of one forward pass, [batch], and what the ledger adds for them, by name."""
+    """What one forward pass's measurement gives.
+
+    Attributes:
+        norm: ‖g‖ of its examples, [batch].
+        additions: What the ledger adds for them, by name.
+        output_gradients: ∂ℓ_i/∂output_i of the engine's loss for the output's tensors; None where the loss was checked.
+    """
 
     norm: Tensor
     additions: dict[str, Tensor]
+    output_gradients: tuple[Tensor, ...] | None = None
 
 
 class Measurer:
@@ -76,18 +84,21 @@ class Measurer:
         self._modules = list(zip(module.modules(), self.template.modules(), strict=True))
         self._places = _places_of_weights(module)
 
-    def checked_loss(self, forwards: list[ForwardPass], loss: IdentifiedLoss | None) -> IdentifiedLoss:
-        """The loss, identified where it is not known yet, after the observed gradients were checked against it."""
-        for forward in forwards:
-            factor = len(forward.ids or ()) if self.settings.loss_reduction == "mean" else 1
-            observed = pytree.tree_map(lambda g, f=factor: g * f, forward.output_gradients)
-            targets = self._targets(forward)
-            if loss is None:
-                loss = identify_loss(forward.outputs, targets, observed, self.settings.loss_reduction)
-                logger.info("the training loop's loss was identified as %s", loss.name)
-            check_loss(loss, forward.outputs, targets, observed)
-        assert loss is not None
+    def identified_loss(self, forward: ForwardPass) -> IdentifiedLoss:
+        """The loss whose gradient came back to the model's output."""
+        observed, reduction = self._observed(forward), self.settings.loss_reduction
+        loss = identify_loss(forward.outputs, self._targets(forward), observed, reduction)
+        logger.info("the training loop's loss was identified as %s", loss.name)
         return loss
+
+    def check_loss(self, forward: ForwardPass, loss: IdentifiedLoss) -> None:
+        """Raise unless the gradient that came back to the model's output is that of the loss."""
+        check_loss(loss, forward.outputs, self._targets(forward), self._observed(forward))
+
+    def _observed(self, forward: ForwardPass) -> Any:
+        """∂ℓ_i/∂output_i as the training loop has it, in the outputs' structure."""
+        factor = len(forward.ids or ()) if self.settings.loss_reduction == "mean" else 1
+        return pytree.tree_map(lambda g: g * factor, forward.output_gradients)
 
     def examples_of(self, forward: ForwardPass) -> Examples:
         """The examples of a forward pass with their private coordinates laid out."""
@@ -137,6 +148,7 @@ class Measurer:
 
     def measured(
         self,
+        forward: ForwardPass,
         examples: Examples,
         loss: IdentifiedLoss,
         optimizer: FILOptimizer,
@@ -144,17 +156,25 @@ class Measurer:
         test_matrix: Tensor | None,
         pace: Pace,
     ) -> Measured:
-        """The Fisher information of these examples under the present noise and clipping."""
+        """The Fisher information of a forward pass's examples under the present noise and clipping.
+
+        The loop's loss is checked before, by itself; on a GPU that has captured the pass, from the pass's results.
+        """
         self.check_coordinates(examples.num_coordinates, ledger)
         gradients = self.gradients_at(examples, loss)
+        can_capture = test_matrix is None and gradients.device.type == "cuda"
+        if not can_capture or self._plan_key(gradients) not in self._plans:
+            self.check_loss(forward, loss)
         batch = PrivateBatch(gradients, self.mechanism(optimizer), self.plan(gradients))
         settings = self.settings
-        if self.fits_one_pass(batch) and test_matrix is None and gradients.device.type == "cuda":
+        if can_capture and self.fits_one_pass(batch):
             seeds = Draws.seeds_from(pace.num_probes, self.generator)
             wanted = Wanted(settings.quantities, seeds, pace.rate, False, "plis" in settings.track)
             one_pass = self.fused_pass(optimizer).run(batch, wanted, settings.max_memory)
             assert one_pass.additions is not None
-            return Measured(one_pass.norm, one_pass.additions)
+            return Measured(one_pass.norm, one_pass.additions, one_pass.output_gradients)
+        if can_capture:
+            self.check_loss(forward, loss)
         measurement = batch.measure(
             settings.quantities,
             settings.estimator,
@@ -197,7 +217,7 @@ class Measurer:
 
     def plan(self, gradients: ExampleGradients) -> Plan:
         """Whether one batched pass fits this model; tried once for every shape of examples."""
-        key = (tuple(t.shape[1:] for t in gradients.examples.tensors), self.draws_masks(), self.module.training)
+        key = self._plan_key(gradients)
         if key in self._plans or not len(gradients):
             return self._plans.get(key, Plan(None, 1))
         found = plan(gradients)
@@ -207,18 +227,45 @@ class Measurer:
                 logger.info("gradients are mapped over examples, which is slower: %s", found.reason)
         return found
 
-    def check_norms(self, parts: Sequence[Measured], norms: Tensor) -> None:
-        """Raise unless the gradients that were measured are those that Opacus clips."""
+    def _plan_key(self, gradients: ExampleGradients) -> Hashable:
+        return tuple(t.shape[1:] for t in gradients.examples.tensors), self.draws_masks(), self.module.training
+
+    def confirmation(
+        self, forwards: Sequence[ForwardPass], parts: Sequence[Measured], loss: IdentifiedLoss, norms: Tensor
+    ) -> Callable[[], None]:
+        """Begin to compare what was measured with what the loop did; what is returned raises where they differ.
+
+        The gradients at the outputs must be those of the loop, and the norms those of the gradients that Opacus clips.
+        """
         if self.draws_masks():
-            return
+            return lambda: None
+        tolerance = _TOLERANCE.get(norms.dtype, 0.1)
+        looked_at = [
+            (forward, part.output_gradients)
+            for forward, part in zip(forwards, parts, strict=True)
+            if part.output_gradients is not None
+        ]
         measured = torch.cat([part.norm for part in parts]).to(norms)
-        distance = float((measured - norms).abs().max())
-        if distance > _NORM_TOLERANCE.get(norms.dtype, 0.1) * float(norms.max()):
-            raise RuntimeError(
-                "the per-example gradients that the optimizer clips differ from those of the engine's loss (norms by "
-                f"up to {distance:.3g}, the largest being {float(norms.max()):.3g}): the loss reaches the parameters "
-                "by another road than the model's output, or the model mixes examples. This step was not taken."
-            )
+        pairs = [(measured, norms)]
+        for forward, expected in looked_at:
+            pairs += zip(expected, pytree.tree_leaves(self._observed(forward)), strict=True)
+        compared = read_later(
+            torch.stack([torch.stack([(a - b).abs().max(), b.abs().max()]).double() for a, b in pairs])
+        )
+
+        def confirm() -> None:
+            (distance, largest), *at_outputs = compared().tolist()
+            if any(apart > tolerance * size for apart, size in at_outputs):
+                for forward, _ in looked_at:
+                    self.check_loss(forward, loss)
+            if distance > tolerance * largest:
+                raise RuntimeError(
+                    "the per-example gradients that the optimizer clips differ from those of the engine's loss (norms "
+                    f"by up to {distance:.3g}, the largest being {largest:.3g}): the loss reaches the parameters by "
+                    "another road than the model's output, or the model mixes examples. This step was not taken."
+                )
+
+        return confirm
 
     def gradients_of(self, batch: Any, loss: IdentifiedLoss) -> ExampleGradients:
         """The gradients, at the present weights, of a batch from the data set."""

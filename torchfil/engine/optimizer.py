@@ -56,20 +56,23 @@ class FILOptimizer(DPOptimizer):
     def clip_and_accumulate(self) -> None:
         """Clip every example's gradient and add it to ``p.summed_grad``.
 
-        The engine measures before anything is added, and records only after everything was.
+        The engine measures, then confirms and records, before anything is added; a GPU sums meanwhile.
         """
         for p in self.params:
             _check_processed_flag(p.grad_sample)
         norms = self.per_sample_norms()
         record = self.measure(self, norms) if self.measure is not None else None
         scale = self.clip.scale(norms, self.max_grad_norm)
+        sums = []
         for p in self.params:
             grad_sample = self._get_flat_grad_sample(p).to(p.dtype)
-            summed = torch.einsum("i,i...", scale.to(grad_sample.device, p.dtype), grad_sample)
-            p.summed_grad = summed if p.summed_grad is None else p.summed_grad + summed
-            _mark_as_processed(p.grad_sample)
+            weight = scale.to(grad_sample.device, p.dtype)
+            sums.append((weight @ grad_sample[:, None].flatten(1)).reshape(grad_sample.shape[1:]))
         if record is not None:
             record()
+        for p, summed in zip(self.params, sums, strict=True):
+            p.summed_grad = summed if p.summed_grad is None else p.summed_grad + summed
+            _mark_as_processed(p.grad_sample)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         """As in Opacus; tells the engine when a logical batch has been released."""

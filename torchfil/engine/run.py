@@ -6,8 +6,9 @@ logical batch is released under one draw of noise. A refusal at any point leaves
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,13 +137,25 @@ class Run:
         self.optimizer._step_skip_queue.clear()
 
     def _measure(self, optimizer: FILOptimizer, norms: Tensor) -> Callable[[], None]:
-        """Measure a physical batch; the function that is returned stages it."""
+        """Measure a physical batch; the function that is returned confirms and stages it."""
         if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
             self._staged.clear()
             self._measure_this_step = None
         state = self.generator.get_state()
+        with self._restoring(state):
+            stage = self._measured(optimizer, norms, self.observer.finished())
+
+        def confirm_and_stage() -> None:
+            with self._restoring(state):
+                stage()
+
+        return confirm_and_stage
+
+    @contextlib.contextmanager
+    def _restoring(self, state: Tensor) -> Iterator[None]:
+        """The generator goes back to that state if the work inside is refused."""
         try:
-            return self._measured(optimizer, norms, self.observer.finished())
+            yield
         except Exception:
             self.generator.set_state(state)
             raise
@@ -158,22 +171,29 @@ class Run:
         clipped = (norms * scale).detach()
         loss, ledger, test_matrix = self.loss, self.ledger, self.test_matrix
         contribution = Contribution(rows, clipped.square(), measured=not self.paused)
+        confirm: Callable[[], None] | None = None
         if len(rows):
             examples = [self.measurer.examples_of(forward) for forward in forwards]
-            if not self.paused:
-                loss = self.measurer.checked_loss(forwards, loss)
+            if loss is None and not self.paused:
+                loss = self.measurer.identified_loss(forwards[0])
+            if loss is not None and not self.paused and not measure_this_step:
+                for forward in forwards:
+                    self.measurer.check_loss(forward, loss)
             if ledger is None:
                 self.measurer.warn_if_not_smooth(forwards[0])
                 ledger, test_matrix = self._new_ledger(examples[0].num_coordinates)
             if measure_this_step and not self.paused and loss is not None:
                 parts = [
-                    self.measurer.measured(part, loss, optimizer, ledger, test_matrix, self.pace) for part in examples
+                    self.measurer.measured(forward, part, loss, optimizer, ledger, test_matrix, self.pace)
+                    for forward, part in zip(forwards, examples, strict=True)
                 ]
-                self.measurer.check_norms(parts, norms)
+                confirm = self.measurer.confirmation(forwards, parts, loss, norms)
                 added = {name: torch.cat([part.additions[name] for part in parts]) for name in parts[0].additions}
                 contribution = Contribution(rows, clipped.square(), measured=True, **added)
 
         def stage() -> None:
+            if confirm is not None:
+                confirm()
             self.loss, self.ledger, self.test_matrix = loss, ledger, test_matrix
             self._measure_this_step = measure_this_step
             self.drew_masks = self.drew_masks or self.measurer.draws_masks()
@@ -208,12 +228,8 @@ class Run:
         if not fits or (len(examples) and not self.measurer.fits_one_pass(batch)):
             finite()
             return self._plain_step(args, kwargs, targets)
-        state = self.generator.get_state()
-        try:
+        with self._restoring(self.generator.get_state()):
             step = self._fused(batch, ForwardPass(self.tracker.ids, self.tracker.batch, args, kwargs, None), finite)
-        except Exception:
-            self.generator.set_state(state)
-            raise
         optimizer.release([step.sums[self._names[id(p)]].reshape(p.shape) for p in optimizer.params])
         return step.losses.mean() if self.settings.loss_reduction == "mean" else step.losses.sum()
 
@@ -221,9 +237,8 @@ class Run:
         """The step's sums; its contribution is staged."""
         settings, optimizer, gradients, count = self.settings, self.optimizer, batch.gradients, len(batch.gradients)
         self._staged.clear()
-        ids = self._ids([forward], count)
-        rows = self._rows(ids)
         if count == 0:
+            self._ids([forward], count)
             empty = torch.zeros(0, dtype=gradients.dtype, device=gradients.device)
             return FusedResult(empty, empty, {k: torch.zeros_like(v) for k, v in gradients.parameters.items()}, None)
         measured = self._is_measured() and not self.paused
@@ -236,6 +251,8 @@ class Run:
         seeds = Draws.seeds_from(self.pace.num_probes, self.generator) if measured else ()
         wanted = Wanted(settings.quantities, seeds, self.pace.rate, True, "plis" in settings.track)
         step = self.measurer.fused_pass(optimizer).run(batch, wanted, settings.max_memory)
+        ids = self._ids([forward], count)
+        rows = self._rows(ids)
         finite()
         clipped = step.norm * settings.clip.scale(step.norm, float(optimizer.max_grad_norm))
         contribution = Contribution(rows, clipped.square(), measured=not self.paused, **(step.additions or {}))

@@ -80,9 +80,17 @@ class Draws:
     def signs(self, *shape: int, like: Tensor) -> Iterator[Tensor]:
         """For each probe a tensor of ±1 of that shape, of ``like``'s dtype and device."""
         for seed in self.seeds:
-            source = torch.Generator(device=like.device).manual_seed(seed)
-            bits = torch.randint(2, shape, generator=source, device=like.device, dtype=torch.int8)
-            yield bits.to(like.dtype) * 2 - 1
+            yield signs_of(draw_bits(seed, torch.empty(shape, dtype=torch.int8, device=like.device)), like.dtype)
+
+
+def draw_bits(seed: int, bits: Tensor) -> Tensor:
+    """Fill ``bits`` with the zeros and ones of that seed."""
+    return bits.random_(0, 2, generator=torch.Generator(device=bits.device).manual_seed(seed))
+
+
+def signs_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """±1 for ones and zeros."""
+    return bits.to(dtype) * 2 - 1
 
 
 @dataclass(frozen=True)

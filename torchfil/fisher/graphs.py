@@ -76,9 +76,9 @@ class CapturedPass(Generic[Result]):
         count = len(examples)
         pairs = zip(self.examples.tensors, examples.tensors, strict=True)
         for static, given in ((self.examples.z, examples.z), *pairs):
-            static[:count].copy_(given)
+            static[:count] = given
             if count < self.size:
-                static[count:].copy_(given[:1].expand(self.size - count, *given.shape[1:]))
+                static[count:] = given[:1]
         self.graph.replay()
         return self.result
 

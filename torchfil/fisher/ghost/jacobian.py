@@ -89,6 +89,11 @@ class GhostJacobian(ClippedJacobian):
         """ℓ of every example, [batch]."""
         return self._recording.losses.detach()
 
+    @property
+    def output_gradients(self) -> tuple[Tensor, ...]:
+        """∂ℓ_i/∂output_i of every example, for every tensor of the model's output."""
+        return self._recording.output_gradients
+
     def _products(self, u: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """⟨g, u⟩, [batch], and the derivative of Σ_i weight_i⟨g_i, u⟩ at the leaves of the cut."""
         with differentiable_twice():

@@ -74,10 +74,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Recording:
-    """The calls of one pass and the losses, [batch], both differentiable with respect to z."""
+    """The calls of one pass and the losses, [batch], both differentiable with respect to z.
+
+    Attributes:
+        calls: In the order of the forward pass.
+        losses: ℓ of every example.
+        output_gradients: ∂ℓ_i/∂output_i for every tensor of the model's output, in its order; 0 where none leads there.
+    """
 
     calls: tuple[Call, ...]
     losses: Tensor
+    output_gradients: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -152,7 +159,9 @@ def cut(recording: Recording) -> CutRecording:
         )
         calls.append(replace(call, args=args, kwargs=kwargs, delta=delta, memo={}))
     return CutRecording(
-        Recording(tuple(calls), recording.losses.detach()), tuple(leaves.values()), tuple(origins.values())
+        replace(recording, calls=tuple(calls), losses=recording.losses.detach()),
+        tuple(leaves.values()),
+        tuple(origins.values()),
     )
 
 
@@ -184,22 +193,26 @@ def record(gradients: ExampleGradients, z: Tensor) -> Recording:
         if has_active_dropout(module):
             raise UnsupportedCallError(f"{name}: active dropout draws one mask for a batch")
     with differentiable_twice():
-        seen, losses = _forward(gradients, z, clone=False)
+        seen, losses, outputs = _forward(gradients, z, clone=False)
         if any(call.was_overwritten() for call in seen):
-            seen, losses = _forward(gradients, z, clone=True)
-        deltas = torch.autograd.grad(
-            losses.sum(), [call.output for call in seen], create_graph=True, allow_unused=True, materialize_grads=True
-        )
+            seen, losses, outputs = _forward(gradients, z, clone=True)
+        places = [*(call.output for call in seen), *(output for output in outputs if output.requires_grad)]
+        found = torch.autograd.grad(losses.sum(), places, create_graph=True, allow_unused=True, materialize_grads=True)
+        deltas, rest = found[: len(seen)], iter(found[len(seen) :])
+        at_outputs = tuple((next(rest) if x.requires_grad else torch.zeros_like(x)).detach() for x in outputs)
     names = {id(module): name for name, module in gradients.model.named_modules()}
     shared = {id(value): name for name, value in gradients.model.named_parameters()}
     calls = tuple(
         _call(gradients, call, names[id(call.module)], delta, shared) for call, delta in zip(seen, deltas, strict=True)
     )
-    return Recording(calls, losses)
+    return Recording(calls, losses, at_outputs)
 
 
-def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[list[_Seen], Tensor]:
-    """The modules' calls in order, and every example's loss; ``clone`` keeps copies of what may be overwritten."""
+def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[list[_Seen], Tensor, list[Tensor]]:
+    """The modules' calls in order, every example's loss, and the tensors of the model's output.
+
+    ``clone`` keeps copies of what may be overwritten.
+    """
     examples, batch = gradients.examples, len(z)
     args, kwargs, targets, offset = examples.restore(z, examples.public)
     seen: list[_Seen] = []
@@ -228,7 +241,8 @@ def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[li
         stack.enter_context(with_substitutes(gradients.model))
         weights = {**gradients.parameters, **gradients.constants}
         outputs = call_with(gradients.model, weights, args, kwargs)
-    return seen, _losses(gradients, outputs, targets)
+    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return seen, _losses(gradients, outputs, targets), tensors
 
 
 def _holders(gradients: ExampleGradients) -> Iterator[nn.Module]:

@@ -143,18 +143,20 @@ class OuterProductRule(LinearInWeightsRule):
 
     def squared_norm(self, call: Call) -> Tensor:
         a, delta = self.factors(call)
-        positions, p_in, p_out = a.shape[2], a.shape[3], delta.shape[3]
+        positions, groups, p_in, p_out = a.shape[2], a.shape[1], a.shape[3], delta.shape[3]
+        weight, bias = "weight" in call.parameters, "bias" in call.parameters
+        if positions == groups == 1:
+            square = delta.square().sum(dim=(1, 2, 3))
+            return square * (a.square().sum(dim=(1, 2, 3)) * weight + bias)
         result = delta.new_zeros(len(delta))
-        if "weight" in call.parameters:
-            if positions == 1:
-                product = a.square().sum(dim=(2, 3)) * delta.square().sum(dim=(2, 3))
-            elif positions * (p_in + p_out) < p_in * p_out:
-                product = (_product(a, a.mT) * _product(delta, delta.mT)).sum(dim=(2, 3))
+        if weight:
+            if positions * (p_in + p_out) < p_in * p_out:
+                product = _product(a, a.mT) * _product(delta, delta.mT)
             else:  # the narrower of both is the one that may have to be copied
                 gradient = _product(a.mT, delta) if p_out <= p_in else _product(delta.mT, a)
-                product = gradient.square().sum(dim=(2, 3))
-            result = result + product.sum(dim=1)
-        if "bias" in call.parameters:
+                product = gradient.square()
+            result = product.sum(dim=(1, 2, 3))
+        if bias:
             result = result + delta.sum(dim=2).square().sum(dim=(1, 2))
         return result
 
