@@ -23,7 +23,7 @@ __all__ = ["FusedPass", "FusedResult", "Wanted"]
 logger = logging.getLogger(__name__)
 
 _MOST_GRAPHS = 48
-_BUCKETS = 16  # graphs' batch sizes are multiples of a sixteenth of the expected batch
+_BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected batch
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Wanted:
 class FusedPass:
     """Runs batches through one recorded pass each; on a GPU as a CUDA graph, where the pass can be captured.
 
-    A graph needs fixed shapes: a batch is padded with copies of its first example to the next multiple of a sixteenth
-    of the expected batch, and the copies are masked out of the sum.
+    A graph needs fixed shapes: a batch is padded with copies of its first example to the next multiple of an eighth of
+    the expected batch, and the copies are masked out of the sum.
 
     Args:
         expected_batch: The mean batch size.

@@ -24,7 +24,7 @@ from torchfil.ledger import Contribution, Ledger
 
 __all__ = ["Pace", "choose"]
 
-_PROBES = (2, 3, 4, 6, 8)
+_PROBES = (2, 3, 4, 6, 9, 13)
 _LOWEST_RATE = 1 / 32
 _SLACK = 0.03  # share of the final variance below which more probes are not worth their price
 _AIM = 0.92  # of the target, for what the trend does not tell

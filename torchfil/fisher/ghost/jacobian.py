@@ -97,8 +97,7 @@ class GhostJacobian(ClippedJacobian):
     def _products(self, u: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """⟨g, u⟩, [batch], and the derivative of Σ_i weight_i⟨g_i, u⟩ at the leaves of the cut."""
         with differentiable_twice():
-            parts = inner_products(self._cut.recording, self.gradients.unflatten(u))
-            return self._cut.differentiated(parts, weight)
+            return inner_products(self._cut, self.gradients.unflatten(u), weight)
 
     def _pulled_back(self, cotangents: Sequence[Tensor | None]) -> Tensor:
         with differentiable_twice():

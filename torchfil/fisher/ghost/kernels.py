@@ -17,6 +17,8 @@ __all__ = [
     "group_pulled_twice",
     "normalised_sums",
     "normalised_sums_back",
+    "pool",
+    "spread",
     "tanh_pulled_twice",
     "unfold_patches",
 ]
@@ -205,6 +207,47 @@ def _fold_kernel(
     tl.store(out_at + image * size + pixel, total, mask=inside)
 
 
+@triton.jit
+def _pool_kernel(
+    x_at, out_at, size, height, width, out_height, out_width,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    column, rest = place % out_width, place // out_width
+    start = (rest // out_height * height + rest % out_height * STRIDE_H) * width + column * STRIDE_W
+    total = tl.zeros([BLOCK], x_at.dtype.element_ty)
+    for i in tl.static_range(KERNEL_H):
+        for j in tl.static_range(KERNEL_W):
+            total += tl.load(x_at + start + i * width + j, mask=inside, other=0.0)
+    tl.store(out_at + place, total / (KERNEL_H * KERNEL_W), mask=inside)
+
+
+@triton.jit
+def _spread_kernel(
+    value_at, out_at, size, height, width, out_height, out_width,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    x, rest = place % width, place // width
+    y, image = rest % height, rest // height
+    total = tl.zeros([BLOCK], value_at.dtype.element_ty)
+    for i in tl.static_range(KERNEL_H):
+        for j in tl.static_range(KERNEL_W):
+            h, w = y - i, x - j
+            row, column = h // STRIDE_H, w // STRIDE_W
+            met = inside & (h >= 0) & (w >= 0) & (row < out_height) & (column < out_width)
+            if STRIDE_H > 1:
+                met &= h % STRIDE_H == 0
+            if STRIDE_W > 1:
+                met &= w % STRIDE_W == 0
+            total += tl.load(value_at + (image * out_height + row) * out_width + column, mask=met, other=0.0)
+    tl.store(out_at + place, total / (KERNEL_H * KERNEL_W), mask=inside)
+
+
 def group_pulled(gamma: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int) -> Tensor:
     """P(γ·weight) of :mod:`torchfil.fisher.ghost.normalisation`, for contiguous γ and x, [batch, channels, positions].
 
@@ -313,6 +356,26 @@ def fold_patches(
         columns, out, size, width, out_height, out_width, *kernel, *stride, *dilation, *padding,
         BLOCK=block, num_warps=max(1, min(4, block // 128)),
     )  # fmt: skip
+    return out
+
+
+def pool(x: Tensor, kernel: _Pair, stride: _Pair) -> Tensor:
+    """Means over windows of a contiguous [batch, channels, height, width], without padding."""
+    height, width = x.shape[2:]
+    out_height, out_width = _outputs(x.shape[2:], kernel, stride, (1, 1), (0, 0))
+    out = x.new_empty(*x.shape[:2], out_height, out_width)
+    _pool_kernel[(triton.cdiv(out.numel(), _ELEMENTWISE_BLOCK),)](
+        x, out, out.numel(), height, width, out_height, out_width, *kernel, *stride, BLOCK=_ELEMENTWISE_BLOCK
+    )
+    return out
+
+
+def spread(value: Tensor, shape: torch.Size, kernel: _Pair, stride: _Pair) -> Tensor:
+    """The transposed map of :func:`pool` for inputs of this shape, for a contiguous value."""
+    out = value.new_empty(shape)
+    _spread_kernel[(triton.cdiv(out.numel(), _ELEMENTWISE_BLOCK),)](
+        value, out, out.numel(), *shape[2:], *value.shape[2:], *kernel, *stride, BLOCK=_ELEMENTWISE_BLOCK
+    )
     return out
 
 

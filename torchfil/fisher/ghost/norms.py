@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchfil.fisher.ghost.recording import Call, Recording, UnsupportedCallError, cut, record
-from torchfil.fisher.ghost.rules import GenericRule, rule_for, total_square
+from torchfil.fisher.ghost.recording import Call, CutRecording, Recording, UnsupportedCallError, cut, record
+from torchfil.fisher.ghost.rules import GenericRule, OuterProductRule, rule_for, total_square
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 
 __all__ = ["Held", "NormGradient", "Plan", "inner_products", "norm_gradient", "plan", "squared_norms", "weighted_sum"]
@@ -110,11 +110,29 @@ def _shared_squared_norm(calls: Sequence[Call], like: Tensor) -> Tensor:
     return total_square(summed.values(), like)
 
 
-def inner_products(recording: Recording, direction: Mapping[str, Tensor]) -> Iterator[Callable[[], Tensor]]:
-    """Functions whose values add up to ⟨g, u⟩ of every example, [batch], for u by the model's parameter names."""
-    for call in recording.calls:
+def inner_products(
+    attached: CutRecording, direction: Mapping[str, Tensor], weight: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """⟨g, u⟩ of every example, [batch], for u by the model's parameter names, and its derivative at the cut's leaves.
+
+    The derivative is that of Σ_i weight_i⟨g_i, u⟩; in closed form where the rule has one, by autograd elsewhere.
+    """
+    closed: list[tuple[OuterProductRule, Call, dict[str, Tensor]]] = []
+    parts: list[Callable[[], Tensor]] = []
+    for call in attached.recording.calls:
         part = {local: direction[name] for local, name in call.shared_names.items()}
-        yield partial(rule_for(call.module).inner, call, part)
+        rule = rule_for(call.module)
+        if isinstance(rule, OuterProductRule):
+            closed.append((rule, call, part))
+        else:
+            parts.append(partial(rule.inner, call, part))
+    total, cotangents = attached.differentiated(parts, weight)
+    for rule, call, part in closed:
+        value, to_input, to_delta = rule.inner_derivatives(call, part, weight)
+        total = total + value
+        attached.put(cotangents, call.input, to_input)
+        attached.put(cotangents, call.delta, to_delta)
+    return total, cotangents
 
 
 def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Average pooling in ways that are several times faster than torch's own.
 
-On CPUs shifted views are added, in both directions. On GPUs the way back is pooling again (stride 1) or copying
-(windows that do not overlap).
+On CPUs shifted views are added, in both directions. On GPUs there are kernels for two axes; otherwise the way back is
+pooling again (stride 1) or copying (windows that do not overlap).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from torchfil.fisher.ghost.accelerated import kernels_for
 
 __all__ = ["AveragePooling", "average_pool", "pools_by_views"]
 
@@ -26,6 +28,10 @@ class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, windows: _Windows) -> Tensor:
         ctx.shape, ctx.windows = x.shape, windows
+        kernels = _kernels(x, windows)
+        if kernels is not None:
+            pooled: Tensor = kernels.pool(x.contiguous(), *zip(*windows, strict=True))
+            return pooled
         if x.device.type != "cpu":
             return _torch_pool(x, windows)
         for axis, (size, stride) in enumerate(windows, start=2):
@@ -44,6 +50,10 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, shape: torch.Size, windows: _Windows) -> Tensor:
         ctx.windows = windows
+        kernels = _kernels(value, windows)
+        if kernels is not None:
+            spread: Tensor = kernels.spread(value.contiguous(), shape, *zip(*windows, strict=True))
+            return spread
         if value.device.type != "cpu":
             return _spread_on_gpu(value, shape, windows)
         for axis, (size, stride) in enumerate(windows, start=2):
@@ -56,6 +66,11 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return _Pool.apply(gradients[0], ctx.windows), None, None
+
+
+def _kernels(x: Tensor, windows: _Windows) -> Any:
+    small = all(size <= _LARGEST_WINDOW for size, _ in windows)
+    return kernels_for(x) if len(windows) == 2 and small else None
 
 
 def _torch_pool(x: Tensor, windows: _Windows) -> Tensor:
@@ -103,7 +118,11 @@ def pools_by_views(module: AveragePooling, x: Tensor) -> bool:
     fits = x.ndim == 2 + len(windows) and all(
         length >= size for length, (size, _) in zip(x.shape[2:], windows, strict=True)
     )
-    gpu = all(stride == 1 for _, stride in windows) or all(stride == size for size, stride in windows)
+    gpu = (
+        _kernels(x, windows) is not None
+        or all(stride == 1 for _, stride in windows)
+        or all(stride == size for size, stride in windows)
+    )
     return whole and fits and (small if x.device.type == "cpu" else gpu)
 
 

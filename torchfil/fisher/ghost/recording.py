@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -118,11 +119,20 @@ class CutRecording:
             if not weighed.requires_grad:
                 continue
             found = torch.autograd.grad(weighed, self.leaves, retain_graph=True, allow_unused=True)
-            for place, gradient in enumerate(found):
-                known = cotangents[place]
-                if gradient is not None:
-                    cotangents[place] = gradient if known is None else known + gradient
+            for leaf, gradient in zip(self.leaves, found, strict=True):
+                self.put(cotangents, leaf, gradient)
         return total, cotangents
+
+    def put(self, cotangents: list[Tensor | None], leaf: Tensor, gradient: Tensor | None) -> None:
+        """Add a gradient to the leaf's place in the list; nothing where the leaf does not depend on z."""
+        place = self._places.get(id(leaf))
+        if gradient is not None and place is not None:
+            known = cotangents[place]
+            cotangents[place] = gradient if known is None else known + gradient
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {id(leaf): place for place, leaf in enumerate(self.leaves)}
 
     def pulled_back(self, cotangents: Sequence[Tensor | None], z: Tensor) -> Tensor:
         """Σ_leaf ⟨cotangent, ∂leaf/∂z⟩, [batch, d]; the graph is kept for the next ones."""

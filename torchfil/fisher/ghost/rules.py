@@ -128,6 +128,25 @@ class LinearInWeightsRule(LayerRule):
 class OuterProductRule(LinearInWeightsRule):
     """A weight met as Σ_t δ_t a_tᵀ, and a bias as Σ_t δ_t, in groups; subclasses lay a and δ out."""
 
+    def inner_derivatives(
+        self, call: Call, direction: Mapping[str, Tensor], weight: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """⟨g, u⟩, [batch], and the derivatives of Σ_i weight_i⟨g_i, u⟩ with respect to a (None: it is fixed) and δ.
+
+        By the layer with u as its weights: layer(a; u) weighted, and its way back from weighted δ.
+        """
+        a, frozen = call.input, {name: torch.zeros_like(value) for name, value in call.constants.items()}
+        each = weight.reshape(-1, *[1] * (call.delta.ndim - 1))
+        if call.memo.get("weight of delta") is not weight:  # mostly the same for every u
+            call.memo["weight of delta"], call.memo["weighted delta"] = weight, each * call.delta.detach()
+        with torch.enable_grad():
+            output = functional_call(call.module, {**direction, **frozen}, call.args, dict(call.kwargs))
+        to_input = None
+        if a.requires_grad:
+            (to_input,) = torch.autograd.grad(output, a, call.memo["weighted delta"])
+        output = output.detach()
+        return (call.delta.detach() * output).flatten(1).sum(dim=1), to_input, each * output
+
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         """A as [batch, groups, T, p_in] and δ as [batch, groups, T, p_out]."""
         raise NotImplementedError
