@@ -93,5 +93,5 @@ def _torchfil(data: ResidentDataset, device: str, epochs: int) -> tuple[float, f
     fil = engine.get_fil()
     synchronize(device)
     seconds = time.perf_counter() - start
-    relative = 2 * fil.standard_error / fil.value
+    relative = fil.standard_error / fil.value
     return seconds, float(relative[fil.value > 0].median()), engine._current.pace.rate

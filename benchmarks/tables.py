@@ -54,7 +54,7 @@ def _run(found: dict[str, Any]) -> str:
         f"## A whole run: MNIST CNN, {found['examples']:,} examples, {found['epochs']} epochs of batches of "
         f"{found['batch']}\n\n" + table(["", "from start to end"], rows) + f"\ntorchfil with rel_error = "
         f"{found['rel_error']:g} takes **{number(found['ratio'])}** of Opacus's time, capturing graphs included; the "
-        f"median relative standard error of tr I at the end is {number(found['median_relative_error'])}.\n"
+        f"median relative standard error of FIL at the end is {number(found['median_relative_error'])}.\n"
     )
 
 

@@ -203,9 +203,8 @@ class Leakage:
         """One table by id: a pandas DataFrame where pandas is installed, else a dict of lists.
 
         Columns: ``fil`` (η̄), ``fil_error``, ``sampling_error``, ``fil_kind``, ``mse_bound``, ``mse_bound_low`` (the
-        lower end of its 95 % interval), ``rel_error`` (standard error over value of tr I),
-        ``participations``, ``missed`` (participations that were not measured),
-        ``squared_norm`` (Σ‖g̃‖²).
+        lower end of its 95 % interval), ``rel_error`` (``fil_error`` over ``fil``), ``participations``, ``missed``
+        (participations that were not measured), ``squared_norm`` (Σ‖g̃‖²).
         """
         return as_table(*self.columns(example_ids))
 
@@ -224,7 +223,7 @@ class Leakage:
             "fil_kind": ["lower bound" if m else self._kind_when_complete for m in missed.tolist()],
             "mse_bound": bound.value.tolist(),
             "mse_bound_low": bound.interval(0.95)[0].tolist(),
-            "rel_error": _divide(2 * fil.standard_error, fil.value).tolist(),
+            "rel_error": _divide(fil.standard_error, fil.value).tolist(),
             "participations": self.ledger.sums["participations"][rows].tolist(),
             "missed": missed.tolist(),
             "squared_norm": self.ledger.sums["squared_norm"][rows].tolist(),

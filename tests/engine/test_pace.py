@@ -122,18 +122,18 @@ def run(seed: int, *, fused: bool = True, epochs: int = 8, **options: Any) -> FI
 def test_in_the_engine_the_sums_stay_unbiased() -> None:
     """The training does not depend on what is measured, so all runs share one truth."""
     truth = run(0, estimator="exact").get_fil().value.square()
-    engines = [run(seed, rel_error=0.4, epochs=8) for seed in range(10)]
+    engines = [run(seed, rel_error=0.2, epochs=8) for seed in range(10)]
     assert any(engine._current.pace.rate < 0.7 for engine in engines)
     drawn = truth > 0
     ratio = torch.stack([engine.get_fil().value.square()[drawn] / truth[drawn] for engine in engines])
     by_run = ratio.mean(dim=1)
     assert abs(float(by_run.mean()) - 1) < 4 * float(by_run.std()) / len(engines) ** 0.5
     table = engines[0].leakage()
-    assert 0.1 < float(table["rel_error"][table["fil"] > 0].median()) < 0.8
+    assert 0.05 < float(table["rel_error"][table["fil"] > 0].median()) < 0.4
 
 
 def test_loop_and_fused_step_keep_the_same_pace() -> None:
-    loop, fused = (run(3, fused=fused, rel_error=0.3, epochs=4) for fused in (False, True))
+    loop, fused = (run(3, fused=fused, rel_error=0.15, epochs=4) for fused in (False, True))
     paces = [engine._current.pace for engine in (loop, fused)]
     assert paces[0].num_probes == paces[1].num_probes
     assert paces[0].rate == pytest.approx(paces[1].rate, rel=1e-6)
@@ -141,9 +141,9 @@ def test_loop_and_fused_step_keep_the_same_pace() -> None:
 
 
 def test_the_pace_is_part_of_the_state() -> None:
-    engine = run(3, rel_error=0.3, epochs=3)
+    engine = run(3, rel_error=0.15, epochs=3)
     engine._current.pace.noted = torch.tensor([4.0, 3.0, 2.0], dtype=torch.float64)  # as between two looks
-    again = run(4, rel_error=0.3, epochs=0)
+    again = run(4, rel_error=0.15, epochs=0)
     again.load_state_dict(engine.state_dict())
     paces = [e._current.pace for e in (again, engine)]
     for pace, e in zip(paces, (again, engine), strict=True):
@@ -180,7 +180,7 @@ def test_a_run_that_is_stopped_between_two_looks_resumes_bit_for_bit(tmp_path: P
         engine = FILPrivacyEngine()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
         noise = torch.Generator(device=DEVICE).manual_seed(8)
-        options = {"criterion": nn.CrossEntropyLoss(), "rel_error": 0.9, "noise_generator": noise, "seed": 5}
+        options = {"criterion": nn.CrossEntropyLoss(), "rel_error": 0.45, "noise_generator": noise, "seed": 5}
         return engine, *engine.make_private(module, optimizer, loader(data(188), 4), **options)
 
     def epoch(engine: FILPrivacyEngine, private: Any) -> None:

@@ -92,7 +92,7 @@ class Settings:
     def pace(self) -> Pace:
         """The pace to begin with."""
         if self.rel_error is not None:
-            return Pace.steered(self.rel_error, self.epochs)
+            return Pace.steered(2 * self.rel_error, self.epochs)  # η̄ ∝ sqrt(tr I): half of tr I's relative error
         return Pace(_USUAL_PROBES if self.num_probes is None else self.num_probes, self.fil_rate)
 
     @property

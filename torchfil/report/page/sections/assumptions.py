@@ -75,7 +75,7 @@ def _certainty(report: Report) -> str:
     elif target is not None:
         how = (
             "FIL is an unbiased estimate; random probes and the share of steps were chosen for a relative standard "
-            f"error of {100 * target:g} % of the squared FIL of the median example; its error stands beside it."
+            f"error of {100 * target:g} % for the median example; its error stands beside it."
         )
     else:
         drawn = f" from {probes} random probe{'s' if probes != 1 else ''} a step" if probes else ""
