@@ -23,7 +23,7 @@ from torchfil.attacks.glm_bias import biased_bound
 from torchfil.attacks.glm_reconstruction import GLMReconstruction
 from torchfil.attacks.glm_view import GLMView
 from torchfil.attacks.refits import minimiser_changes
-from torchfil.datasets import DataNotFoundError, data_folder, iwpc
+from torchfil.datasets import DataNotFoundError, data_folder, iwpc, mnist_zero_one
 from torchfil.glm import (
     GeneralizedLinearModel,
     LinearRegression,
@@ -32,6 +32,7 @@ from torchfil.glm import (
     SoftmaxRegression,
     iteratively_reweighted_fil,
 )
+from torchfil.validation import validate
 
 COLUMNS = [1, 2]
 CODES = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -357,6 +358,34 @@ def test_warfarin_patients_as_in_the_paper() -> None:
         spreads.append(abs(deciles[-1] - deciles[0]))
     assert spreads[0] > 0.4
     assert spreads[1] < spreads[0] / 2
+
+
+def test_digits_as_in_the_paper() -> None:
+    """Guo et al. 2022, figure 3, every 20th digit: errors ordered as bounds; only biased guesses fall below them."""
+    try:
+        data_folder()
+    except DataNotFoundError as error:
+        pytest.skip(str(error))
+    task = mnist_zero_one(components=None, scaled=False)
+    X, y, sigma = task.train_inputs, task.train_targets, 1e-5
+    model = LogisticRegression(1e-2, fit_intercept=True, solver="lbfgs", device=DEVICE).fit(X, y)
+    rows = np.arange(0, len(y), 20)
+    bound = model.mse_bound(X, y, sigma, private_target=False)[rows]
+    low = bound < 1
+    found = {
+        (label, value_range): validate(
+            bound,
+            GLMReconstruction(model, X, y, label=label, value_range=value_range).run(sigma, 60, rows=rows, seed=0),  # type: ignore[arg-type]
+        )
+        for label, value_range in (("known", None), ("known", (0.0, 1.0)), ("unknown", (0.0, 1.0)))
+    }
+    for one in found.values():
+        assert stats.spearmanr(bound[low], one.attack.achieved[low]).statistic > 0.9
+    assert found["known", None].violations == 0
+    biased = found["known", (0.0, 1.0)]
+    assert biased.violations > 0.5
+    assert biased.attack.squared_bias is not None
+    assert (biased.attack.squared_bias / biased.attack.achieved)[biased.violated].min() > 0.1
 
 
 @pytest.mark.cuda
