@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--sigma", type=float, default=1e-5)
     parser.add_argument("--l2", type=float, default=1e-2)
+    parser.add_argument("--no-intercept", action="store_true", help="a model without one; needs the label")
     parser.add_argument("--digits", type=int, default=None, help="train on that many of the 12,665 only")
     parser.add_argument("--sample", type=int, default=100, help="digits for the bound of biased attackers")
     parser.add_argument("--sample-trials", type=int, default=4000, help="releases for it")
@@ -51,15 +52,16 @@ def main() -> None:
     except DataNotFoundError as error:
         raise SystemExit(f"skipped: {error}") from None
     X, y, sigma = task.train_inputs[: options.digits], task.train_targets[: options.digits], options.sigma
-    model = LogisticRegression(options.l2, fit_intercept=True, solver="lbfgs", device=options.device).fit(X, y)
+    intercept = not options.no_intercept
+    model = LogisticRegression(options.l2, fit_intercept=intercept, solver="lbfgs", device=options.device).fit(X, y)
     print(f"test accuracy {100 * model.score(task.test_inputs, task.test_targets):.2f} %, on {options.device}")
 
     def attacked(attack: GLMReconstruction, trials: int, rows: Any = None) -> torchfil.Validation:
         result = attack.run(sigma, trials, rows=rows, seed=options.seed)
-        return torchfil.validate(model, result, X=X, y=y, sigma=sigma, private_target=False)
+        return torchfil.validate(model, result, X=X, y=y)
 
     in_range: dict[Label, GLMReconstruction] = {}
-    for label in LABELS:
+    for label in LABELS if intercept else ("known",):
         for value_range in (None, RANGE):
             attack = GLMReconstruction(model, X, y, label=label, value_range=value_range)
             start = time.perf_counter()
@@ -112,8 +114,9 @@ def describe(attack: GLMReconstruction, found: torchfil.Validation, seconds: flo
 
 def biased(results: dict[Label, tuple[torchfil.Validation, BiasedBound]], folder: Path) -> None:
     """Some digits against both bounds: that of unbiased attackers, and the one of this attacker's own bias."""
-    figure, axes = pyplot.subplots(1, len(results), figsize=(5 * len(results), 4), constrained_layout=True, sharey=True)
-    for axis, (label, (unbiased, own)) in zip(axes, results.items(), strict=True):
+    size = (5 * len(results), 4)
+    figure, axes = pyplot.subplots(1, len(results), figsize=size, constrained_layout=True, sharey=True, squeeze=False)
+    for axis, (label, (unbiased, own)) in zip(axes[0], results.items(), strict=True):
         found = torchfil.validate(own.bound, unbiased.attack)
         broken = unbiased.violated
         print(
@@ -130,8 +133,8 @@ def biased(results: dict[Label, tuple[torchfil.Validation, BiasedBound]], folder
         axis.plot(unbiased.predicted, found.attack.achieved, ".", color="#0072B2", label="achieved")
         axis.set(xscale="log", yscale="log", ylim=(5e-7, 1e3), xlabel="bound of unbiased attackers")
         axis.set_title(f"label {label}, pixels kept in [0, 1]")
-    axes[0].set_ylabel("mean squared error per pixel")
-    axes[0].legend(frameon=False, fontsize="small")
+    axes[0, 0].set_ylabel("mean squared error per pixel")
+    axes[0, 0].legend(frameon=False, fontsize="small")
     figure.savefig(folder / "attack_glm_reconstruction_bias.png", dpi=80)
 
 

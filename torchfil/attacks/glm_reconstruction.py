@@ -146,6 +146,7 @@ class GLMReconstruction:
             standard_error=variance.sqrt() if trials > 1 else None,  # type: ignore[arg-type]
             squared_bias=unbiased if trials > 1 else None,  # type: ignore[arg-type]
             guesses=inputs + mean_error,  # type: ignore[arg-type]
+            sigma=sigma,
         )
 
     def _errors(self, inputs: Tensor, solved: _Solved) -> tuple[Tensor, Tensor]:
