@@ -21,7 +21,8 @@ from torchfil.attacks.attributes import (
 )
 from torchfil.attacks.glm_bias import biased_bound
 from torchfil.attacks.glm_reconstruction import GLMReconstruction
-from torchfil.attacks.glm_view import GLMView
+from torchfil.attacks.glm_slopes import believed_margins
+from torchfil.attacks.glm_view import GLMView, numbers_at_once
 from torchfil.attacks.refits import minimiser_changes
 from torchfil.datasets import DataNotFoundError, data_folder, iwpc, mnist_zero_one
 from torchfil.glm import (
@@ -195,6 +196,19 @@ def test_targets_of_any_size(l2: float) -> None:
     model = LinearRegression(l2=l2, fit_intercept=True, tolerance=1e-12, device=DEVICE).fit(X, y + 300)
     guess, _ = GLMReconstruction(model, X, y + 300, label="known").reconstruct(model._fit.weights[:, 0], range(len(y)))
     assert np.allclose(guess.cpu().numpy(), X, atol=1e-5)
+
+
+def test_believed_margins_come_from_the_others() -> None:
+    margins = torch.tensor([[1.0, -2.0], [20.0, 5.0], [3.0, 3.0]])
+    assert believed_margins(margins, torch.tensor([0, 1, 2])).tolist() == [[40.0], [15.0], [40.0]]
+
+
+def test_arrays_follow_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten arrays of double precision in a quarter of what is free; never less than on a CPU."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3_200_000, 10**9))
+    assert numbers_at_once(torch.device("cpu"), 77, 10) == 77
+    assert numbers_at_once(torch.device("cuda"), 77, 10) == 10_000
+    assert numbers_at_once(torch.device("cuda"), 77_000, 10) == 77_000
 
 
 @pytest.mark.parametrize("name", ["ridge with intercept", "logistic with intercept"])
