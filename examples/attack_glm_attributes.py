@@ -64,10 +64,7 @@ def main() -> None:
         print(f"{title}: {name}, {len(y):,} examples, {len(attribute.codes)} levels")
         over_noise(row[0], title, model, task.train_inputs, y, attribute, options.trials)
         rounds = sorted({0, min(2, options.rounds), options.rounds})
-        if title.endswith("linear"):
-            by_decile(row[1], model, task.train_inputs, y, attribute, rounds, options.trials)
-        else:
-            row[1].set_axis_off()
+        by_decile(row[1], model, task.train_inputs, y, attribute, rounds, options.trials)
     figure.savefig(options.out / "attack_glm_attributes.png", dpi=80)
     print(f"the figure is in {options.out}/")
 

@@ -1,7 +1,8 @@
 """Reconstruction of MNIST digits 0 and 1 from a logistic regression, beside the bounds (Guo et al. 2022, Figures 3, 4).
 
 Output perturbation with λ = 1e-2 and σ = 1e-5, so little noise that some digits can be read off. Every one of the
-12,665 digits is attacked in 1,000 releases (minutes on two cores, seconds on a GPU).
+12,665 digits is attacked in 1,000 releases, with the label known and without, pixels kept in [0, 1] or not (minutes on
+two cores, seconds on a GPU). Then, for some of them, the bound that applies to the biased ones of these attackers.
 
 TORCHFIL_DATA=/path/to/data python examples/attack_glm_reconstruction.py --out out
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -18,7 +20,8 @@ import torch
 from scipy import stats
 
 import torchfil
-from torchfil.attacks import GLMReconstruction
+from torchfil.attacks import BiasedBound, GLMReconstruction, biased_bound
+from torchfil.attacks.glm_reconstruction import Label
 from torchfil.datasets import DataNotFoundError, mnist_zero_one
 from torchfil.glm import LogisticRegression
 
@@ -26,16 +29,20 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 RANGE = (0.0, 1.0)  # of pixels
+LABELS: tuple[Label, ...] = ("unknown", "known")
 
 
 def main() -> None:
-    """Print what was achieved and save both figures."""
+    """Print what was achieved and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--sigma", type=float, default=1e-5)
     parser.add_argument("--l2", type=float, default=1e-2)
-    parser.add_argument("--label", choices=("known", "unknown"), default="unknown")
+    parser.add_argument("--no-intercept", action="store_true", help="a model without one; needs the label")
+    parser.add_argument("--digits", type=int, default=None, help="train on that many of the 12,665 only")
+    parser.add_argument("--sample", type=int, default=100, help="digits for the bound of biased attackers")
+    parser.add_argument("--sample-trials", type=int, default=4000, help="releases for it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -44,22 +51,34 @@ def main() -> None:
         task = mnist_zero_one(components=None, scaled=False)
     except DataNotFoundError as error:
         raise SystemExit(f"skipped: {error}") from None
-    X, y, sigma = task.train_inputs, task.train_targets, options.sigma
-    model = LogisticRegression(options.l2, fit_intercept=True, solver="lbfgs", device=options.device).fit(X, y)
-    print(f"test accuracy {100 * model.score(task.test_inputs, task.test_targets):.2f} %")
+    X, y, sigma = task.train_inputs[: options.digits], task.train_targets[: options.digits], options.sigma
+    intercept = not options.no_intercept
+    model = LogisticRegression(options.l2, fit_intercept=intercept, solver="lbfgs", device=options.device).fit(X, y)
+    print(f"test accuracy {100 * model.score(task.test_inputs, task.test_targets):.2f} %, on {options.device}")
 
-    attacks = {
-        "closed form": GLMReconstruction(model, X, y, label=options.label),
-        "pixels kept in [0, 1]": GLMReconstruction(model, X, y, label=options.label, value_range=RANGE),
+    def attacked(attack: GLMReconstruction, trials: int, rows: Any = None) -> torchfil.Validation:
+        result = attack.run(sigma, trials, rows=rows, seed=options.seed)
+        return torchfil.validate(model, result, X=X, y=y)
+
+    in_range: dict[Label, GLMReconstruction] = {}
+    for label in LABELS if intercept else ("known",):
+        for value_range in (None, RANGE):
+            attack = GLMReconstruction(model, X, y, label=label, value_range=value_range)
+            start = time.perf_counter()
+            found = attacked(attack, options.trials)
+            describe(attack, found, time.perf_counter() - start)
+        in_range[label] = attack
+        title = f"{len(y):,} digits, {options.trials:,} releases each, label {label}"
+        figure = found.plot(title=title, blind=blind_guess(X))
+        figure.savefig(options.out / f"attack_glm_reconstruction_{label}.png", dpi=80)
+    order = np.argsort(found.predicted)
+    sample = order[np.linspace(0, len(order) - 1, min(options.sample, len(order))).round().astype(int)]
+    trials, seed = options.sample_trials, options.seed + 1
+    results = {
+        label: (attacked(attack, trials, sample), biased_bound(attack, sigma, sample, trials, seed=seed))
+        for label, attack in in_range.items()
     }
-    for name, attack in attacks.items():
-        start = time.perf_counter()
-        result = attack.run(sigma, options.trials, seed=options.seed)
-        seconds = time.perf_counter() - start
-        found = torchfil.validate(model, result, X=X, y=y, sigma=sigma, private_target=False)
-        describe(name, found, seconds)
-    figure = found.plot(title=f"{len(y):,} digits, {options.trials:,} releases each", blind=blind_guess(X))
-    figure.savefig(options.out / "attack_glm_reconstruction.png", dpi=80)
+    biased(results, options.out)
     released = model.release(sigma, torch.Generator().manual_seed(options.seed))
     pictures(attack, found.predicted, X, released, options.out)
     print(f"figures are in {options.out}/")
@@ -70,17 +89,19 @@ def blind_guess(X: np.ndarray) -> float:
     return float(X.var(axis=0).mean())
 
 
-def describe(name: str, found: torchfil.Validation, seconds: float) -> None:
+def describe(attack: GLMReconstruction, found: torchfil.Validation, seconds: float) -> None:
     """Rank correlation, violations, and what bias has to do with them."""
     predicted, achieved, bias = found.predicted, found.attack.achieved, found.attack.squared_bias
     low = predicted < 1
-    print(f"{name}: {found.attack.trials} releases, {seconds:.1f} s")
+    kept = "as it is" if attack.value_range is None else "pixels kept in [0, 1]"
+    print(f"label {attack.label}, {kept}: {found.attack.trials} releases, {seconds:.1f} s")
     for where, chosen in (("bound below 1", low), ("all", np.ones_like(low))):
         correlation = stats.spearmanr(predicted[chosen], achieved[chosen]).statistic
         share = 100 * found.violated[chosen].mean()
         print(
             f"  {where}: {chosen.sum():,} digits, Spearman {correlation:.3f}, median ratio "
-            f"{np.median(found.ratio[chosen]):.2f}, smallest {found.ratio[chosen].min():.3g}, violated {share:.1f} %"
+            f"{np.median(found.ratio[chosen]):.3g}, smallest {found.ratio[chosen].min():.3g}, violated {share:.1f} %, "
+            f"mean error {achieved[chosen].mean():.3g}"
         )
     if bias is not None and found.violated.any() and not found.violated.all():
         part = bias / achieved
@@ -89,6 +110,32 @@ def describe(name: str, found: torchfil.Validation, seconds: float) -> None:
             f"{100 * np.median(part[~found.violated]):.0f} % elsewhere; smallest where violated "
             f"{100 * part[found.violated].min():.1f} %; smallest violated bound {predicted[found.violated].min():.3g}"
         )
+
+
+def biased(results: dict[Label, tuple[torchfil.Validation, BiasedBound]], folder: Path) -> None:
+    """Some digits against both bounds: that of unbiased attackers, and the one of this attacker's own bias."""
+    size = (5 * len(results), 4)
+    figure, axes = pyplot.subplots(1, len(results), figsize=size, constrained_layout=True, sharey=True, squeeze=False)
+    for axis, (label, (unbiased, own)) in zip(axes[0], results.items(), strict=True):
+        found = torchfil.validate(own.bound, unbiased.attack)
+        broken = unbiased.violated
+        print(
+            f"label {label}, {len(broken)} digits, {found.attack.trials} releases: below the bound of unbiased "
+            f"attackers {broken.sum()}, below that of their own bias {found.violated.sum()}; achieved over the latter "
+            f"{found.ratio.min():.3f} to {found.ratio.max():.3f}, median {np.median(found.ratio):.3f}"
+        )
+        for where, chosen in (("broken", broken), ("held", ~broken)):
+            if chosen.any():
+                low, middle, high = np.quantile(own.response[chosen], (0, 0.5, 1))
+                print(f"  {where}: the mean guess follows the digit by {low:.3f} to {high:.3f}, median {middle:.3f}")
+        axis.plot(unbiased.predicted, unbiased.predicted, color="#4D4D4D", label="bound of unbiased attackers")
+        axis.plot(unbiased.predicted, own.bound, "+", color="#D55E00", label="bound at this attacker's bias")
+        axis.plot(unbiased.predicted, found.attack.achieved, ".", color="#0072B2", label="achieved")
+        axis.set(xscale="log", yscale="log", ylim=(5e-7, 1e3), xlabel="bound of unbiased attackers")
+        axis.set_title(f"label {label}, pixels kept in [0, 1]")
+    axes[0, 0].set_ylabel("mean squared error per pixel")
+    axes[0, 0].legend(frameon=False, fontsize="small")
+    figure.savefig(folder / "attack_glm_reconstruction_bias.png", dpi=80)
 
 
 def pictures(

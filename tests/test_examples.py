@@ -33,9 +33,11 @@ def test_attribute_inversion(
     write_adult(tmp_path)
     monkeypatch.setenv("TORCHFIL_DATA", str(tmp_path))
     out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["attack", "--out", str(out), "--rounds", "1", "--trials", "5"])
+    monkeypatch.setattr(sys, "argv", ["attack", "--out", str(out), "--rounds", "1", "--trials", "5", "--logistic"])
     runpy.run_path(str(EXAMPLES / "attack_glm_attributes.py"), run_name="__main__")
-    assert "white-box    1e-05: 1.000" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "white-box    1e-05: 1.000" in printed
+    assert printed.count("  1 rounds  ") == 3  # deciles of all three models
     assert (out / "attack_glm_attributes.png").exists()
 
 
@@ -46,10 +48,14 @@ def test_reconstruction_of_digits(
     write_mnist(tmp_path, 200, 40)
     monkeypatch.setenv("TORCHFIL_DATA", str(tmp_path))
     out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["attack", "--out", str(out), "--trials", "20", "--device", "cpu"])
+    settings = "--trials 20 --digits 150 --sample 2 --sample-trials 40 --device cpu"
+    monkeypatch.setattr(sys, "argv", ["attack", "--out", str(out), *settings.split()])
     runpy.run_path(str(EXAMPLES / "attack_glm_reconstruction.py"), run_name="__main__")
-    assert "pixels kept in [0, 1]: 20 releases" in capsys.readouterr().out
-    names = {"attack_glm_reconstruction.png", "attack_glm_reconstruction_digits.png"}
+    printed = capsys.readouterr().out
+    for label in ("known", "unknown"):
+        assert f"label {label}, pixels kept in [0, 1]: 20 releases" in printed
+        assert f"label {label}, 2 digits, 40 releases" in printed
+    names = {f"attack_glm_reconstruction_{part}.png" for part in ("known", "unknown", "bias", "digits")}
     assert {path.name for path in out.iterdir()} == names
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy import stats
+from torch import Tensor
 
 from torchfil.attacks.base import AttackResult
 from torchfil.leakage import as_table
@@ -30,6 +32,7 @@ class Validation:
         attack: The attack's result.
         predicted: The bound on the mean squared error per coordinate of an unbiased attacker.
         predicted_low: The lower end of its interval where it is an estimate, otherwise the bound itself.
+        predicted_high: The upper end of it.
         achieved_low: The lower end of the interval of the achieved error.
         achieved_high: Its upper end; infinite where one trial does not tell.
         violated: Whether ``achieved_high`` lies below ``predicted_low``: below the bound beyond chance.
@@ -39,6 +42,7 @@ class Validation:
     attack: AttackResult
     predicted: np.ndarray
     predicted_low: np.ndarray
+    predicted_high: np.ndarray
     achieved_low: np.ndarray
     achieved_high: np.ndarray
     violated: np.ndarray
@@ -49,6 +53,16 @@ class Validation:
         """Achieved over predicted: 1 meets the bound, [m]."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return self.attack.achieved / self.predicted
+
+    @property
+    def ratio_interval(self) -> tuple[np.ndarray, np.ndarray]:
+        """From the ends of both intervals, [m] each; below 1 as a whole where the bound is violated.
+
+        It covers with the confidence of the achieved error where the bound is exact; where that is an estimate both
+        intervals cover with 1 − 2·(1 − confidence) at least.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self.achieved_low / self.predicted_high, self.achieved_high / self.predicted_low
 
     @property
     def violations(self) -> float:
@@ -63,6 +77,8 @@ class Validation:
             "achieved_low": self.achieved_low,
             "achieved_high": self.achieved_high,
             "ratio": self.ratio,
+            "ratio_low": self.ratio_interval[0],
+            "ratio_high": self.ratio_interval[1],
             "violated": self.violated,
         }
         if self.attack.squared_bias is not None:
@@ -147,13 +163,14 @@ def validate(
 
     Args:
         source: What gives the bounds: a :class:`FILPrivacyEngine` or :class:`Leakage`, a fitted generalised linear
-            model (with ``X``, ``y``, ``sigma`` and more options of its ``mse_bound``), or the bounds themselves: a
-            mapping by id, or one number for each attacked example, in order.
+            model (with ``X``, ``y`` and more options of its ``mse_bound``), or the bounds themselves: a mapping by id,
+            or one number for each attacked example, in order.
         attack: A result whose measure is "mse".
         confidence: Of the intervals, each for itself.
         simultaneous: Whether the intervals shall hold for all examples together (Bonferroni): then a single violation
             means something.
-        **options: Of the linear model's ``mse_bound``.
+        **options: Of the linear model's ``mse_bound``. ``sigma`` is the attack's own where that is known;
+            ``private_target`` is False unless given, because a reconstruction's error is that of the inputs.
 
     Raises:
         ValueError: The attack's measure is not "mse", or the bounds do not fit its examples.
@@ -166,35 +183,62 @@ def validate(
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
     level = 1 - (1 - confidence) / (len(attack.ids) if simultaneous else 1)
-    predicted, low = _bounds(source, attack, level, options)
+    predicted, low, largest = _bounds(source, attack, level, options)
     width = np.full(len(predicted), np.inf)
     if attack.standard_error is not None and attack.trials > 1:
         width = float(stats.t.ppf(0.5 + level / 2, attack.trials - 1)) * attack.standard_error
     high = attack.achieved + width
-    return Validation(attack, predicted, low, np.maximum(attack.achieved - width, 0), high, high < low, confidence)
+    achieved_low = np.maximum(attack.achieved - width, 0)
+    return Validation(attack, predicted, low, largest, achieved_low, high, high < low, confidence)
 
 
 def _bounds(
     source: Any, attack: AttackResult, level: float, options: Mapping[str, Any]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The bounds of the attacked examples and the lower ends of their intervals, [m] each."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The bounds of the attacked examples and the ends of their intervals, [m] each."""
     if hasattr(source, "mse_bound"):
-        missing = [name for name in ("X", "y", "sigma") if name not in options]
-        if missing:
-            raise ValueError(f"the bounds of a linear model need {missing}: validate(model, attack, X=…, y=…, sigma=…)")
-        values = as_array(source.mse_bound(**options))[np.asarray(attack.ids, dtype=np.int64)]
-        return values, values
+        values = _of_linear_model(source, attack, dict(options))
+        return values, values, values
     if options:
         raise ValueError(f"unknown options {list(options)}: they are for linear models only")
     if hasattr(source, "get_mse_bound"):
         estimate = source.get_mse_bound(attack.ids)
-        return as_array(estimate.value), as_array(estimate.interval(level)[0])
+        low, high = estimate.interval(level)
+        return as_array(estimate.value), as_array(low), as_array(high)
     if isinstance(source, Mapping):
         unknown = [key for key in attack.ids if key not in source]
         if unknown:
             raise ValueError(f"no bound is given for the attacked examples {unknown[:5]}")
         source = [float(source[key]) for key in attack.ids]
+    if not isinstance(source, Sequence | np.ndarray | Tensor) or isinstance(source, str):
+        raise TypeError(
+            f"a {type(source).__name__} gives no bounds; validate(…) takes a FILPrivacyEngine or its leakage, a fitted "
+            "linear model, a mapping from ids to bounds, or one bound for each attacked example"
+        )
     values = as_array(source).astype(np.float64)
     if values.shape != (len(attack.ids),):
         raise ValueError(f"{list(values.shape)} bounds for {len(attack.ids)} attacked examples; give one each")
-    return values, values
+    return values, values, values
+
+
+def _of_linear_model(model: Any, attack: AttackResult, options: dict[str, Any]) -> np.ndarray:
+    """The bounds of the attacked rows of the training set, [m]."""
+    has_sigma = "sigma" in signature(model.mse_bound).parameters  # a composition of releases brings its own
+    if has_sigma and attack.sigma is not None and options.setdefault("sigma", attack.sigma) != attack.sigma:
+        raise ValueError(
+            f"sigma={options['sigma']}, but the attack was on releases of sigma={attack.sigma}; leave sigma out"
+        )
+    missing = [name for name in ("X", "y", "sigma") if name not in options and (has_sigma or name != "sigma")]
+    if missing:
+        raise ValueError(f"the bounds of a linear model need {missing}: validate(model, attack, X=…, y=…, sigma=…)")
+    for name in ("attributes", "groups"):
+        if options.get(name) is not None:
+            raise ValueError(f"{name} asks for other bounds than those of whole examples, which the attack guessed")
+    options.setdefault("private_target", False)
+    values = as_array(model.mse_bound(**options))
+    wrong = [key for key in attack.ids if not (isinstance(key, int) and 0 <= key < len(values))]
+    if wrong:
+        raise ValueError(
+            f"attacked examples {wrong[:5]} are not rows of X, which has {len(values)}; ids must be row numbers"
+        )
+    return values[np.asarray(attack.ids, dtype=np.int64)]

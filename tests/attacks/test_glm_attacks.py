@@ -7,8 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from cases import DEVICE
+from scipy import optimize, stats
 
+from torchfil import bounds
 from torchfil.attacks.attributes import (
     BlackBoxInversion,
     NominalAttribute,
@@ -17,10 +19,12 @@ from torchfil.attacks.attributes import (
     ideal_inversion,
     prior_inversion,
 )
+from torchfil.attacks.glm_bias import biased_bound
 from torchfil.attacks.glm_reconstruction import GLMReconstruction
-from torchfil.attacks.glm_view import GLMView
+from torchfil.attacks.glm_slopes import believed_margins
+from torchfil.attacks.glm_view import GLMView, numbers_at_once
 from torchfil.attacks.refits import minimiser_changes
-from torchfil.datasets import DataNotFoundError, data_folder, iwpc
+from torchfil.datasets import DataNotFoundError, data_folder, iwpc, mnist_zero_one
 from torchfil.glm import (
     GeneralizedLinearModel,
     LinearRegression,
@@ -29,21 +33,27 @@ from torchfil.glm import (
     SoftmaxRegression,
     iteratively_reweighted_fil,
 )
+from torchfil.validation import validate
 
 COLUMNS = [1, 2]
 CODES = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
 ATTRIBUTE = NominalAttribute(COLUMNS, CODES)
 
 MODELS: dict[str, Callable[[], GeneralizedLinearModel]] = {
-    "linear": lambda: LinearRegression(l2=0.0, tolerance=1e-14),
-    "ridge with intercept": lambda: LinearRegression(l2=0.02, fit_intercept=True, tolerance=1e-14),
-    "logistic": lambda: LogisticRegression(l2=0.05, tolerance=1e-14),
-    "logistic with intercept": lambda: LogisticRegression(l2=0.05, fit_intercept=True, tolerance=1e-14),
-    "poisson": lambda: PoissonRegression(l2=0.1, tolerance=1e-14),
+    "linear": lambda: LinearRegression(l2=0.0, tolerance=1e-14, device=DEVICE),
+    "ridge with intercept": lambda: LinearRegression(l2=0.02, fit_intercept=True, tolerance=1e-14, device=DEVICE),
+    "logistic": lambda: LogisticRegression(l2=0.05, tolerance=1e-14, device=DEVICE),
+    "logistic with intercept": lambda: LogisticRegression(l2=0.05, fit_intercept=True, tolerance=1e-14, device=DEVICE),
+    "poisson": lambda: PoissonRegression(l2=0.1, tolerance=1e-14, device=DEVICE),
     "pseudo-huber": lambda: GeneralizedLinearModel(
-        lambda m, y: torch.sqrt(1 + (m - y).square()) - 1, l2=0.05, tolerance=1e-14
+        lambda m, y: torch.sqrt(1 + (m - y).square()) - 1, l2=0.05, tolerance=1e-14, device=DEVICE
     ),
 }
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    """As the attacks draw it."""
+    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), dtype=torch.float64, device=DEVICE)
 
 
 def table(name: str, n: int = 60) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -91,9 +101,7 @@ def test_white_box_is_the_closest_refit(name: str) -> None:
     sigma, trials = 0.02, 4
     result = attack.run(sigma, trials, seed=9)
     assert 0.4 < result.achieved.mean() < 1
-    noise = sigma * torch.randn(
-        trials, len(attack.changes[0, 0]), generator=torch.Generator().manual_seed(9), dtype=torch.float64
-    )
+    noise = sigma * normal(trials, len(attack.changes[0, 0]), seed=9)
     assert result.guesses is not None
     for i in range(0, len(y), 10):
         refits = []
@@ -166,8 +174,8 @@ def test_without_noise_the_example_comes_out(name: str, label: str) -> None:
     model = MODELS[name]().fit(X, y, sample_weight=np.linspace(0.5, 2, len(y)))
     attack = GLMReconstruction(model, X, y, label=label)  # type: ignore[arg-type]
     guess, target = attack.reconstruct(model._fit.weights[:, 0], range(len(y)))
-    assert np.allclose(guess.numpy(), X, atol=1e-6)
-    assert np.allclose(target.numpy(), y, atol=1e-6)
+    assert np.allclose(guess.cpu().numpy(), X, atol=1e-6)
+    assert np.allclose(target.cpu().numpy(), y, atol=1e-6)
 
 
 def test_label_instead_of_an_intercept() -> None:
@@ -178,24 +186,90 @@ def test_label_instead_of_an_intercept() -> None:
     margin = X @ model.coef_
     clear = np.abs(margin - y) < 0.5 * np.abs(margin)
     assert clear.sum() > 5
-    assert np.allclose(guess.numpy()[clear], X[clear], atol=1e-5)
+    assert np.allclose(guess.cpu().numpy()[clear], X[clear], atol=1e-5)
 
 
+@pytest.mark.parametrize("l2", [0.02, 0.0])
+def test_targets_of_any_size(l2: float) -> None:
+    """Margins of some hundreds, which a known label must not keep from being found."""
+    X, y, _ = table("linear")
+    model = LinearRegression(l2=l2, fit_intercept=True, tolerance=1e-12, device=DEVICE).fit(X, y + 300)
+    guess, _ = GLMReconstruction(model, X, y + 300, label="known").reconstruct(model._fit.weights[:, 0], range(len(y)))
+    assert np.allclose(guess.cpu().numpy(), X, atol=1e-5)
+
+
+def test_believed_margins_come_from_the_others() -> None:
+    margins = torch.tensor([[1.0, -2.0], [20.0, 5.0], [3.0, 3.0]])
+    assert believed_margins(margins, torch.tensor([0, 1, 2])).tolist() == [[40.0], [15.0], [40.0]]
+
+
+def test_arrays_follow_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten arrays of double precision in a quarter of what is free; never less than on a CPU."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3_200_000, 10**9))
+    assert numbers_at_once(torch.device("cpu"), 77, 10) == 77
+    assert numbers_at_once(torch.device("cuda"), 77, 10) == 10_000
+    assert numbers_at_once(torch.device("cuda"), 77_000, 10) == 77_000
+
+
+@pytest.mark.parametrize("name", ["ridge with intercept", "logistic with intercept"])
+def test_label_and_intercept_maximise_the_likelihood(name: str) -> None:
+    """Against a search over the whole example: min over x of ‖H_i⁻¹(v − b(x)·(x, 1))‖, H_i of the others."""
+    X, y, _ = table(name)
+    model = MODELS[name]().fit(X, y, sample_weight=np.linspace(0.5, 2, len(y)))
+    attack = GLMReconstruction(model, X, y, label="known")
+    view = attack.view
+    noise = normal(len(view.weights), seed=4)
+    release = view.weights + 1e-3 * noise
+    rows = [2, 30, 55]
+    found, _ = attack.reconstruct(release, rows)
+    for i, guess in zip(rows, found, strict=True):
+        others = torch.arange(len(y), device=DEVICE) != i
+        slopes = view.sample_weight * view.loss.first(view.X @ release, view.y)
+        v = -(slopes[others] @ view.X[others] + view.ridge * release) / view.sample_weight[i]
+        curvature = view.sample_weight * view.loss.second(view.X @ view.weights, view.y)
+        hessian = (view.X[others].mT * curvature[others]) @ view.X[others] + torch.diag(view.ridge)
+
+        def misfit(x: np.ndarray, i: int = i, v: torch.Tensor = v, hessian: torch.Tensor = hessian) -> np.ndarray:
+            whole = torch.cat([torch.as_tensor(x), torch.ones(1, dtype=torch.float64)]).to(v)
+            slope = view.loss.first((whole @ release)[None], view.y[i : i + 1])
+            return torch.linalg.solve(hessian, v - slope * whole).cpu().numpy()
+
+        best = optimize.least_squares(misfit, X[i], xtol=1e-14, ftol=1e-14, gtol=1e-14, x_scale="jac")
+        assert np.linalg.norm(best.x - X[i]) > 1e-3
+        assert np.allclose(guess.cpu().numpy(), best.x, atol=1e-5)
+
+
+@pytest.mark.parametrize("label", ["known", "unknown"])
 @pytest.mark.parametrize("value_range", [None, (-3.0, 3.0)])
-def test_errors_are_those_of_the_guesses(value_range: tuple[float, float] | None) -> None:
+def test_errors_are_those_of_the_guesses(label: str, value_range: tuple[float, float] | None) -> None:
     name, sigma, trials = "logistic with intercept", 1e-3, 20
     X, y, _ = table(name)
     model = MODELS[name]().fit(X, y)
-    attack = GLMReconstruction(model, X, y, value_range=value_range)
+    attack = GLMReconstruction(model, X, y, label=label, value_range=value_range)  # type: ignore[arg-type]
     rows = [3, 40, 11]
     result = attack.run(sigma, trials, rows=rows, seed=2)
-    noise = torch.randn(trials, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    guesses = torch.stack([attack.reconstruct(attack.view.weights + sigma * row, rows)[0] for row in noise]).numpy()
+    noise = normal(trials, 6, seed=2)
+    guesses = (
+        torch.stack([attack.reconstruct(attack.view.weights + sigma * row, rows)[0] for row in noise]).cpu().numpy()
+    )
     errors = np.square(guesses - X[rows]).mean(axis=2)  # [trials, 3]
     assert result.ids == rows
     assert np.allclose(result.achieved, errors.mean(axis=0), rtol=1e-4)
     assert np.allclose(result.standard_error, errors.std(axis=0, ddof=1) / trials**0.5, rtol=1e-3)
     assert np.allclose(result.guesses, guesses.mean(axis=0), rtol=1e-4, atol=1e-5)
+
+
+def test_small_noise_reaches_the_information() -> None:
+    """With label and intercept the likeliest guess errs by tr(I⁻¹)/d, the least that an unbiased one can."""
+    name, sigma = "logistic with intercept", 1e-6
+    X, y, _ = table(name)
+    model = MODELS[name]().fit(X, y)
+    result = GLMReconstruction(model, X, y, label="known").run(sigma, 2000, seed=0)
+    fim = model.sensitivity(X, y, private_target=False).gram(slice(None)) / sigma**2
+    least = bounds.mse_from_fim(fim).cpu().numpy()
+    assert result.standard_error is not None
+    assert (abs(result.achieved - least) < 4.5 * result.standard_error + 0.01 * least).mean() > 0.9
+    assert abs(np.median(result.achieved / least) - 1) < 0.02
 
 
 def test_small_noise_keeps_to_the_bound() -> None:
@@ -208,6 +282,51 @@ def test_small_noise_keeps_to_the_bound() -> None:
     assert result.standard_error is not None
     assert (result.achieved + 4 * result.standard_error > bound).all()
     assert np.median(result.achieved / bound) < 20
+
+
+@pytest.mark.parametrize("label", ["known", "unknown"])
+def test_the_mean_guess_follows_the_example_as_refits_say(label: str) -> None:
+    """tr J_μ by parts against differences over refits with the example moved, same noise; a bound that holds."""
+    name, sigma, row, step, trials = "logistic with intercept", 3e-3, 11, 1e-3, 4000
+    X, y, _ = table(name)
+    X = np.clip(X, -1, 1)
+
+    def attacked(data: np.ndarray) -> GLMReconstruction:
+        return GLMReconstruction(MODELS[name]().fit(data, y), data, y, label=label, value_range=(-1, 1))  # type: ignore[arg-type]
+
+    attack = attacked(X)
+    noise = normal(trials, 6, seed=0)
+    slopes = []
+    for column in range(5):
+        means = []
+        for sign in (-1, 1):
+            moved = X.copy()
+            moved[row, column] += sign * step
+            other = attacked(moved)
+            means.append(
+                other.guesses(other.view.weights + sigma * noise, torch.tensor([row], device=DEVICE))[
+                    0, :, column
+                ].mean()
+            )
+        slopes.append(float(means[1] - means[0]) / (2 * step))
+    found = biased_bound(attack, sigma, [row], 40 * trials, seed=1)
+    assert 0.02 < np.mean(slopes) < 0.9
+    assert found.response[0] == pytest.approx(np.mean(slopes), abs=0.03)
+    achieved = attack.run(sigma, 40 * trials, rows=[row], seed=2).achieved[0]
+    assert 0.3 * achieved < found.bound[0] < 1.01 * achieved
+
+
+def test_nobody_is_biased_without_a_reason() -> None:
+    """At small noise the likeliest guess is unbiased: it follows the example, and its bound is tr(I⁻¹)/d."""
+    name, sigma, rows = "logistic with intercept", 1e-6, [4, 20]
+    X, y, _ = table(name)
+    model = MODELS[name]().fit(X, y)
+    found = biased_bound(GLMReconstruction(model, X, y, label="known"), sigma, rows, 20000, seed=0)
+    fim = model.sensitivity(X, y, private_target=False).gram(slice(None))[rows] / sigma**2
+    assert found.response == pytest.approx([1, 1], abs=0.03)
+    assert found.bound == pytest.approx(bounds.mse_from_fim(fim).tolist(), rel=0.03)
+    with pytest.raises(ValueError, match="sigma=0 must be positive and trials=5"):
+        biased_bound(GLMReconstruction(model, X, y), 0, rows, 5)
 
 
 def test_what_cannot_be_attacked_is_refused() -> None:
@@ -238,7 +357,7 @@ def test_warfarin_patients_as_in_the_paper() -> None:
     task = iwpc()
     X, y = task.train_inputs, task.train_targets
     attribute = NominalAttribute.of_task(task, "vkorc1")
-    model = LinearRegression(l2=1e-2).fit(X, y)
+    model = LinearRegression(l2=1e-2, device=DEVICE).fit(X, y)
     white, black = WhiteBoxInversion(model, X, y, attribute), BlackBoxInversion(model, X, y, attribute)
     assert prior_inversion(X, attribute).achieved.mean() == pytest.approx(0.367, abs=0.001)
     expected = {1e-5: (1.0, 0.489), 1e-4: (0.98, 0.489), 1e-3: (0.55, 0.489), 1e-2: (0.32, 0.491)}
@@ -255,16 +374,62 @@ def test_warfarin_patients_as_in_the_paper() -> None:
     assert spreads[1] < spreads[0] / 2
 
 
+def test_digits_as_in_the_paper() -> None:
+    """Guo et al. 2022, figure 3, every 20th digit: errors ordered as bounds; only biased guesses fall below them."""
+    try:
+        data_folder()
+    except DataNotFoundError as error:
+        pytest.skip(str(error))
+    task = mnist_zero_one(components=None, scaled=False)
+    X, y, sigma = task.train_inputs, task.train_targets, 1e-5
+    model = LogisticRegression(1e-2, fit_intercept=True, solver="lbfgs", device=DEVICE).fit(X, y)
+    rows = np.arange(0, len(y), 20)
+    bound = model.mse_bound(X, y, sigma, private_target=False)[rows]
+    low = bound < 1
+    found = {
+        (label, value_range): validate(
+            bound,
+            GLMReconstruction(model, X, y, label=label, value_range=value_range).run(sigma, 60, rows=rows, seed=0),  # type: ignore[arg-type]
+        )
+        for label, value_range in (("known", None), ("known", (0.0, 1.0)), ("unknown", (0.0, 1.0)))
+    }
+    for one in found.values():
+        assert stats.spearmanr(bound[low], one.attack.achieved[low]).statistic > 0.9
+    assert found["known", None].violations == 0
+    biased = found["known", (0.0, 1.0)]
+    assert biased.violations > 0.5
+    assert biased.attack.squared_bias is not None
+    assert (biased.attack.squared_bias / biased.attack.achieved)[biased.violated].min() > 0.1
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_attacks_follow_the_model_to_a_gpu() -> None:
-    name = "logistic with intercept"
+    """The same numbers from tensors on a GPU as from arrays on a CPU, release by release."""
+    name, sigma = "logistic with intercept", 1e-4
     X, y, _ = table(name)
-    there, here = MODELS[name]().set_params(device="cuda").fit(X, y), MODELS[name]().fit(X, y)
-    changes = [WhiteBoxInversion(model, X, y, ATTRIBUTE).changes.cpu() for model in (there, here)]
+    data = [torch.as_tensor(values, device="cuda") for values in (X, y)]
+    there, here = MODELS[name]().set_params(device="cuda").fit(*data), MODELS[name]().set_params(device="cpu").fit(X, y)
+
+    def source() -> torch.Generator:
+        return torch.Generator().manual_seed(0)
+
+    changes = [WhiteBoxInversion(m, *d, ATTRIBUTE).changes.cpu() for m, d in ((there, data), (here, (X, y)))]
     assert torch.allclose(*changes, rtol=0, atol=1e-9)
-    for attack in (WhiteBoxInversion, BlackBoxInversion):
-        assert attack(there, X, y, ATTRIBUTE).run(1e-9, 2, seed=0).achieved.shape == (60,)
-    for value_range in (None, (-3.0, 3.0)):
-        found = GLMReconstruction(there, X, y, value_range=value_range).run(1e-9, 5, seed=0)
-        assert found.achieved.max() < 1e-6
+    for inversion in (WhiteBoxInversion, BlackBoxInversion):
+        guesses = [
+            inversion(m, *d, ATTRIBUTE).run(100 * sigma, 50, generator=source()).guesses
+            for m, d in ((there, data), (here, (X, y)))
+        ]
+        assert (guesses[0] == guesses[1]).mean() > 0.999
+    for label in ("known", "unknown"):
+        for value_range in (None, (-3.0, 3.0)):
+            attacks = [
+                GLMReconstruction(m, *d, label=label, value_range=value_range)  # type: ignore[arg-type]
+                for m, d in ((there, data), (here, (X, y)))
+            ]
+            assert attacks[0].view.X.is_cuda
+            found, expected = (attack.run(sigma, 40, generator=source()) for attack in attacks)
+            assert np.allclose(found.achieved, expected.achieved, rtol=1e-3)
+            own, plain = (biased_bound(attack, sigma, [1, 5], 40, generator=source()) for attack in attacks)
+            assert np.allclose(own.response, plain.response, rtol=1e-2, atol=1e-3)

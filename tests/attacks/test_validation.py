@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchfil
 from torchfil.attacks import AttackResult, GLMReconstruction
-from torchfil.glm import LogisticRegression
+from torchfil.glm import Composition, LogisticRegression
 from torchfil.report import saved_run
 
 
@@ -34,6 +34,8 @@ def test_violated_only_beyond_chance() -> None:
     assert found.violated.tolist() == [True, False, False]
     assert found.ratio.tolist() == [0.5, 0.5, 2.0]
     assert found.violations == pytest.approx(1 / 3)
+    assert (found.ratio_interval[1] < 1).tolist() == found.violated.tolist()
+    assert found.ratio_interval[0].tolist() == found.achieved_low.tolist()
     assert found.achieved_high[0] == pytest.approx(0.5 + 1.98397 * 0.1, rel=1e-4)
     together = torchfil.validate([1.0] * 3, attack, simultaneous=True)
     assert (together.achieved_high > found.achieved_high).all()
@@ -82,11 +84,23 @@ def test_a_linear_model_against_its_reconstruction() -> None:
     y = (rng.random(40) < 0.5).astype(float)
     model = LogisticRegression(l2=0.05, fit_intercept=True).fit(X, y)
     attack = GLMReconstruction(model, X, y).run(1e-6, 300, rows=[5, 1], seed=0)
-    found = torchfil.validate(model, attack, X=X, y=y, sigma=1e-6, private_target=False)
+    found = torchfil.validate(model, attack, X=X, y=y)
     assert found.predicted.tolist() == model.mse_bound(X, y, 1e-6, private_target=False)[[5, 1]].tolist()
     assert not found.violated.any()
-    with pytest.raises(ValueError, match="need ..X., .y., .sigma.."):
+    whole = torchfil.validate(model, attack, X=X, y=y, sigma=1e-6, private_target=True)
+    assert (whole.predicted != found.predicted).all()
+    both = torchfil.validate(Composition([(model, 1e-6), (model, 1e-6)]), attack, X=X, y=y)
+    assert both.predicted == pytest.approx(found.predicted / 2)
+    with pytest.raises(ValueError, match="need ..X., .y..: validate"):
         torchfil.validate(model, attack)
+    with pytest.raises(ValueError, match="need ..sigma.."):
+        torchfil.validate(model, result([1.0], None), X=X, y=y)
+    with pytest.raises(ValueError, match="sigma=0.1, but the attack was on releases of sigma=1e-06; leave sigma out"):
+        torchfil.validate(model, attack, X=X, y=y, sigma=0.1)
+    with pytest.raises(ValueError, match="groups asks for other bounds"):
+        torchfil.validate(model, attack, X=X, y=y, groups=["a"] * 40)
+    with pytest.raises(ValueError, match="attacked examples .40, 'a'. are not rows of X, which has 40"):
+        torchfil.validate(model, result([1.0, 1.0], None, ids=[40, "a"]), X=X, y=y, sigma=1.0)
 
 
 def test_an_engine_gives_its_bounds() -> None:
@@ -103,6 +117,10 @@ def test_an_engine_gives_its_bounds() -> None:
     found = torchfil.validate(engine, result([1e9, 1e9], [1.0, 1.0], ids=[7, 3]))
     assert found.predicted.tolist() == engine.get_mse_bound([7, 3]).value.tolist()
     assert (found.predicted_low <= found.predicted).all()
+    low, high = found.ratio_interval
+    assert (low <= found.ratio).all()
+    assert (found.ratio <= high).all()
+    assert low.tolist() == (found.achieved_low / found.predicted_high).tolist()
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
@@ -112,5 +130,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         torchfil.validate([1.0, 2.0], result([1.0], None))
     with pytest.raises(ValueError, match="no bound is given for the attacked examples .0."):
         torchfil.validate({1: 1.0}, result([1.0], None))
+    with pytest.raises(TypeError, match="a Linear gives no bounds; validate"):
+        torchfil.validate(nn.Linear(2, 2), result([1.0], None))
     with pytest.raises(ValueError, match="confidence=1"):
         torchfil.validate([1.0], result([1.0], None), confidence=1.0)

@@ -9,6 +9,7 @@ from torchfil.attacks.attributes import (
     prior_inversion,
 )
 from torchfil.attacks.base import AttackResult
+from torchfil.attacks.glm_bias import BiasedBound, biased_bound
 from torchfil.attacks.glm_reconstruction import GLMReconstruction
 from torchfil.attacks.informed import expected_information, informed_reconstruction
 from torchfil.attacks.inversion import invert_gradients, observed_gradients
@@ -18,11 +19,13 @@ from torchfil.attacks.transcripts import record_dpsgd
 
 __all__ = [
     "AttackResult",
+    "BiasedBound",
     "BlackBoxInversion",
     "GLMReconstruction",
     "NominalAttribute",
     "WhiteBoxInversion",
     "accuracy_by_part",
+    "biased_bound",
     "expected_information",
     "federated_gradients",
     "ideal_inversion",

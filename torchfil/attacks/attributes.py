@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.attacks.base import AttackResult, make_generator, with_progress
-from torchfil.attacks.glm_view import GLMView
+from torchfil.attacks.base import AttackResult, with_progress
+from torchfil.attacks.glm_view import GLMView, check_release, numbers_at_once, release_noise
 from torchfil.attacks.refits import minimiser_changes
+from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
     from torchfil.datasets import TabularTask
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 _CHUNK_NUMBERS = 2**23
+_ARRAYS = 8  # of that size, at the most expensive moment
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,7 @@ class NominalAttribute:
         Raises:
             ValueError: A row's columns hold no level's code.
         """
-        values = np.asarray(X, dtype=float)[:, list(self.columns)]
+        values = as_array(X).astype(float)[:, list(self.columns)]
         equal = (values[:, None, :] == np.asarray(self.codes)).all(axis=2)  # [n, k]
         if not equal.any(axis=1).all():
             wrong = int(equal.any(axis=1).argmin())
@@ -110,9 +112,11 @@ class WhiteBoxInversion:
         Returns:
             Measure "accuracy"; ``guesses`` holds the guessed level of every example in every trial, [n, trials].
         """
-        n, k, p = self.changes.shape
-        noise = _noise(sigma, trials, p, self.changes, seed, generator)
-        parts = noise.split(max(1, _CHUNK_NUMBERS // (n * k)))
+        check_release(sigma, trials)
+        n, k, _ = self.changes.shape
+        noise = sigma * release_noise(trials, self.changes[0, 0], seed, generator)
+        numbers = numbers_at_once(noise.device, _CHUNK_NUMBERS, _ARRAYS)
+        parts = noise.split(max(1, numbers // (n * k)))
         guesses = []
         for part in with_progress(parts, self.progress, "releases"):
             scores = self._squares[:, :, None] - 2 * self.changes @ part.mT  # [n, k, part]
@@ -161,14 +165,16 @@ class BlackBoxInversion:
         self, sigma: float, trials: int = 100, *, seed: int | None = None, generator: torch.Generator | None = None
     ) -> AttackResult:
         """Attack every example in each of ``trials`` releases; see :meth:`WhiteBoxInversion.run`."""
+        check_release(sigma, trials)
         view = self.view
-        noise = _noise(sigma, trials, len(view.weights), view.weights, seed, generator)
+        noise = sigma * release_noise(trials, view.weights, seed, generator)
         statistic = self._gaussian if view.loss.name == "squared" else self._confusion
         columns = list(self.attribute.columns)
         codes = torch.as_tensor(np.asarray(self.attribute.codes, dtype=float)).to(view.X)
         offsets = codes[self.truth]  # the true codes, [n, c]
         guesses = []
-        parts = noise.split(max(1, _CHUNK_NUMBERS // (len(view.X) * len(codes))))
+        numbers = numbers_at_once(noise.device, _CHUNK_NUMBERS, _ARRAYS)
+        parts = noise.split(max(1, numbers // (len(view.X) * len(codes))))
         for part in with_progress(parts, self.progress, "releases"):
             weights = (view.weights + part).mT  # [p, part]
             margins = view.X @ weights
@@ -212,7 +218,7 @@ def prior_inversion(X: Any, attribute: NominalAttribute, *, sample_weight: Any =
         sample_weight: Of the examples, [n]; None: all alike.
     """
     truth = attribute.levels(X)
-    guess = np.bincount(truth, sample_weight).argmax()
+    guess = np.bincount(truth, None if sample_weight is None else as_array(sample_weight)).argmax()
     guesses = torch.full((len(truth), 1), int(guess))
     return _accuracies("prior", "knows how common each level is", guesses, torch.as_tensor(truth))
 
@@ -233,8 +239,8 @@ def ideal_inversion(X: Any, y: Any, attribute: NominalAttribute, *, l2: float = 
     from torchfil.glm import SoftmaxRegression
 
     truth = attribute.levels(X)
-    others = np.delete(np.asarray(X, dtype=float), list(attribute.columns), axis=1)
-    inputs = np.column_stack([others, np.asarray(y, dtype=float)])
+    others = np.delete(as_array(X).astype(float), list(attribute.columns), axis=1)
+    inputs = np.column_stack([others, as_array(y).astype(float)])
     found = SoftmaxRegression(l2=l2, fit_intercept=True).fit(inputs, truth).predict(inputs)
     threat_model = "knows the rest of the example, its target and the population; sees no model"
     return _accuracies("ideal", threat_model, torch.as_tensor(found)[:, None], torch.as_tensor(truth))
@@ -250,21 +256,10 @@ def accuracy_by_part(result: AttackResult, score: Any, parts: int = 10) -> np.nd
     """
     if result.measure != "accuracy":
         raise ValueError(f"the result's measure is {result.measure!r}; only an accuracy can be averaged over examples")
-    order = np.argsort(np.asarray(score), kind="stable")
+    order = np.argsort(as_array(score), kind="stable")
     if len(order) != len(result.achieved):
         raise ValueError(f"score has {len(order)} entries for {len(result.achieved)} attacked examples")
     return np.array([result.achieved[part].mean() if len(part) else np.nan for part in np.array_split(order, parts)])
-
-
-def _noise(
-    sigma: float, trials: int, size: int, like: Tensor, seed: int | None, generator: torch.Generator | None
-) -> Tensor:
-    """[trials, size]."""
-    if not sigma >= 0 or trials < 1:
-        raise ValueError(f"sigma={sigma} must be ≥ 0 and trials={trials} at least 1")
-    source = make_generator(generator, seed, like.device)
-    drawn = torch.randn(trials, size, generator=source, dtype=like.dtype, device=source.device)
-    return sigma * drawn.to(like.device)
 
 
 def _accuracies(name: str, threat_model: str, guesses: Tensor, truth: Tensor) -> AttackResult:

@@ -30,6 +30,7 @@ class AttackResult:
         standard_error: Of ``achieved``, [m], or None where one trial does not tell.
         squared_bias: ‖E[guess] − truth‖² per coordinate, [m], where the measure is "mse" and it was estimated.
         guesses: The guesses of one trial, or whatever the attack documents, [m, …].
+        sigma: The noise on the weights, where one release of them was attacked; :func:`torchfil.validate` reads it.
 
     Example:
         >>> AttackResult("coin", "knows nothing", [7, 9], [0.5, 0.5], measure="accuracy", trials=10).achieved
@@ -45,6 +46,7 @@ class AttackResult:
     standard_error: np.ndarray | None = None
     squared_bias: np.ndarray | None = None
     guesses: np.ndarray | None = None
+    sigma: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", as_array(self.ids).tolist() if hasattr(self.ids, "shape") else list(self.ids))

@@ -1,21 +1,21 @@
 r"""Reconstruction of one training example of a generalised linear model (Balle et al. 2022; Guo et al. 2022, § 7.2).
 
 At the minimum the gradients of all examples and the penalty sum to zero, so that whoever knows the others knows the
-last one's: with G the objective's gradient at the released weights θ = w* + N(0, σ²I) and b_i = ℓ′(θᵀx_i, y_i),
+last one's: with G the objective's gradient at the released weights θ = w* + σξ, ξ ~ N(0, I), b_i = ℓ′(m_i, y_i) and the
+margin m_i = θᵀx_i,
 
-    v_i = −(Σ_{j≠i} ω_j b_j x_j + nλθ)/ω_i = b_i x_i − G/ω_i ≈ b_i x_i,
+    v_i = −(Σ_{j≠i} ω_j b_j x_j + nλθ)/ω_i = b_i x_i − G/ω_i ≈ b_i x_i.
 
-and the guess is v_i / b̂_i. G = Hξ + … is the noise, and 0 without it. How b̂ is found:
+G = σHξ + … is the noise, and 0 without it. The guess is v_i / b̂_i, and how b̂ is found depends on what is known:
 
-* With an intercept, whose column is known to be 1, b̂ is v_i's last entry. A known label tells the values that
-  ℓ′(·, y_i) takes at margins up to 15 (for logistic regression its sign), and b̂ is moved among them.
-* Without one, the label must be known: θᵀv_i = b m for the margin m, so that m solves ℓ′(m, y_i)·m = θᵀv_i, and
-  b̂ = ℓ′(m, y_i). Of several solutions the one of smallest abs(b̂) is taken: most examples are fitted well.
+* **An intercept**, whose column is known to be 1: b̂ is v_i's last entry. (The form of both papers.)
+* **The label:** m solves ℓ′(m, y_i)·m = θᵀv_i, and b̂ = ℓ′(m, y_i).
+* **Both:** the maximum of the likelihood, (v_i − r)/b̂, r the likeliest noise; see :mod:`torchfil.attacks.glm_slopes`.
 
-The error x̂_i − x_i = ((b_i − b̂_i) x_i − G/ω_i)/b̂_i needs no guess of its own: all examples and trials are three
-products of matrices, on the model's device. A guess divides by b̂, which noise can bring near 0, so its mean squared
-error need not be finite. An attacker who knows the range of the inputs moves each guess into it; that is the attack to
-measure, and a biased one.
+The errors x̂ − x are sums of a few vectors that belong to an example or to a release, so that all examples and releases
+are a few products of matrices, on the model's device. A guess divides by b̂, which noise can bring near 0, so its mean
+squared error is that of the worst releases, or not even finite. An attacker who knows the range of the inputs moves
+each guess into it; that is the attack to measure, and a biased one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from torchfil.attacks.base import AttackResult, make_generator, with_progress
-from torchfil.attacks.glm_view import GLMView
+from torchfil.attacks.base import AttackResult, with_progress
+from torchfil.attacks.glm_slopes import NoiseMetric, SlopeCurve, Terms, believed_margins
+from torchfil.attacks.glm_view import GLMView, check_release, numbers_at_once, release_noise
 
 if TYPE_CHECKING:
     from torchfil.glm import GeneralizedLinearModel
@@ -37,19 +38,20 @@ __all__ = ["GLMReconstruction", "Label"]
 
 Label = Literal["known", "unknown"]
 
-_CHUNK_NUMBERS = 2**23
-_MARGINS = 60.0  # solutions are looked for among margins up to this size
-_GRID = 241
-_BELIEVED = 15.0  # the largest margin that an attacker who knows the label deems possible
-_BISECTIONS = 45
-_BLOCK_NUMBERS = 2**18  # numbers of a block of guesses: they fit into a cache
+_CHUNK_NUMBERS = 2**20  # examples times releases at a time, in some 40 arrays
+_CHUNK_ARRAYS = 40
+_BLOCK_NUMBERS = 2**18  # numbers of a block of guesses, which fits into a cache
+_BLOCK_ARRAYS = 64  # so that blocks on a GPU take little beside the chunk
 
 
 class GLMReconstruction:
-    """The closed-form attack on every training example in turn.
+    """The attack on every training example in turn, in closed form but for a search over one number.
 
     Threat model: the attacker knows the released weights, the training procedure, all other training examples, and,
     with ``label="known"``, the target of the example under attack.
+
+    With an intercept and the label known the guess has the largest likelihood, and at small noise the least error that
+    an unbiased one can have, tr(I⁻¹)/d. :func:`torchfil.attacks.biased_bound` bounds the error of guesses in a range.
 
     Args:
         model: A fitted model of one margin.
@@ -117,22 +119,19 @@ class GLMReconstruction:
             Measure "mse", per input coordinate, with the squared bias, less its own sampling error; ``guesses`` holds
             the mean guess over the trials, [m, d].
         """
-        if not sigma >= 0 or trials < 1:
-            raise ValueError(f"sigma={sigma} must be ≥ 0 and trials={trials} at least 1")
+        check_release(sigma, trials)
         view, d = self.view, self.view.num_inputs
         chosen = torch.arange(len(view.X), device=view.X.device)
         if rows is not None:
             chosen = chosen[torch.as_tensor(rows, device=view.X.device)]
         inputs = view.X[chosen, :d]
-        source = make_generator(generator, seed, view.X.device)
+        noise = release_noise(trials, view.weights, seed, generator)
         total, squares = torch.zeros_like(inputs[:, 0]), torch.zeros_like(inputs[:, 0])
         mean_error = torch.zeros_like(inputs)
         measure = self._errors if self.value_range is None else self._errors_in_range
-        sizes = [len(part) for part in torch.arange(trials).split(max(1, _CHUNK_NUMBERS // len(view.X)))]
-        for size in with_progress(sizes, self.progress, "reconstruction"):
-            noise = torch.randn(size, view.X.shape[1], generator=source, dtype=view.X.dtype, device=source.device)
-            solved = self._solve(view.weights + sigma * noise.to(view.X.device), chosen)
-            mse, error = measure(inputs, solved)
+        size = max(1, numbers_at_once(inputs.device, _CHUNK_NUMBERS, _CHUNK_ARRAYS) // len(view.X))
+        for part in with_progress(noise.split(size), self.progress, "reconstruction"):
+            mse, error = measure(inputs, self._solve(view.weights + sigma * part, chosen))
             total += mse.sum(dim=1)
             squares += mse.square().sum(dim=1)
             mean_error += error / trials
@@ -150,32 +149,42 @@ class GLMReconstruction:
             standard_error=variance.sqrt() if trials > 1 else None,  # type: ignore[arg-type]
             squared_bias=unbiased if trials > 1 else None,  # type: ignore[arg-type]
             guesses=inputs + mean_error,  # type: ignore[arg-type]
+            sigma=sigma,
         )
 
     def _errors(self, inputs: Tensor, solved: _Solved) -> tuple[Tensor, Tensor]:
         """Each guess's mean squared error, [m, k], and the errors summed over the k releases, [m, d]."""
-        own, shared = solved.own, solved.shared
-        gradient = solved.gradient[:, : inputs.shape[1]]
-        mse = (
-            own.square() * inputs.square().sum(dim=1, keepdim=True)
-            - 2 * own * shared * (inputs @ gradient.mT)
-            + shared.square() * gradient.square().sum(dim=1)
-        ) / inputs.shape[1]
-        return mse, own.sum(dim=1, keepdim=True) * inputs - shared @ gradient
+        d = inputs.shape[1]
+        own = [(factor, vectors[:, :d]) for factor, vectors in solved.by_example]
+        shared = [(factor, vectors[:, :d]) for factor, vectors in solved.by_release]
+        square, total = torch.zeros_like(solved.found), torch.zeros_like(inputs)
+        for factor, vectors in own:
+            total += factor.sum(dim=1, keepdim=True) * vectors
+            for other, others in own:
+                square += factor * other * (vectors * others).sum(dim=1, keepdim=True)
+            for other, others in shared:
+                square += 2 * factor * other * (vectors @ others.mT)
+        for factor, vectors in shared:
+            total += factor @ vectors
+            for other, others in shared:
+                square += factor * other * (vectors * others).sum(dim=1)
+        return square.clamp(min=0) / d, total
 
     def _errors_in_range(self, inputs: Tensor, solved: _Solved) -> tuple[Tensor, Tensor]:
         """The same for guesses moved into the range, block by block, in single precision."""
         d = inputs.shape[1]
-        mse, total = torch.empty_like(solved.own), torch.zeros_like(inputs)
-        gradient, truth = solved.gradient[:, :d].float(), inputs.float()[:, None]  # [k, d], [m, 1, d]
-        factor, shared = 1 + solved.own.float()[:, :, None], solved.shared.float()[:, :, None]
-        numbers = _BLOCK_NUMBERS if inputs.device.type == "cpu" else 2**8 * _BLOCK_NUMBERS
-        size = max(1, math.isqrt(numbers // d))
+        mse, total = torch.empty_like(solved.found), torch.zeros_like(inputs)
+        truth = inputs.float()[:, None]  # [m, 1, d]
+        own = [(factor.float()[:, :, None], vectors[:, None, :d].float()) for factor, vectors in solved.by_example]
+        shared = [(factor.float()[:, :, None], vectors[:, :d].float()) for factor, vectors in solved.by_release]
+        size = max(1, math.isqrt(numbers_at_once(inputs.device, _BLOCK_NUMBERS, _BLOCK_ARRAYS) // d))
         for rows in _slices(len(inputs), size):
-            for trials in _slices(len(gradient), size):
-                guess = torch.addcmul(
-                    factor[rows, trials] * truth[rows], shared[rows, trials], gradient[trials], value=-1
-                )
+            for trials in _slices(mse.shape[1], size):
+                guess = truth[rows]
+                for factor, vectors in own:
+                    guess = torch.addcmul(guess, factor[rows, trials], vectors[rows])
+                for factor, vectors in shared:
+                    guess.addcmul_(factor[rows, trials], vectors[trials])
                 error = guess.clamp_(*(self.value_range or (None, None))).sub_(truth[rows])
                 total[rows] += error.sum(dim=1)
                 mse[rows, trials] = torch.linalg.vector_norm(error, dim=2).square().div(d).to(mse.dtype)
@@ -196,78 +205,64 @@ class GLMReconstruction:
         weights = torch.as_tensor(release).to(view.weights)[None]
         chosen = torch.as_tensor(rows, device=view.X.device)
         solved = self._solve(weights, chosen)
-        guess = (1 + solved.own) * view.X[chosen, :d] - solved.shared * solved.gradient[:, :d]
-        if self.value_range is not None:
-            guess = guess.clamp(*self.value_range)
+        guess = self._guesses(solved, chosen)[:, 0]
         if self.label == "known":
             return guess, view.y[chosen]
         margin = guess @ weights[0, :d] + weights[0, d:].sum()
         return guess, view.loss.first(margin, torch.zeros_like(margin)) - solved.found[:, 0]
 
+    def guesses(self, releases: Tensor, rows: Tensor) -> Tensor:
+        """What k releases [k, p] give away about some examples [m]: the guessed inputs, [m, k, d]."""
+        return self._guesses(self._solve(releases, rows), rows)
+
+    def _guesses(self, solved: _Solved, rows: Tensor) -> Tensor:
+        d = self.view.num_inputs
+        guess = self.view.X[rows, None, :d].repeat(1, solved.found.shape[1], 1)
+        for factor, vectors in solved.by_example:
+            guess.addcmul_(factor[:, :, None], vectors[:, None, :d])
+        for factor, vectors in solved.by_release:
+            guess.addcmul_(factor[:, :, None], vectors[:, :d])
+        return guess if self.value_range is None else guess.clamp_(*self.value_range)
+
     def _solve(self, weights: Tensor, rows: Tensor) -> _Solved:
-        """The slopes b and b̂ of some examples at k released weights [k, p]."""
+        """What k released weights [k, p] give away about some examples."""
         view = self.view
-        margin = view.X @ weights.mT  # [n, k]
-        residual = view.first(margin)
-        gradient = (view.sample_weight[:, None] * residual).mT @ view.X + view.ridge * weights  # G, [k, p]
-        weight, margin, residual = view.sample_weight[rows, None], margin[rows], residual[rows]
-        hint = residual - gradient[:, -1] / weight if self._intercept else None  # v's last entry
-        if hint is None:
-            wanted = residual * margin - (weights * gradient).sum(dim=1) / weight  # θᵀv
-            return _Solved(residual, self._from_label(wanted, view.y[rows]), gradient, weight)
-        if self.label == "known":
-            end, y = torch.full_like(view.y[rows], _BELIEVED), view.y[rows]
-            hint = hint.clamp(view.loss.first(-end, y)[:, None], view.loss.first(end, y)[:, None])
-        return _Solved(residual, hint, gradient, weight)
-
-    def _from_label(self, wanted: Tensor, y: Tensor) -> Tensor:
-        """b̂ = ℓ′(m, y) of the best m with ℓ′(m, y)·m = wanted, [m, k]; where there is none, of the nearest m."""
-
-        def first(margin: Tensor) -> Tensor:
-            return self.view.loss.first(margin.flatten(), y[:, None].expand_as(margin).flatten()).view_as(margin)
-
-        end = math.asinh(_MARGINS)  # the grid is finer around 0
-        grid = torch.linspace(-end, end, _GRID, dtype=wanted.dtype, device=wanted.device).sinh()
-        slopes = first(grid.expand(len(y), -1))  # b on the grid, [m, grid]
-        products = slopes * grid
-        place = torch.zeros(wanted.shape, dtype=torch.long, device=wanted.device)
-        smallest = torch.full_like(wanted, torch.inf)
-        nearest, gap = place.clone(), smallest.clone()
-        for cell in range(_GRID):
-            distance = (products[:, cell, None] - wanted).abs()
-            nearest, gap = torch.where(distance < gap, cell, nearest), torch.minimum(distance, gap)
-            if cell + 1 == _GRID:
-                break
-            turns = (products[:, cell, None] <= wanted) != (products[:, cell + 1, None] <= wanted)
-            cost = (slopes[:, cell, None] + slopes[:, cell + 1, None]).abs()
-            better = turns & (cost < smallest)
-            place, smallest = torch.where(better, cell, place), torch.where(better, cost, smallest)
-        low, high = grid[place], grid[place + 1]
-        rising = products.gather(1, place) <= wanted
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            left = (first(middle) * middle <= wanted) == rising
-            low, high = torch.where(left, middle, low), torch.where(left, high, middle)
-        return torch.where(smallest < torch.inf, first((low + high) / 2), slopes.gather(1, nearest))
-
-
-def _slices(length: int, size: int) -> list[slice]:
-    return [slice(start, start + size) for start in range(0, length, size)]
+        margins = view.X @ weights.mT  # [n, k]
+        slopes = view.first(margins)
+        gradient = (view.sample_weight[:, None] * slopes).mT @ view.X + view.ridge * weights  # G, [k, p]
+        x, weight, margin, slope = view.X[rows], view.sample_weight[rows, None], margins[rows], slopes[rows]
+        last = slope - gradient[:, -1] / weight  # v's last entry, the slope where there is an intercept, [m, k]
+        if self.label == "unknown":
+            return _Solved.build(x, slope, last, gradient, weight)
+        along = slope * margin - (weights * gradient).sum(dim=1) / weight  # θᵀv
+        curve = SlopeCurve.build(view, rows, believed_margins(margins, rows))
+        if not self._intercept:
+            return _Solved.build(x, slope, curve.slope(curve.crossing(along)), gradient, weight)
+        metric = NoiseMetric.build(view, weights, rows, margin)
+        found_margin = curve.nearest(last, along, metric)
+        found = curve.slope(found_margin)
+        plain = _Solved.build(x, slope, found, gradient, weight)
+        return plain.less(metric.noise(last - found, along - found * found_margin))
 
 
 @dataclass(frozen=True)
 class _Solved:
-    residual: Tensor  # b, [m, k]
+    """Guesses as errors, x̂ − x = Σ factor·vector, with vectors of examples [m, p] and of releases [k, p]."""
+
     found: Tensor  # b̂, [m, k]
-    gradient: Tensor  # G, [k, p]
-    weight: Tensor  # ω, [m, 1]
+    by_example: Terms  # factors [m, k], vectors [m, p]
+    by_release: Terms  # factors [m, k], vectors [k, p]
 
-    @property
-    def own(self) -> Tensor:
-        """(b − b̂)/b̂: x̂ − x = own·x − shared·G."""
-        return (self.residual - self.found) / self.found
+    @classmethod
+    def build(cls, x: Tensor, slope: Tensor, found: Tensor, gradient: Tensor, weight: Tensor) -> _Solved:
+        """x̂ = v/b̂: x̂ − x = (b − b̂)/b̂ x − G/(ω b̂)."""
+        return cls(found, [((slope - found) / found, x)], [(-1 / (weight * found), gradient)])
 
-    @property
-    def shared(self) -> Tensor:
-        """1/(ω b̂)."""
-        return 1 / (self.weight * self.found)
+    def less(self, noise: tuple[Terms, Terms]) -> _Solved:
+        """The same for (v − r)/b̂."""
+        by_example, by_release = ([(-factor / self.found, vectors) for factor, vectors in part] for part in noise)
+        return _Solved(self.found, [*self.by_example, *by_example], [*self.by_release, *by_release])
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchfil.attacks.base import make_generator
+
 if TYPE_CHECKING:
     from torchfil.glm import GeneralizedLinearModel
     from torchfil.glm.losses import MarginLoss
 
-__all__ = ["GLMView"]
+__all__ = ["GLMView", "check_release", "numbers_at_once", "release_noise"]
 
 
 @dataclass(frozen=True)
@@ -88,3 +90,27 @@ class GLMView:
         """Of the objective at k weights, [k, p] for [k, p]."""
         residual = self.sample_weight[:, None] * self.first(self.X @ weights.mT)
         return residual.mT @ self.X + self.ridge * weights
+
+
+def check_release(sigma: float, trials: int) -> None:
+    """Refuse what cannot be released."""
+    if not sigma >= 0 or trials < 1:
+        raise ValueError(f"sigma={sigma} must be ≥ 0 and trials={trials} at least 1")
+
+
+def release_noise(trials: int, weights: Tensor, seed: int | None, generator: torch.Generator | None) -> Tensor:
+    """ξ of that many releases, on the weights' device, [trials, p]; drawn at once, however they are cut up later."""
+    source = make_generator(generator, seed, weights.device)
+    drawn = torch.randn(trials, len(weights), generator=source, dtype=weights.dtype, device=source.device)
+    return drawn.to(weights.device)
+
+
+def numbers_at_once(device: torch.device, on_cpu: int, arrays: int) -> int:
+    """How large arrays of double precision may be.
+
+    On a GPU ``arrays`` of them take a quarter of the memory that is free, on a CPU they hold ``on_cpu`` numbers.
+    """
+    if device.type != "cuda":
+        return on_cpu
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(on_cpu, free // (4 * 8 * arrays))

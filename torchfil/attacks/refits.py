@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from torchfil.attacks.base import with_progress
-from torchfil.attacks.glm_view import GLMView
+from torchfil.attacks.glm_view import GLMView, numbers_at_once
 
 __all__ = ["minimiser_changes"]
 
 _CHUNK_NUMBERS = 2**23  # margins computed at a time
+_CHUNK_ARRAYS = 16
 _THIRD_NUMBERS = 2**21  # the most entries of the third derivative
 _SURROGATE_STEPS = 2
 _MOST_STEPS = 30
@@ -58,7 +59,7 @@ def minimiser_changes(
     limit = tolerance * (1 + float(view.weights.abs().max()))
     exact = view.loss.name == "squared"
     third = None if exact or p**3 > _THIRD_NUMBERS else _third_derivative(view)
-    size = n if exact else max(1, _CHUNK_NUMBERS // n)
+    size = n if exact else max(1, numbers_at_once(view.X.device, _CHUNK_NUMBERS, _CHUNK_ARRAYS) // n)
     parts = [
         (code, rows)
         for code in range(len(codes))

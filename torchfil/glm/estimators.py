@@ -15,6 +15,7 @@ from torchfil.glm.fil import Sensitivity
 from torchfil.glm.losses import LOGISTIC, POISSON, SQUARED, Loss, MarginLoss, SoftmaxLoss
 from torchfil.glm.measures import Kind, Release, fisher_information_loss, mse_bound_from_fil
 from torchfil.glm.solver import Objective, Solver, minimise
+from torchfil.viz.common import as_array
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -106,7 +107,7 @@ class GeneralizedLinearModel(BaseEstimator):
     def margin(self, X: Any) -> np.ndarray:
         """wᵀx, plus the intercept."""
         self._check_fitted()
-        return np.asarray(X, dtype=float) @ self.coef_.T + self.intercept_
+        return as_array(X).astype(float) @ self.coef_.T + self.intercept_
 
     def predict(self, X: Any) -> np.ndarray:
         """The margin; subclasses predict on the target's scale."""
@@ -246,7 +247,7 @@ class GeneralizedLinearModel(BaseEstimator):
         if not (epsilon > 0 and 0 < delta < 1):
             raise ValueError(f"epsilon={epsilon} must be positive and delta={delta} in (0, 1)")
         loss = self._loss()
-        norms = np.linalg.norm(np.asarray(X, dtype=float), axis=1)
+        norms = np.linalg.norm(as_array(X).astype(float), axis=1)
         n = len(norms)
         reasons = {
             f"the {loss.name} loss has an unbounded derivative": loss.lipschitz is None,
@@ -290,6 +291,8 @@ class GeneralizedLinearModel(BaseEstimator):
         return [int(c) for c in numbers]
 
     def _tensor(self, values: Any) -> Tensor:
+        if isinstance(values, Tensor):
+            return values.detach().to(self.device, torch.float64)
         return torch.as_tensor(np.require(values, np.float64, ["C", "W"]), device=self.device)
 
     def _targets(self, y: Any) -> Tensor:
@@ -351,7 +354,7 @@ class LogisticRegression(ClassifierMixin, _OwnLoss):
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets must be 0 or 1."""
-        values = np.unique(np.asarray(y, dtype=float))
+        values = np.unique(as_array(y).astype(float))
         if not set(values.tolist()) <= {0.0, 1.0}:
             raise ValueError(f"logistic targets must be 0 or 1, got {values[:5].tolist()}")
         self.classes_ = np.array([0, 1])
@@ -385,7 +388,7 @@ class SoftmaxRegression(ClassifierMixin, _OwnLoss):
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets are labels."""
-        classes = np.unique(np.asarray(y))
+        classes = np.unique(as_array(y))
         if len(classes) < 2:
             raise ValueError(f"a classifier needs at least 2 classes, y holds {classes.tolist()}")
         self.classes_ = classes
@@ -410,7 +413,7 @@ class SoftmaxRegression(ClassifierMixin, _OwnLoss):
         return len(self.classes_) - 1
 
     def _targets(self, y: Any) -> Tensor:
-        labels = np.asarray(y)
+        labels = as_array(y)
         unknown = np.setdiff1d(labels, self.classes_)
         if len(unknown):
             raise ValueError(f"labels {unknown.tolist()} are not among the classes {self.classes_.tolist()}")
@@ -434,7 +437,7 @@ class PoissonRegression(RegressorMixin, _OwnLoss):
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets must not be negative."""
-        smallest = np.min(np.asarray(y, dtype=float), initial=0)
+        smallest = np.min(as_array(y).astype(float), initial=0)
         if smallest < 0:
             raise ValueError(f"Poisson targets are counts; the smallest is {smallest:g}")
         return super().fit(X, y, sample_weight)

@@ -10,6 +10,7 @@ import numpy as np
 
 from torchfil.glm.estimators import GeneralizedLinearModel
 from torchfil.glm.measures import Kind
+from torchfil.viz.common import as_array
 
 __all__ = ["IRFIL", "iteratively_reweighted_fil"]
 
@@ -103,7 +104,7 @@ def _members(groups: Any, n: int) -> np.ndarray:
     """The number of every example's group, [n]."""
     if groups is None:
         return np.arange(n)
-    labels = list(np.asarray(groups).tolist())
+    labels = as_array(groups).tolist()
     if len(labels) != n:
         raise ValueError(f"groups must give one label per example: {len(labels)} for {n}")
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
