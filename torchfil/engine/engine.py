@@ -134,9 +134,9 @@ class FILPrivacyEngine(PrivacyEngine):
             estimator: "weight-probes", "input-probes", "coordinates" or "exact".
             num_probes: Probes per step and example; None: 3. One suffices for long runs, with conservative errors.
             fil_rate: The probability with which a step is measured (and then weighted by its inverse), in (0, 1].
-            rel_error: The relative standard error of its FIL that the median example is to have at the end (that of tr I
-                and of the MSE bound is twice as large): probes and skipped steps are chosen as the run goes, at the
-                lowest cost.
+            rel_error: The relative standard error of its FIL that the median example is to have at the end (that of
+                tr I and of the MSE bound is twice as large): probes and skipped steps are chosen as the run goes, at
+                the lowest cost.
             epochs: With ``rel_error``, the planned number of passes over the data; None: at least eight more are
                 expected at any time, so a shorter run ends above the target.
             track: What to keep beside the trace: "diagonal" for attributes, "fim" or "sketch" for the spectral norm,
