@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from torchfil import PLIS
-from torchfil.attacks.inversion import haarpsi, invert_gradients, observed_gradients, ssim
+from torchfil.attacks.inversion import invert_gradients, observed_gradients
+from torchfil.attacks.similarity import haarpsi, require_ssim, ssim
 from torchfil.datasets import DataNotFoundError, chest_xrays
 from torchfil.zoo import mnist_cnn
 
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--restarts", type=int, default=1)
     parser.add_argument("--noise-multiplier", type=float, default=1.0)
     options = parser.parse_args()
+    require_ssim()
     try:
         images, labels = chest_xrays()
     except DataNotFoundError as error:
