@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from cases import DEVICE
 from torch import Tensor
 
 from torchfil.attacks.similarity import haarpsi, require_ssim, ssim
@@ -17,7 +18,7 @@ pytest.importorskip("torchmetrics")
 def smooth_images(n: int, size: int) -> Tensor:
     across = torch.linspace(0, 1, size)
     phase = torch.arange(n).float()[:, None, None]
-    return (0.5 + 0.4 * torch.sin(3 * across[:, None] + 2 * across[None] + phase)).unsqueeze(1)
+    return (0.5 + 0.4 * torch.sin(3 * across[:, None] + 2 * across[None] + phase)).unsqueeze(1).to(DEVICE)
 
 
 def ssim_by_windows(a: Tensor, b: Tensor) -> float:
@@ -41,9 +42,10 @@ def test_ssim_is_the_mean_over_the_windows_inside_each_image() -> None:
     a, b = (torch.rand(3, 1, 14, 13, generator=source, dtype=torch.float64) for _ in range(2))
     b[0] = 0.9 * a[0] + 0.05
     expected = [ssim_by_windows(p[0], q[0]) for p, q in zip(a, b, strict=True)]
+    a, b = a.to(DEVICE), b.to(DEVICE)
     assert ssim(a, b).tolist() == pytest.approx(expected, rel=1e-9)
     two = ssim(torch.cat([a, b], dim=1), torch.cat([b, b], dim=1))  # the second channel is alike
-    torch.testing.assert_close(two, (torch.tensor(expected, dtype=torch.float64) + 1) / 2)
+    assert two.tolist() == pytest.approx([(value + 1) / 2 for value in expected], rel=1e-9)
 
 
 def test_without_torchmetrics_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +56,7 @@ def test_without_torchmetrics_the_remedy_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ssim_of_flat_images_has_its_closed_form() -> None:
-    a, b = torch.full((1, 1, 20, 20), 0.2), torch.full((1, 1, 20, 20), 0.8)
+    a, b = (torch.full((1, 1, 20, 20), value, device=DEVICE) for value in (0.2, 0.8))
     expected = (2 * 0.2 * 0.8 + 1e-4) / (0.2**2 + 0.8**2 + 1e-4)  # contrast and structure are 1
     assert ssim(a.double(), b.double()).item() == pytest.approx(expected, rel=1e-6)
 
@@ -62,18 +64,20 @@ def test_ssim_of_flat_images_has_its_closed_form() -> None:
 def test_ssim_of_a_negative_is_negative_and_of_noise_is_small() -> None:
     images = smooth_images(2, 28)
     assert (ssim(images, 1 - images) < 0).all()
-    assert (ssim(images, torch.rand(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))).abs() < 0.2).all()
+    noise = torch.rand(2, 1, 28, 28, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    assert (ssim(images, noise).abs() < 0.2).all()
 
 
 def test_haarpsi_falls_with_noise_and_is_symmetric() -> None:
     images = torch.rand(1, 1, 32, 32, generator=torch.Generator().manual_seed(0)).repeat(3, 1, 1, 1)
     noise = torch.randn(1, 1, 32, 32, generator=torch.Generator().manual_seed(1))
-    changed = images + torch.tensor([0.0, 0.05, 0.5])[:, None, None, None] * noise
+    changed = (images + torch.tensor([0.0, 0.05, 0.5])[:, None, None, None] * noise).to(DEVICE)
+    images = images.to(DEVICE)
     found = haarpsi(images, changed)
     assert found[0].item() == pytest.approx(1, abs=1e-5)
     assert found[0] > found[1] > found[2]
     torch.testing.assert_close(found, haarpsi(changed, images))
-    flat = torch.zeros(1, 1, 32, 32)
+    flat = torch.zeros(1, 1, 32, 32, device=DEVICE)
     assert haarpsi(flat, flat + 0.5)[0] > 0  # finite: the borders differ
     assert math.isclose(haarpsi(flat, flat)[0].item(), 1, abs_tol=1e-5)
 
