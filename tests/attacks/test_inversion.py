@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import DEVICE
 from torch import nn
 
 from torchfil.attacks.inversion import invert_gradients, observed_gradients, total_variation
@@ -19,7 +20,21 @@ def case() -> tuple[nn.Module, nn.Module, torch.Tensor, torch.Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 2))
-    return model, nn.CrossEntropyLoss(), smooth_images(2, 6), torch.tensor([0, 1])
+    return model.to(DEVICE), nn.CrossEntropyLoss(), smooth_images(2, 6).to(DEVICE), torch.tensor([0, 1], device=DEVICE)
+
+
+def test_the_search_ends_at_the_image_that_a_dense_layers_gradient_holds() -> None:
+    """∂ℓ/∂W = δ xᵀ and ∂ℓ/∂b = δ: the image is a quotient of what is seen, and no other image fits."""
+    model, loss, images, labels = case()
+    seen = observed_gradients(model, loss, images, labels)
+    outer, delta = seen[:, : 8 * 36].reshape(2, 8, 36), seen[:, 8 * 36 : 8 * 36 + 8]
+    held = (delta.unsqueeze(2) * outer).sum(dim=1) / delta.square().sum(dim=1, keepdim=True)
+    torch.testing.assert_close(held, images.flatten(1))
+    found = invert_gradients(
+        model, loss, seen, labels, shape=(1, 6, 6), steps=400, restarts=1, total_variation_weight=0.0, seed=0
+    )
+    torch.testing.assert_close(found.images.flatten(1), held, atol=0.01, rtol=0)
+    assert found.objective.max() < 1e-4
 
 
 def test_a_dense_layers_gradient_gives_the_image_and_noise_takes_it_away() -> None:
@@ -52,7 +67,7 @@ def test_what_is_observed_is_clipped_and_noisy() -> None:
     loss(model(images[1:2]), labels[1:2]).backward()
     torch.testing.assert_close(plain[1], torch.cat([p.grad.reshape(-1) for p in model.parameters()]))  # type: ignore[union-attr]
     clipped = observed_gradients(model, loss, images, labels, max_grad_norm=0.1)
-    torch.testing.assert_close(clipped.norm(dim=1), torch.full((2,), 0.1))
+    torch.testing.assert_close(clipped.norm(dim=1), torch.full((2,), 0.1, device=DEVICE))
     noisy = observed_gradients(model, loss, images, labels, max_grad_norm=0.1, noise_multiplier=2.0, seed=0)
     assert (noisy - clipped).std().item() == pytest.approx(0.2, rel=0.1)
 
@@ -69,9 +84,9 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="noise needs max_grad_norm"):
         observed_gradients(model, loss, images, labels, noise_multiplier=1.0)
     with pytest.raises(ValueError, match=r"gradients \[2, 5\] must be \[2, 314\]"):
-        invert_gradients(model, loss, torch.zeros(2, 5), labels, shape=(1, 6, 6))
+        invert_gradients(model, loss, torch.zeros(2, 5, device=DEVICE), labels, shape=(1, 6, 6))
     with pytest.raises(ValueError, match="restarts=0 and steps=10"):
-        invert_gradients(model, loss, torch.zeros(2, 314), labels, shape=(1, 6, 6), restarts=0, steps=10)
+        invert_gradients(model, loss, torch.zeros(2, 314, device=DEVICE), labels, shape=(1, 6, 6), restarts=0, steps=10)
     with pytest.raises(ValueError, match="measure='psnr' must be one of ssim, haarpsi, mse"):
         invert_gradients(
             model, loss, observed_gradients(model, loss, images, labels), labels, shape=(1, 6, 6), steps=1

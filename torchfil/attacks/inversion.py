@@ -148,7 +148,8 @@ def invert_gradients(
     for _ in with_progress(range(steps), progress, "inversion", steps):
         slope, value = slopes(x.detach(), labels, seen)
         better = value < least
-        best[better], least[better] = x.detach()[better], value[better]
+        best = torch.where(better.reshape(-1, *[1] * len(shape)), x.detach(), best)
+        least = torch.where(better, value, least)
         x.grad = slope.sign()
         optimizer.step()
         falls.step()
