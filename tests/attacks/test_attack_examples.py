@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import DEVICE
 from test_examples import write_mnist
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -41,7 +42,12 @@ def test_membership(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     write_mnist(tmp_path, 40, 10)
     pixels = np.random.default_rng(0).integers(256, size=40 * 28 * 28, dtype=np.uint8)
     (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte").write_bytes(bytes(16) + pixels.tobytes())
-    run("attack_membership", tmp_path, monkeypatch, "--runs 16 --examples 14 --steps 40 --label-noise 0.5")
+    run(
+        "attack_membership",
+        tmp_path,
+        monkeypatch,
+        f"--runs 24 --examples 14 --steps 40 --label-noise 0.5 --device {DEVICE}",
+    )
     printed = capsys.readouterr().out
     areas = {name: float(area) for name, area in re.findall(r"(\S+, [\w =σ,]+): AUC (\S+) ±", printed)}
     assert len(areas) == 4
@@ -57,7 +63,7 @@ def test_property(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     forest = ensemble.RandomForestClassifier
     monkeypatch.setattr(ensemble, "RandomForestClassifier", lambda trees, **options: forest(trees // 40, **options))
     write_mnist(tmp_path, 80, 10)
-    run("attack_property", tmp_path, monkeypatch, "--rounds 4 --examples 40 --measured 24")
+    run("attack_property", tmp_path, monkeypatch, f"--rounds 4 --examples 40 --measured 24 --device {DEVICE}")
     printed = capsys.readouterr().out
     assert printed.count("rank correlation over 5 layers") == 4
     assert "sensitivity to the target" in printed
@@ -76,7 +82,7 @@ def write_xrays(folder: Path, n: int) -> None:
 def test_inversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torchmetrics")
     write_xrays(tmp_path, 12)
-    settings = "--images 6 --noisy-images 3 --networks 2 --steps 2 --chunk 4 --resamples 5 --seed 5"
+    settings = f"--images 6 --noisy-images 3 --networks 2 --steps 2 --chunk 4 --resamples 5 --seed 5 --device {DEVICE}"
     out = run("attack_inversion", tmp_path, monkeypatch, settings)
     assert "plain, mean SSIM by PLIS: low third" in capsys.readouterr().out
     assert (out / "attack_inversion_plis.png").exists()
@@ -88,7 +94,8 @@ def test_inversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     high = [np.mean([one["plain"]["ssim"][i] for i in np.argsort(one["plis"])[-2:]]) for one in (first, second)]
     assert found["summary"]["plain"]["ssim"]["plis"]["high"][0] == pytest.approx(np.mean(high))
     again = run("attack_inversion", tmp_path, monkeypatch, settings)
-    assert json.loads((again / "attack_inversion.json").read_text()) == found
+    if DEVICE == "cpu":  # sums of a GPU may differ in their last bits, and signs of small numbers with them
+        assert json.loads((again / "attack_inversion.json").read_text()) == found
 
 
 def test_inversion_asks_for_torchmetrics_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
