@@ -36,6 +36,8 @@ from torchfil.zoo import mnist_cnn
 LOSS = nn.CrossEntropyLoss()
 READINGS = {"plis": "PLIS", "gradient_signal": "‖g‖²", "relative_plis": "‖∂ log ‖g‖²/∂x‖"}
 MEASURES = {"ssim": ("SSIM", ssim), "haarpsi": ("HaarPSI", haarpsi)}
+SETTINGS = ("images", "noisy_images", "steps", "restarts", "total_variation", "noise_multiplier", "seed", "chunk")
+NUMBERS = "attack_inversion.json"
 SHOWN = 6
 OTHER_DRAWS = 10**6  # noise and starts must not come from the numbers that the weights were drawn from
 Record = dict[str, Any]
@@ -156,6 +158,8 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=90)
     parser.add_argument("--noisy-images", type=int, default=21, help="the first of them are attacked with noise, too")
     parser.add_argument("--networks", type=int, default=1)
+    parser.add_argument("--skip", type=int, default=0, help="so many networks, which were attacked elsewhere")
+    parser.add_argument("--join", type=Path, nargs="+", help="no attack: statistics of these JSON files together")
     parser.add_argument("--steps", type=int, default=4800)
     parser.add_argument("--restarts", type=int, default=1)
     parser.add_argument("--total-variation", type=float, default=1e-4, help="α")
@@ -165,6 +169,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sample and the first network; the next follow")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.join:
+        finish(joined(options.join), options)
+        return
     if not 3 <= options.noisy_images <= options.images:
         parser.error(f"--noisy-images {options.noisy_images} must lie between 3 and --images {options.images}")
     require_ssim()
@@ -172,28 +180,48 @@ def main() -> None:
         images, labels = chest_xrays()
     except DataNotFoundError as error:
         raise SystemExit(f"skipped: {error}") from None
-    options.out.mkdir(parents=True, exist_ok=True)
     torch.backends.cudnn.allow_tf32 = False  # gradients of ten bits would be another, weaker attack
     rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(options.seed))[: options.images]
     images, labels = images[rows].to(options.device), labels[rows].to(options.device)
     networks: list[Record] = []
-    everything: Record = {"settings": {**vars(options), "out": None}, "rows": rows.tolist(), "networks": networks}
-    numbers = options.out / "attack_inversion.json"
-    for seed in range(options.seed, options.seed + options.networks):
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    everything: Record = {"settings": settings, "rows": rows.tolist(), "networks": networks}
+    first = options.seed + options.skip
+    for seed in range(first, first + options.networks):
         start = time.perf_counter()
         record, guesses = attack(images, labels, seed, options)
         networks.append(record)
         if len(networks) == 1:
             shown = images.cpu(), guesses
-        numbers.write_text(json.dumps(everything))
+        (options.out / NUMBERS).write_text(json.dumps(everything))
         print(f"network {seed}: {time.perf_counter() - start:.0f} s", flush=True)
     if images.is_cuda:
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, {options.chunk} gradients at once")
-    everything["summary"] = summary(networks, options.resamples)
-    numbers.write_text(json.dumps(everything))
-    print(told(everything["summary"]))
     save_images(*shown, networks[0], options)
-    save_tenths(networks, options.out / "attack_inversion_plis.png")
+    finish(everything, options)
+
+
+def joined(paths: list[Path]) -> Record:
+    """Several runs through different networks as one; they must have attacked the same x-rays alike."""
+    runs = [json.loads(path.read_text()) for path in paths]
+    networks = [network for run in runs for network in run["networks"]]
+    seeds = [network["seed"] for network in networks]
+    for path, run in zip(paths, runs, strict=True):
+        if (run["settings"], run["rows"]) != (runs[0]["settings"], runs[0]["rows"]):
+            raise SystemExit(
+                f"{path} has other settings or x-rays than {paths[0]}; join runs that differ in --skip only"
+            )
+    if len(set(seeds)) < len(seeds):
+        raise SystemExit(f"networks {seeds} must differ; set --skip to attack through further ones")
+    return {"settings": runs[0]["settings"], "rows": runs[0]["rows"], "networks": networks}
+
+
+def finish(everything: Record, options: Any) -> None:
+    """Statistics over all networks: printed, saved with the numbers, drawn."""
+    everything["summary"] = summary(everything["networks"], options.resamples)
+    (options.out / NUMBERS).write_text(json.dumps(everything))
+    print(told(everything["summary"]))
+    save_tenths(everything["networks"], options.out / "attack_inversion_plis.png")
     print(f"The pictures and numbers are in {options.out}. They show private data.")
 
 

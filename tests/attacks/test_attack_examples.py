@@ -82,8 +82,8 @@ def write_xrays(folder: Path, n: int) -> None:
 def test_inversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torchmetrics")
     write_xrays(tmp_path, 12)
-    settings = f"--images 6 --noisy-images 3 --networks 2 --steps 2 --chunk 4 --resamples 5 --seed 5 --device {DEVICE}"
-    out = run("attack_inversion", tmp_path, monkeypatch, settings)
+    settings = f"--images 6 --noisy-images 3 --steps 2 --chunk 4 --resamples 5 --seed 5 --device {DEVICE}"
+    out = run("attack_inversion", tmp_path, monkeypatch, f"{settings} --networks 2")
     assert "plain, mean SSIM by PLIS: low third" in capsys.readouterr().out
     assert (out / "attack_inversion_plis.png").exists()
     found = json.loads((out / "attack_inversion.json").read_text())
@@ -93,9 +93,21 @@ def test_inversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert [len(first[arm]["ssim"]) for arm in ("plain", "noisy")] == [6, 3]
     high = [np.mean([one["plain"]["ssim"][i] for i in np.argsort(one["plis"])[-2:]]) for one in (first, second)]
     assert found["summary"]["plain"]["ssim"]["plis"]["high"][0] == pytest.approx(np.mean(high))
-    again = run("attack_inversion", tmp_path, monkeypatch, settings)
+    parts = []
+    for number in range(2):
+        run("attack_inversion", tmp_path, monkeypatch, f"{settings} --skip {number}")
+        parts.append(tmp_path / f"{number}.json")
+        parts[-1].write_bytes((out / "attack_inversion.json").read_bytes())
+    run("attack_inversion", tmp_path, monkeypatch, f"--resamples 5 --join {parts[0]} {parts[1]}")
+    joined = json.loads((out / "attack_inversion.json").read_text())
+    assert [network["seed"] for network in joined["networks"]] == [5, 6]
     if DEVICE == "cpu":  # sums of a GPU may differ in their last bits, and signs of small numbers with them
-        assert json.loads((again / "attack_inversion.json").read_text()) == found
+        assert joined == found
+    with pytest.raises(SystemExit, match=r"networks .5, 5. must differ; set --skip"):
+        run("attack_inversion", tmp_path, monkeypatch, f"--join {parts[0]} {parts[0]}")
+    parts[1].write_text(json.dumps({**joined, "rows": [0]}))
+    with pytest.raises(SystemExit, match="1.json has other settings or x-rays than .*0.json"):
+        run("attack_inversion", tmp_path, monkeypatch, f"--join {parts[0]} {parts[1]}")
 
 
 def test_inversion_asks_for_torchmetrics_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
