@@ -45,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--runs", type=int, default=2000)
+    parser.add_argument("--noise", type=float, nargs="+", default=NOISE, help="multipliers σ")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(8, 3.6), layout="constrained")
@@ -52,17 +53,19 @@ def main() -> None:
     print(f"{options.runs} runs of {STEPS} steps; ± one standard error")
     print("coordinates  σ     bound    achieved  achieved / bound  achieved / bound for its bias")
     for d, colour, marker in ((1, "#0072B2", "o"), (5, "#D55E00", "s")):
-        table = torch.tensor([attack(d, sigma, options.runs) for sigma in NOISE])
-        for sigma, (low, own, mse, se) in zip(NOISE, table.tolist(), strict=True):
+        table = torch.tensor([attack(d, sigma, options.runs) for sigma in options.noise])
+        for sigma, (low, own, mse, se) in zip(options.noise, table.tolist(), strict=True):
             ratios_text = f"{mse / low:.3f} ± {se / low:.3f}     {mse / own:.3f} ± {se / own:.3f}"
             print(f"{d:11d}  {sigma:<4g}  {low:.1e}  {mse:.1e}   {ratios_text}", flush=True)
         bound, biased, achieved, error = table.unbind(dim=1)
         name = "scalar" if d == 1 else f"{d} coordinates"
-        errors.plot(NOISE, bound, color=colour, linewidth=1.2, label=f"bound, {name}")
-        errors.plot(NOISE, achieved, marker, color=colour, markersize=5, label=f"attack, {name}")
-        ratios.plot(NOISE, biased / bound, ":", color=colour, linewidth=1.2, label=f"bound for its bias, {name}")
+        errors.plot(options.noise, bound, color=colour, linewidth=1.2, label=f"bound, {name}")
+        errors.plot(options.noise, achieved, marker, color=colour, markersize=5, label=f"attack, {name}")
+        ratios.plot(
+            options.noise, biased / bound, ":", color=colour, linewidth=1.2, label=f"bound for its bias, {name}"
+        )
         ratios.errorbar(
-            NOISE,
+            options.noise,
             achieved / bound,
             yerr=1.96 * error / bound,
             fmt=marker + "-",

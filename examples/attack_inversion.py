@@ -1,96 +1,265 @@
-"""From one gradient back to the chest x-ray: gradient inversion on an untrained network, without and with DP noise.
+"""From one gradient back to the chest x-ray: gradient inversion on untrained networks, without and with DP noise.
 
-The x-rays of lowest and of highest subject-level PLIS of a random sample are attacked (Geiping et al. 2020); are those
-of high PLIS found better? Mean SSIM of each third, with 95 % intervals; then the same with clipping and noise.
+A random sample of x-rays is attacked through several untrained networks (Geiping et al. 2020); are those of high
+subject-level PLIS found better? Fixed beforehand: in each network the x-rays are cut into thirds by PLIS; the mean SSIM
+of the lowest and of the highest third, their difference and Spearman's correlation, each the mean over networks, with
+95 % bootstrap intervals over x-rays (an x-ray is drawn with its attacks through all networks).
 
-TORCHFIL_DATA=/path/to/data python examples/attack_inversion.py --out out
+The reading of PLIS that counts is that of one plain gradient, without clipping or noise, because this is what the
+attacker sees: ‖∂‖g‖²/∂x‖ at the attacked weights and the true label. Beside it: ‖g‖² itself, and ‖∂ log ‖g‖²/∂x‖,
+because the attack looks at the gradient's direction only.
+
+TORCHFIL_DATA=/path/to/data python examples/attack_inversion.py --out out    # a quarter of an hour on one CPU core
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
+from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from torchfil import PLIS
-from torchfil.attacks.inversion import haarpsi, invert_gradients, observed_gradients, ssim
+from torchfil.attacks.inversion import invert_gradients, observed_gradients
+from torchfil.attacks.similarity import haarpsi, require_ssim, ssim
 from torchfil.datasets import DataNotFoundError, chest_xrays
 from torchfil.zoo import mnist_cnn
 
+LOSS = nn.CrossEntropyLoss()
+READINGS = {"plis": "PLIS", "gradient_signal": "‖g‖²", "relative_plis": "‖∂ log ‖g‖²/∂x‖"}
+MEASURES = {"ssim": ("SSIM", ssim), "haarpsi": ("HaarPSI", haarpsi)}
+SETTINGS = ("images", "noisy_images", "steps", "restarts", "total_variation", "noise_multiplier", "seed", "chunk")
+NUMBERS = "attack_inversion.json"
 SHOWN = 6
+OTHER_DRAWS = 10**6  # noise and starts must not come from the numbers that the weights were drawn from
+Record = dict[str, Any]
 
 
-def interval(values: Tensor) -> str:
-    """The mean with its 95 % interval."""
-    half = 1.96 * values.std() / len(values) ** 0.5
-    return f"{values.mean():.3f} [{values.mean() - half:.3f}, {values.mean() + half:.3f}]"
+def observe(model: nn.Module, images: Tensor, labels: Tensor, source: torch.Generator, options: Any) -> Tensor:
+    """The gradient of every x-ray, then those of the first few again with C = 1 and noise, [n + few, p]."""
+    few = options.noisy_images
+    private = {"max_grad_norm": 1.0, "noise_multiplier": options.noise_multiplier, "generator": source}
+    return torch.cat(
+        [observed_gradients(model, LOSS, x, y) for x, y in chunks(images, labels, options.chunk)]
+        + [
+            observed_gradients(model, LOSS, x, y, **private)
+            for x, y in chunks(images[:few], labels[:few], options.chunk)
+        ]
+    )
+
+
+def chunks(a: Tensor, b: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both, so many rows at a time."""
+    return zip(a.split(size), b.split(size), strict=True)
+
+
+def attack(images: Tensor, labels: Tensor, seed: int, options: Any) -> tuple[Record, dict[str, Tensor]]:
+    """Both attacks through the untrained network of this seed: numbers by x-ray, and the images found."""
+    torch.manual_seed(seed)
+    model = mnist_cnn(2, activation=nn.Tanh).to(images.device)
+    plis = PLIS(model, LOSS, cuda_graphs=False)
+    subject, signal = plis.subject(images, labels), plis.privacy_loss(images, labels)
+    source = torch.Generator(images.device).manual_seed(seed + OTHER_DRAWS)
+    seen = observe(model, images, labels, source, options)
+    known = torch.cat([labels, labels[: options.noisy_images]])
+    guesses = [
+        invert_gradients(
+            model,
+            LOSS,
+            g,
+            y,
+            shape=tuple(images.shape[1:]),
+            total_variation_weight=options.total_variation,
+            restarts=options.restarts,
+            steps=options.steps,
+            generator=source,
+            progress=True,
+        ).images
+        for g, y in chunks(seen, known, options.chunk)
+    ]
+    plain, noisy = torch.cat(guesses).split([len(images), options.noisy_images])
+    record: Record = {
+        "seed": seed,
+        "plis": subject.tolist(),
+        "gradient_signal": signal.tolist(),
+        "relative_plis": (subject / signal).tolist(),
+    }
+    for arm, found in (("plain", plain), ("noisy", noisy)):
+        record[arm] = {name: judge(found, images[: len(found)]).tolist() for name, (_, judge) in MEASURES.items()}
+    return record, {"plain": plain.cpu(), "noisy": noisy.cpu()}
+
+
+def statistics(exposure: np.ndarray, values: np.ndarray, resamples: int) -> dict[str, list[float]]:
+    """Thirds and rank correlation within each network, [networks, n] both; means over networks with 95 % intervals.
+
+    Returns:
+        For "low" and "high" (the mean value of the third of lowest and highest exposure), "difference" (high − low),
+        "spearman" and "all" (the mean value): estimate, lower and upper end; x-rays are resampled, networks are not.
+    """
+    n = values.shape[1]
+    third = n // 3
+
+    def of(rows: np.ndarray) -> list[float]:
+        e, v = exposure[:, rows], values[:, rows]
+        ranked = np.take_along_axis(v, np.argsort(e, axis=1, kind="stable"), axis=1)
+        low, high = ranked[:, :third].mean(), ranked[:, -third:].mean()
+        ranks = [rankdata(part, axis=1) for part in (e, v)]
+        centred = [part - part.mean(axis=1, keepdims=True) for part in ranks]
+        lengths = [np.linalg.norm(part, axis=1) for part in centred]
+        correlation = (centred[0] * centred[1]).sum(axis=1) / np.maximum(lengths[0] * lengths[1], 1e-300)
+        return [low, high, high - low, correlation.mean(), v.mean()]
+
+    draws = np.random.default_rng(0).integers(n, size=(resamples, n))
+    ends = np.quantile([of(rows) for rows in draws], [0.025, 0.975], axis=0)
+    table = np.column_stack([of(np.arange(n)), *ends])
+    return dict(zip(("low", "high", "difference", "spearman", "all"), table.tolist(), strict=True))
+
+
+def summary(networks: list[Record], resamples: int) -> Record:
+    """The statistics of both attacks, by measure and reading."""
+    found: Record = {}
+    for arm in ("plain", "noisy"):
+        for measure in MEASURES:
+            values = np.array([network[arm][measure] for network in networks])
+            for reading in READINGS:
+                exposure = np.array([network[reading] for network in networks])[:, : values.shape[1]]
+                found.setdefault(arm, {}).setdefault(measure, {})[reading] = statistics(exposure, values, resamples)
+    return found
+
+
+def told(found: Record) -> str:
+    """The summary in lines."""
+    lines = []
+    for arm, by_measure in found.items():
+        for measure, by_reading in by_measure.items():
+            for reading, numbers in by_reading.items():
+                low, high, difference, spearman, every = (
+                    f"{value:.3f} [{lower:.3f}, {upper:.3f}]" for value, lower, upper in numbers.values()
+                )
+                lines.append(
+                    f"{arm}, mean {MEASURES[measure][0]} by {READINGS[reading]}: low third {low}, high third {high}, "
+                    f"difference {difference}, rank correlation {spearman}, all {every}"
+                )
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Invert, compare and save the picture."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Invert, compare, save the numbers after every network, and the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
-    parser.add_argument("--sample", type=int, default=210)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--images", type=int, default=90)
+    parser.add_argument("--noisy-images", type=int, default=21, help="the first of them are attacked with noise, too")
+    parser.add_argument("--networks", type=int, default=1)
+    parser.add_argument("--skip", type=int, default=0, help="so many networks, which were attacked elsewhere")
+    parser.add_argument("--join", type=Path, nargs="+", help="no attack: statistics of these JSON files together")
+    parser.add_argument("--steps", type=int, default=4800)
     parser.add_argument("--restarts", type=int, default=1)
+    parser.add_argument("--total-variation", type=float, default=1e-4, help="α")
     parser.add_argument("--noise-multiplier", type=float, default=1.0)
+    parser.add_argument("--chunk", type=int, default=37, help="gradients attacked side by side")
+    parser.add_argument("--resamples", type=int, default=1000, help="of the x-rays, for the intervals")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample and the first network; the next follow")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.join:
+        finish(joined(options.join), options)
+        return
+    if not 3 <= options.noisy_images <= options.images:
+        parser.error(f"--noisy-images {options.noisy_images} must lie between 3 and --images {options.images}")
+    require_ssim()
     try:
         images, labels = chest_xrays()
     except DataNotFoundError as error:
         raise SystemExit(f"skipped: {error}") from None
-    options.out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    rows = torch.randperm(len(images))[: options.sample]
-    images, labels = images[rows], labels[rows]
-    model, loss = mnist_cnn(2, activation=nn.Tanh), nn.CrossEntropyLoss()
-    order = PLIS(model, loss).subject(images, labels).argsort()
-    images, labels = images[order], labels[order]
-    third = options.sample // 3
+    torch.backends.cudnn.allow_tf32 = False  # gradients of ten bits would be another, weaker attack
+    rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(options.seed))[: options.images]
+    images, labels = images[rows].to(options.device), labels[rows].to(options.device)
+    networks: list[Record] = []
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    everything: Record = {"settings": settings, "rows": rows.tolist(), "networks": networks}
+    first = options.seed + options.skip
+    for seed in range(first, first + options.networks):
+        start = time.perf_counter()
+        record, guesses = attack(images, labels, seed, options)
+        networks.append(record)
+        if len(networks) == 1:
+            shown = images.cpu(), guesses
+        (options.out / NUMBERS).write_text(json.dumps(everything))
+        print(f"network {seed}: {time.perf_counter() - start:.0f} s", flush=True)
+    if images.is_cuda:
+        print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, {options.chunk} gradients at once")
+    save_images(*shown, networks[0], options)
+    finish(everything, options)
 
-    def attack(noise_multiplier: float) -> Tensor:
-        clip = 1.0 if noise_multiplier else None
-        seen = observed_gradients(
-            model, loss, images, labels, max_grad_norm=clip, noise_multiplier=noise_multiplier, seed=1
-        )
-        return invert_gradients(
-            model,
-            loss,
-            seen,
-            labels,
-            shape=tuple(images.shape[1:]),
-            restarts=options.restarts,
-            steps=options.steps,
-            seed=2,
-            progress=True,
-        ).images
 
-    found = {"without noise": attack(0.0), f"DP, σ = {options.noise_multiplier:g}": attack(options.noise_multiplier)}
-    for name, guesses in found.items():
-        for measure, judge in (("SSIM", ssim), ("HaarPSI", haarpsi)):
-            values = judge(guesses, images)
-            print(
-                f"{name}, mean {measure}: low-PLIS third {interval(values[:third])}, "
-                f"high-PLIS third {interval(values[-third:])}, all {interval(values)}"
+def joined(paths: list[Path]) -> Record:
+    """Several runs through different networks as one; they must have attacked the same x-rays alike."""
+    runs = [json.loads(path.read_text()) for path in paths]
+    networks = [network for run in runs for network in run["networks"]]
+    seeds = [network["seed"] for network in networks]
+    for path, run in zip(paths, runs, strict=True):
+        if (run["settings"], run["rows"]) != (runs[0]["settings"], runs[0]["rows"]):
+            raise SystemExit(
+                f"{path} has other settings or x-rays than {paths[0]}; join runs that differ in --skip only"
             )
-    shown = torch.cat([torch.arange(SHOWN // 2), torch.arange(len(images) - SHOWN // 2, len(images))])
+    if len(set(seeds)) < len(seeds):
+        raise SystemExit(f"networks {seeds} must differ; set --skip to attack through further ones")
+    return {"settings": runs[0]["settings"], "rows": runs[0]["rows"], "networks": networks}
+
+
+def finish(everything: Record, options: Any) -> None:
+    """Statistics over all networks: printed, saved with the numbers, drawn."""
+    everything["summary"] = summary(everything["networks"], options.resamples)
+    (options.out / NUMBERS).write_text(json.dumps(everything))
+    print(told(everything["summary"]))
+    save_tenths(everything["networks"], options.out / "attack_inversion_plis.png")
+    print(f"The pictures and numbers are in {options.out}. They show private data.")
+
+
+def save_images(images: Tensor, guesses: dict[str, Tensor], record: Record, options: Any) -> None:
+    """X-rays of lowest and highest PLIS in one network, among those attacked both ways, above what was found."""
+    order = np.argsort(record["plis"][: len(guesses["noisy"])])
+    half = min(SHOWN // 2, len(order) // 2)
     figure = Figure(figsize=(8, 4.4), layout="constrained")
-    axes = figure.subplots(1 + len(found), SHOWN)
-    for column, row in enumerate(shown.tolist()):
-        axes[0, column].set_title(f"{'low' if column < SHOWN // 2 else 'high'} PLIS", fontsize=9)
+    axes = figure.subplots(1 + len(guesses), 2 * half)
+    for column, row in enumerate([*order[:half], *order[-half:]]):
+        axes[0, column].set_title(f"{'low' if column < half else 'high'} PLIS", fontsize=9)
         axes[0, column].imshow(images[row, 0].numpy(), cmap="gray", vmin=0, vmax=1)
-        for axis, guesses in zip(axes[1:, column], found.values(), strict=True):
-            axis.imshow(guesses[row, 0].numpy(), cmap="gray", vmin=0, vmax=1)
-            axis.set_title(f"SSIM {ssim(guesses[row : row + 1], images[row : row + 1]).item():.2f}", fontsize=8)
-    for axis, name in zip(axes[:, 0], ("x-ray", *found), strict=True):
+        for axis, (arm, found) in zip(axes[1:, column], guesses.items(), strict=True):
+            axis.imshow(found[row, 0].numpy(), cmap="gray", vmin=0, vmax=1)
+            axis.set_title(f"SSIM {record[arm]['ssim'][row]:.2f}", fontsize=8)
+    names = ("x-ray", "without noise", f"DP, σ = {options.noise_multiplier:g}")
+    for axis, name in zip(axes[:, 0], names, strict=True):
         axis.set_ylabel(name, fontsize=9)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
     figure.savefig(options.out / "attack_inversion.png", dpi=80)
-    print(f"The picture is {options.out / 'attack_inversion.png'}. It shows private data.")
+
+
+def save_tenths(networks: list[Record], path: Path) -> None:
+    """Mean SSIM without noise by tenth of PLIS: a thin line for each network, a thick one for their mean."""
+    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+    axis = figure.subplots()
+    curves = []
+    for network in networks:
+        ranked = np.array(network["plain"]["ssim"])[np.argsort(network["plis"])]
+        curves.append([part.mean() for part in np.array_split(ranked, 10) if len(part)])
+        axis.plot(np.arange(1, len(curves[-1]) + 1), curves[-1], color="0.75", linewidth=1)
+    mean = np.mean(curves, axis=0)
+    axis.plot(np.arange(1, len(mean) + 1), mean, "o-", color="#0072B2", label=f"mean over networks: {len(networks)}")
+    axis.set(xlabel="tenth of subject-level PLIS, lowest to highest", ylabel="mean SSIM")
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=90)
 
 
 if __name__ == "__main__":

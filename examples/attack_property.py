@@ -36,6 +36,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--strength", type=float, default=0.5)
+    parser.add_argument("--examples", type=int, default=1000, help="of each client")
+    parser.add_argument("--measured", type=int, default=400, help="of the victim's examples, for V-information")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     try:
         images, digits = mnist()
@@ -43,10 +46,12 @@ def main() -> None:
         raise SystemExit(f"skipped: {error}") from None
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    rows = torch.randperm(len(images))[:2000]
-    victim = planted(images[rows[:1000]], digits[rows[:1000]], options.strength, 1)
-    attacker = planted(images[rows[1000:]], digits[rows[1000:]], options.strength, 2)
-    model, loss = small_alexnet(2, 1, 28), nn.CrossEntropyLoss()
+    rows = torch.randperm(len(images))[: 2 * options.examples]
+    victim, attacker = (
+        planted(images[own], digits[own], options.strength, seed).to(options.device)
+        for seed, own in enumerate(rows.split(options.examples), start=1)
+    )
+    model, loss = small_alexnet(2, 1, 28).to(options.device), nn.CrossEntropyLoss()
     seen = federated_gradients(
         model,
         loss,
@@ -59,16 +64,17 @@ def main() -> None:
         seed=0,
         progress=True,
     )
-    single = layer_gradients(model, loss, victim.inputs[:400], victim.targets[:400])
+    few = options.measured
+    single = layer_gradients(model, loss, victim.inputs[:few], victim.targets[:few])
     attacks: dict[str, LayerTable] = {
         "AUC, random forest": property_inference(seen, attacker="forest"),
         "AUC, logistic": property_inference(seen, attacker="logistic"),
     }
     measures: dict[str, LayerTable] = {
         "sensitivity to the target": jacobian_sensitivity(model, loss, victim.inputs[:60], victim.targets[:60]),
-        "V-information, one example, forest": v_information(single, victim.property[:400], "forest"),
+        "V-information, one example, forest": v_information(single, victim.property[:few], "forest"),
     }
-    logistic = v_information(single, victim.property[:400], "logistic")
+    logistic = v_information(single, victim.property[:few], "logistic")
     for title, table in {**attacks, **measures, "V-information, one example, logistic": logistic}.items():
         print(f"{title}\n{table}\n")
     for attack, areas in attacks.items():

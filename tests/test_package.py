@@ -29,8 +29,9 @@ def test_only_torchfil_is_installed_at_top_level() -> None:
 
 def test_the_core_imports_neither_opacus_nor_optional_packages() -> None:
     code = (
-        "import sys, torchfil; "
-        "print([m for m in ('opacus', 'torchvision', 'matplotlib', 'pandas', 'sklearn') if m in sys.modules])"
+        "import sys, torchfil, torchfil.attacks; "
+        "optional = ('opacus', 'torchvision', 'matplotlib', 'pandas', 'sklearn', 'torchmetrics'); "
+        "print([m for m in optional if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

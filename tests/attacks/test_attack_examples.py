@@ -2,33 +2,145 @@
 
 from __future__ import annotations
 
+import json
+import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases import DEVICE
+from test_examples import write_mnist
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, settings: str) -> Path:
+    """The folder of its results; the example's picture is there."""
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("TORCHFIL_DATA", str(folder))
     monkeypatch.setattr(sys, "argv", [name, "--out", str(folder / "out"), *settings.split()])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    return folder / "out" / f"{name}.png"
+    assert 0 < (folder / "out" / f"{name}.png").stat().st_size < 200_000
+    return folder / "out"
+
+
+def test_informed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """At small noise the error lies at the bound, within four of its standard errors."""
+    run("attack_informed", tmp_path, monkeypatch, "--runs 20 --noise 0.01")
+    found = re.findall(r"(1|5)  0.01  \S+  \S+ +(\S+) ± (\S+) ", capsys.readouterr().out)
+    assert [int(d) for d, _, _ in found] == [1, 5]
+    for _, ratio, error in found:
+        assert abs(float(ratio) - 1) < 4 * float(error) < 2
+
+
+def test_membership(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pixels drawn at random: what the overfitted networks get right, they have memorised."""
+    write_mnist(tmp_path, 40, 10)
+    pixels = np.random.default_rng(0).integers(256, size=40 * 28 * 28, dtype=np.uint8)
+    (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte").write_bytes(bytes(16) + pixels.tobytes())
+    run(
+        "attack_membership",
+        tmp_path,
+        monkeypatch,
+        f"--runs 24 --examples 14 --steps 40 --label-noise 0.5 --device {DEVICE}",
+    )
+    printed = capsys.readouterr().out
+    areas = {name: float(area) for name, area in re.findall(r"(\S+, [\w =σ,]+): AUC (\S+) ±", printed)}
+    assert len(areas) == 4
+    assert min(areas["overfitted, loss threshold"], areas["overfitted, likelihood ratio"]) > 0.8
+    wrong, memorised = re.findall(r"(\d+) of 14 labels are wrong; overfitted, (\S+) % of", printed)[0]
+    assert 2 < int(wrong) < 12
+    assert float(memorised) > 99
+
+
+@pytest.mark.filterwarnings("ignore:An input array is constant")  # with so few rounds all areas may agree
+def test_property(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ensemble = pytest.importorskip("sklearn.ensemble")
+    forest = ensemble.RandomForestClassifier
+    monkeypatch.setattr(ensemble, "RandomForestClassifier", lambda trees, **options: forest(trees // 40, **options))
+    write_mnist(tmp_path, 80, 10)
+    run("attack_property", tmp_path, monkeypatch, f"--rounds 4 --examples 40 --measured 24 --device {DEVICE}")
+    printed = capsys.readouterr().out
+    assert printed.count("rank correlation over 5 layers") == 4
+    assert "sensitivity to the target" in printed
+
+
+def write_xrays(folder: Path, n: int) -> None:
+    (folder / "pneumoniamnist").mkdir()
+    images = torch.randint(256, (n, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    np.savez(
+        folder / "pneumoniamnist" / "pneumoniamnist.npz",
+        train_images=images.numpy(),
+        train_labels=np.arange(n)[:, None] % 2,
+    )
 
 
 def test_inversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "pneumoniamnist").mkdir()
-    images = torch.randint(256, (12, 28, 28), dtype=torch.uint8).numpy()
-    np.savez(
-        tmp_path / "pneumoniamnist" / "pneumoniamnist.npz",
-        train_images=images,
-        train_labels=np.arange(12)[:, None] % 2,
-    )
-    picture = run("attack_inversion", tmp_path, monkeypatch, "--sample 9 --steps 3")
-    assert 0 < picture.stat().st_size < 200_000
-    assert "mean SSIM: low-PLIS third" in capsys.readouterr().out
+    pytest.importorskip("torchmetrics")
+    write_xrays(tmp_path, 12)
+    settings = f"--images 6 --noisy-images 3 --steps 2 --chunk 4 --resamples 5 --seed 5 --device {DEVICE}"
+    out = run("attack_inversion", tmp_path, monkeypatch, f"{settings} --networks 2")
+    assert "plain, mean SSIM by PLIS: low third" in capsys.readouterr().out
+    assert (out / "attack_inversion_plis.png").exists()
+    found = json.loads((out / "attack_inversion.json").read_text())
+    first, second = found["networks"]
+    assert (first["seed"], second["seed"]) == (5, 6)
+    assert first["plis"] != second["plis"]
+    assert [len(first[arm]["ssim"]) for arm in ("plain", "noisy")] == [6, 3]
+    high = [np.mean([one["plain"]["ssim"][i] for i in np.argsort(one["plis"])[-2:]]) for one in (first, second)]
+    assert found["summary"]["plain"]["ssim"]["plis"]["high"][0] == pytest.approx(np.mean(high))
+    parts = []
+    for number in range(2):
+        run("attack_inversion", tmp_path, monkeypatch, f"{settings} --skip {number}")
+        parts.append(tmp_path / f"{number}.json")
+        parts[-1].write_bytes((out / "attack_inversion.json").read_bytes())
+    run("attack_inversion", tmp_path, monkeypatch, f"--resamples 5 --join {parts[0]} {parts[1]}")
+    joined = json.loads((out / "attack_inversion.json").read_text())
+    assert [network["seed"] for network in joined["networks"]] == [5, 6]
+    if DEVICE == "cpu":  # sums of a GPU may differ in their last bits, and signs of small numbers with them
+        assert joined == found
+    with pytest.raises(SystemExit, match=r"networks .5, 5. must differ; set --skip"):
+        run("attack_inversion", tmp_path, monkeypatch, f"--join {parts[0]} {parts[0]}")
+    parts[1].write_text(json.dumps({**joined, "rows": [0]}))
+    with pytest.raises(SystemExit, match="1.json has other settings or x-rays than .*0.json"):
+        run("attack_inversion", tmp_path, monkeypatch, f"--join {parts[0]} {parts[1]}")
+
+
+def test_inversion_asks_for_torchmetrics_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_xrays(tmp_path, 12)
+    monkeypatch.setitem(sys.modules, "torchmetrics.functional.image", None)
+    with pytest.raises(ImportError, match="SSIM needs torchmetrics"):
+        run("attack_inversion", tmp_path, monkeypatch, "--images 9 --noisy-images 3 --steps 1000000")
+
+
+def statistics(exposure: Any, values: Any) -> dict[str, list[float]]:
+    pytest.importorskip("matplotlib")
+    example = runpy.run_path(str(EXAMPLES / "attack_inversion.py"), run_name="example")
+    found: dict[str, list[float]] = example["statistics"](np.atleast_2d(exposure), np.atleast_2d(values), 400)
+    return found
+
+
+def test_thirds_and_correlation_have_their_closed_form() -> None:
+    ranks = np.random.default_rng(0).permutation(300)
+    found = statistics(ranks**3, ranks / 300)
+    assert found["low"][0] == pytest.approx(99 / 600)
+    assert found["high"][0] == pytest.approx((200 + 299) / 600)
+    assert found["spearman"] == pytest.approx([1, 1, 1])
+    difference, lower, upper = found["difference"]
+    assert difference == pytest.approx(2 / 3)
+    assert lower < difference < upper
+
+
+def test_intervals_are_over_xrays_and_networks_of_the_same_ones_do_not_narrow_them() -> None:
+    draws = np.random.default_rng(1)
+    exposure, values = draws.normal(size=300), draws.normal(size=300)
+    one = statistics(exposure, values)
+    assert one["all"][2] - one["all"][1] == pytest.approx(2 * 1.96 * values.std() / 300**0.5, rel=0.15)
+    width = one["difference"][2] - one["difference"][1]
+    assert width == pytest.approx(2 * 1.96 * values.std() * (2 / 100) ** 0.5, rel=0.15)
+    three = statistics(np.tile(exposure, (3, 1)), np.tile(values, (3, 1)))
+    assert three == {name: pytest.approx(numbers) for name, numbers in one.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cases import DEVICE
 from torch import Tensor, nn
 
 from torchfil import bounds, fisher
@@ -24,7 +25,8 @@ def problem(d: int) -> tuple[nn.Module, Tensor, Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(d, 6), nn.Tanh(), nn.Linear(6, 1)).double()
         x = torch.randn(12, d, dtype=torch.float64)
-    return model, x, torch.sin(x.sum(dim=1, keepdim=True)) + 0.3
+    x = x.to(DEVICE)
+    return model.to(DEVICE), x, torch.sin(x.sum(dim=1, keepdim=True)) + 0.3
 
 
 def record(d: int, sigma: float, **options: object) -> Transcripts:
@@ -55,6 +57,34 @@ def test_a_guess_that_never_moves_has_no_mean_jacobian_and_the_attack_has_the_id
     assert found is not None
     assert mean_jacobian(transcripts, 3, torch.tensor(found[0])).item() == pytest.approx(1, abs=4 * (2 / 500) ** 0.5)
     assert mean_jacobian(transcripts, 3, torch.ones(500, 1)).item() == 0
+
+
+def test_in_a_linear_gaussian_model_the_guess_and_its_error_have_closed_forms() -> None:
+    """ℓ = ⟨w, z⟩ has the gradient z at all weights: T noisy copies, whose mean is the guess, with variance s²/T."""
+    runs, steps, d, s = 400, 6, 3, 0.5
+    z = torch.randn(5, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    transcripts = record_dpsgd(
+        nn.Linear(d, 1, bias=False).double().to(DEVICE),
+        lambda outputs, targets: outputs.mean(),
+        z,
+        torch.zeros(5, device=DEVICE),
+        steps=steps,
+        lr=0.1,
+        max_grad_norm=100.0,
+        noise_multiplier=s / 100,
+        clip="hard",
+        runs=runs,
+        seed=0,
+    )
+    found = informed_reconstruction(transcripts, 2, restarts=1, seed=0)
+    copies = transcripts.noisy_sums - (z.sum(dim=0) - z[2])  # [runs, steps, d]
+    assert found.guesses is not None
+    np.testing.assert_allclose(found.guesses[0], copies.mean(dim=1).cpu().numpy(), atol=1e-5)
+    information = expected_information(transcripts, 2).cpu()
+    torch.testing.assert_close(information, torch.eye(d, dtype=torch.float64) * steps / s**2)
+    bound = bounds.mse_from_fim(information[None]).item()
+    assert bound == pytest.approx(s**2 / steps)
+    assert found.achieved[0] == pytest.approx(bound, rel=4 * (2 / (runs * d)) ** 0.5)
 
 
 def test_without_noise_the_example_is_found() -> None:

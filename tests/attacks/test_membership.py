@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from cases import DEVICE
 from torch import Tensor, nn
 
 from torchfil.attacks.membership import (
@@ -22,7 +23,8 @@ def gaussian_runs(shift: float, runs: int = 60, n: int = 300) -> ShadowRuns:
     source = torch.Generator().manual_seed(0)
     members = torch.rand(runs, n, generator=source) < 0.5
     hardness = 5 * torch.randn(n, generator=source)
-    return ShadowRuns(hardness + shift * members + torch.randn(runs, n, generator=source), members)
+    log_odds = hardness + shift * members + torch.randn(runs, n, generator=source)
+    return ShadowRuns(log_odds.to(DEVICE), members.to(DEVICE))
 
 
 def test_likelihood_ratio_reaches_the_gaussian_optimum() -> None:
@@ -47,13 +49,13 @@ def test_nothing_is_found_where_nothing_leaks() -> None:
 
 def test_an_overfitted_network_gives_its_members_away_and_a_constant_one_does_not() -> None:
     source = torch.Generator().manual_seed(1)
-    inputs = torch.randn(60, 200, generator=source)
-    targets = torch.randint(2, (60,), generator=source)  # nothing to learn but the examples themselves
+    inputs = torch.randn(60, 200, generator=source).to(DEVICE)
+    targets = torch.randint(2, (60,), generator=source).to(DEVICE)  # nothing to learn but the examples themselves
 
     def overfit(rows: Tensor, run: int) -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(run)
-            model = nn.Linear(200, 2)
+            model = nn.Linear(200, 2).to(DEVICE)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         for _ in range(15):
             optimizer.zero_grad()
@@ -64,14 +66,16 @@ def test_an_overfitted_network_gives_its_members_away_and_a_constant_one_does_no
     found = membership_inference(shadow_runs(overfit, inputs, targets, runs=20, seed=0), targets=6)
     assert found["loss threshold"].auc > 0.8
     assert found["likelihood ratio"].auc > 0.9
-    constant = shadow_runs(lambda rows, run: nn.Linear(200, 2).requires_grad_(False), inputs, targets, runs=20, seed=0)
+    blind = nn.Linear(200, 2).to(DEVICE)
+    constant = shadow_runs(lambda rows, run: blind, inputs, targets, runs=20, seed=0)
     assert abs(membership_inference(constant)["loss threshold"].auc - 0.5) < 0.08
 
 
 def test_log_odds_and_splits() -> None:
-    logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 80.0, 0.0]])
-    runs = shadow_runs(lambda rows, run: nn.Identity(), logits, torch.tensor([0, 0]), runs=5, seed=3)
-    torch.testing.assert_close(runs.log_odds[0], torch.tensor([2 - math.log(2), -80.0]))
+    logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 80.0, 0.0]], device=DEVICE)
+    labels = torch.tensor([0, 0], device=DEVICE)
+    runs = shadow_runs(lambda rows, run: nn.Identity(), logits, labels, runs=5, seed=3)
+    assert runs.log_odds[0].tolist() == pytest.approx([2 - math.log(2), -80.0])
     torch.testing.assert_close(loss_threshold(runs.log_odds[0]), logits.log_softmax(dim=1)[:, 0])
     assert (runs.members.sum(dim=1) == 1).all()
 

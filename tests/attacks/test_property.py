@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
+from cases import DEVICE
 from torch import nn
 
-from torchfil.attacks.property import Client, as_result, auc, federated_gradients, property_inference
+from torchfil.attacks.property import (
+    Client,
+    FederatedGradients,
+    as_result,
+    auc,
+    federated_gradients,
+    property_inference,
+)
 
 pytest.importorskip("sklearn")
 
@@ -18,13 +28,13 @@ def client(seed: int, strength: float) -> Client:
     targets = (inputs[:, 0] > -1.3).long()  # mostly 1: an untrained network's mean gradient then has a direction
     property = torch.rand(200, generator=source) < 0.5
     inputs[:, 5] += strength * property  # a column that the task does not need
-    return Client(inputs, targets, property)
+    return Client(inputs, targets, property).to(DEVICE)
 
 
 def network() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).to(DEVICE)
 
 
 @pytest.mark.parametrize("attacker", ["forest", "logistic"])
@@ -47,8 +57,8 @@ def test_observed_gradient_is_the_victims_and_training_goes_on() -> None:
     before = [value.detach().clone() for value in model.parameters()]
     seen = federated_gradients(model, nn.CrossEntropyLoss(), client(1, 0.0), client(2, 0.0), rounds=4, seed=0, lr=0.5)
     fresh = network()
-    source = torch.Generator().manual_seed(0)
-    torch.rand(4, generator=source)  # the coins
+    source = torch.Generator(DEVICE).manual_seed(0)
+    torch.rand(4, generator=source, device=DEVICE)  # the coins
     x, y = client(1, 0.0).batch(32, False, source)
     nn.functional.cross_entropy(fresh(x), y).backward()
     for layer in ("0", "2"):
@@ -58,6 +68,23 @@ def test_observed_gradient_is_the_victims_and_training_goes_on() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert seen.known["0"].shape == (16, 35)
     assert seen.known_property.tolist() == [False, False, True, True] * 4
+
+
+def test_gradients_a_known_distance_apart_give_the_aucs_closed_form() -> None:
+    """Two normal classes d standard deviations apart: AUC = Φ(d/√2) for the best score, 1 where they do not overlap."""
+    draws, labels = torch.Generator().manual_seed(0), torch.arange(2000) % 2 == 1
+
+    def gradients(distance: float) -> torch.Tensor:
+        return (torch.randn(2000, 2, generator=draws) + distance * labels[:, None] * torch.tensor([1.0, 0.0])).to(
+            DEVICE
+        )
+
+    known, observed = ({"far": gradients(20.0), "near": gradients(1.0), "same": gradients(0.0)} for _ in range(2))
+    seen = FederatedGradients(known, labels.to(DEVICE), observed, labels.to(DEVICE))
+    far, near, same = property_inference(seen, attacker="logistic", bootstrap=10).value
+    assert far == 1
+    assert near == pytest.approx(0.5 * (1 + math.erf(1 / 2)), abs=0.04)  # four standard errors
+    assert same == pytest.approx(0.5, abs=0.06)
 
 
 def test_auc_counts_ties_half() -> None:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 
 from torchfil.attacks.base import AttackResult, make_generator, with_progress
+from torchfil.attacks.similarity import haarpsi, ssim
 from torchfil.fisher.gradients import LossFunction, trainable_and_constant
 from torchfil.viz.common import as_array
 
-__all__ = ["Inversion", "haarpsi", "invert_gradients", "observed_gradients", "ssim", "total_variation"]
+__all__ = ["Inversion", "invert_gradients", "observed_gradients", "total_variation"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,11 @@ class Inversion:
     objective: Tensor
 
     def result(self, truth: Tensor, *, measure: str = "ssim") -> AttackResult:
-        """Compared with the truth, by example: "ssim", "haarpsi" (1: the same image) or "mse" (per pixel)."""
+        """Compared with the truth, by example: "ssim", "haarpsi" (1: the same image) or "mse" (per pixel).
+
+        Raises:
+            ImportError: "ssim" is asked for and torchmetrics is not installed; ``require_ssim`` tells beforehand.
+        """
         judges = {"ssim": ssim, "haarpsi": haarpsi, "mse": lambda a, b: (a - b).square().flatten(1).mean(dim=1)}
         if measure not in judges:
             raise ValueError(f"measure={measure!r} must be one of {', '.join(judges)}")
@@ -143,7 +148,8 @@ def invert_gradients(
     for _ in with_progress(range(steps), progress, "inversion", steps):
         slope, value = slopes(x.detach(), labels, seen)
         better = value < least
-        best[better], least[better] = x.detach()[better], value[better]
+        best = torch.where(better.reshape(-1, *[1] * len(shape)), x.detach(), best)
+        least = torch.where(better, value, least)
         x.grad = slope.sign()
         optimizer.step()
         falls.step()
@@ -164,71 +170,6 @@ def total_variation(x: Tensor) -> Tensor:
     return (x[..., 1:, :] - x[..., :-1, :]).abs().mean() + (x[..., 1:] - x[..., :-1]).abs().mean()
 
 
-def ssim(a: Tensor, b: Tensor, *, data_range: float = 1.0) -> Tensor:
-    """Structural similarity of images [n, c, h, w], [n] (Wang et al. 2004): 11×11 Gaussian window, σ = 1.5, no padding.
-
-    Example:
-        >>> x = torch.rand(2, 1, 16, 16)
-        >>> ssim(x, x).round(decimals=3)
-        tensor([1., 1.])
-    """
-    _check_pair(a, b, 11)
-    channels = a.shape[1]
-    line = torch.exp(-((torch.arange(11, dtype=a.dtype, device=a.device) - 5) ** 2) / (2 * 1.5**2))
-    window = torch.outer(line, line) / line.sum() ** 2
-    kernel = window.expand(channels, 1, 11, 11)
-
-    def smooth(x: Tensor) -> Tensor:
-        return nn.functional.conv2d(x, kernel, groups=channels)
-
-    mean_a, mean_b = smooth(a), smooth(b)
-    var_a, var_b = smooth(a * a) - mean_a**2, smooth(b * b) - mean_b**2
-    cov = smooth(a * b) - mean_a * mean_b
-    c1, c2 = (0.01 * data_range) ** 2, (0.03 * data_range) ** 2
-    value = (2 * mean_a * mean_b + c1) * (2 * cov + c2) / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))
-    return value.flatten(1).mean(dim=1)
-
-
-def haarpsi(a: Tensor, b: Tensor, *, data_range: float = 1.0) -> Tensor:
-    """Haar wavelet perceptual similarity of grey images [n, 1, h, w], [n] (Reisenhofer et al. 2018): C = 30, α = 4.2.
-
-    Both images are first averaged over 2×2 pixels and thinned, as the original does. Three scales of Haar filters in
-    both directions: the first two give the similarity, the third the weights.
-
-    Example:
-        >>> x = torch.rand(2, 1, 32, 32)
-        >>> haarpsi(x, x).round(decimals=3)
-        tensor([1., 1.])
-    """
-    _check_pair(a, b, 16)
-    if a.shape[1] != 1:
-        raise ValueError(f"images have {a.shape[1]} channels; haarpsi takes grey images, [n, 1, h, w]")
-    C, alpha = 30.0, 4.2
-    scaled = [nn.functional.avg_pool2d(x * (255 / data_range), 2) for x in (a, b)]
-    similarity, weight = [], []
-    for direction in (0, 1):
-        found = [[_haar(x, scale, direction).abs() for scale in (1, 2, 3)] for x in scaled]
-        pairs = [(2 * p * q + C) / (p**2 + q**2 + C) for p, q in list(zip(*found, strict=True))[:2]]
-        similarity.append((pairs[0] + pairs[1]) / 2)
-        weight.append(torch.maximum(found[0][2], found[1][2]))
-    local, weights = torch.cat(similarity, dim=1), torch.cat(weight, dim=1)
-    lifted = (torch.sigmoid(alpha * local) * weights).flatten(1).sum(dim=1)
-    total = weights.flatten(1).sum(dim=1)
-    mean = torch.where(total > 0, lifted / total.clamp(min=1e-12), torch.sigmoid(torch.as_tensor(alpha)).to(a))
-    return (torch.logit(mean) / alpha).square()
-
-
-def _haar(x: Tensor, scale: int, direction: int) -> Tensor:
-    """Haar coefficients of one scale, in the image's size; ``direction`` 0: differences down, 1: across."""
-    size = 2**scale
-    kernel = torch.full((size, size), 2.0**-scale, dtype=x.dtype, device=x.device)
-    kernel[: size // 2] *= -1
-    kernel = kernel if direction == 0 else kernel.mT
-    before, after = (size - 1) // 2, size // 2
-    padded = nn.functional.pad(x, (before, after, before, after))
-    return nn.functional.conv2d(padded, kernel[None, None])
-
-
 def _gradient(model: nn.Module, loss_fn: LossFunction, weights: dict[str, Tensor], constants: dict[str, Tensor]) -> Any:
     """(image, target) ↦ the flat gradient of one example, [p]; differentiable in the image."""
 
@@ -241,10 +182,3 @@ def _gradient(model: nn.Module, loss_fn: LossFunction, weights: dict[str, Tensor
         return torch.cat([part.reshape(-1) for part in parts.values()])
 
     return one
-
-
-def _check_pair(a: Tensor, b: Tensor, smallest: int) -> None:
-    if a.shape != b.shape or a.ndim != 4:
-        raise ValueError(f"images must have the same shape [n, c, h, w], got {list(a.shape)} and {list(b.shape)}")
-    if min(a.shape[2:]) < smallest:
-        raise ValueError(f"images of {a.shape[2]}×{a.shape[3]} pixels are smaller than {smallest}×{smallest}")

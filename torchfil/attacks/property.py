@@ -42,6 +42,10 @@ class Client:
         if not 0 < int(self.property.sum()) < len(self.property):
             raise ValueError("all examples or none have the property; a client needs both kinds")
 
+    def to(self, device: torch.device | str) -> Client:
+        """The same client with its data on a device."""
+        return Client(self.inputs.to(device), self.targets.to(device), self.property.to(device))
+
     def batch(self, size: int, with_property: bool, source: torch.Generator) -> tuple[Tensor, Tensor]:
         """Inputs and targets of ``size`` examples, all with the property or all without, drawn with replacement."""
         rows = (self.property.bool() == with_property).nonzero().squeeze(1)
@@ -145,7 +149,7 @@ def property_inference(
     Raises:
         ImportError: scikit-learn is not installed.
     """
-    truth = seen.observed_property.numpy().astype(bool)
+    truth = seen.observed_property.cpu().numpy().astype(bool)
     draws = np.random.default_rng(seed).integers(len(truth), size=(bootstrap, len(truth)))
     draws = np.stack([row for row in draws if 0 < truth[row].sum() < len(truth)])
     values, resampled = [], []
@@ -198,7 +202,7 @@ def _scores(known: Tensor, labels: Tensor, observed: Tensor, attacker: Attacker,
     }
     if attacker not in makers:
         raise ValueError(f"attacker={attacker!r} must be 'forest' or 'logistic'")
-    fitted = make_pipeline(StandardScaler(), makers[attacker]()).fit(known.cpu().numpy(), labels.numpy())
+    fitted = make_pipeline(StandardScaler(), makers[attacker]()).fit(known.cpu().numpy(), labels.cpu().numpy())
     return np.asarray(fitted.predict_proba(observed.cpu().numpy())[:, 1])
 
 

@@ -81,6 +81,18 @@ class FILOptimizer(DPOptimizer):
             self.on_logical_step(self)
         return proceed
 
+    def add_noise(self) -> None:
+        """As in Opacus, the same numbers in fewer steps."""
+        std = self.noise_multiplier * self.max_grad_norm
+        if self.secure_mode or std == 0:
+            super().add_noise()
+            return
+        for p in self.params:
+            _check_processed_flag(p.summed_grad)
+            noise = torch.empty_like(p.summed_grad).normal_(0, std, generator=self.generator)
+            p.grad = noise.add_(p.summed_grad).view_as(p)
+            _mark_as_processed(p.summed_grad)
+
     @property
     def accumulated_iterations(self) -> int:
         """As in Opacus: backward passes since the last step; 1 where sums were given."""

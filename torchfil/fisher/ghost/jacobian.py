@@ -73,7 +73,8 @@ class GhostJacobian(ClippedJacobian):
         beta = (parallel.sqrt() - root) * along
         extra = self.scale * beta + self.scale_derivative * self.norm * (root * along + beta)
         share = 0.5 * extra * reciprocal
-        return self._pulled_back([_plus(a, share, b) for a, b in zip(cotangents, self._square[1], strict=True)])
+        cotangents.reverse()  # each is let go as soon as its sum stands
+        return self._pulled_back([_plus(cotangents.pop(), share, b) for b in self._square[1]])
 
     def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
         """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 where unused."""
