@@ -89,7 +89,8 @@ class FILOptimizer(DPOptimizer):
             return
         for p in self.params:
             _check_processed_flag(p.summed_grad)
-            noise = torch.empty_like(p.summed_grad).normal_(0, std, generator=self.generator)
+            noise = torch.empty_like(p.summed_grad, memory_format=torch.contiguous_format)
+            noise.normal_(0, std, generator=self.generator)
             p.grad = noise.add_(p.summed_grad).view_as(p)
             _mark_as_processed(p.summed_grad)
 
