@@ -4,11 +4,12 @@ One participation of an example, measured with probability π by k probes of rel
 variance of its sum, w = (1 + v/k)/π − 1. After m participations with relative variance e², R more to come, each c times
 the mean of the past ones (most examples leak less and less), reach the target r² at the end if
 
-    r² (m + cR)² = e² m² + c² R w,
+    r² (m + cR)² = e² m² + h c² R w,
 
-so w is known, and the cheapest way to spend it is few probes on few steps: k = 2 (one probe tells nothing of its error)
-and π = (1 + v/k)/(1 + w); more probes only where π would exceed 1. What is chosen depends on the past alone, and the
-training does not depend on it, so every sum stays unbiased.
+where h = m Σx²/(Σx)² tells how unevenly an example's sum is made up (1: of equal parts). So w is known, and the cheap
+way to spend it is few probes on few steps: k = 2 (one probe tells nothing of its error) and π = (1 + v/k)/(1 + w); more
+probes only where π would exceed 1. What is chosen depends on the past alone, and the training does not depend on it, so
+every sum stays unbiased.
 """
 
 from __future__ import annotations
@@ -27,14 +28,21 @@ __all__ = ["Pace", "choose"]
 _PROBES = (2, 3, 4, 6, 9, 13)
 _LOWEST_RATE = 1 / 32
 _SLACK = 0.03  # share of the final variance below which more probes are not worth their price
-_AIM = 0.92  # of the target, for what the trend does not tell
+_AIM = 0.9  # of the target, for what the trend does not tell
+_MOST_UNEVEN = 4.0  # h is not believed beyond
 _USUAL_SPREAD = 0.1  # v of a tanh network, until it is seen
 _CHANGING = ("num_probes", "rate", "spread", "level", "noted")
 _PASSES_AHEAD = 8.0  # how many passes over the data are expected to follow at least, where nobody says
 
 
 def choose(
-    target: float, relative_variance: float, passes: float, remaining: float, spread: float, trend: float = 1.0
+    target: float,
+    relative_variance: float,
+    passes: float,
+    remaining: float,
+    spread: float,
+    trend: float = 1.0,
+    unevenness: float = 1.0,
 ) -> tuple[int, float]:
     """K and π by the formulas above.
 
@@ -45,9 +53,10 @@ def choose(
         remaining: R.
         spread: v.
         trend: c.
+        unevenness: h.
     """
     final = target**2 * (passes + trend * remaining) ** 2
-    share = trend**2 * remaining
+    share = unevenness * trend**2 * remaining
     allowed = max(final - relative_variance * passes**2, _SLACK * final) / share
     probes = next((k for k in _PROBES if spread / k <= allowed), _PROBES[-1])
     return probes, min(1.0, max(_LOWEST_RATE, (1 + spread / probes) / (1 + allowed)))
@@ -112,7 +121,11 @@ class Pace:
         ahead = max(_PASSES_AHEAD, passes / 4) if self.epochs is None else max(0.5, self.epochs - passes)
         usual = float(trace.mean()) / passes
         trend = min(1.0, max(0.1, self.level / usual)) if self.level else 1.0
-        self.num_probes, self.rate = choose(_AIM * self.target, relative, max(passes, 1.0), ahead, self.spread, trend)
+        uneven = ledger.sums["participations"][seen] * ledger.sums["square"][seen] / trace[seen].square()
+        unevenness = min(_MOST_UNEVEN, max(1.0, float(uneven.median())))
+        self.num_probes, self.rate = choose(
+            _AIM * self.target, relative, max(passes, 1.0), ahead, self.spread, trend, unevenness
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What changes."""
