@@ -6,10 +6,10 @@ the mean of the past ones (most examples leak less and less), reach the target r
 
     r² (m + cR)² = e² m² + h c² R w,
 
-where h = m Σx²/(Σx)² tells how unevenly an example's sum is made up (1: of equal parts). So w is known, and the cheap
-way to spend it is few probes on few steps: k = 2 (one probe tells nothing of its error) and π = (1 + v/k)/(1 + w); more
-probes only where π would exceed 1. What is chosen depends on the past alone, and the training does not depend on it, so
-every sum stays unbiased.
+where h = m Σx²/(Σx)² tells how unevenly an example's sum is made up (1: of equal parts). So w is known, and it is spent
+at the lowest cost by few probes on few steps: k = 2 (one probe tells nothing of its error) and π = (1 + v/k)/(1 + w);
+more probes only where π would exceed 1. What is chosen depends on the past alone, and the training does not
+depend on it, so every sum stays unbiased.
 """
 
 from __future__ import annotations
