@@ -24,7 +24,7 @@ from torchfil.attacks.glm_reconstruction import GLMReconstruction
 from torchfil.attacks.glm_slopes import believed_margins
 from torchfil.attacks.glm_view import GLMView, numbers_at_once
 from torchfil.attacks.refits import minimiser_changes
-from torchfil.datasets import DataNotFoundError, data_folder, iwpc, mnist_zero_one
+from torchfil.datasets import DataNotFoundError, iwpc, mnist_zero_one
 from torchfil.glm import (
     GeneralizedLinearModel,
     LinearRegression,
@@ -98,7 +98,7 @@ def test_white_box_is_the_closest_refit(name: str) -> None:
     model = MODELS[name]().fit(X, y)
     attack = WhiteBoxInversion(model, X, y, ATTRIBUTE)
     assert attack.run(0.0, 1).achieved.min() == 1
-    sigma, trials = 0.02, 4
+    sigma, trials = 0.05, 4
     result = attack.run(sigma, trials, seed=9)
     assert 0.4 < result.achieved.mean() < 1
     noise = sigma * normal(trials, len(attack.changes[0, 0]), seed=9)
@@ -269,7 +269,7 @@ def test_small_noise_reaches_the_information() -> None:
     least = bounds.mse_from_fim(fim).cpu().numpy()
     assert result.standard_error is not None
     assert (abs(result.achieved - least) < 4.5 * result.standard_error + 0.01 * least).mean() > 0.9
-    assert abs(np.median(result.achieved / least) - 1) < 0.02
+    assert abs(np.median(result.achieved / least) - 1) < 0.05  # the examples share the releases' luck
 
 
 def test_small_noise_keeps_to_the_bound() -> None:
@@ -351,10 +351,9 @@ def test_what_cannot_be_attacked_is_refused() -> None:
 def test_warfarin_patients_as_in_the_paper() -> None:
     """Hannun et al. 2021, figures 6 and 7: accuracies of both attacks, and reweighting flattens them by decile."""
     try:
-        data_folder()
+        task = iwpc()
     except DataNotFoundError as error:
         pytest.skip(str(error))
-    task = iwpc()
     X, y = task.train_inputs, task.train_targets
     attribute = NominalAttribute.of_task(task, "vkorc1")
     model = LinearRegression(l2=1e-2, device=DEVICE).fit(X, y)
@@ -377,10 +376,9 @@ def test_warfarin_patients_as_in_the_paper() -> None:
 def test_digits_as_in_the_paper() -> None:
     """Guo et al. 2022, figure 3, every 20th digit: errors ordered as bounds; only biased guesses fall below them."""
     try:
-        data_folder()
+        task = mnist_zero_one(components=None, scaled=False)
     except DataNotFoundError as error:
         pytest.skip(str(error))
-    task = mnist_zero_one(components=None, scaled=False)
     X, y, sigma = task.train_inputs, task.train_targets, 1e-5
     model = LogisticRegression(1e-2, fit_intercept=True, solver="lbfgs", device=DEVICE).fit(X, y)
     rows = np.arange(0, len(y), 20)
@@ -389,7 +387,7 @@ def test_digits_as_in_the_paper() -> None:
     found = {
         (label, value_range): validate(
             bound,
-            GLMReconstruction(model, X, y, label=label, value_range=value_range).run(sigma, 60, rows=rows, seed=0),  # type: ignore[arg-type]
+            GLMReconstruction(model, X, y, label=label, value_range=value_range).run(sigma, 100, rows=rows, seed=0),  # type: ignore[arg-type]
         )
         for label, value_range in (("known", None), ("known", (0.0, 1.0)), ("unknown", (0.0, 1.0)))
     }
