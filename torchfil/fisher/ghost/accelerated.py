@@ -19,8 +19,13 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 def kernels_for(tensor: Tensor) -> Any:
-    """The module of kernels, or None where torch has to do: on CPUs, without Triton, for other dtypes."""
-    return _kernels(tensor.device) if tensor.is_cuda and tensor.dtype in _DTYPES else None
+    """The module of kernels, or None where torch has to do: on CPUs, without Triton, for other dtypes or GPUs.
+
+    Triton launches on the current GPU, whatever its tensors lie on.
+    """
+    if not tensor.is_cuda or tensor.dtype not in _DTYPES or tensor.device.index != torch.cuda.current_device():
+        return None
+    return _kernels(tensor.device)
 
 
 @functools.cache
