@@ -1,4 +1,4 @@
-"""Modules that need a package of an optional extra are not collected where it is not installed."""
+"""Modules that need a package that is not everywhere are not collected where it is not installed."""
 
 from importlib.util import find_spec
 
@@ -7,3 +7,5 @@ if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
     collect_ignore += ["torchfil/integrations/lightning.py"]
 if find_spec("transformers") is None or find_spec("accelerate") is None:
     collect_ignore += ["torchfil/integrations/huggingface.py"]
+if find_spec("triton") is None:
+    collect_ignore += ["torchfil/fisher/ghost/kernels.py"]
