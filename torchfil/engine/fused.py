@@ -33,6 +33,7 @@ class FusedResult:
     Attributes:
         losses: ℓ, [batch].
         norm: ‖g‖ before clipping, [batch].
+        clipped_norm: ‖g̃‖, [batch].
         sums: Σ_i g̃_i by parameter name; empty where it is not wanted.
         additions: What the ledger adds, by name, [batch, …] each; None where the step is not measured.
         output_gradients: ∂ℓ_i/∂output_i, for every tensor of the model's output; empty where the sum is wanted.
@@ -40,6 +41,7 @@ class FusedResult:
 
     losses: Tensor
     norm: Tensor
+    clipped_norm: Tensor
     sums: dict[str, Tensor]
     additions: dict[str, Tensor] | None
     output_gradients: tuple[Tensor, ...] = ()
@@ -106,6 +108,7 @@ class FusedPass:
         return FusedResult(
             torch.cat([part.losses for part in parts]),
             torch.cat([part.norm for part in parts]),
+            torch.cat([part.clipped_norm for part in parts]),
             {name: _sum_of([part.sums[name] for part in parts]) for name in parts[0].sums},
             {name: torch.cat([part[name] for part in measured]) for name in measured[0]} if measured else None,
             tuple(map(torch.cat, zip(*(part.output_gradients for part in parts), strict=True))),
@@ -159,7 +162,7 @@ def _result(
         added = additions(measurement, rate, skipping=wanted.rate < 1)
     sums = jacobian.clipped_sum(mask) if wanted.summed else {}
     at_outputs = () if wanted.summed else jacobian.output_gradients
-    return FusedResult(jacobian.losses, jacobian.norm, sums, added, at_outputs)
+    return FusedResult(jacobian.losses, jacobian.norm, jacobian.clipped_norm, sums, added, at_outputs)
 
 
 class _Captured:
@@ -196,6 +199,7 @@ class _Captured:
         return FusedResult(
             result.losses[:count].clone(),
             result.norm[:count].clone(),
+            result.clipped_norm[:count].clone(),
             result.sums,
             None if added is None else {name: value[:count].clone() for name, value in added.items()},
             tuple(gradient[:count].clone() for gradient in result.output_gradients),

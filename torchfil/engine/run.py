@@ -240,7 +240,8 @@ class Run:
         if count == 0:
             self._ids([forward], count)
             empty = torch.zeros(0, dtype=gradients.dtype, device=gradients.device)
-            return FusedResult(empty, empty, {k: torch.zeros_like(v) for k, v in gradients.parameters.items()}, None)
+            nothing = {k: torch.zeros_like(v) for k, v in gradients.parameters.items()}
+            return FusedResult(empty, empty, empty, nothing, None)
         measured = self._is_measured() and not self.paused
         ledger = self.ledger
         if ledger is None:
@@ -254,7 +255,7 @@ class Run:
         ids = self._ids([forward], count)
         rows = self._rows(ids)
         finite()
-        clipped = step.norm * settings.clip.scale(step.norm, float(optimizer.max_grad_norm))
+        clipped = step.clipped_norm
         contribution = Contribution(rows, clipped.square(), measured=not self.paused, **(step.additions or {}))
         self.ledger = ledger
         self._staged.append(_Staged(contribution, clipped / float(optimizer.max_grad_norm), frozenset(ids)))
