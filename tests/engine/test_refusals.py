@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import register_clip
+from torchfil.engine.settings import usual_memory
 
 
 def make(dataset: Any = None, module: nn.Module | None = None, batch_size: int = 8, **options: Any) -> Any:
@@ -520,3 +521,13 @@ def test_a_batch_that_other_code_has_copied_keeps_its_ids() -> None:
         seen[batch._ids] += 1
         step(model, optimizer, copied)
     assert engine.leakage_columns()[1]["participations"] == seen.tolist()
+
+
+def test_memory_follows_the_gpu_where_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of what is free, never less than on a CPU."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**12))
+    free = 2**36
+    assert usual_memory(torch.device("cuda")) == 2**34
+    assert usual_memory(torch.device("cpu")) == 2**30
+    free = 2**20
+    assert usual_memory(torch.device("cuda")) == 2**30

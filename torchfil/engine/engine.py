@@ -25,11 +25,10 @@ from torchfil.engine.loader import FILDataLoader, refuse_sampler
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.run import Run
 from torchfil.engine.saving import Labels, build_saved_run
-from torchfil.engine.settings import BatchToInputs, Settings, choose_amplification, refuse_modes
+from torchfil.engine.settings import BatchToInputs, Settings, choose_amplification, refuse_modes, usual_memory
 from torchfil.examples import Private
 from torchfil.files import replaced_when_complete
 from torchfil.fisher.amplification import Amplification
-from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.results import Estimate
 from torchfil.leakage import Leakage, as_table
@@ -105,7 +104,7 @@ class FILPrivacyEngine(PrivacyEngine):
         batch_to_inputs: BatchToInputs | None = None,
         norm_refresh: int | None = None,
         seed: int | None = None,
-        max_memory: int = DEFAULT_MAX_MEMORY,
+        max_memory: int | None = None,
         max_ledger_memory: int = 2**32,
         cuda_graphs: bool = True,
     ) -> tuple[Any, FILOptimizer, FILDataLoader]:
@@ -147,7 +146,8 @@ class FILPrivacyEngine(PrivacyEngine):
                 item of a tuple, or one of labels, label, targets, target, y in a dict.
             norm_refresh: Every so many steps, look up every example's gradient norm for ``get_individual_epsilon``.
             seed: Of the probes; None: taken from torch's seed without drawing from its stream.
-            max_memory: Of the accounting's temporary tensors, in bytes; see :mod:`torchfil.fisher.fim`.
+            max_memory: Of the accounting's temporary tensors, in bytes; see :mod:`torchfil.fisher.fim`. None: 1 GiB, or
+                a quarter of what is free on the model's GPU now, if that is more.
             max_ledger_memory: The largest ledger, in bytes, that is made without asking.
             cuda_graphs: Whether recorded passes are captured in CUDA graphs on a GPU.
 
@@ -179,7 +179,7 @@ class FILPrivacyEngine(PrivacyEngine):
             loss_reduction=loss_reduction,
             batch_to_inputs=batch_to_inputs,
             norm_refresh=norm_refresh,
-            max_memory=max_memory,
+            max_memory=usual_memory(next(module.parameters()).device) if max_memory is None else max_memory,
             max_ledger_memory=max_ledger_memory,
             cuda_graphs=cuda_graphs,
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchfil.clipping import ClipFunction
@@ -13,9 +14,10 @@ from torchfil.engine.pace import Pace
 from torchfil.examples import Private
 from torchfil.fisher.amplification import Amplification
 from torchfil.fisher.estimators import Quantity, get_estimator
+from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
 from torchfil.ledger import TRACKABLE, Track
 
-__all__ = ["BatchToInputs", "Settings", "choose_amplification", "refuse_modes"]
+__all__ = ["BatchToInputs", "Settings", "choose_amplification", "refuse_modes", "usual_memory"]
 
 _USUAL_PROBES = 3
 
@@ -109,6 +111,14 @@ class Settings:
         if "fim" in self.track:
             wanted += ("matrix",)
         return wanted
+
+
+def usual_memory(device: torch.device) -> int:
+    """The ceiling for temporary tensors, in bytes, where nobody gives one."""
+    if device.type != "cuda":
+        return DEFAULT_MAX_MEMORY
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(DEFAULT_MAX_MEMORY, free // 4)
 
 
 def choose_amplification(amplification: str | Amplification | None, poisson_sampling: bool) -> str | Amplification:
