@@ -15,6 +15,7 @@ from torchfil import fisher, zoo
 from torchfil.examples import Private
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.ghost import GhostJacobian, norm_gradient, plan
+from torchfil.fisher.ghost.accelerated import convolution_precision, product_precision, products_in
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
@@ -299,6 +300,38 @@ def test_losses(loss_fn: nn.Module) -> None:
     square, slope = brute_force(model, loss_fn, x, y)
     assert torch.allclose(got.square, square, rtol=1e-10)
     assert torch.allclose(got.gradient, slope, rtol=1e-8, atol=1e-12)
+
+
+def test_gradients_at_the_outputs_are_those_of_each_examples_loss() -> None:
+    """Two outputs, one of which the loss does not see."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), self.layer(x).sum(dim=1)
+
+    torch.manual_seed(8)
+    model = Two().double().to(DEVICE)
+    x, y = torch.randn(5, 3, dtype=torch.float64, device=DEVICE), torch.arange(5, device=DEVICE) % 4
+    gradients = ExampleGradients.build(model, lambda out, y: F.cross_entropy(out[0], y), x, y, None)
+    logits, unseen = GhostJacobian(gradients, Mechanism.build(1.0, 1.0).clip, 1.0).output_gradients
+    softmax = model(x)[0].detach().softmax(dim=1)
+    torch.testing.assert_close(logits, softmax - F.one_hot(y, 4))
+    assert unseen.shape == (5,)
+    assert (unseen == 0).all()
+
+
+def test_precision_of_products_is_set_and_given_back() -> None:
+    before, legacy = product_precision(), torch.backends.cuda.matmul.allow_tf32
+    with pytest.raises(KeyError), products_in("tf32"):
+        assert product_precision() == "tf32"
+        raise KeyError
+    assert product_precision() == before
+    assert torch.backends.cuda.matmul.allow_tf32 == legacy
+    assert convolution_precision(torch.zeros(1)) == before
 
 
 def test_a_zero_gradient_has_a_zero_slope() -> None:

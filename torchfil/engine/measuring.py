@@ -163,7 +163,8 @@ class Measurer:
         self.check_coordinates(examples.num_coordinates, ledger)
         gradients = self.gradients_at(examples, loss)
         can_capture = test_matrix is None and gradients.device.type == "cuda"
-        if not can_capture or self._plan_key(gradients) not in self._plans:
+        checked = not can_capture or self._plan_key(gradients) not in self._plans
+        if checked:
             self.check_loss(forward, loss)
         batch = PrivateBatch(gradients, self.mechanism(optimizer), self.plan(gradients))
         settings = self.settings
@@ -173,7 +174,7 @@ class Measurer:
             one_pass = self.fused_pass(optimizer).run(batch, wanted, settings.max_memory)
             assert one_pass.additions is not None
             return Measured(one_pass.norm, one_pass.additions, one_pass.output_gradients)
-        if can_capture:
+        if not checked:
             self.check_loss(forward, loss)
         measurement = batch.measure(
             settings.quantities,
