@@ -131,7 +131,7 @@ def run(seed: int, *, fused: bool = True, epochs: int = 8, **options: Any) -> FI
                 engine.train_step(x, y)
             else:
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
+                nn.functional.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
                 optimizer.step()
     return engine
 
