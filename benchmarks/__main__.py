@@ -24,12 +24,13 @@ from benchmarks.comparison import compare
 from benchmarks.epochs import whole_run
 from benchmarks.growth import growth
 from benchmarks.loops import MODELS
+from benchmarks.matched import matched
 from benchmarks.measuring import attempt
 from benchmarks.precision import precision
 from benchmarks.tables import page
 from torchfil.files import replaced_when_complete
 
-SECTIONS = ("models", "run", "growth", "precision")
+SECTIONS = ("models", "matched", "run", "growth", "precision")
 
 
 def main() -> None:
@@ -62,6 +63,9 @@ def main() -> None:
     if "models" in options.sections:
         for name in options.models:
             part(["models", name], lambda name=name: compare(name, options.device, quick=options.quick))  # type: ignore[misc]
+    if "matched" in options.sections:
+        for name in options.models:
+            part(["matched", name], lambda name=name: matched(name, options.device, quick=options.quick))  # type: ignore[misc]
     if "run" in options.sections:
         part(["run"], lambda: whole_run(options.device, quick=options.quick))
     if "precision" in options.sections:

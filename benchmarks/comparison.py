@@ -65,7 +65,7 @@ def _paper(model: Model, device: str, rows: dict[str, dict[str, Any]], *, quick:
     on_gpu, slow = device.startswith("cuda"), quick and model.heavy
     examples = model.batch(device) if on_gpu else min(model.batch(device), 1 if slow else 16)
     if on_gpu:
-        sizes = {"examples": 16, "coordinates": 200, "draws": 64}
+        sizes: dict[str, Any] = {"examples": 16, "coordinates": 200, "draws": 64}
     elif quick:
         sizes = (
             {"examples": 1, "coordinates": 2, "draws": 2} if slow else {"examples": 2, "coordinates": 12, "draws": 6}

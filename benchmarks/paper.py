@@ -11,6 +11,7 @@ standard error of that estimate; never more than d, which are exact.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,10 +32,12 @@ __all__ = [
     "PROBES",
     "clipped_column_norms",
     "coordinate_cost",
+    "examples_of",
     "mapped_coordinate_cost",
     "random_directions",
     "relative_std",
     "spreads",
+    "traces",
 ]
 
 PAPER_COORDINATES = 50
@@ -116,7 +119,14 @@ def mapped_coordinate_cost(model: Model, device: str, examples: int) -> float:
 
 
 def spreads(
-    model: Model, device: str, *, examples: int, coordinates: int, draws: int, train_steps: int = 0
+    model: Model,
+    device: str,
+    *,
+    examples: int,
+    coordinates: int,
+    draws: int,
+    train_steps: int = 0,
+    probes: Sequence[int] = PROBES,
 ) -> dict[str, Any]:
     """Relative standard deviations of one coordinate and of estimates by probes, and how many coordinates match them.
 
@@ -127,12 +137,10 @@ def spreads(
     d, generator = gradients.num_coordinates, torch.Generator().manual_seed(1)
     directions = random_directions(gradients.examples.z, min(coordinates, d), generator)
     columns = torch.stack([d * clipped_column_norms(gradients, v) for v in directions]).double()  # [coordinates, batch]
-    batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0), plan(gradients))
     single = relative_std(columns)
     estimates = {}
-    for count in PROBES:
-        traces = [batch.estimate("trace", "weight-probes", count, generator).value for _ in range(draws)]
-        ours = torch.stack(traces).double()  # [draws, batch]
+    for count in probes:
+        ours = traces(gradients, count, draws, generator)
         spread = relative_std(ours)
         estimates[str(count)] = {
             "relative_std": spread,
@@ -141,6 +149,13 @@ def spreads(
         }
     sampled = {"examples": examples, "coordinates": len(directions), "draws": draws}
     return {"coordinate_relative_std": single, "num_coordinates": d, "estimates": estimates, "sampled": sampled}
+
+
+def traces(gradients: ExampleGradients, probes: int, draws: int, generator: torch.Generator) -> Tensor:
+    """Estimates of tr I by so many probes, drawn again and again, [draws, batch]."""
+    batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0), plan(gradients))
+    found = [batch.estimate("trace", "weight-probes", probes, generator).value for _ in range(draws)]
+    return torch.stack(found).double()
 
 
 def relative_std(samples: Tensor) -> float:

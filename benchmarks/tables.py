@@ -21,6 +21,8 @@ def page(results: dict[str, Any]) -> str:
         parts.append("A quick run: few repeats and draws, smaller batches on a CPU. Its numbers are rough.\n")
     if results.get("models"):
         parts += [_costs(results["models"]), _equal_error(results["models"])]
+    if results.get("matched"):
+        parts.append(_matched(results["matched"]))
     if results.get("run", {}).get("seconds"):
         parts.append(_run(results["run"]))
     if results.get("growth"):
@@ -46,6 +48,27 @@ def number(value: float | None, digits: int = 3) -> str:
         return "–"
     text = f"{value:.{digits}g}"
     return f"{value:,.0f}" if "e" in text and 1 <= abs(value) < 1e7 else text
+
+
+def _matched(models: dict[str, Any]) -> str:
+    rows = []
+    for model in models.values():
+        for state, found in model.get("states", {}).items():
+            steps = [
+                f"{1e3 * found[f'{title}_seconds']:,.2f} ms: **{number(found[f'{title}_slower'])}**"
+                if f"{title}_seconds" in found
+                else "–"
+                for title in ("plain", "compiled")
+            ]
+            errors = [number(found["paper_error"]), f"{number(found['error'])} ({found['probes']})"]
+            times = [f"{1e3 * found[f'{who}_seconds']:,.1f} ms" for who in ("opacus", "paper")]
+            rows.append([f"{model['title']}, batch {model['batch']}", state, *errors, *times, *steps])
+    head = ["", "weights", "r of 50 coordinates", "r of probes (how many)", "Opacus's step", "the paper's step"]
+    return (
+        "## The paper's 50 coordinates against as many probes as have their standard error\n\n"
+        + table([*head, "`train_step`: how many times faster than the paper's", "compiled"], rows)
+        + "\nWhole steps from one run, Opacus's included in the paper's.\n"
+    )
 
 
 def _run(found: dict[str, Any]) -> str:

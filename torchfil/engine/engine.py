@@ -107,6 +107,7 @@ class FILPrivacyEngine(PrivacyEngine):
         max_memory: int | None = None,
         max_ledger_memory: int = 2**32,
         cuda_graphs: bool = True,
+        compile: bool = False,
     ) -> tuple[Any, FILOptimizer, FILDataLoader]:
         """Make model, optimizer and loader private, as Opacus does, and start the accounting.
 
@@ -150,6 +151,8 @@ class FILPrivacyEngine(PrivacyEngine):
                 a quarter of what is free on the model's GPU now, if that is more.
             max_ledger_memory: The largest ledger, in bytes, that is made without asking.
             cuda_graphs: Whether recorded passes are captured in CUDA graphs on a GPU.
+            compile: Whether those that are used often are compiled first (``torch.compile``), on a GPU: the run waits
+                half a minute or more for each, and steps are up to a third shorter afterwards, equal within rounding.
 
         Returns:
             The private model (the hooks object with ``wrap_model=False``), optimizer and loader.
@@ -182,6 +185,7 @@ class FILPrivacyEngine(PrivacyEngine):
             max_memory=usual_memory(next(module.parameters()).device) if max_memory is None else max_memory,
             max_ledger_memory=max_ledger_memory,
             cuda_graphs=cuda_graphs,
+            compile=compile,
         )
         count = len(data_loader.dataset)  # type: ignore[arg-type]
         keys = [id_of(i) for i in range(count)] if callable(id_of) else id_of

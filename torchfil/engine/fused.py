@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from torchfil.engine.contributions import additions
 from torchfil.examples import Examples
 from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.compiled import CompilationError, CompiledPass
 from torchfil.fisher.estimators import Draws, GivenDraws, Quantity, draw_bits, signs_of
 from torchfil.fisher.ghost import GhostJacobian
 from torchfil.fisher.gradients import ExampleGradients
@@ -24,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_GRAPHS = 48
 _BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected batch
+_USES_BEFORE_COMPILING = 16
+_SHARE_BEFORE_COMPILING = 0.125  # of the batches so far
+_FURTHER_PADDING = 1.25  # a compiled pass for up to so many times the size serves, too
 
 
 @dataclass(frozen=True)
@@ -75,17 +80,20 @@ class FusedPass:
     """Runs batches through one recorded pass each; on a GPU as a CUDA graph, where the pass can be captured.
 
     A graph needs fixed shapes: a batch is padded with copies of its first example to the next multiple of an eighth of
-    the expected batch, and the copies are masked out of the sum.
+    the expected batch, and the copies are masked out of the sum. A graph that is used often is compiled, if wanted.
 
     Args:
         expected_batch: The mean batch size.
         graphs: Whether to use CUDA graphs on a GPU.
+        compiled: Whether to compile those that are used often.
     """
 
-    def __init__(self, expected_batch: int, *, graphs: bool = True) -> None:
+    def __init__(self, expected_batch: int, *, graphs: bool = True, compiled: bool = False) -> None:
         self.bucket = max(8, -(-expected_batch // _BUCKETS))
         self.graphs = graphs
-        self._captured: dict[Hashable, _Captured] = {}
+        self.compiled = compiled
+        self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by kind and size
+        self._uses: Counter[tuple[Hashable, int]] = Counter()
         self._pool: Any = None  # one memory for all graphs: they are replayed one after the other
 
     def run(self, batch: PrivateBatch, wanted: Wanted, max_memory: int) -> FusedResult:
@@ -117,20 +125,48 @@ class FusedPass:
     def _replay(self, batch: PrivateBatch, wanted: Wanted) -> FusedResult | None:
         gradients = batch.gradients
         size = -(-len(gradients) // self.bucket) * self.bucket
-        key = (size, signature(gradients), wanted.kind, batch.mechanism)
+        kind = (signature(gradients), wanted.kind, batch.mechanism)
         try:
-            captured = self._captured.pop(key, None)
-            if captured is None:
-                captured = _Captured(batch, size, wanted, self._memory(), warm_ups=1 if self._captured else 3)
-            self._captured[key] = captured  # the latest stands last
+            captured = self._compiled_for(batch, wanted, kind, size) if self.compiled else None
+            captured = captured or self._captured.get((kind, size)) or self._capture(batch, wanted, size)
+            self._captured.pop((kind, captured.size), None)
+            self._captured[kind, captured.size] = captured  # the latest stands last
             if len(self._captured) > _MOST_GRAPHS:  # a changing noise or threshold needs a graph each
-                del self._captured[next(iter(self._captured))]
+                oldest = next(iter(self._captured))
+                del self._captured[oldest], self._uses[oldest]
             return captured.replay(gradients.examples, wanted)
         except RuntimeError as error:
             logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", error)
             self.graphs = False
             self._captured.clear()
             self._pool = None
+            return None
+
+    def _compiled_for(self, batch: PrivateBatch, wanted: Wanted, kind: Hashable, size: int) -> _Captured | None:
+        """A compiled pass for so many examples, made now where it is worth it; None: there is none."""
+        self._uses[kind, size] += 1
+        known = self._captured.get((kind, size))
+        if known is not None and known.compiled:
+            return known
+        uses = self._uses[kind, size]
+        of_kind = sum(count for (its_kind, _), count in self._uses.items() if its_kind == kind)
+        if uses >= _USES_BEFORE_COMPILING and uses >= _SHARE_BEFORE_COMPILING * of_kind:
+            return self._compile(batch, wanted, size)
+        larger = [n for (its_kind, n), other in self._captured.items() if its_kind == kind and other.compiled]
+        fitting = [n for n in larger if size <= n <= _FURTHER_PADDING * size]
+        return self._captured[kind, min(fitting)] if fitting else None
+
+    def _capture(self, batch: PrivateBatch, wanted: Wanted, size: int, *, compiled: bool = False) -> _Captured:
+        warm_ups = 1 if self._captured else 3
+        return _Captured(batch, size, wanted, self._memory(), warm_ups, compiled=compiled)
+
+    def _compile(self, batch: PrivateBatch, wanted: Wanted, size: int) -> _Captured | None:
+        logger.info("compiling the pass over %d examples with %d probes", size, len(wanted.seeds))
+        try:
+            return self._capture(batch, wanted, size, compiled=True)
+        except CompilationError as error:
+            logger.warning("the step could not be compiled and goes on as it is: %s", error)
+            self.compiled = False
             return None
 
     def _memory(self) -> Any:
@@ -166,25 +202,45 @@ def _result(
 
 
 class _Captured:
-    """One pass of fixed size as a CUDA graph, with the probes' bits, the batch's size and the rate that it reads."""
+    """One pass of fixed size as a CUDA graph, with the probes' bits, the batch's size and the rate that it reads.
 
-    def __init__(self, batch: PrivateBatch, size: int, wanted: Wanted, pool: Any, warm_ups: int) -> None:
+    Attributes:
+        size: How many examples it takes.
+        compiled: Whether it was compiled before it was captured.
+    """
+
+    def __init__(
+        self, batch: PrivateBatch, size: int, wanted: Wanted, pool: Any, warm_ups: int, *, compiled: bool = False
+    ) -> None:
         gradients = batch.gradients
-        self.batch, self.wanted = batch, wanted
+        self.batch, self.wanted, self.size, self.compiled = batch, wanted, size, compiled
         device = gradients.device
         self.bits = tuple(torch.zeros(gradients.num_parameters, dtype=torch.int8, device=device) for _ in wanted.seeds)
         self.places = torch.arange(size, device=device)
         self.count = torch.zeros((), dtype=torch.long, device=device)
         self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=gradients.device)
-        self.captured = CapturedPass(gradients, size, self._pass, pool, warm_ups)
+        self._compiled_pass: CompiledPass[dict[str, Any]] | None = None
+        self.captured = CapturedPass(gradients, size, self._run, pool, warm_ups)
 
-    def _pass(self, gradients: ExampleGradients) -> FusedResult:
-        mechanism, size = self.batch.mechanism, len(self.places)
+    def _run(self, gradients: ExampleGradients) -> FusedResult:
+        inputs = (self.bits, self.places, self.count, self.rate)
+        if not self.compiled:
+            return FusedResult(**self._pass(gradients, inputs))
+        if self._compiled_pass is None:
+            self._compiled_pass = CompiledPass(self._pass, gradients, inputs)
+        return FusedResult(**self._compiled_pass(gradients, inputs))
+
+    def _pass(
+        self, gradients: ExampleGradients, inputs: tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]
+    ) -> dict[str, Any]:
+        """The fields of the result."""
+        all_bits, places, count, rate = inputs
+        mechanism = self.batch.mechanism
         jacobian = GhostJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
-        probes = tuple(signs_of(bits, gradients.dtype) for bits in self.bits)
-        draws = GivenDraws(self.wanted.seeds, slice(0, size), size, 1, probes)
-        mask = (self.places < self.count).to(gradients.dtype)
-        return _result(replace(self.batch, gradients=gradients), jacobian, self.wanted, draws, self.rate, mask)
+        probes = tuple(signs_of(bits, gradients.dtype) for bits in all_bits)
+        draws = GivenDraws(self.wanted.seeds, slice(0, self.size), self.size, 1, probes)
+        mask = (places < count).to(gradients.dtype)
+        return vars(_result(replace(self.batch, gradients=gradients), jacobian, self.wanted, draws, rate, mask))
 
     def replay(self, examples: Examples, wanted: Wanted) -> FusedResult:
         """The pass over these examples; the sums are overwritten by the next replay."""

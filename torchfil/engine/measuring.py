@@ -200,7 +200,10 @@ class Measurer:
     def fused_pass(self, optimizer: FILOptimizer) -> FusedPass:
         """Runs recorded passes; keeps their CUDA graphs."""
         if self._fused_pass is None:
-            self._fused_pass = FusedPass(int(optimizer.expected_batch_size), graphs=self.settings.cuda_graphs)
+            settings = self.settings
+            self._fused_pass = FusedPass(
+                int(optimizer.expected_batch_size), graphs=settings.cuda_graphs, compiled=settings.compile
+            )
         return self._fused_pass
 
     @staticmethod

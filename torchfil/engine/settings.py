@@ -43,6 +43,7 @@ class Settings:
     max_memory: int
     max_ledger_memory: int
     cuda_graphs: bool = True
+    compile: bool = False
     rel_error: float | None = None
     epochs: float | None = None
 
@@ -59,6 +60,8 @@ class Settings:
             raise ValueError(f"norm_refresh={self.norm_refresh} must be at least 1 step")
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction={self.loss_reduction!r} must be 'mean' or 'sum'")
+        if self.compile and not self.cuda_graphs:
+            raise ValueError("compile=True compiles the passes of CUDA graphs; leave out cuda_graphs=False")
         if not self.clip.calibrated:
             raise ValueError(
                 f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of {self.clip.norm_bound:g}, "

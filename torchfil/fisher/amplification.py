@@ -24,6 +24,8 @@ from numpy.polynomial import chebyshev
 from scipy import optimize, special
 from torch import Tensor
 
+from torchfil.fisher.tracing import has_no_value_yet
+
 __all__ = [
     "Adjacency",
     "Amplification",
@@ -178,8 +180,7 @@ def poisson_amplification(rho: Tensor | float, q: float) -> tuple[Tensor, Tensor
     """
     _check_rate(q)
     rho = torch.as_tensor(rho, dtype=None if isinstance(rho, Tensor) else torch.float64).detach()
-    capturing = rho.is_cuda and torch.cuda.is_current_stream_capturing()  # a CUDA graph cannot look at values
-    if not capturing and bool((~(rho >= 0)).any()):
+    if not has_no_value_yet(rho) and bool((~(rho >= 0)).any()):
         raise ValueError(f"rho must be ≥ 0, got {rho[~(rho >= 0)].flatten()[0].item()}")
     table = _table(float(q), rho.device)  # [2, pieces, degree + 1]
     position = (rho.double() / _PIECE).clamp(max=_PIECES - 1e-9)

@@ -1,4 +1,7 @@
-"""Whether the GPU kernels of :mod:`torchfil.fisher.ghost.kernels` serve a tensor; everything else computes in torch."""
+"""Whether the GPU kernels of :mod:`torchfil.fisher.ghost.kernels` serve a tensor; everything else computes in torch.
+
+A pass that is traced, to be compiled, is made of torch's operations only: the compiler makes kernels of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["convolution_precision", "kernels_for", "product_precision", "products_in"]
+from torchfil.fisher.tracing import being_traced
+
+__all__ = ["convolution_precision", "kernels_for", "product", "product_precision", "products_in"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +28,12 @@ def kernels_for(tensor: Tensor) -> Any:
 
     Triton launches on the current GPU, whatever its tensors lie on.
     """
-    if not tensor.is_cuda or tensor.dtype not in _DTYPES or tensor.device.index != torch.cuda.current_device():
+    if (
+        being_traced()
+        or not tensor.is_cuda
+        or tensor.dtype not in _DTYPES
+        or tensor.device.index != torch.cuda.current_device()
+    ):
         return None
     return _kernels(tensor.device)
 
@@ -70,3 +80,22 @@ def products_in(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+@torch.library.custom_op("torchfil::product", mutates_args=())
+def _product_in(a: Tensor, b: Tensor, precision: str) -> Tensor:
+    with products_in(precision):
+        return a @ b
+
+
+@_product_in.register_fake
+def _(a: Tensor, b: Tensor, precision: str) -> Tensor:
+    return a @ b
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """A @ b in the present precision, which a trace keeps; torch reads it when the product is computed."""
+    if being_traced() and a.is_cuda:
+        result: Tensor = _product_in(a, b, product_precision())
+        return result
+    return a @ b

@@ -2,6 +2,9 @@
 
 The derivative that torch keeps for ``convolution_backward`` also computes the one with respect to the weight, whether
 it is asked for or not, and that is the slowest of all on a GPU. Here weights are constants, and it is left out.
+
+While a pass is traced, everything is written as plain and transposed convolutions, whose layout the compiler chooses,
+with channels filled up to a multiple of four, which GPUs' fast kernels need.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchfil.fisher.ghost.accelerated import kernels_for
+from torchfil.fisher.tracing import being_traced
 
 __all__ = ["Convolutional", "convolve", "padded_input", "patches"]
 
 Convolutional = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
+_CHANNELS = 4
 _Walk = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]  # size, stride, dilation, padding
 
 
@@ -31,6 +36,8 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(weight)
         ctx.geometry, ctx.shape = geometry, a.shape
         zeros = [0] * len(stride)
+        if being_traced() and groups == 1:
+            a, weight = _filled_up(a), _filled_up(weight)
         result: Tensor = torch.ops.aten.convolution(a, weight, bias, stride, padding, dilation, False, zeros, groups)
         return result
 
@@ -48,6 +55,8 @@ class _Transposed(torch.autograd.Function):
         stride, padding, dilation, groups = geometry
         ctx.save_for_backward(weight)
         ctx.geometry = geometry
+        if being_traced() and groups == 1:
+            return _transposed(delta, weight, shape, geometry)
         zeros = [0] * len(stride)
         placeholder = delta.new_empty(1).expand(shape)
         result: Tensor = torch.ops.aten.convolution_backward(
@@ -59,6 +68,22 @@ class _Transposed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
         return _Convolution.apply(gradients[0], weight, None, ctx.geometry), None, None, None
+
+
+def _filled_up(x: Tensor) -> Tensor:
+    """X, [a, channels, …], with channels of zeros behind its own, up to a multiple of four."""
+    missing = -x.shape[1] % _CHANNELS
+    return F.pad(x, (*[0] * (2 * (x.ndim - 2)), 0, missing)) if missing else x
+
+
+def _transposed(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
+    stride, padding, dilation, groups = geometry
+    sizes = zip(shape[2:], delta.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    beyond = [n - ((m - 1) * step - 2 * pad + gap * (size - 1) + 1) for n, m, size, step, pad, gap in sizes]
+    result: Tensor = torch.ops.aten.convolution(
+        delta, _filled_up(weight), None, stride, padding, dilation, True, beyond, groups
+    )
+    return result[:, : shape[1]]
 
 
 class _Patches(torch.autograd.Function):
@@ -83,8 +108,23 @@ class _Patches(torch.autograd.Function):
         kernels = kernels_for(gradients[0])
         if kernels is not None:
             return kernels.fold_patches(gradients[0].contiguous(), ctx.shape[2:], *ctx.walk), None
+        if being_traced() and ctx.walk[1] == (1, 1):
+            return _added_up(gradients[0], ctx.shape, ctx.walk), None
         size, stride, dilation, padding = ctx.walk
         return F.fold(gradients[0], ctx.shape[2:], size, dilation, padding, stride), None
+
+
+def _added_up(columns: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
+    """``F.fold`` for stride 1, as a sum of shifted images, of which a compiler makes one kernel."""
+    (batch, channels, height, width), (size, _, dilation, padding) = shape, walk
+    rows, across = (n + 2 * padding[k] - dilation[k] * (size[k] - 1) for k, n in enumerate((height, width)))
+    taps = columns.reshape(batch, channels, *size, rows, across)
+    total = columns.new_zeros(shape)
+    for i in range(size[0]):
+        for j in range(size[1]):
+            top, left = i * dilation[0] - padding[0], j * dilation[1] - padding[1]
+            total = total + F.pad(taps[:, :, i, j], (left, width - across - left, top, height - rows - top))
+    return total
 
 
 def patches(module: nn.Conv2d, a: Tensor) -> Tensor:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from torchfil.fisher.ghost.accelerated import convolution_precision, product_precision, products_in
+from torchfil.fisher.ghost.accelerated import convolution_precision, product, product_precision, products_in
 from torchfil.fisher.ghost.convolution import padded_input, patches
 from torchfil.fisher.ghost.normalisation import normalised_sums
 from torchfil.fisher.ghost.recording import Call, UnsupportedCallError
+from torchfil.fisher.ghost.substitutes import with_substitutes
 
 __all__ = ["LayerRule", "register_rule", "rule_for"]
 
@@ -95,7 +96,7 @@ class _BatchedProduct(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.precision = product_precision()
-        return a @ (b.contiguous() if b.device.type == "cpu" else b)
+        return product(a, b.contiguous() if b.device.type == "cpu" else b)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -139,7 +140,7 @@ class OuterProductRule(LinearInWeightsRule):
         each = weight.reshape(-1, *[1] * (call.delta.ndim - 1))
         if call.memo.get("weight of delta") is not weight:  # mostly the same for every u
             call.memo["weight of delta"], call.memo["weighted delta"] = weight, each * call.delta.detach()
-        with torch.enable_grad():
+        with torch.enable_grad(), with_substitutes(call.module):
             output = functional_call(call.module, {**direction, **frozen}, call.args, dict(call.kwargs))
         to_input = None
         if a.requires_grad:
@@ -170,11 +171,11 @@ class OuterProductRule(LinearInWeightsRule):
         result = delta.new_zeros(len(delta))
         if weight:
             if positions * (p_in + p_out) < p_in * p_out:
-                product = _product(a, a.mT) * _product(delta, delta.mT)
+                terms = _product(a, a.mT) * _product(delta, delta.mT)
             else:  # the narrower of both is the one that may have to be copied
                 gradient = _product(a.mT, delta) if p_out <= p_in else _product(delta.mT, a)
-                product = gradient.square()
-            result = product.sum(dim=(1, 2, 3))
+                terms = gradient.square()
+            result = terms.sum(dim=(1, 2, 3))
         if bias:
             result = result + delta.sum(dim=2).square().sum(dim=(1, 2))
         return result

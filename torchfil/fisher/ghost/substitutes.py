@@ -17,6 +17,7 @@ from torchfil.fisher.ghost.activation import tanh
 from torchfil.fisher.ghost.convolution import convolve
 from torchfil.fisher.ghost.normalisation import group_norm, layer_norm
 from torchfil.fisher.ghost.pooling import average_pool, pools_by_views
+from torchfil.fisher.tracing import being_traced
 
 __all__ = ["with_substitutes"]
 
@@ -51,10 +52,10 @@ def _pooling(module: Any) -> Callable[..., Tensor]:
 
 
 def _group_norm(module: Any) -> Callable[..., Tensor]:
-    """On GPUs without Triton torch's own is faster, most of whose many operations are on few numbers."""
+    """On GPUs without Triton or a compiler torch's own is faster, whose many operations are mostly on few numbers."""
 
     def forward(x: Tensor) -> Tensor:
-        ours = x.device.type == "cpu" or kernels_for(x) is not None
+        ours = x.device.type == "cpu" or being_traced() or kernels_for(x) is not None
         return group_norm(module, x) if ours else type(module).forward(module, x)
 
     return forward

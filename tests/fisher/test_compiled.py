@@ -1,0 +1,243 @@
+"""Compiled passes against the same passes as they are, on other examples and weights than they were recorded with."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, DEVICE, SIGMA, build, relative_error
+from test_ghost import LAYERS, Flat
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchfil import FILPrivacyEngine, zoo
+from torchfil.engine import fused
+from torchfil.engine.fused import FusedPass, Wanted
+from torchfil.fisher import PoissonAmplification
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.compiled import CompilationError, CompiledPass
+from torchfil.fisher.ghost import GhostJacobian
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.tracing import being_traced
+
+pytestmark = pytest.mark.torch_versions
+MECHANISM = Mechanism.build(1.0, SIGMA, "gelu", PoissonAmplification(0.1))
+
+
+def everything(gradients: ExampleGradients, probes: Tensor) -> dict[str, Any]:
+    """What a step asks for, by name."""
+    jacobian = GhostJacobian(gradients, MECHANISM.clip, 1.0)
+    return {
+        "norm": jacobian.norm,
+        "slope": jacobian.clipped_norm_gradient,
+        "folded": jacobian.folded_row(MECHANISM, probes[0]),
+        "perpendicular": jacobian.perpendicular_rmatvec(probes[1]),
+        "sums": jacobian.clipped_sum(),
+        "losses": jacobian.losses,
+        "nothing": None,
+    }
+
+
+def compare(
+    before: ExampleGradients, after: ExampleGradients, backend: str = "eager", tolerance: float = 1e-10
+) -> None:
+    """Record with one set, run with the other, whose probes differ, too."""
+    size = (2, before.num_parameters)
+    probes = [torch.randn(size, dtype=before.dtype, device=DEVICE) for _ in range(2)]
+    compiled = CompiledPass(everything, before, probes[0], backend=backend)
+    assert not being_traced()
+    got, want = compiled(after, probes[1]), everything(after, probes[1])
+    got_sums, want_sums = got.pop("sums"), want.pop("sums")
+    assert set(got) == set(want)
+    assert set(got_sums) == set(want_sums)
+    assert got.pop("nothing") is want.pop("nothing") is None
+    for name in want_sums:
+        scale = float(want_sums[name].abs().max())
+        assert torch.allclose(got_sums[name], want_sums[name], rtol=tolerance, atol=tolerance * scale), name
+    for name in want:
+        assert relative_error(got[name], want[name]) < tolerance, name
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_layer_alone(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    passes = []
+    for _ in range(2):
+        model = Flat(make()).to(DEVICE).double()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        x = torch.randn(3, *shape, device=DEVICE).double()
+        with torch.no_grad():
+            y = torch.randn_like(model(x))
+        passes.append(ExampleGradients.build(model, nn.MSELoss(), x, y))
+    compare(*passes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_models(name: str) -> None:
+    cases = [build(name, 3, seed=seed) for seed in (0, 1)]
+    compare(*(ExampleGradients.build(*case.arguments, case.private) for case in cases))
+
+
+def passes_of(model: nn.Module, shape: tuple[int, ...], batch: int = 3) -> list[ExampleGradients]:
+    """The same network with other examples, and other weights in place."""
+    torch.manual_seed(0)
+    found = []
+    for _ in range(2):
+        x, y = torch.rand(batch, *shape), torch.randint(3, (batch,))
+        network = copy.deepcopy(model).to(DEVICE)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+        dtype = next(network.parameters()).dtype
+        found.append(ExampleGradients.build(network, nn.CrossEntropyLoss(), x.to(DEVICE, dtype), y.to(DEVICE)))
+    return found
+
+
+def small_network() -> nn.Module:
+    convolutions = [nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(4, 8, 3, stride=2)]
+    return nn.Sequential(*convolutions, nn.GroupNorm(2, 8), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_inductor_gives_the_same() -> None:
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
+    before, after = passes_of(network.double(), (3, 4, 4))
+
+    def run(gradients: ExampleGradients, probe: Tensor) -> Tensor:
+        return GhostJacobian(gradients, MECHANISM.clip, 1.0).folded_row(MECHANISM, probe)
+
+    probes = torch.randn(2, before.num_parameters, dtype=torch.float64, device=DEVICE)
+    compiled = CompiledPass(run, before, probes[0])
+    assert relative_error(compiled(after, probes[1]), run(after, probes[1])) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cpu", reason="in float32 on a GPU")
+@pytest.mark.parametrize("make", [zoo.mnist_cnn, zoo.cifar_cnn])
+def test_inductor_in_single_precision(make: Any) -> None:
+    shape = (1, 28, 28) if make is zoo.mnist_cnn else (3, 32, 32)
+    compare(*passes_of(make(), shape, batch=16), backend="inductor", tolerance=3e-3)
+
+
+def test_a_pass_that_looks_at_values_is_refused() -> None:
+    gradients = ExampleGradients.build(*build("mlp", 3).arguments)
+
+    def looks(gradients: ExampleGradients, _: Any) -> Tensor:
+        return gradients.examples.z * float(gradients.examples.z.sum())
+
+    with pytest.raises(CompilationError, match=r"\.item|data-dependent|value"):
+        CompiledPass(looks, gradients, backend="eager")
+
+
+class _Pretended:
+    """A captured pass that gives its size."""
+
+    def __init__(self, size: int, compiled: bool) -> None:
+        self.size, self.compiled = size, compiled
+
+    def replay(self, examples: Any, wanted: Wanted) -> Any:
+        assert len(examples) <= self.size
+        return self
+
+
+class _Choosing(FusedPass):
+    """Captures and compiles nothing."""
+
+    def __init__(self, expected_batch: int, failing: bool = False) -> None:
+        super().__init__(expected_batch, compiled=True)
+        self.failing = failing
+
+    def _capture(self, batch: PrivateBatch, wanted: Wanted, size: int, *, compiled: bool = False) -> Any:
+        if compiled and self.failing:
+            raise CompilationError("no compiler")
+        return _Pretended(size, compiled)
+
+
+def served(passes: FusedPass, gradients: ExampleGradients, count: int) -> tuple[int, bool]:
+    """The size of the pass that so many examples are given to, and whether it is compiled."""
+    part = replace(gradients, examples=gradients.examples[slice(0, count)])
+    found: Any = passes._replay(PrivateBatch(part, MECHANISM), Wanted(("trace",), (1,)))
+    return found.size, found.compiled
+
+
+def test_sizes_that_come_up_often_are_compiled_and_serve_rare_ones() -> None:
+    passes, gradients = _Choosing(64), ExampleGradients.build(*build("mlp", 100).arguments)
+    for _ in range(15):
+        assert served(passes, gradients, 60) == (64, False)
+    assert served(passes, gradients, 60) == (64, True)
+    assert served(passes, gradients, 64) == (64, True)
+    assert served(passes, gradients, 53) == (64, True)
+    assert served(passes, gradients, 40) == (40, False)
+    assert served(passes, gradients, 65) == (72, False)
+    for _ in range(15):
+        found = served(passes, gradients, 70)
+    assert found == (72, True)
+    assert served(passes, gradients, 60) == (64, True)
+    for _ in range(20):
+        assert served(passes, gradients, 90) == (96, False)
+        assert {served(passes, gradients, 60) for _ in range(9)} == {(64, True)}
+
+
+def test_what_cannot_be_compiled_goes_on_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    passes, gradients = _Choosing(64, failing=True), ExampleGradients.build(*build("mlp", 100).arguments)
+    found = [served(passes, gradients, 60) for _ in range(40)]
+    assert found == [(64, False)] * 40
+    assert [record.message for record in caplog.records] == [
+        "the step could not be compiled and goes on as it is: no compiler"
+    ]
+
+
+def test_compiling_needs_graphs() -> None:
+    model = nn.Linear(5, 3)
+    dataset = TensorDataset(torch.randn(8, 5), torch.arange(8) % 3)
+    with pytest.raises(ValueError, match="cuda_graphs=False"):
+        FILPrivacyEngine().make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            DataLoader(dataset, batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            cuda_graphs=False,
+            compile=True,
+        )
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs are compiled on a GPU only")
+def test_a_compiled_run_is_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, losses and ledger, in float64; compiled after few steps."""
+    monkeypatch.setattr(fused, "_USES_BEFORE_COMPILING", 2)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(48, 3, 6, 6, generator=generator, dtype=torch.float64)
+    dataset = TensorDataset(images, torch.randint(3, (48,), generator=generator))
+    runs = []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        model = small_network().double().to(DEVICE)
+        engine = FILPrivacyEngine()
+        _, _, private = engine.make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.3),
+            DataLoader(dataset, batch_size=16, generator=torch.Generator().manual_seed(2)),
+            noise_multiplier=SIGMA,
+            max_grad_norm=1.0,
+            criterion=nn.CrossEntropyLoss(),
+            noise_generator=torch.Generator(device=DEVICE).manual_seed(3),
+            seed=4,
+            compile=compiled,
+        )
+        losses = [engine.train_step(x, y) for _ in range(4) for x, y in private]
+        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        runs.append((torch.stack(losses), weights, engine.get_fil().value))
+        captured = engine._current.measurer._fused_pass._captured.values()
+        assert any(known.compiled for known in captured) == compiled
+    for plain, other in zip(*runs, strict=True):
+        assert relative_error(other, plain) < 1e-8

@@ -1,0 +1,105 @@
+"""A pass over a batch of fixed size, compiled: its operations are recorded once and handed to ``torch.compile``.
+
+A pass differentiates twice, which ``torch.compile`` does not follow by itself. What is recorded are the operations that
+both derivatives come down to; nothing of autograd is left in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from torchfil.fisher.gradients import ExampleGradients
+
+__all__ = ["CompilationError", "CompiledPass"]
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+_OPTIONS: dict[str, Any] = {"force_layout_optimization": True}  # convolutions with channels last, whatever their number
+
+
+class CompilationError(RuntimeError):
+    """A pass cannot be recorded or compiled."""
+
+
+class CompiledPass(Generic[Result]):
+    """``run(gradients, extra)`` for examples of these shapes, compiled.
+
+    Args:
+        run: A function of the examples' gradients, and of a tree of more tensors, to a tree of tensors. It must come
+            down to the same operations whatever the tensors hold.
+        gradients: The examples to record it with.
+        extra: The tensors to record it with.
+        backend: Of ``torch.compile``.
+
+    Raises:
+        CompilationError: ``run`` cannot be recorded or compiled.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[ExampleGradients, Any], Result],
+        gradients: ExampleGradients,
+        extra: Any = None,
+        *,
+        backend: str = "inductor",
+    ) -> None:
+        inputs, form = pytree.tree_flatten(_tensors_of(gradients, extra))
+        places = [i for i, leaf in enumerate(inputs) if isinstance(leaf, Tensor)]
+        fixed = list(inputs)
+        self._places = places
+        self._outputs: list[Any] = []  # None where a tensor stands, otherwise what stands there, in a tuple
+
+        def flat(*tensors: Tensor) -> list[Tensor]:
+            leaves = list(fixed)
+            for place, tensor in zip(places, tensors, strict=True):
+                leaves[place] = tensor
+            parameters, constants, z, public, others = pytree.tree_unflatten(leaves, form)
+            examples = replace(gradients.examples, z=z, public=public)
+            result = run(replace(gradients, parameters=parameters, constants=constants, examples=examples), others)
+            self._outputs, self._form = pytree.tree_flatten(result)
+            return [output.detach() for output in self._outputs if isinstance(output, Tensor)]
+
+        begin = time.perf_counter()
+        given = [inputs[place].detach() for place in places]
+        try:
+            traced = make_fx(flat)(*given)
+            self._outputs = [None if isinstance(output, Tensor) else (output,) for output in self._outputs]
+            traced.graph.eliminate_dead_code()
+            traced.recompile()
+            options = _OPTIONS if backend == "inductor" else None
+            self._compiled = torch.compile(traced, fullgraph=True, dynamic=False, backend=backend, options=options)
+            self._call(given)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise CompilationError(f"{type(error).__name__}: {error}") from error
+        seconds = time.perf_counter() - begin
+        logger.info("compiled a pass over %d examples in %.0f s", len(gradients), seconds)
+
+    def __call__(self, gradients: ExampleGradients, extra: Any = None) -> Result:
+        """What ``run`` gives for these."""
+        leaves = pytree.tree_leaves(_tensors_of(gradients, extra))
+        found = iter(self._call([leaves[place].detach() for place in self._places]))
+        results = [next(found) if fixed is None else fixed[0] for fixed in self._outputs]
+        result: Result = pytree.tree_unflatten(results, self._form)
+        return result
+
+    def _call(self, tensors: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            found: list[Tensor] = self._compiled(*tensors)
+        return found
+
+
+def _tensors_of(gradients: ExampleGradients, extra: Any) -> tuple[Any, ...]:
+    examples = gradients.examples
+    return gradients.parameters, gradients.constants, examples.z, examples.public, extra
