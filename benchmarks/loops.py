@@ -111,6 +111,7 @@ def variants(device: str) -> dict[str, Variant]:
         UNIT: Variant("hooks"),
         "Opacus, ghost clipping": Variant("ghost"),
         "torchfil loop, 1 probe": Variant("loop", (("num_probes", 1),)),
+        "torchfil loop, one pass, 1 probe": Variant("loop", (("num_probes", 1), ("grad_sample_mode", "one-pass"))),
         "torchfil train_step, not measured": Variant("fused", (("num_probes", 1),), paused=True),
         "torchfil train_step, 1 probe": Variant("fused", (("num_probes", 1),)),
         "torchfil train_step, 3 probes": Variant("fused", (("num_probes", 3),)),

@@ -22,6 +22,7 @@ from torchfil.clipping import ClipFunction, get_clip
 from torchfil.engine.checkpoint import random_state, set_random_state
 from torchfil.engine.epsilon import individual_epsilon
 from torchfil.engine.loader import FILDataLoader, refuse_sampler
+from torchfil.engine.one_pass import OnePassModule, OnePassOptimizer
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.run import Run
 from torchfil.engine.saving import Labels, build_saved_run
@@ -123,7 +124,9 @@ class FILPrivacyEngine(PrivacyEngine):
             poisson_sampling: As in Opacus.
             clipping: Must be "flat".
             noise_generator: As in Opacus.
-            grad_sample_mode: "hooks", "functorch" or "ew".
+            grad_sample_mode: "hooks", "functorch" or "ew" as in Opacus; "one-pass": no per-example gradients are formed
+                by hooks (``p.grad_sample`` stays empty), the loop's ``backward()`` ends at the model's outputs, and one
+                pass of the engine gives the clipped sum and the accounting, at about the price of ``train_step``.
             wrap_model: As in Opacus.
             rand_on_empty: As in Opacus.
             clip: A registered, calibrated clip function: "gelu", "rsqrt", "hard".
@@ -163,7 +166,7 @@ class FILPrivacyEngine(PrivacyEngine):
             raise ValueError(
                 "the model is private already (make_private was called on it); pass the plain module, or its _module"
             )
-        refuse_modes(clipping, grad_sample_mode, batch_first, module)
+        refuse_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
         refuse_sampler(data_loader, poisson_sampling=poisson_sampling)
         clip = get_clip(clip)
         Mechanism.build(max_grad_norm, noise_multiplier, clip)
@@ -186,6 +189,7 @@ class FILPrivacyEngine(PrivacyEngine):
             max_ledger_memory=max_ledger_memory,
             cuda_graphs=cuda_graphs,
             compile=compile,
+            one_pass=grad_sample_mode == "one-pass",
         )
         count = len(data_loader.dataset)  # type: ignore[arg-type]
         keys = [id_of(i) for i in range(count)] if callable(id_of) else id_of
@@ -211,8 +215,7 @@ class FILPrivacyEngine(PrivacyEngine):
             )
         finally:
             self._preparing = None
-        run.connect(private_optimizer, loader)
-        run.private_module = private_module if isinstance(private_module, nn.Module) else module
+        run.connect(private_module, private_optimizer, loader)
         self._run, self._loader, self._hooks = run, loader, private_module
         return private_module, private_optimizer, loader
 
@@ -240,11 +243,19 @@ class FILPrivacyEngine(PrivacyEngine):
         options.setdefault("epochs", epochs)
         return self.make_private(module, optimizer, data_loader, noise_multiplier=noise_multiplier, **options)
 
+    def _prepare_model(self, module: nn.Module, **settings: Any) -> Any:
+        run = self._preparing
+        if run is None or not run.settings.one_pass:
+            return super()._prepare_model(module, **settings)
+        self.validate(module=module, optimizer=None, data_loader=None)
+        return OnePassModule(module, batch_first=settings["batch_first"], loss_reduction=settings["loss_reduction"])
+
     def _prepare_optimizer(self, **settings: Any) -> FILOptimizer:
         run = self._preparing
         assert run is not None
         generator = self.secure_rng if self.secure_mode else settings["noise_generator"]
-        return FILOptimizer(
+        kind = OnePassOptimizer if run.settings.one_pass else FILOptimizer
+        return kind(
             settings["optimizer"],
             clip=run.settings.clip,
             noise_multiplier=settings["noise_multiplier"],

@@ -41,7 +41,7 @@ class FusedResult:
         clipped_norm: ‖g̃‖, [batch].
         sums: Σ_i g̃_i by parameter name; empty where it is not wanted.
         additions: What the ledger adds, by name, [batch, …] each; None where the step is not measured.
-        output_gradients: ∂ℓ_i/∂output_i, for every tensor of the model's output; empty where the sum is wanted.
+        output_gradients: ∂ℓ_i/∂output_i, for every tensor of the model's output; empty where they are not wanted.
     """
 
     losses: Tensor
@@ -62,6 +62,7 @@ class Wanted:
         rate: π, the probability with which such a step is measured.
         summed: Whether the clipped sum is wanted.
         susceptibility: Whether the PLIS is.
+        at_outputs: Whether the gradients at the model's outputs are.
     """
 
     quantities: tuple[Quantity, ...]
@@ -69,11 +70,19 @@ class Wanted:
     rate: float = 1.0
     summed: bool = True
     susceptibility: bool = False
+    at_outputs: bool = False
 
     @property
     def kind(self) -> Hashable:
         """All that a captured pass depends on."""
-        return self.quantities, len(self.seeds), self.rate < 1, self.summed, self.susceptibility
+        return (
+            self.quantities,
+            len(self.seeds),
+            self.rate < 1,
+            self.summed,
+            self.susceptibility,
+            self.at_outputs,
+        )
 
 
 class FusedPass:
@@ -197,7 +206,7 @@ def _result(
         )
         added = additions(measurement, rate, skipping=wanted.rate < 1)
     sums = jacobian.clipped_sum(mask) if wanted.summed else {}
-    at_outputs = () if wanted.summed else jacobian.output_gradients
+    at_outputs = jacobian.output_gradients if wanted.at_outputs else ()
     return FusedResult(jacobian.losses, jacobian.norm, jacobian.clipped_norm, sums, added, at_outputs)
 
 

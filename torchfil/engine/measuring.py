@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from torchfil.deferred import read_later
 from torchfil.engine.contributions import additions
-from torchfil.engine.fused import FusedPass, Wanted
+from torchfil.engine.fused import FusedPass, FusedResult, Wanted
 from torchfil.engine.loader import split_batch
 from torchfil.engine.losses import IdentifiedLoss, check_loss, identify_loss
 from torchfil.engine.observer import ForwardPass
@@ -170,7 +170,7 @@ class Measurer:
         settings = self.settings
         if can_capture and self.fits_one_pass(batch):
             seeds = Draws.seeds_from(pace.num_probes, self.generator)
-            wanted = Wanted(settings.quantities, seeds, pace.rate, False, "plis" in settings.track)
+            wanted = Wanted(settings.quantities, seeds, pace.rate, False, "plis" in settings.track, at_outputs=True)
             one_pass = self.fused_pass(optimizer).run(batch, wanted, settings.max_memory)
             assert one_pass.additions is not None
             return Measured(one_pass.norm, one_pass.additions, one_pass.output_gradients)
@@ -186,6 +186,35 @@ class Measurer:
             susceptibility="plis" in settings.track,
         )
         return Measured(measurement.norm, additions(measurement, pace.rate, skipping=pace.rate < 1))
+
+    def summed(
+        self,
+        forward: ForwardPass,
+        examples: Examples,
+        loss: IdentifiedLoss,
+        optimizer: FILOptimizer,
+        pace: Pace,
+        *,
+        measured: bool,
+    ) -> FusedResult:
+        """The clipped sum over a forward pass's examples and, if wanted, their Fisher information, from one pass.
+
+        Raises:
+            RuntimeError: One pass does not fit the model.
+        """
+        gradients = self.gradients_at(examples, loss)
+        if self._plan_key(gradients) not in self._plans:
+            self.check_loss(forward, loss)
+        batch = PrivateBatch(gradients, self.mechanism(optimizer), self.plan(gradients))
+        if not self.fits_one_pass(batch):
+            raise RuntimeError(
+                f"one pass does not fit this model ({batch.known.reason if batch.known else 'no plan'}); use "
+                "grad_sample_mode='hooks'. This step was not taken."
+            )
+        settings = self.settings
+        seeds = Draws.seeds_from(pace.num_probes, self.generator) if measured else ()
+        wanted = Wanted(settings.quantities, seeds, pace.rate, True, "plis" in settings.track, at_outputs=True)
+        return self.fused_pass(optimizer).run(batch, wanted, settings.max_memory)
 
     def fits_one_pass(self, batch: PrivateBatch) -> bool:
         """Whether one recorded pass serves this batch's measurement."""
@@ -235,31 +264,32 @@ class Measurer:
         return tuple(t.shape[1:] for t in gradients.examples.tensors), self.draws_masks(), self.module.training
 
     def confirmation(
-        self, forwards: Sequence[ForwardPass], parts: Sequence[Measured], loss: IdentifiedLoss, norms: Tensor
+        self,
+        forwards: Sequence[ForwardPass],
+        gradients: Sequence[tuple[Tensor, ...] | None],
+        loss: IdentifiedLoss,
+        norms: tuple[Tensor, Tensor] | None = None,
     ) -> Callable[[], None]:
         """Begin to compare what was measured with what the loop did; what is returned raises where they differ.
 
-        The gradients at the outputs must be those of the loop, and the norms those of the gradients that Opacus clips.
+        The gradients at the outputs, where they are given, must be those of the loop; the measured norms, if given,
+        those of the gradients that Opacus clips.
         """
-        if self.draws_masks():
+        looked_at = [(forward, found) for forward, found in zip(forwards, gradients, strict=True) if found is not None]
+        pairs = [] if norms is None else [norms]
+        for forward, found in looked_at:
+            pairs += zip(found, pytree.tree_leaves(self._observed(forward)), strict=True)
+        if self.draws_masks() or not pairs:
             return lambda: None
-        tolerance = _TOLERANCE.get(norms.dtype, 0.1)
-        looked_at = [
-            (forward, part.output_gradients)
-            for forward, part in zip(forwards, parts, strict=True)
-            if part.output_gradients is not None
-        ]
-        measured = torch.cat([part.norm for part in parts]).to(norms)
-        pairs = [(measured, norms)]
-        for forward, expected in looked_at:
-            pairs += zip(expected, pytree.tree_leaves(self._observed(forward)), strict=True)
+        tolerance = _TOLERANCE.get(pairs[0][1].dtype, 0.1)
         compared = read_later(
             torch.stack([torch.stack([(a - b).abs().max(), b.abs().max()]).double() for a, b in pairs])
         )
 
         def confirm() -> None:
-            (distance, largest), *at_outputs = compared().tolist()
-            if any(apart > tolerance * size for apart, size in at_outputs):
+            distances = compared().tolist()
+            distance, largest = distances.pop(0) if norms is not None else (0.0, 0.0)
+            if any(apart > tolerance * size for apart, size in distances):
                 for forward, _ in looked_at:
                     self.check_loss(forward, loss)
             if distance > tolerance * largest:

@@ -66,13 +66,21 @@ class Observer:
         """The forward passes that went backward and were not forgotten yet."""
         return [forward for forward in self.pending if forward.went_backward]
 
+    def hand_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+        """The outputs of a forward pass without a graph, as the start of one that ends here; the pass is watched."""
+        started = pytree.tree_map(_as_leaf, outputs)
+        self._watch(args, kwargs, started)
+        return pytree.tree_map(lambda leaf: leaf.clone() if _requires_grad(leaf) else leaf, started)
+
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
+        self._watch(args, kwargs, outputs)
+
+    def _watch(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         detached = pytree.tree_map(_detach, (args, kwargs, outputs))
         forward = ForwardPass(self.tracker.ids, self.tracker.batch, *detached)
-        leaves = pytree.tree_leaves(outputs)
-        watched = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        watched = [(k, leaf) for k, leaf in enumerate(pytree.tree_leaves(outputs)) if _requires_grad(leaf)]
         for k, leaf in watched:
             leaf.register_hook(_recorder(forward, k))
         if watched:
@@ -88,3 +96,12 @@ def _recorder(forward: ForwardPass, k: int) -> Any:
 
 def _detach(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _as_leaf(leaf: Any) -> Any:
+    floating = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    return leaf.detach().requires_grad_() if floating else leaf

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torchfil.engine.loader import BatchTracker, FILDataLoader
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.measuring import Measurer
 from torchfil.engine.observer import ForwardPass, Observer
+from torchfil.engine.one_pass import OnePassModule, OnePassOptimizer
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.settings import Settings
 from torchfil.engine.timeline import Timeline
@@ -95,9 +96,10 @@ class Run:
     private_module: nn.Module
     optimizer: FILOptimizer
 
-    def connect(self, optimizer: FILOptimizer, loader: FILDataLoader) -> None:
+    def connect(self, private_module: Any, optimizer: FILOptimizer, loader: FILDataLoader) -> None:
         """Start watching the model and the optimizer."""
         self.observer = Observer(self.module, self.tracker)
+        self.private_module = private_module if isinstance(private_module, nn.Module) else self.module
         self.measurer.sample_rate = loader.sample_rate
         self.dataset = loader.plain_dataset
         self.collate_fn = loader.plain_collate_fn
@@ -106,6 +108,10 @@ class Run:
         optimizer.measure = self._measure
         optimizer.on_logical_step = self._book
         optimizer.on_zero_grad = self.observer.forget_finished
+        if isinstance(optimizer, OnePassOptimizer) and isinstance(private_module, OnePassModule):
+            optimizer.summed = self._summed
+            optimizer.on_zero_grad = private_module.forget
+            private_module.hand_out, private_module.on_forget = self.observer.hand_out, self.observer.forget_finished
 
     @property
     def leakage(self) -> Leakage:
@@ -136,11 +142,15 @@ class Run:
         self._measure_this_step = None
         self.optimizer._step_skip_queue.clear()
 
-    def _measure(self, optimizer: FILOptimizer, norms: Tensor) -> Callable[[], None]:
-        """Measure a physical batch; the function that is returned confirms and stages it."""
+    def _forget_thrown_away(self, optimizer: FILOptimizer) -> None:
+        """Drop what was staged for a logical batch that was given up."""
         if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
             self._staged.clear()
             self._measure_this_step = None
+
+    def _measure(self, optimizer: FILOptimizer, norms: Tensor) -> Callable[[], None]:
+        """Measure a physical batch; the function that is returned confirms and stages it."""
+        self._forget_thrown_away(optimizer)
         state = self.generator.get_state()
         with self._restoring(state):
             stage = self._measured(optimizer, norms, self.observer.finished())
@@ -187,7 +197,9 @@ class Run:
                     self.measurer.measured(forward, part, loss, optimizer, ledger, test_matrix, self.pace)
                     for forward, part in zip(forwards, examples, strict=True)
                 ]
-                confirm = self.measurer.confirmation(forwards, parts, loss, norms)
+                measured_norms = torch.cat([part.norm for part in parts]).to(norms)
+                at_outputs = [part.output_gradients for part in parts]
+                confirm = self.measurer.confirmation(forwards, at_outputs, loss, (measured_norms, norms))
                 added = {name: torch.cat([part.additions[name] for part in parts]) for name in parts[0].additions}
                 contribution = Contribution(rows, clipped.square(), measured=True, **added)
 
@@ -202,6 +214,80 @@ class Run:
                 self._staged.append(_Staged(contribution, clipped / optimizer.max_grad_norm, frozenset(ids)))
 
         return stage
+
+    def _summed(self, optimizer: OnePassOptimizer) -> tuple[list[Tensor], int]:
+        """The clipped sums over a physical batch for each parameter, and its backward passes; the batch is staged."""
+        self._forget_thrown_away(optimizer)
+        forwards = self.observer.finished()
+        self._refuse_other_roads(forwards)
+        with self._restoring(self.generator.get_state()):
+            sums = self._sums_of(optimizer, forwards)
+        self.observer.forget_finished()
+        found = [
+            torch.zeros_like(p) if sums is None else sums[self._names[id(p)]].reshape(p.shape) for p in optimizer.params
+        ]
+        return found, len(forwards)
+
+    def _refuse_other_roads(self, forwards: list[ForwardPass]) -> None:
+        private = self.private_module
+        assert isinstance(private, OnePassModule)
+        if private.touched:
+            raise RuntimeError(
+                f"the loss reaches {', '.join(sorted(private.touched))} by another road than the model's output (a "
+                "penalty on the weights?). Opacus would drop that part of the gradient silently; use the optimizer's "
+                "weight_decay, which needs no privacy, and optimizer.zero_grad() before the next pass. This step was "
+                "not taken."
+            )
+        if not forwards:
+            raise RuntimeError(
+                "optimizer.step() without a backward pass through the outputs of the model that make_private returned "
+                "since the last step; call that model in training mode, and backward() on its loss"
+            )
+        if len(forwards) > 1 and not private.accumulates:
+            raise ValueError(
+                f"{len(forwards)} backward passes since the last step: Poisson sampling draws each batch by itself, so "
+                "that gradients must not be accumulated over several. Use BatchMemoryManager for large batches."
+            )
+
+    def _sums_of(self, optimizer: OnePassOptimizer, forwards: list[ForwardPass]) -> dict[str, Tensor] | None:
+        """The clipped sums over these passes by parameter name, None for no example; what they add is staged."""
+        ids = self._ids(forwards, sum(len(forward.ids or ()) for forward in forwards))
+        rows = self._rows(ids)
+        measure_this_step = self._measure_this_step
+        if measure_this_step is None:
+            measure_this_step = self._is_measured()
+        if not ids:
+            self._measure_this_step = measure_this_step
+            return None
+        if self.measurer.draws_masks():
+            raise RuntimeError(
+                "dropout is active: the pass that gives the gradients would draw other masks than the loop's. Use "
+                "grad_sample_mode='hooks', or dropout of 0. This step was not taken."
+            )
+        examples = [self.measurer.examples_of(forward) for forward in forwards]
+        loss = self.measurer.identified_loss(forwards[0]) if self.loss is None else self.loss
+        ledger = self.ledger
+        if ledger is None:
+            self.measurer.warn_if_not_smooth(forwards[0])
+            ledger, _ = self._new_ledger(examples[0].num_coordinates)
+        measured = measure_this_step and not self.paused
+        steps = []
+        for forward, part in zip(forwards, examples, strict=True):
+            self.measurer.check_coordinates(part.num_coordinates, ledger)
+            step = self.measurer.summed(forward, part, loss, optimizer, self.pace, measured=measured)
+            sums = step.sums if len(forwards) == 1 else {name: value.clone() for name, value in step.sums.items()}
+            steps.append(replace(step, sums=sums))
+        self.measurer.confirmation(forwards, [step.output_gradients for step in steps], loss)()
+        self.loss, self.ledger, self._measure_this_step = loss, ledger, measure_this_step
+        clipped = torch.cat([step.clipped_norm for step in steps])
+        added = [step.additions for step in steps if step.additions is not None]
+        joined = {name: torch.cat([part[name] for part in added]) for name in added[0]} if added else {}
+        contribution = Contribution(rows, clipped.square(), measured=not self.paused, **joined)
+        self._staged.append(_Staged(contribution, clipped / float(optimizer.max_grad_norm), frozenset(ids)))
+        totals = steps[0].sums
+        for step in steps[1:]:
+            totals = {name: total + step.sums[name] for name, total in totals.items()}
+        return totals
 
     def _is_measured(self) -> bool:
         """Whether chance chooses the present step."""

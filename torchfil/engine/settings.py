@@ -44,6 +44,7 @@ class Settings:
     max_ledger_memory: int
     cuda_graphs: bool = True
     compile: bool = False
+    one_pass: bool = False
     rel_error: float | None = None
     epochs: float | None = None
 
@@ -60,6 +61,11 @@ class Settings:
             raise ValueError(f"norm_refresh={self.norm_refresh} must be at least 1 step")
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction={self.loss_reduction!r} must be 'mean' or 'sum'")
+        if self.one_pass and (self.estimator != "weight-probes" or "sketch" in self.track):
+            raise ValueError(
+                f"grad_sample_mode='one-pass' has weight probes only, and no sketch; with estimator={self.estimator!r} "
+                f"and track={self.track} use grad_sample_mode='hooks'"
+            )
         if self.compile and not self.cuda_graphs:
             raise ValueError("compile=True compiles the passes of CUDA graphs; leave out cuda_graphs=False")
         if not self.clip.calibrated:
@@ -139,7 +145,9 @@ def choose_amplification(amplification: str | Amplification | None, poisson_samp
     return amplification
 
 
-def refuse_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module) -> None:
+def refuse_modes(
+    clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module, *, wrap_model: bool = True
+) -> None:
     """Raise for options of Opacus whose release the accounting would not describe."""
     reasons = {
         "adaptive": "it moves the threshold by counting factors below 1, which a smooth clip always has",
@@ -149,11 +157,13 @@ def refuse_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module
         raise ValueError(
             f"clipping={clipping!r} cannot be accounted for: {reasons.get(clipping, 'it is not known')}. Use 'flat'."
         )
-    if grad_sample_mode not in ("hooks", "functorch", "ew"):
+    if grad_sample_mode not in ("hooks", "functorch", "ew", "one-pass"):
         raise ValueError(
             f"grad_sample_mode={grad_sample_mode!r} clips inside the module with Opacus's own hard formula, which is "
-            "not the one that is accounted for. Use 'hooks' or 'functorch'."
+            "not the one that is accounted for. Use 'hooks', 'functorch' or 'one-pass'."
         )
+    if grad_sample_mode == "one-pass" and not wrap_model:
+        raise ValueError("grad_sample_mode='one-pass' hands out other outputs than the module's; leave out wrap_model")
     if not batch_first:
         raise ValueError("batch_first=False is not supported: the first dimension must run over examples")
     if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__ in (

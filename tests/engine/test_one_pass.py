@@ -1,0 +1,232 @@
+"""grad_sample_mode="one-pass" against hooks in the same loop: the same weights, the same ledger, the same ε."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cases import DEVICE, relative_error
+from loops import SIGMA, C, data, loader, network, train
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from torchfil import FILPrivacyEngine, Private, zoo
+
+MODES = ("hooks", "one-pass")
+
+
+def compare(dataset: Any, module: nn.Module, tolerance: float = 1e-8, **options: Any) -> FILPrivacyEngine:
+    runs = []
+    for mode in MODES:
+        private = copy.deepcopy(module)
+        runs.append((train(dataset, module=private, grad_sample_mode=mode, **options), private))
+    (hooks, hooks_module), (one, one_module) = runs
+    for ours, theirs in zip(one_module.parameters(), hooks_module.parameters(), strict=True):
+        assert relative_error(ours.detach(), theirs.detach()) < tolerance
+    found, expected = (run.engine._current.ledger.sums for run in (one, hooks))
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        scale = float(value.abs().max())
+        assert torch.allclose(found[name].double(), value.double(), rtol=tolerance, atol=tolerance * scale), name
+    assert one.engine.get_epsilon(1e-5) == hooks.engine.get_epsilon(1e-5)
+    individual = [run.engine.get_individual_epsilon(delta=1e-5).value for run in (one, hooks)]
+    assert torch.allclose(*individual)
+    assert all(p.grad_sample is None for p in one_module.parameters() if p.requires_grad)
+    return one.engine
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"track": ("diagonal", "plis"), "num_probes": 2},
+        {"poisson_sampling": False},
+        {"criterion": nn.CrossEntropyLoss()},
+        {"fil_rate": 0.5},
+        {"rel_error": 0.2, "epochs": 4},
+        {"max_memory": 1},
+        {"clip": "hard", "num_probes": 1},
+        {"physical": 3},
+        {"loss_reduction": "sum", "loss_fn": nn.CrossEntropyLoss(reduction="sum")},
+        {"workers": 2, "steps": 4},
+    ],
+    ids=str,
+)
+def test_the_same_run_with(options: dict[str, Any]) -> None:
+    compare(data(40), network(), **options)
+
+
+def test_empty_batches() -> None:
+    engine = compare(data(12), network(), batch_size=1, steps=20)
+    assert engine._current.ledger is not None
+    assert engine._current.ledger.steps == 20
+
+
+@pytest.mark.parametrize("name", ["mnist_cnn", "vit_tiny"])
+def test_networks(name: str) -> None:
+    torch.manual_seed(0)
+    size = 28 if name == "mnist_cnn" else 8
+    module = zoo.mnist_cnn(3) if name == "mnist_cnn" else zoo.vit_tiny(3, 1, 8, width=8, depth=1, heads=2)
+    dataset = TensorDataset(torch.rand(12, 1, size, size, dtype=torch.float64), torch.randint(3, (12,)))
+    compare(dataset, module.double(), steps=3, batch_size=4, num_probes=2)
+
+
+def test_tokens_and_frozen_layers() -> None:
+    torch.manual_seed(0)
+    module = zoo.token_transformer(3, 20, 6, width=8, depth=1, heads=2).double()
+    dataset = TensorDataset(torch.randint(20, (12, 6)), torch.randint(3, (12,)))
+    compare(dataset, module, steps=3, batch_size=4, private=Private(submodule="embedding"))
+    frozen = network()
+    frozen[0].weight.requires_grad_(False)
+    compare(data(24), frozen, steps=4)
+
+
+def make(module: nn.Module | None = None, **options: Any) -> Any:
+    module = module if module is not None else network()
+    engine = FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
+    given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "grad_sample_mode": "one-pass", "seed": 3, **options}
+    return engine, module, *engine.make_private(module, optimizer, loader(data(40)), **given)
+
+
+def forward(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0].to(DEVICE)), batch[1].to(DEVICE))
+
+
+def test_accumulated_passes_without_poisson_sampling() -> None:
+    """Two backward passes before a step, each with its own mean, as Opacus counts them."""
+    results = []
+    for mode in MODES:
+        torch.manual_seed(1)
+        engine, module, model, optimizer, private = make(
+            grad_sample_mode=mode, poisson_sampling=False, noise_generator=torch.Generator(DEVICE).manual_seed(2)
+        )
+        for number, batch in enumerate(private, start=1):
+            forward(model, batch).backward()
+            if number % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+        results.append((weights, engine.get_fil().value, torch.tensor(engine.get_epsilon(1e-5))))
+    for one, other in zip(*results, strict=True):
+        assert relative_error(other, one) < 1e-8
+
+
+def test_several_outputs() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = network(), nn.Linear(3, 3).double().to(DEVICE)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            hidden = self.body(x).tanh()
+            return {"logits": self.head(hidden), "hidden": hidden * 1}
+
+    def loss(outputs: Any, y: Tensor) -> Tensor:
+        return F.cross_entropy(2 * outputs["logits"], y) + outputs["hidden"].square().mean(dim=1).mean()
+
+    torch.manual_seed(0)
+    compare(data(24), Two(), steps=3, loss_fn=loss, criterion=loss)
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    _, _, model, optimizer, private = make(criterion=lambda outputs, y: F.cross_entropy(2 * outputs, y))
+    x, y = (part.to(DEVICE) for part in next(iter(private)))
+    attempt(model, optimizer, F.cross_entropy(model(x).mul_(2), y))
+
+
+def test_evaluation_is_as_before() -> None:
+    _, module, model, _, private = make()
+    x = next(iter(private))[0].to(DEVICE)
+    model.eval()
+    inputs = x.clone().requires_grad_()
+    model(inputs).sum().backward()
+    assert inputs.grad is not None
+    model.train()
+    with torch.no_grad():
+        assert torch.equal(model(x), module(x))
+    assert set(model.state_dict()) == {f"_module.{name}" for name in module.state_dict()}
+
+
+def attempt(model: Any, optimizer: Any, loss: Tensor) -> None:
+    loss.backward()
+    optimizer.step()
+
+
+def test_refusals_change_nothing() -> None:
+    """Each is told; then the same batch goes on as if nothing had happened."""
+    results = []
+    for refused in (False, True):
+        torch.manual_seed(1)
+        engine, module, model, optimizer, private = make(noise_generator=torch.Generator(DEVICE).manual_seed(2))
+        for number, batch in enumerate(private):
+            if refused and number == 2:
+                with pytest.raises(RuntimeError, match=r"reaches 0\.weight by another road"):
+                    attempt(model, optimizer, forward(model, batch) + module[0].weight.square().sum())
+                optimizer.zero_grad()
+                smoothed = F.cross_entropy(model(batch[0].to(DEVICE)), batch[1].to(DEVICE), label_smoothing=0.1)
+                with pytest.raises((ValueError, RuntimeError), match="loss"):
+                    attempt(model, optimizer, smoothed)
+                optimizer.zero_grad()
+                with pytest.raises(RuntimeError, match="without a backward pass"):
+                    optimizer.step()
+                with pytest.raises(ValueError, match="requires a gradient"):
+                    model(batch[0].to(DEVICE).clone().requires_grad_())
+                forward(model, batch).backward()
+                with pytest.raises(ValueError, match="2 backward passes"):
+                    attempt(model, optimizer, forward(model, batch))
+                model.zero_grad()
+            optimizer.zero_grad()
+            attempt(model, optimizer, forward(model, batch))
+        weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+        results.append((weights, engine.get_fil().value))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_one_pass_cannot_do_is_told() -> None:
+    with pytest.raises(ValueError, match="weight probes only"):
+        make(estimator="exact")
+    with pytest.raises(ValueError, match="weight probes only"):
+        make(track=("sketch",))
+    with pytest.raises(ValueError, match="wrap_model"):
+        make(wrap_model=False)
+    dropout = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double().to(DEVICE)
+    _, _, model, optimizer, private = make(dropout)
+    with pytest.raises(RuntimeError, match="dropout is active"):
+        attempt(model, optimizer, forward(model, next(iter(private))))
+
+    class Behind(nn.Module):
+        """Uses a child's weight without calling the child."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.layer.weight, self.layer.bias)
+
+    _, module, model, optimizer, private = make(Behind().double().to(DEVICE))
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(RuntimeError, match=r"one pass does not fit this model .* use grad_sample_mode='hooks'"):
+        attempt(model, optimizer, forward(model, next(iter(private))))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_pausing_and_train_step_and_detaching() -> None:
+    engine, module, model, optimizer, private = make(criterion=nn.CrossEntropyLoss())
+    batches = iter(private)
+    batch = next(batches)
+    with pytest.warns(UserWarning, match="paused"), engine.paused():
+        attempt(model, optimizer, forward(model, batch))
+    assert engine._current.ledger is not None
+    assert engine._current.ledger.missed_steps == 1
+    batch = next(batches)
+    engine.train_step(*batch)
+    engine.detach()
+    output = model(batch[0].to(DEVICE))
+    output.sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
