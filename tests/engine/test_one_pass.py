@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,3 +231,33 @@ def test_pausing_and_train_step_and_detaching() -> None:
     output = model(batch[0].to(DEVICE))
     output.sum().backward()
     assert all(p.grad is not None for p in module.parameters())
+    assert model.to_standard_module() is module
+    assert not any(hasattr(p, "grad_sample") for p in module.parameters())
+
+
+def start(seed: int) -> Any:
+    torch.manual_seed(seed)
+    noise = torch.Generator(device=DEVICE).manual_seed(8)
+    engine, _, model, optimizer, private = make(rel_error=0.2, noise_generator=noise)
+    return engine, model, optimizer, private
+
+
+def epochs(model: Any, optimizer: Any, private: Any, count: int) -> None:
+    for _ in range(count):
+        for batch in private:
+            optimizer.zero_grad()
+            attempt(model, optimizer, forward(model, batch))
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole, *loop = start(0)
+    epochs(*loop, 3)
+    first, model, optimizer, private = start(0)
+    epochs(model, optimizer, private, 1)
+    first.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    second, model, optimizer, private = start(99)
+    second.load_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    epochs(model, optimizer, private, 2)
+    assert torch.equal(second.get_fil().value, whole.get_fil().value)
+    for one, other in zip(model.parameters(), loop[0].parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -93,6 +93,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv2d": (lambda: nn.Conv2d(2, 3, 3), (2, 5, 6)),
     "conv2d ghost": (lambda: nn.Conv2d(6, 8, 2), (6, 3, 2)),
     "conv2d stride, padding": (lambda: nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2)), (2, 5, 6)),
+    "conv2d many channels": (lambda: nn.Conv2d(8, 3, (3, 2), padding=(2, 1)), (8, 4, 5)),
+    "conv2d kernel of whole strides": (lambda: nn.Conv2d(9, 2, (4, 2), stride=2, padding=(1, 0)), (9, 7, 6)),
     "conv2d dilation": (lambda: nn.Conv2d(2, 3, 2, dilation=(2, 3), padding=1), (2, 6, 6)),
     "conv2d groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (4, 4, 4)),
     "conv2d depthwise": (lambda: nn.Conv2d(3, 6, 3, groups=3, bias=False), (3, 5, 5)),
@@ -131,6 +133,14 @@ def test_each_layer_alone(name: str) -> None:
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     check(Flat(layer), torch.randn(BATCH, *shape))
+
+
+def test_layers_without_a_rule_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4), Scaled()).to(DEVICE)
+    gradients = ExampleGradients.build(
+        model, nn.MSELoss(), torch.randn(3, 4, device=DEVICE), torch.zeros(3, 3).to(DEVICE)
+    )
+    assert plan(gradients).generic == ("1 (PReLU)", "2 (Scaled)")
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -258,6 +258,12 @@ class Measurer:
             self._plans[key] = found
             if found.reason is not None:
                 logger.info("gradients are mapped over examples, which is slower: %s", found.reason)
+            elif found.generic:
+                logger.info(
+                    "no layer rule for %s: their gradients are formed example by example, which is slower "
+                    "(CONTRIBUTING.md tells how to add one)",
+                    ", ".join(found.generic),
+                )
         return found
 
     def _plan_key(self, gradients: ExampleGradients) -> Hashable:

@@ -90,6 +90,10 @@ class OnePassModule(AbstractGradSampleModule):
         self._handles = []
         self.hand_out = None
 
+    def _close(self) -> None:
+        super()._close()
+        self.remove_hooks()
+
     def _note(self, name: str) -> Callable[[Tensor], None]:
         return lambda _: self.touched.add(name)
 

@@ -24,6 +24,7 @@ __all__ = ["Convolutional", "convolve", "padded_input", "patches"]
 Convolutional = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
 _CHANNELS = 4
+_MANY_CHANNELS = 8  # of the input: with fewer, torch's own way back is as fast on CPUs
 _Walk = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]  # size, stride, dilation, padding
 
 
@@ -57,6 +58,8 @@ class _Transposed(torch.autograd.Function):
         ctx.geometry = geometry
         if being_traced() and groups == 1:
             return _transposed(delta, weight, shape, geometry)
+        if delta.device.type == "cpu" and _has_phases(weight, geometry):
+            return _by_phases(delta, weight, shape, geometry)
         zeros = [0] * len(stride)
         placeholder = delta.new_empty(1).expand(shape)
         result: Tensor = torch.ops.aten.convolution_backward(
@@ -84,6 +87,35 @@ def _transposed(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geo
         delta, _filled_up(weight), None, stride, padding, dilation, True, beyond, groups
     )
     return result[:, : shape[1]]
+
+
+def _has_phases(weight: Tensor, geometry: _Geometry) -> bool:
+    """Whether :func:`_by_phases` is faster than torch's own, which it is for kernels of whole strides."""
+    stride, padding, dilation, groups = geometry
+    whole = all(
+        size % step == 0 and pad < size for size, step, pad in zip(weight.shape[2:], stride, padding, strict=True)
+    )
+    return weight.ndim == 4 and groups == 1 and set(dilation) == {1} and whole and weight.shape[1] >= _MANY_CHANNELS
+
+
+def _by_phases(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
+    """Wᵀ ∗ δ as one plain convolution, which CPUs have a fast kernel for.
+
+    Along an axis of stride s, the outputs at s·q + φ − padding are those of δ convolved with every s-th weight from the
+    φ-th on: s convolutions side by side, whose outputs are laid between each other.
+    """
+    (across, down), padding = geometry[0], geometry[1]
+    outputs, channels, height, width = weight.shape
+    rows, columns = height // across, width // down
+    phases = weight.reshape(outputs, channels, rows, across, columns, down).flip(2, 4).permute(1, 3, 5, 0, 2, 4)
+    kernel = phases.reshape(-1, outputs, rows, columns)
+    if across == down == 1:
+        return F.conv2d(delta, kernel, padding=(rows - 1 - padding[0], columns - 1 - padding[1]))
+    found = F.conv2d(delta, kernel, padding=(rows - 1, columns - 1))
+    found = found.reshape(len(delta), channels, across, down, *found.shape[2:]).permute(0, 1, 4, 2, 5, 3)
+    found = found.reshape(len(delta), channels, found.shape[2] * across, -1)
+    ends = [n + pad - m for n, pad, m in zip(shape[2:], padding, found.shape[2:], strict=True)]
+    return F.pad(found, (-padding[1], ends[1], -padding[0], ends[0]))
 
 
 class _Patches(torch.autograd.Function):

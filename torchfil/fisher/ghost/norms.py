@@ -11,7 +11,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchfil.fisher.ghost.recording import Call, CutRecording, Recording, UnsupportedCallError, cut, record
+from torchfil.fisher.ghost.recording import (
+    Call,
+    CutRecording,
+    Recording,
+    UnsupportedCallError,
+    cut,
+    holders,
+    record,
+)
 from torchfil.fisher.ghost.rules import GenericRule, OuterProductRule, rule_for, total_square
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 
@@ -33,10 +41,12 @@ class Plan:
     Attributes:
         reason: Why the batched pass does not fit this model; None: it does.
         bytes_per_example: What the pass holds for one example.
+        generic: The layers without a rule of their own, by name and kind; their gradients are formed one by one.
     """
 
     reason: str | None
     bytes_per_example: int
+    generic: tuple[str, ...] = ()
 
 
 class Held:
@@ -186,4 +196,10 @@ def plan(gradients: ExampleGradients) -> Plan:
     tolerance = 1e-3 if true.dtype != torch.float64 else 1e-8
     if not torch.allclose(found.square, true, rtol=tolerance, atol=tolerance * float(true.max())):
         return Plan("the layers' calls do not account for the whole gradient, or the model mixes examples", 0)
-    return Plan(None, 2 * held.total // len(part.examples))
+    return Plan(None, 2 * held.total // len(part.examples), _without_rule(part))
+
+
+def _without_rule(gradients: ExampleGradients) -> tuple[str, ...]:
+    names = {id(module): name for name, module in gradients.model.named_modules()}
+    found = [module for module in holders(gradients) if isinstance(rule_for(module), GenericRule)]
+    return tuple(f"{names[id(module)] or 'the model itself'} ({type(module).__name__})" for module in found)

@@ -27,7 +27,7 @@ from torchfil.fisher.gradients import (
     has_active_dropout,
 )
 
-__all__ = ["Call", "CutRecording", "Recording", "UnsupportedCallError", "cut", "record"]
+__all__ = ["Call", "CutRecording", "Recording", "UnsupportedCallError", "cut", "holders", "record"]
 
 
 class UnsupportedCallError(Exception):
@@ -244,7 +244,7 @@ def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[li
         return (handed_on, *output[1:]) if isinstance(output, tuple) else handed_on
 
     with contextlib.ExitStack() as stack:
-        for module in _holders(gradients):
+        for module in holders(gradients):
             handle = module.register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(added_to_output(gradients.model, examples.submodule, offset))
@@ -255,7 +255,7 @@ def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[li
     return seen, _losses(gradients, outputs, targets), tensors
 
 
-def _holders(gradients: ExampleGradients) -> Iterator[nn.Module]:
+def holders(gradients: ExampleGradients) -> Iterator[nn.Module]:
     """The modules that hold trainable parameters; attention holds its children's, too, and calls them by itself."""
     inside: set[int] = set()
     for module in gradients.model.modules():
