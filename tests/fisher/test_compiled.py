@@ -63,7 +63,10 @@ def compare(
         assert relative_error(got[name], want[name]) < tolerance, name
 
 
-@pytest.mark.parametrize("name", LAYERS)
+TRACED_IN_THEIR_OWN_WAY = [name for name in LAYERS if "conv2d" in name or name == "groupnorm"]
+
+
+@pytest.mark.parametrize("name", [*TRACED_IN_THEIR_OWN_WAY, "linear on few tokens", "layernorm", "conv1d", "prelu"])
 def test_each_layer_alone(name: str) -> None:
     torch.manual_seed(0)
     make, shape = LAYERS[name]

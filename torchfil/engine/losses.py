@@ -55,13 +55,23 @@ _STANDARD: dict[str, type[nn.Module]] = {
 
 
 def output_gradients(loss: LossFunction, outputs: Any, targets: Any) -> Any:
-    """∂ℓ(o_i, y_i)/∂o_i of every example, in the shape of the outputs."""
+    """∂ℓ(o_i, y_i)/∂o_i of every example, in the shape of the outputs; 0 for outputs of integers."""
+    leaves, form = pytree.tree_flatten(outputs)
+    places = [k for k, leaf in enumerate(leaves) if leaf.is_floating_point()]
 
-    def one(output: Any, target: Any) -> Tensor:
+    def one(moving: list[Tensor], every: list[Tensor], target: Any) -> Tensor:
+        merged = list(every)
+        for place, value in zip(places, moving, strict=True):
+            merged[place] = value
+        output = pytree.tree_unflatten(merged, form)
         single = pytree.tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, (output, target))
         return loss(*single).reshape(())
 
-    return vmap(grad(one))(outputs, targets)
+    found = vmap(grad(one))([leaves[k] for k in places], leaves, targets)
+    filled = [torch.zeros_like(leaf) for leaf in leaves]
+    for place, value in zip(places, found, strict=True):
+        filled[place] = value
+    return pytree.tree_unflatten(filled, form)
 
 
 def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "mean") -> IdentifiedLoss:
@@ -105,7 +115,7 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
             "batch_to_inputs= says otherwise."
         ) from error
     difference = _relative_difference(expected, observed)
-    if difference < _tolerance(pytree.tree_leaves(outputs)[0]):
+    if difference < max(_tolerance(leaf) for leaf in pytree.tree_leaves(outputs) if leaf.is_floating_point()):
         return
     factor = _common_factor(expected, observed)
     if factor is not None:
