@@ -124,7 +124,13 @@ def test_several_outputs() -> None:
 
         def forward(self, x: Tensor) -> dict[str, Any]:
             hidden = self.body(x).tanh()
-            return {"logits": self.head(hidden), "count": torch.arange(len(x)), "hidden": hidden * 1}
+            return {
+                "logits": self.head(hidden),
+                "count": torch.arange(len(x)),
+                "name": None,
+                "size": 3,
+                "hidden": hidden * 1,
+            }
 
     def loss(outputs: Any, y: Tensor) -> Tensor:
         return F.cross_entropy(2 * outputs["logits"], y) + outputs["hidden"].square().mean(dim=1).mean()

@@ -55,23 +55,20 @@ _STANDARD: dict[str, type[nn.Module]] = {
 
 
 def output_gradients(loss: LossFunction, outputs: Any, targets: Any) -> Any:
-    """∂ℓ(o_i, y_i)/∂o_i of every example, in the shape of the outputs; 0 for outputs of integers."""
+    """∂ℓ(o_i, y_i)/∂o_i of every example, in the shape of the outputs; 0 for integers, None where no tensor stands."""
     leaves, form = pytree.tree_flatten(outputs)
-    places = [k for k, leaf in enumerate(leaves) if leaf.is_floating_point()]
+    tensors = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    moving = {k: leaf for k, leaf in tensors.items() if leaf.is_floating_point()}
 
-    def one(moving: list[Tensor], every: list[Tensor], target: Any) -> Tensor:
-        merged = list(every)
-        for place, value in zip(places, moving, strict=True):
-            merged[place] = value
+    def one(moved: dict[int, Tensor], every: dict[int, Tensor], target: Any) -> Tensor:
+        merged = [{**every, **moved}.get(k, leaf) for k, leaf in enumerate(leaves)]
         output = pytree.tree_unflatten(merged, form)
         single = pytree.tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, (output, target))
         return loss(*single).reshape(())
 
-    found = vmap(grad(one))([leaves[k] for k in places], leaves, targets)
-    filled = [torch.zeros_like(leaf) for leaf in leaves]
-    for place, value in zip(places, found, strict=True):
-        filled[place] = value
-    return pytree.tree_unflatten(filled, form)
+    found = vmap(grad(one))(moving, tensors, targets)
+    zeros = {k: torch.zeros_like(leaf) for k, leaf in tensors.items()}
+    return pytree.tree_unflatten([{**zeros, **found}.get(k) for k in range(len(leaves))], form)
 
 
 def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "mean") -> IdentifiedLoss:
@@ -115,7 +112,7 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
             "batch_to_inputs= says otherwise."
         ) from error
     difference = _relative_difference(expected, observed)
-    if difference < max(_tolerance(leaf) for leaf in pytree.tree_leaves(outputs) if leaf.is_floating_point()):
+    if difference < max(_tolerance(leaf) for leaf in _tensors(outputs) if leaf.is_floating_point()):
         return
     factor = _common_factor(expected, observed)
     if factor is not None:
@@ -174,12 +171,16 @@ def _difference(loss: LossFunction, outputs: Tensor, targets: Tensor, observed: 
 
 
 def _relative_difference(expected: Any, observed: Any) -> float:
-    pairs = list(zip(pytree.tree_leaves(expected), pytree.tree_leaves(observed), strict=True))
+    pairs = list(zip(_tensors(expected), _tensors(observed), strict=True))
     largest = max((float(seen.abs().max()) for _, seen in pairs if seen.numel()), default=0.0)
     distance = max((float((want - seen).abs().max()) for want, seen in pairs if seen.numel()), default=0.0)
     if distance == 0:
         return 0.0
     return distance / largest if largest > 0 else float("inf")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _tolerance(outputs: Tensor) -> float:
@@ -188,8 +189,8 @@ def _tolerance(outputs: Tensor) -> float:
 
 def _common_factor(expected: Any, observed: Any) -> float | None:
     """C where observed = c · expected, else None."""
-    want = torch.cat([leaf.reshape(-1).double() for leaf in pytree.tree_leaves(expected)])
-    seen = torch.cat([leaf.reshape(-1).double() for leaf in pytree.tree_leaves(observed)])
+    want = torch.cat([leaf.reshape(-1).double() for leaf in _tensors(expected)])
+    seen = torch.cat([leaf.reshape(-1).double() for leaf in _tensors(observed)])
     square = want.square().sum()
     if square == 0:
         return None

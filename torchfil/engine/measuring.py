@@ -98,7 +98,7 @@ class Measurer:
     def _observed(self, forward: ForwardPass) -> Any:
         """∂ℓ_i/∂output_i as the training loop has it, in the outputs' structure."""
         factor = len(forward.ids or ()) if self.settings.loss_reduction == "mean" else 1
-        return pytree.tree_map(lambda g: g * factor, forward.output_gradients)
+        return pytree.tree_map(lambda g: g * factor if isinstance(g, Tensor) else g, forward.output_gradients)
 
     def examples_of(self, forward: ForwardPass) -> Examples:
         """The examples of a forward pass with their private coordinates laid out."""
@@ -284,7 +284,8 @@ class Measurer:
         looked_at = [(forward, found) for forward, found in zip(forwards, gradients, strict=True) if found is not None]
         pairs = [] if norms is None else [norms]
         for forward, found in looked_at:
-            pairs += zip(found, pytree.tree_leaves(self._observed(forward)), strict=True)
+            observed = [leaf for leaf in pytree.tree_leaves(self._observed(forward)) if isinstance(leaf, Tensor)]
+            pairs += zip(found, observed, strict=True)
         if self.draws_masks() or not pairs:
             return lambda: None
         tolerance = _TOLERANCE.get(pairs[0][1].dtype, 0.1)

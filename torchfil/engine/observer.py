@@ -34,9 +34,12 @@ class ForwardPass:
 
     @property
     def output_gradients(self) -> Any:
-        """∂loss/∂outputs in the outputs' structure; zero where backward did not reach."""
+        """∂loss/∂outputs in the outputs' structure; zero where backward did not reach, None where no tensor stands."""
         leaves, structure = pytree.tree_flatten(self.outputs)
-        filled = [self.gradients.get(k, torch.zeros_like(leaf)) for k, leaf in enumerate(leaves)]
+        filled = [
+            self.gradients.get(k, torch.zeros_like(leaf) if isinstance(leaf, Tensor) else None)
+            for k, leaf in enumerate(leaves)
+        ]
         return pytree.tree_unflatten(filled, structure)
 
 
