@@ -81,9 +81,8 @@ def _paper(model: Model, device: str, rows: dict[str, dict[str, Any]], *, quick:
     if unit is not None:
         fifty = unit + PAPER_COORDINATES * cost
         result |= {"fifty_seconds": fifty, "fifty_ratio": fifty / unit}
-    states = {"initial weights": 0} | ({"after 300 plain steps": 300} if model.learnable else {})
     result["states"] = {}
-    for state, steps in states.items():
+    for state, steps in model.states.items():
         found = attempt(lambda steps=steps: spreads(model, device, **sizes, train_steps=steps))  # type: ignore[misc]
         for count, estimate in found.get("estimates", {}).items():
             estimate |= _at_equal_error(estimate["coordinates"] * cost, rows, count)

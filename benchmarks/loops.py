@@ -47,6 +47,11 @@ class Model:
     heavy: bool = False
     learnable: bool = False
 
+    @property
+    def states(self) -> dict[str, int]:
+        """The plain steps before weights are looked at, by what the tables call it."""
+        return {"initial weights": 0} | ({"after 300 plain steps": 300} if self.learnable else {})
+
     def batch(self, device: str) -> int:
         """The expected batch on that device."""
         return self.cuda_batch if device.startswith("cuda") else self.cpu_batch

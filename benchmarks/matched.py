@@ -29,6 +29,8 @@ def matching_probes(r_coordinate: float, r_three_probes: float, d: int) -> tuple
         >>> round(error, 3), probes
         (0.099, 4)
     """
+    if d <= PAPER_COORDINATES:
+        raise ValueError(f"{PAPER_COORDINATES} coordinates of {d} are exact: no number of probes matches them")
     error = r_coordinate * math.sqrt(1 / PAPER_COORDINATES - 1 / d)
     return error, max(2, math.ceil(3 * (r_three_probes / error) ** 2))
 
@@ -42,7 +44,7 @@ def matched(name: str, device: str, *, quick: bool = False) -> dict[str, Any]:
     coordinate = coordinate_cost(model, device, examples, repeats=1 if quick else 5)["coordinate_seconds"]
     assert coordinate is not None
     states: dict[str, Any] = {}
-    for state, steps in ({"initial weights": 0} | ({"after 300 plain steps": 300} if model.learnable else {})).items():
+    for state, steps in model.states.items():
         shown = 2 if quick else 8 if small else 16
         found = spreads(
             model,

@@ -12,8 +12,8 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import __main__ as command
-from benchmarks import comparison, loops, measuring, paper
-from benchmarks.tables import number
+from benchmarks import comparison, loops, matched, measuring, paper
+from benchmarks.tables import number, page
 from torchfil.fisher.operator import ClippedJacobian
 
 
@@ -41,6 +41,42 @@ def test_spreads_match_what_they_are_of() -> None:
         want = (found["coordinate_relative_std"] / estimate["relative_std"]) ** 2
         assert estimate["coordinates"] == pytest.approx(min(max(want, 1), 9))
     assert found["estimates"]["3"]["relative_std"] < found["estimates"]["1"]["relative_std"]
+
+
+def test_matching_probes_have_the_error_of_fifty_coordinates() -> None:
+    """Both by drawing again and again: columns without replacement, and squares of Gaussians for the probes."""
+    generator, d, repeats = torch.Generator().manual_seed(0), 200, 20_000
+    columns = torch.rand(d, generator=generator, dtype=torch.float64).square()
+    r_column, r_three = float(columns.std(correction=0) / columns.mean()), 0.3
+    error, probes = matched.matching_probes(r_column, r_three, d)
+    chosen = torch.rand(repeats, d, generator=generator).argsort(dim=1)[:, : paper.PAPER_COORDINATES]
+    means = columns[chosen].mean(dim=1)
+    assert float(means.std() / means.mean()) == pytest.approx(error, rel=0.03)
+    spread = r_three * 3**0.5  # of one probe
+    drawn = 1 + spread * torch.randn(repeats, probes, generator=generator, dtype=torch.float64)
+    assert float(drawn.mean(dim=1).std()) < 1.02 * error < float(drawn[:, 1:].mean(dim=1).std()) * 1.05
+    with pytest.raises(ValueError, match="are exact"):
+        matched.matching_probes(0.5, 0.1, 50)
+
+
+def test_the_matched_steps_are_put_together_from_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 10))
+
+    monkeypatch.setattr(matched, "MODELS", {"tiny": loops.Model("tiny", build, loops.random_images(1, 8), 8, 8)})
+    monkeypatch.setattr(matched, "coordinate_cost", lambda *_, **__: {"coordinate_seconds": 0.5})
+    (state,) = matched.matched("tiny", "cpu", quick=True)["states"].values()
+    assert state["probes"] >= 2
+    assert state["paper_seconds"] == pytest.approx(state["opacus_seconds"] + 25)
+    assert state["plain_slower"] == pytest.approx(state["paper_seconds"] / state["plain_seconds"])
+    assert "matched" in command.SECTIONS
+    assert f"({state['probes']})" in page(
+        {
+            "machine": command.machine("cpu"),
+            "quick": True,
+            "matched": {"tiny": {"title": "t", "batch": 8, "states": {"s": state}}},
+        }
+    )
 
 
 def test_a_call_that_fails_leaves_its_reason_and_the_others_go_on() -> None:

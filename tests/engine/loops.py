@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cases import DEVICE
+from cases import DEVICE, relative_error
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchfil import FILPrivacyEngine
+from torchfil import FILPrivacyEngine, Private, zoo
 from torchfil.fisher import reference
 
 SIGMA, C = 0.9, 0.8
@@ -99,6 +99,34 @@ def train(
             ) as batches:
                 one_pass(batches)
     return run
+
+
+def assert_same_run(
+    one: tuple[FILPrivacyEngine, nn.Module], other: tuple[FILPrivacyEngine, nn.Module], tolerance: float
+) -> None:
+    """Weights, ledger, ε and individual ε are the same within the tolerance; what counts is equal."""
+    for ours, theirs in zip(one[1].parameters(), other[1].parameters(), strict=True):
+        assert relative_error(ours.detach(), theirs.detach()) < tolerance
+    ledgers = [engine._current.ledger for engine, _ in (one, other)]
+    found, expected = (ledger.sums for ledger in ledgers if ledger is not None)
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        if value.is_floating_point():
+            scale = float(value.abs().max())
+            assert torch.allclose(found[name], value, rtol=tolerance, atol=tolerance * scale), name
+        else:
+            assert torch.equal(found[name], value), name
+    assert one[0].get_epsilon(1e-5) == other[0].get_epsilon(1e-5)
+    individual = [engine.get_individual_epsilon(delta=1e-5).value for engine, _ in (one, other)]
+    assert torch.allclose(*individual)
+
+
+def tokens() -> tuple[nn.Module, TensorDataset, Private]:
+    """A small transformer, twelve texts, and what is private of them."""
+    torch.manual_seed(0)
+    module = zoo.token_transformer(3, 20, 6, width=8, depth=1, heads=2).double()
+    dataset = TensorDataset(torch.randint(20, (12, 6)), torch.randint(3, (12,)))
+    return module, dataset, Private(submodule="embedding")
 
 
 def truth(

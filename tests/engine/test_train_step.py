@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, relative_error
-from loops import SIGMA, C, data, loader, network
+from cases import DEVICE
+from loops import SIGMA, C, assert_same_run, data, loader, network, tokens
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from torchfil import FILPrivacyEngine, Private, zoo
+from torchfil import FILPrivacyEngine, zoo
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -48,19 +48,8 @@ def trained(
 def compare(dataset: Any, module: nn.Module, tolerance: float = 1e-6, **options: Any) -> FILPrivacyEngine:
     loop, loop_module, loop_losses = trained(False, dataset, module, **options)
     fused, fused_module, fused_losses = trained(True, dataset, module, **options)
-    for one, other in zip(fused_module.parameters(), loop_module.parameters(), strict=True):
-        assert relative_error(one.detach(), other.detach()) < tolerance
+    assert_same_run((fused, fused_module), (loop, loop_module), tolerance)
     assert torch.allclose(fused_losses, loop_losses, rtol=tolerance, atol=tolerance, equal_nan=True)
-    ledgers = fused._current.ledger.sums, loop._current.ledger.sums
-    assert set(ledgers[0]) == set(ledgers[1])
-    for name, value in ledgers[1].items():
-        if value.is_floating_point():
-            scale = float(value.abs().max())
-            assert torch.allclose(ledgers[0][name], value, rtol=tolerance, atol=tolerance * scale), name
-        else:
-            assert torch.equal(ledgers[0][name], value), name
-    assert fused.get_epsilon(1e-5) == loop.get_epsilon(1e-5)
-    assert torch.allclose(fused.get_individual_epsilon(delta=1e-5).value, loop.get_individual_epsilon(delta=1e-5).value)
     return fused
 
 
@@ -116,10 +105,8 @@ def test_networks(model: Any) -> None:
 
 
 def test_tokens() -> None:
-    torch.manual_seed(0)
-    module = zoo.token_transformer(3, 20, 6, width=8, depth=1, heads=2).double()
-    dataset = TensorDataset(torch.randint(20, (12, 6)), torch.randint(3, (12,)))
-    compare(dataset, module, steps=3, batch_size=4, private=Private(submodule="embedding"))
+    module, dataset, private = tokens()
+    compare(dataset, module, steps=3, batch_size=4, private=private)
 
 
 def test_frozen_layers_and_models_that_one_pass_does_not_fit() -> None:

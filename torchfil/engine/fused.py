@@ -20,7 +20,7 @@ from torchfil.fisher.ghost import GhostJacobian
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.graphs import CapturedPass, signature
 
-__all__ = ["FusedPass", "FusedResult", "Wanted"]
+__all__ = ["FusedPass", "FusedResult", "Wanted", "joined"]
 
 logger = logging.getLogger(__name__)
 
@@ -119,17 +119,7 @@ class FusedPass:
             assert isinstance(jacobian, GhostJacobian)
             draws = Draws(wanted.seeds, rows, len(batch.gradients), 1)
             parts.append(_result(batch, jacobian, wanted, draws, wanted.rate))
-        if len(parts) == 1:
-            return parts[0]
-        measured = [part.additions for part in parts if part.additions is not None]
-        return FusedResult(
-            torch.cat([part.losses for part in parts]),
-            torch.cat([part.norm for part in parts]),
-            torch.cat([part.clipped_norm for part in parts]),
-            {name: _sum_of([part.sums[name] for part in parts]) for name in parts[0].sums},
-            {name: torch.cat([part[name] for part in measured]) for name in measured[0]} if measured else None,
-            tuple(map(torch.cat, zip(*(part.output_gradients for part in parts), strict=True))),
-        )
+        return joined(parts)
 
     def _replay(self, batch: PrivateBatch, wanted: Wanted) -> FusedResult | None:
         gradients = batch.gradients
@@ -184,9 +174,19 @@ class FusedPass:
         return self._pool
 
 
-def _sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Their sum."""
-    return torch.stack(list(tensors)).sum(dim=0)
+def joined(parts: Sequence[FusedResult]) -> FusedResult:
+    """Several passes as one: their examples one after the other, their sums added."""
+    if len(parts) == 1:
+        return parts[0]
+    measured = [part.additions for part in parts if part.additions is not None]
+    return FusedResult(
+        torch.cat([part.losses for part in parts]),
+        torch.cat([part.norm for part in parts]),
+        torch.cat([part.clipped_norm for part in parts]),
+        {name: torch.stack([part.sums[name] for part in parts]).sum(dim=0) for name in parts[0].sums},
+        {name: torch.cat([part[name] for part in measured]) for name in measured[0]} if measured else None,
+        tuple(map(torch.cat, zip(*(part.output_gradients for part in parts), strict=True))),
+    )
 
 
 def _result(

@@ -64,6 +64,26 @@ class OnePassModule(AbstractGradSampleModule):
             outputs = self._module(*args, **kwargs)
         return self.hand_out(args, kwargs, outputs)
 
+    def refuse_unless_ready(self, backward_passes: int) -> None:
+        """Raise unless the backward passes since the last step ended at the outputs, and are as many as may be."""
+        if self.touched:
+            raise RuntimeError(
+                f"the loss reaches {', '.join(sorted(self.touched))} by another road than the model's output (a "
+                "penalty on the weights?). Opacus would drop that part of the gradient silently; use the optimizer's "
+                "weight_decay, which needs no privacy, and optimizer.zero_grad() before the next pass. This step was "
+                "not taken."
+            )
+        if not backward_passes:
+            raise RuntimeError(
+                "optimizer.step() without a backward pass through the outputs of the model that make_private returned "
+                "since the last step; call that model in training mode, and backward() on its loss"
+            )
+        if backward_passes > 1 and not self.accumulates:
+            raise ValueError(
+                f"{backward_passes} backward passes since the last step: Poisson sampling draws each batch by itself, "
+                "so that gradients must not be accumulated over several. Use BatchMemoryManager for large batches."
+            )
+
     def zero_grad(self, set_to_none: bool = False) -> None:
         """As in Opacus."""
         super().zero_grad(set_to_none)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.engine.epsilon import NormHistory
-from torchfil.engine.fused import FusedResult, Wanted
+from torchfil.engine.fused import FusedResult, Wanted, joined
 from torchfil.engine.loader import BatchTracker, FILDataLoader
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.measuring import Measurer
@@ -219,7 +219,8 @@ class Run:
         """The clipped sums over a physical batch for each parameter, and its backward passes; the batch is staged."""
         self._forget_thrown_away(optimizer)
         forwards = self.observer.finished()
-        self._refuse_other_roads(forwards)
+        assert isinstance(self.private_module, OnePassModule)
+        self.private_module.refuse_unless_ready(len(forwards))
         with self._restoring(self.generator.get_state()):
             sums = self._sums_of(optimizer, forwards)
         self.observer.forget_finished()
@@ -227,27 +228,6 @@ class Run:
             torch.zeros_like(p) if sums is None else sums[self._names[id(p)]].reshape(p.shape) for p in optimizer.params
         ]
         return found, len(forwards)
-
-    def _refuse_other_roads(self, forwards: list[ForwardPass]) -> None:
-        private = self.private_module
-        assert isinstance(private, OnePassModule)
-        if private.touched:
-            raise RuntimeError(
-                f"the loss reaches {', '.join(sorted(private.touched))} by another road than the model's output (a "
-                "penalty on the weights?). Opacus would drop that part of the gradient silently; use the optimizer's "
-                "weight_decay, which needs no privacy, and optimizer.zero_grad() before the next pass. This step was "
-                "not taken."
-            )
-        if not forwards:
-            raise RuntimeError(
-                "optimizer.step() without a backward pass through the outputs of the model that make_private returned "
-                "since the last step; call that model in training mode, and backward() on its loss"
-            )
-        if len(forwards) > 1 and not private.accumulates:
-            raise ValueError(
-                f"{len(forwards)} backward passes since the last step: Poisson sampling draws each batch by itself, so "
-                "that gradients must not be accumulated over several. Use BatchMemoryManager for large batches."
-            )
 
     def _sums_of(self, optimizer: OnePassOptimizer, forwards: list[ForwardPass]) -> dict[str, Tensor] | None:
         """The clipped sums over these passes by parameter name, None for no example; what they add is staged."""
@@ -276,18 +256,19 @@ class Run:
             self.measurer.check_coordinates(part.num_coordinates, ledger)
             step = self.measurer.summed(forward, part, loss, optimizer, self.pace, measured=measured)
             sums = step.sums if len(forwards) == 1 else {name: value.clone() for name, value in step.sums.items()}
-            steps.append(replace(step, sums=sums))
+            steps.append(replace(step, sums=sums))  # the next replay of a CUDA graph overwrites them
         self.measurer.confirmation(forwards, [step.output_gradients for step in steps], loss)()
         self.loss, self.ledger, self._measure_this_step = loss, ledger, measure_this_step
-        clipped = torch.cat([step.clipped_norm for step in steps])
-        added = [step.additions for step in steps if step.additions is not None]
-        joined = {name: torch.cat([part[name] for part in added]) for name in added[0]} if added else {}
-        contribution = Contribution(rows, clipped.square(), measured=not self.paused, **joined)
-        self._staged.append(_Staged(contribution, clipped / float(optimizer.max_grad_norm), frozenset(ids)))
-        totals = steps[0].sums
-        for step in steps[1:]:
-            totals = {name: total + step.sums[name] for name, total in totals.items()}
-        return totals
+        whole = joined(steps)
+        self._stage(ids, rows, whole)
+        return whole.sums
+
+    def _stage(self, ids: list[int], rows: Tensor, step: FusedResult) -> None:
+        contribution = Contribution(
+            rows, step.clipped_norm.square(), measured=not self.paused, **(step.additions or {})
+        )
+        ratio = step.clipped_norm / float(self.optimizer.max_grad_norm)
+        self._staged.append(_Staged(contribution, ratio, frozenset(ids)))
 
     def _is_measured(self) -> bool:
         """Whether chance chooses the present step."""
@@ -341,10 +322,8 @@ class Run:
         ids = self._ids([forward], count)
         rows = self._rows(ids)
         finite()
-        clipped = step.clipped_norm
-        contribution = Contribution(rows, clipped.square(), measured=not self.paused, **(step.additions or {}))
         self.ledger = ledger
-        self._staged.append(_Staged(contribution, clipped / float(optimizer.max_grad_norm), frozenset(ids)))
+        self._stage(ids, rows, step)
         return step
 
     def _plain_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Tensor:

@@ -23,7 +23,7 @@ __all__ = ["Convolutional", "convolve", "padded_input", "patches"]
 
 Convolutional = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
-_CHANNELS = 4
+_CHANNELS_TOGETHER = 4
 _MANY_CHANNELS = 8  # of the input: with fewer, torch's own way back is as fast on CPUs
 _Walk = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]  # size, stride, dilation, padding
 
@@ -75,7 +75,7 @@ class _Transposed(torch.autograd.Function):
 
 def _filled_up(x: Tensor) -> Tensor:
     """X, [a, channels, …], with channels of zeros behind its own, up to a multiple of four."""
-    missing = -x.shape[1] % _CHANNELS
+    missing = -x.shape[1] % _CHANNELS_TOGETHER
     return F.pad(x, (*[0] * (2 * (x.ndim - 2)), 0, missing)) if missing else x
 
 
@@ -104,16 +104,16 @@ def _by_phases(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geom
     Along an axis of stride s, the outputs at s·q + φ − padding are those of δ convolved with every s-th weight from the
     φ-th on: s convolutions side by side, whose outputs are laid between each other.
     """
-    (across, down), padding = geometry[0], geometry[1]
+    (step_y, step_x), padding = geometry[0], geometry[1]
     outputs, channels, height, width = weight.shape
-    rows, columns = height // across, width // down
-    phases = weight.reshape(outputs, channels, rows, across, columns, down).flip(2, 4).permute(1, 3, 5, 0, 2, 4)
+    rows, columns = height // step_y, width // step_x
+    phases = weight.reshape(outputs, channels, rows, step_y, columns, step_x).flip(2, 4).permute(1, 3, 5, 0, 2, 4)
     kernel = phases.reshape(-1, outputs, rows, columns)
-    if across == down == 1:
+    if step_y == step_x == 1:
         return F.conv2d(delta, kernel, padding=(rows - 1 - padding[0], columns - 1 - padding[1]))
     found = F.conv2d(delta, kernel, padding=(rows - 1, columns - 1))
-    found = found.reshape(len(delta), channels, across, down, *found.shape[2:]).permute(0, 1, 4, 2, 5, 3)
-    found = found.reshape(len(delta), channels, found.shape[2] * across, -1)
+    found = found.reshape(len(delta), channels, step_y, step_x, *found.shape[2:]).permute(0, 1, 4, 2, 5, 3)
+    found = found.reshape(len(delta), channels, found.shape[2] * step_y, -1)
     ends = [n + pad - m for n, pad, m in zip(shape[2:], padding, found.shape[2:], strict=True)]
     return F.pad(found, (-padding[1], ends[1], -padding[0], ends[0]))
 
