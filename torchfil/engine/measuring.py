@@ -285,13 +285,12 @@ class Measurer:
         pairs = [] if norms is None else [norms]
         for forward, found in looked_at:
             observed = [leaf for leaf in pytree.tree_leaves(self._observed(forward)) if isinstance(leaf, Tensor)]
-            pairs += zip(found, observed, strict=True)
+            pairs += [(a, b) for a, b in zip(found, observed, strict=True) if b.is_floating_point()]
         if self.draws_masks() or not pairs:
             return lambda: None
         tolerance = _TOLERANCE.get(pairs[0][1].dtype, 0.1)
-        compared = read_later(
-            torch.stack([torch.stack([(a - b).abs().max(), b.abs().max()]).double() for a, b in pairs])
-        )
+        extremes = [torch.stack([(a - b).abs().max(), b.abs().max()]).double() for a, b in pairs]
+        compared = read_later(torch.stack([part.to(extremes[0].device) for part in extremes]))
 
         def confirm() -> None:
             distances = compared().tolist()
