@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,14 +30,14 @@ pytestmark = pytest.mark.torch_versions
 MECHANISM = Mechanism.build(1.0, SIGMA, "gelu", PoissonAmplification(0.1))
 
 
-def everything(gradients: ExampleGradients, probes: Tensor) -> dict[str, Any]:
+def everything(gradients: ExampleGradients, probes: Tensor, at_once: int = 1) -> dict[str, Any]:
     """What a step asks for, by name."""
     jacobian = GhostJacobian(gradients, MECHANISM.clip, 1.0)
     return {
         "norm": jacobian.norm,
         "slope": jacobian.clipped_norm_gradient,
         "folded": jacobian.folded_row(MECHANISM, probes[0]),
-        "perpendicular": jacobian.perpendicular_rmatvec(probes[1]),
+        "perpendicular": torch.stack(list(jacobian.perpendicular_rows(probes[1:], at_once))),
         "sums": jacobian.clipped_sum(),
         "losses": jacobian.losses,
         "nothing": None,
@@ -47,9 +48,9 @@ def compare(
     before: ExampleGradients, after: ExampleGradients, backend: str = "eager", tolerance: float = 1e-10
 ) -> None:
     """Record with one set, run with the other, whose probes differ, too."""
-    size = (2, before.num_parameters)
+    size = (3, before.num_parameters)
     probes = [torch.randn(size, dtype=before.dtype, device=DEVICE) for _ in range(2)]
-    compiled = CompiledPass(everything, before, probes[0], backend=backend)
+    compiled = CompiledPass(partial(everything, at_once=2), before, probes[0], backend=backend)
     assert not being_traced()
     got, want = compiled(after, probes[1]), everything(after, probes[1])
     got_sums, want_sums = got.pop("sums"), want.pop("sums")
@@ -144,8 +145,8 @@ def test_a_pass_that_looks_at_values_is_refused() -> None:
 class _Pretended:
     """A captured pass that gives its size."""
 
-    def __init__(self, size: int, compiled: bool) -> None:
-        self.size, self.compiled = size, compiled
+    def __init__(self, size: int, compiled: bool = False, probes_at_once: int = 1) -> None:
+        self.size, self.compiled, self.probes_at_once = size, compiled, probes_at_once
 
     def replay(self, examples: Any, wanted: Wanted) -> Any:
         assert len(examples) <= self.size
@@ -159,17 +160,31 @@ class _Choosing(FusedPass):
         super().__init__(expected_batch, compiled=True)
         self.failing = failing
 
-    def _capture(self, batch: PrivateBatch, wanted: Wanted, size: int, *, compiled: bool = False) -> Any:
-        if compiled and self.failing:
+    def _capture(self, batch: PrivateBatch, wanted: Wanted, size: int, **how: Any) -> Any:
+        if how.get("compiled") and self.failing:
             raise CompilationError("no compiler")
-        return _Pretended(size, compiled)
+        return _Pretended(size, **how)
 
 
 def served(passes: FusedPass, gradients: ExampleGradients, count: int) -> tuple[int, bool]:
     """The size of the pass that so many examples are given to, and whether it is compiled."""
-    part = replace(gradients, examples=gradients.examples[slice(0, count)])
-    found: Any = passes._replay(PrivateBatch(part, MECHANISM), Wanted(("trace",), (1,)))
+    found = replayed(passes, gradients, count, probes=1, room=1000)
     return found.size, found.compiled
+
+
+def replayed(passes: FusedPass, gradients: ExampleGradients, count: int, probes: int, room: int) -> Any:
+    part = replace(gradients, examples=gradients.examples[slice(0, count)])
+    return passes._replay(PrivateBatch(part, MECHANISM), Wanted(("trace",), tuple(range(probes))), room)
+
+
+@pytest.mark.parametrize(("probes", "room", "at_once"), [(3, 1000, 3), (3, 128, 2), (3, 64, 1), (12, 1000, 8)])
+def test_memory_decides_how_many_probes_are_worked_at_together(probes: int, room: int, at_once: int) -> None:
+    """``room`` is for so many examples; the passes are over 64."""
+    passes, gradients = _Choosing(64), ExampleGradients.build(*build("mlp", 64).arguments)
+    found = [replayed(passes, gradients, 60, probes, room) for _ in range(16)]
+    assert {pretended.probes_at_once for pretended in found if not pretended.compiled} == {1}
+    assert found[-1].compiled
+    assert found[-1].probes_at_once == at_once
 
 
 def test_sizes_that_come_up_often_are_compiled_and_serve_rare_ones() -> None:

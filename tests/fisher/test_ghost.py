@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -57,11 +58,13 @@ def check(model: nn.Module, x: Tensor, *, supported: bool = True, loss_fn: Any =
     assert torch.allclose(got.gradient.reshape(slope.shape), slope, rtol=1e-8, atol=1e-10 * float(slope.abs().max()))
     mechanism = Mechanism.build(1.0, 0.7, "gelu", PoissonAmplification(0.1))
     ghost, mapped = (kind(gradients, mechanism.clip, 1.0) for kind in (GhostJacobian, ClippedJacobian))
-    for u in torch.randn(2, gradients.num_parameters, dtype=torch.float64, device=DEVICE):
-        pairs = [(ghost.folded_row(mechanism, u), mapped.folded_row(mechanism, u))]
-        pairs.append((ghost.perpendicular_rmatvec(u), mapped.perpendicular_rmatvec(u)))
-        for got_row, want in pairs:
-            assert torch.allclose(got_row, want, rtol=1e-8, atol=1e-10 * float(want.abs().max()))
+    probes = torch.randn(3, gradients.num_parameters, dtype=torch.float64, device=DEVICE)
+    pairs = [(ghost.folded_row(mechanism, u), mapped.folded_row(mechanism, u)) for u in probes[:2]]
+    for at_once in (1, 2):
+        pairs += zip(ghost.perpendicular_rows(probes, at_once), mapped.perpendicular_rows(probes), strict=True)
+    assert len(pairs) == 8
+    for got_row, want in pairs:
+        assert torch.allclose(got_row, want, rtol=1e-8, atol=1e-10 * float(want.abs().max()))
     mask = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64, device=DEVICE)
     summed = torch.cat([part.flatten() for part in ghost.clipped_sum(mask).values()])
     assert torch.allclose(summed, mask @ mapped.clipped_gradient, rtol=1e-9, atol=1e-12)
@@ -141,6 +144,47 @@ def test_layers_without_a_rule_are_named() -> None:
         model, nn.MSELoss(), torch.randn(3, 4, device=DEVICE), torch.zeros(3, 3).to(DEVICE)
     )
     assert plan(gradients).generic == ("1 (PReLU)", "2 (Scaled)")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on GPUs probes are worked at together in compiled passes only")
+@pytest.mark.parametrize("name", [*LAYERS, *CASES])
+def test_probes_are_worked_at_together(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No layer forces them apart."""
+    if name in CASES:
+        case = build(name, BATCH)
+        gradients = ExampleGradients.build(*case.arguments, case.private)
+    else:
+        make, shape = LAYERS[name]
+        model, x = Flat(make()).double(), torch.randn(BATCH, *shape, dtype=torch.float64)
+        gradients = ExampleGradients.build(model, nn.MSELoss(), x, torch.zeros_like(model(x)).detach())
+    jacobian = GhostJacobian(gradients, Mechanism.build(1.0, 0.7, "gelu").clip, 1.0)
+    probes = torch.randn(4, gradients.num_parameters, dtype=torch.float64)
+    with caplog.at_level("INFO"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        together = torch.stack(list(jacobian.perpendicular_rows(probes, 4)))
+    assert [record.message for record in caplog.records] == []
+    one_by_one = torch.stack(list(jacobian.perpendicular_rows(probes)))
+    assert torch.allclose(together, one_by_one, rtol=1e-9, atol=1e-11 * float(one_by_one.abs().max()))
+
+
+def test_probes_that_cannot_be_worked_at_together(caplog: pytest.LogCaptureFixture) -> None:
+    """A layer that no map knows is met by one probe after the other."""
+    case = build("mlp", BATCH)
+    gradients = ExampleGradients.build(*case.arguments, case.private)
+
+    class Stubborn(GhostJacobian):
+        def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
+            if torch._C._functorch.is_batchedtensor(u):
+                raise RuntimeError("not so")
+            return super().perpendicular_rmatvec(u)
+
+    clip = Mechanism.build(1.0, 0.7, "gelu").clip
+    probes = torch.randn(3, gradients.num_parameters, dtype=torch.float64, device=DEVICE)
+    with caplog.at_level("INFO"):
+        found = list(Stubborn(gradients, clip, 1.0).perpendicular_rows(probes, 3))
+    assert [record.message for record in caplog.records] == ["probes are worked at one by one: not so"]
+    for row, want in zip(found, GhostJacobian(gradients, clip, 1.0).perpendicular_rows(probes), strict=True):
+        assert torch.equal(row, want)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -28,6 +28,7 @@ _MOST_GRAPHS = 48
 _BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected batch
 _USES_BEFORE_COMPILING = 16
 _SHARE_BEFORE_COMPILING = 0.125  # of the batches so far
+_MOST_PROBES_AT_ONCE = 8  # of a compiled pass: without a compiler, the copies cost more than is won
 _FURTHER_PADDING = 1.25  # a compiled pass for up to so many times the size serves, too
 
 
@@ -109,9 +110,10 @@ class FusedPass:
         """One pass over the batch, at least one example, in chunks where ``max_memory`` asks for them."""
         found = batch.known
         assert found is not None
-        fits = len(batch.gradients) + self.bucket <= max(1, max_memory // max(1, found.bytes_per_example))
+        room = max(1, max_memory // max(1, found.bytes_per_example))
+        fits = len(batch.gradients) + self.bucket <= room
         if self.graphs and fits and batch.gradients.device.type == "cuda":
-            replayed = self._replay(batch, wanted)
+            replayed = self._replay(batch, wanted, room)
             if replayed is not None:
                 return replayed
         parts: list[FusedResult] = []
@@ -121,12 +123,12 @@ class FusedPass:
             parts.append(_result(batch, jacobian, wanted, draws, wanted.rate))
         return joined(parts)
 
-    def _replay(self, batch: PrivateBatch, wanted: Wanted) -> FusedResult | None:
+    def _replay(self, batch: PrivateBatch, wanted: Wanted, room: int) -> FusedResult | None:
         gradients = batch.gradients
         size = -(-len(gradients) // self.bucket) * self.bucket
         kind = (signature(gradients), wanted.kind, batch.mechanism)
         try:
-            captured = self._compiled_for(batch, wanted, kind, size) if self.compiled else None
+            captured = self._compiled_for(batch, wanted, kind, size, room) if self.compiled else None
             captured = captured or self._captured.get((kind, size)) or self._capture(batch, wanted, size)
             self._captured.pop((kind, captured.size), None)
             self._captured[kind, captured.size] = captured  # the latest stands last
@@ -141,7 +143,9 @@ class FusedPass:
             self._pool = None
             return None
 
-    def _compiled_for(self, batch: PrivateBatch, wanted: Wanted, kind: Hashable, size: int) -> _Captured | None:
+    def _compiled_for(
+        self, batch: PrivateBatch, wanted: Wanted, kind: Hashable, size: int, room: int
+    ) -> _Captured | None:
         """A compiled pass for so many examples, made now where it is worth it; None: there is none."""
         self._uses[kind, size] += 1
         known = self._captured.get((kind, size))
@@ -150,19 +154,25 @@ class FusedPass:
         uses = self._uses[kind, size]
         of_kind = sum(count for (its_kind, _), count in self._uses.items() if its_kind == kind)
         if uses >= _USES_BEFORE_COMPILING and uses >= _SHARE_BEFORE_COMPILING * of_kind:
-            return self._compile(batch, wanted, size)
+            return self._compile(batch, wanted, size, room)
         larger = [n for (its_kind, n), other in self._captured.items() if its_kind == kind and other.compiled]
         fitting = [n for n in larger if size <= n <= _FURTHER_PADDING * size]
         return self._captured[kind, min(fitting)] if fitting else None
 
-    def _capture(self, batch: PrivateBatch, wanted: Wanted, size: int, *, compiled: bool = False) -> _Captured:
+    def _capture(
+        self, batch: PrivateBatch, wanted: Wanted, size: int, *, compiled: bool = False, probes_at_once: int = 1
+    ) -> _Captured:
         warm_ups = 1 if self._captured else 3
-        return _Captured(batch, size, wanted, self._memory(), warm_ups, compiled=compiled)
+        return _Captured(
+            batch, size, wanted, self._memory(), warm_ups, compiled=compiled, probes_at_once=probes_at_once
+        )
 
-    def _compile(self, batch: PrivateBatch, wanted: Wanted, size: int) -> _Captured | None:
+    def _compile(self, batch: PrivateBatch, wanted: Wanted, size: int, room: int) -> _Captured | None:
+        """``room``: the examples whose pass the memory would hold."""
+        at_once = min(len(wanted.seeds), _MOST_PROBES_AT_ONCE, max(1, room // size))
         logger.info("compiling the pass over %d examples with %d probes", size, len(wanted.seeds))
         try:
-            return self._capture(batch, wanted, size, compiled=True)
+            return self._capture(batch, wanted, size, compiled=True, probes_at_once=at_once)
         except CompilationError as error:
             logger.warning("the step could not be compiled and goes on as it is: %s", error)
             self.compiled = False
@@ -216,13 +226,23 @@ class _Captured:
     Attributes:
         size: How many examples it takes.
         compiled: Whether it was compiled before it was captured.
+        probes_at_once: How many probes are worked at together.
     """
 
     def __init__(
-        self, batch: PrivateBatch, size: int, wanted: Wanted, pool: Any, warm_ups: int, *, compiled: bool = False
+        self,
+        batch: PrivateBatch,
+        size: int,
+        wanted: Wanted,
+        pool: Any,
+        warm_ups: int,
+        *,
+        compiled: bool = False,
+        probes_at_once: int = 1,
     ) -> None:
         gradients = batch.gradients
-        self.batch, self.wanted, self.size, self.compiled = batch, wanted, size, compiled
+        self.batch, self.wanted, self.size = batch, wanted, size
+        self.compiled, self.probes_at_once = compiled, probes_at_once
         device = gradients.device
         self.bits = tuple(torch.zeros(gradients.num_parameters, dtype=torch.int8, device=device) for _ in wanted.seeds)
         self.places = torch.arange(size, device=device)
@@ -247,7 +267,7 @@ class _Captured:
         mechanism = self.batch.mechanism
         jacobian = GhostJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
         probes = tuple(signs_of(bits, gradients.dtype) for bits in all_bits)
-        draws = GivenDraws(self.wanted.seeds, slice(0, self.size), self.size, 1, probes)
+        draws = GivenDraws(self.wanted.seeds, slice(0, self.size), self.size, 1, self.probes_at_once, probes)
         mask = (places < count).to(gradients.dtype)
         return vars(_result(replace(self.batch, gradients=gradients), jacobian, self.wanted, draws, rate, mask))
 

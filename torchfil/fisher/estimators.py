@@ -64,12 +64,14 @@ class Draws:
         rows: Which examples of the batch the present chunk holds.
         batch: The number of examples of the whole batch.
         columns_at_once: How many columns of J the exact estimator may hold.
+        probes_at_once: How many weight probes may be worked at together, where the Jacobian can.
     """
 
     seeds: tuple[int, ...]
     rows: slice
     batch: int
     columns_at_once: int
+    probes_at_once: int = 1
 
     @classmethod
     def seeds_from(cls, num_probes: int, generator: torch.Generator | None) -> tuple[int, ...]:
@@ -162,7 +164,7 @@ def weight_probes(
     probes = draws.signs(jacobian.gradients.num_parameters, like=like)
     if len(draws.seeds) == 1:
         return _probe_moments([jacobian.folded_row(mechanism, next(probes))], quantities, 1)
-    rows = (jacobian.perpendicular_rmatvec(u) for u in probes)
+    rows = jacobian.perpendicular_rows(probes, draws.probes_at_once)
     return _with_parallel_part(jacobian, mechanism, _probe_moments(rows, quantities, len(draws.seeds)))
 
 

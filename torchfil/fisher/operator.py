@@ -15,6 +15,7 @@ weigh the two parts differently) and every probe.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import torch
@@ -122,6 +123,10 @@ class ClippedJacobian:
         """φJᵀPu, [batch, d], for u of shape [p]; E[r rᵀ] = φ²JᵀPJ for u of ±1."""
         along = (self.unit_gradient * u).sum(dim=1)
         return self.scale[:, None] * (self.gradients.vjp(u) - along[:, None] * self.norm_gradient)
+
+    def perpendicular_rows(self, probes: Iterable[Tensor], at_once: int = 1) -> Iterator[Tensor]:
+        """φJᵀPu, [batch, d], of one u after the other; ``at_once`` may be computed together."""
+        return map(self.perpendicular_rmatvec, probes)
 
     def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
         """R = J̃ᵀM^{1/2}u/s, [batch, d], for u of shape [p]; E[r rᵀ] = I for u of ±1.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchfil.fisher.tracing import being_traced
 
-__all__ = ["convolution_precision", "kernels_for", "product", "product_precision", "products_in"]
+__all__ = ["convolution_precision", "kernels_for", "outer_product", "product", "product_precision", "products_in"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,3 +99,25 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         result: Tensor = _product_in(a, b, product_precision())
         return result
     return a @ b
+
+
+@torch.library.custom_op("torchfil::outer_product", mutates_args=())
+def _outer_product_in(a: Tensor, delta: Tensor, precision: str) -> tuple[Tensor, Tensor, Tensor]:
+    with products_in(precision):
+        total = a.mT @ delta
+        return total, delta @ total.mT, a @ total
+
+
+@_outer_product_in.register_fake
+def _(a: Tensor, delta: Tensor, precision: str) -> tuple[Tensor, Tensor, Tensor]:
+    total = a.mT @ delta
+    return total, delta @ total.mT, a @ total
+
+
+def outer_product(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """W = Σ_t a_t δ_tᵀ, and the derivatives of ‖W‖²/2 with respect to a and δ, as one operation of a trace.
+
+    A compiler lays operands out for each operation anew.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = _outer_product_in(a, delta, product_precision())
+    return result

@@ -21,11 +21,15 @@ __all__ = ["tanh"]
 class _Tanh(torch.autograd.Function):
     """X ↦ y."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x.tanh()
-        ctx.save_for_backward(y)
-        return y
+    def forward(x: Tensor) -> Tensor:
+        return x.tanh()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
@@ -37,10 +41,15 @@ class _Tanh(torch.autograd.Function):
 class _TanhPulled(torch.autograd.Function):
     """(γ, y) ↦ γ(1 − y²)."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, gamma: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(gamma, y)
+    def forward(gamma: Tensor, y: Tensor) -> Tensor:
         return torch.ops.aten.tanh_backward(gamma, y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     @once_differentiable

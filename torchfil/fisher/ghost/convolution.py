@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torchfil.fisher.ghost.accelerated import kernels_for
 from torchfil.fisher.tracing import being_traced
 
-__all__ = ["Convolutional", "convolve", "padded_input", "patches"]
+__all__ = ["Convolutional", "convolve", "convolve_back", "padded_input", "patches", "patches_by_position"]
 
 Convolutional = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
@@ -32,10 +32,8 @@ class _Convolution(torch.autograd.Function):
     """A ↦ W ∗ a (+ bias), for constant W."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
+    def forward(a: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
         stride, padding, dilation, groups = geometry
-        ctx.save_for_backward(weight)
-        ctx.geometry, ctx.shape = geometry, a.shape
         zeros = [0] * len(stride)
         if being_traced() and groups == 1:
             a, weight = _filled_up(a), _filled_up(weight)
@@ -43,19 +41,46 @@ class _Convolution(torch.autograd.Function):
         return result
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, weight, _, ctx.geometry = inputs
+        ctx.save_for_backward(weight)
+        ctx.shape = a.shape
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
         return _Transposed.apply(gradients[0], weight, ctx.shape, ctx.geometry), None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], a: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry
+    ) -> tuple[Tensor, int]:
+        """Many inputs are one large batch; many weights, for one input, are one with many channels."""
+        of_a, of_weight, of_bias, _ = in_dims
+        if of_weight is None and of_bias is None:
+            a = a.movedim(of_a, 0)
+            return _Convolution.apply(a.flatten(0, 1), weight, bias, geometry).unflatten(0, a.shape[:2]), 0
+        count = info.batch_size
+        outputs = weight.shape[0 if of_weight is None else int(of_weight == 0)]
+        weight = weight.movedim(of_weight, 0) if of_weight is not None else weight.expand(count, *weight.shape)
+        if bias is not None:
+            bias = bias.movedim(of_bias, 0) if of_bias is not None else bias.expand(count, -1)
+            bias = bias.flatten()
+        *rest, groups = geometry
+        if of_a is None and groups == 1:
+            found = _Convolution.apply(a, weight.flatten(0, 1), bias, geometry)
+            return found.unflatten(1, (count, outputs)), 1
+        a = a.movedim(of_a, 1) if of_a is not None else a[:, None].expand(-1, count, *a.shape[1:])
+        found = _Convolution.apply(a.flatten(1, 2), weight.flatten(0, 1), bias, (*rest, groups * count))
+        return found.unflatten(1, (count, outputs)), 1
 
 
 class _Transposed(torch.autograd.Function):
     """δ ↦ Wᵀ ∗ δ, the derivative of :class:`_Convolution`."""
 
     @staticmethod
-    def forward(ctx: Any, delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
+    def forward(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
         stride, padding, dilation, groups = geometry
-        ctx.save_for_backward(weight)
-        ctx.geometry = geometry
         if being_traced() and groups == 1:
             return _transposed(delta, weight, shape, geometry)
         if delta.device.type == "cpu" and _has_phases(weight, geometry):
@@ -68,9 +93,36 @@ class _Transposed(torch.autograd.Function):
         return result
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, weight, _, ctx.geometry = inputs
+        ctx.save_for_backward(weight)
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
         return _Convolution.apply(gradients[0], weight, None, ctx.geometry), None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry
+    ) -> tuple[Tensor, int]:
+        """As :meth:`_Convolution.vmap`, the other way round."""
+        of_delta, of_weight, *_ = in_dims
+        if of_weight is None:
+            delta = delta.movedim(of_delta, 0)
+            shape = torch.Size((len(delta) * shape[0], *shape[1:]))
+            return _Transposed.apply(delta.flatten(0, 1), weight, shape, geometry).unflatten(0, delta.shape[:2]), 0
+        weight = weight.movedim(of_weight, 0)
+        count, (*rest, groups) = len(weight), geometry
+        wide = torch.Size((shape[0], count * shape[1], *shape[2:]))
+        if of_delta is None and groups == 1:
+            weight = weight.transpose(0, 1).flatten(1, 2)  # [out, count·in, …]
+            return _Transposed.apply(delta, weight, wide, geometry).unflatten(1, (count, shape[1])), 1
+        delta = (
+            delta.movedim(of_delta, 1) if of_delta is not None else delta[:, None].expand(-1, count, *delta.shape[1:])
+        )
+        found = _Transposed.apply(delta.flatten(1, 2), weight.flatten(0, 1), wide, (*rest, groups * count))
+        return found.unflatten(1, (count, shape[1])), 1
 
 
 def _filled_up(x: Tensor) -> Tensor:
@@ -148,15 +200,60 @@ class _Patches(torch.autograd.Function):
 
 def _added_up(columns: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
     """``F.fold`` for stride 1, as a sum of shifted images, of which a compiler makes one kernel."""
-    (batch, channels, height, width), (size, _, dilation, padding) = shape, walk
-    rows, across = (n + 2 * padding[k] - dilation[k] * (size[k] - 1) for k, n in enumerate((height, width)))
-    taps = columns.reshape(batch, channels, *size, rows, across)
-    total = columns.new_zeros(shape)
+    (batch, channels, _, _), (size, _, _, _) = shape, walk
+    return _shifted_sum(
+        columns.reshape(batch, channels, *size, *_positions(shape, walk)).permute(0, 2, 3, 1, 4, 5), shape, walk
+    )
+
+
+def _positions(shape: torch.Size, walk: _Walk) -> tuple[int, ...]:
+    """How many positions there are along both axes."""
+    size, stride, dilation, padding = walk
+    return tuple(
+        (n + 2 * padding[k] - dilation[k] * (size[k] - 1) - 1) // stride[k] + 1 for k, n in enumerate(shape[2:])
+    )
+
+
+def _shifted_sum(taps: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
+    """For stride 1, from what lies at each tap, [batch, rows, columns of the kernel, channels, *positions]."""
+    (size, _, dilation, padding), (height, width), (rows, across) = walk, shape[2:], _positions(shape, walk)
+    total = taps.new_zeros(shape)
     for i in range(size[0]):
         for j in range(size[1]):
             top, left = i * dilation[0] - padding[0], j * dilation[1] - padding[1]
-            total = total + F.pad(taps[:, :, i, j], (left, width - across - left, top, height - rows - top))
+            total = total + F.pad(taps[:, i, j], (left, width - across - left, top, height - rows - top))
     return total
+
+
+class _PatchesByPosition(torch.autograd.Function):
+    """A ↦ its patches, [batch, positions, kernel·channels]: channels last, as a compiler lays images out."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, walk: _Walk) -> Tensor:
+        ctx.walk, ctx.shape = walk, a.shape
+        size, stride, dilation, padding = walk
+        view = F.pad(a, (padding[1], padding[1], padding[0], padding[0])).permute(0, 2, 3, 1)
+        for axis in (0, 1):
+            view = view.unfold(1 + axis, dilation[axis] * (size[axis] - 1) + 1, stride[axis])[..., :: dilation[axis]]
+        return view.permute(0, 1, 2, 4, 5, 3).reshape(len(a), view.shape[1] * view.shape[2], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        size, stride, dilation, padding = ctx.walk
+        taps = gradients[0].reshape(len(gradients[0]), *_positions(ctx.shape, ctx.walk), *size, ctx.shape[1])
+        if stride == (1, 1):
+            return _shifted_sum(taps.permute(0, 3, 4, 5, 1, 2), ctx.shape, ctx.walk), None
+        columns = taps.permute(0, 5, 3, 4, 1, 2).reshape(len(taps), ctx.shape[1] * size[0] * size[1], -1)
+        return F.fold(columns, ctx.shape[2:], size, dilation, padding, stride), None
+
+
+def patches_by_position(module: nn.Conv2d, a: Tensor) -> Tensor:
+    """The input's patches, [batch, positions, kernel·channels]; differentiable once."""
+    simple = _pads_with_zeros(module)
+    a, padding = (a, module.padding) if simple else (padded_input(module, a), (0, 0))
+    result: Tensor = _PatchesByPosition.apply(a, (module.kernel_size, module.stride, module.dilation, padding))
+    return result
 
 
 def patches(module: nn.Conv2d, a: Tensor) -> Tensor:
@@ -181,10 +278,27 @@ def padded_input(module: Convolutional, a: Tensor) -> Tensor:
 
 def convolve(module: Convolutional, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What the module makes of inputs [batch, channels, …] with these weights, taken as constants."""
-    zeros = (0,) * len(module.kernel_size)
-    simple = _pads_with_zeros(module)
-    padding = tuple(module.padding) if simple else zeros
-    a = a if simple else padded_input(module, a)
+    padding = _own_padding(module)
+    a = a if _pads_with_zeros(module) else padded_input(module, a)
     geometry = (tuple(module.stride), padding, tuple(module.dilation), module.groups)
     result: Tensor = _Convolution.apply(a, weight, bias, geometry)
     return result
+
+
+def convolve_back(module: Convolutional, delta: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+    """The derivative of ⟨δ, :func:`convolve` (a)⟩ with respect to a."""
+    geometry = (tuple(module.stride), _own_padding(module), tuple(module.dilation), module.groups)
+    if _pads_with_zeros(module):
+        result: Tensor = _Transposed.apply(delta, weight, a.shape, geometry)
+        return result
+    with torch.enable_grad():
+        padded = padded_input(module, a)
+    (result,) = torch.autograd.grad(padded, a, _Transposed.apply(delta, weight, padded.shape, geometry))
+    return result
+
+
+def _own_padding(module: Convolutional) -> tuple[int, ...]:
+    """What is left for the convolution to pad."""
+    if isinstance(module.padding, str) or module.padding_mode != "zeros":
+        return (0,) * len(module.kernel_size)
+    return tuple(module.padding)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from torchfil.fisher.ghost.norms import inner_products, squared_norms, weighted_sum
 from torchfil.fisher.ghost.recording import CutRecording, Recording, cut, record
@@ -15,6 +17,8 @@ from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian, safe_reciprocal
 
 __all__ = ["GhostJacobian"]
+
+logger = logging.getLogger(__name__)
 
 
 class GhostJacobian(ClippedJacobian):
@@ -59,6 +63,21 @@ class GhostJacobian(ClippedJacobian):
         products, cotangents = self._products(u, self.scale)
         along = self.scale * products * safe_reciprocal(self.norm)
         return self._pulled_back(cotangents) - along[:, None] * self.norm_gradient
+
+    def perpendicular_rows(self, probes: Iterable[Tensor], at_once: int = 1) -> Iterator[Tensor]:
+        """As in :class:`ClippedJacobian`; those of ``at_once`` probes by the same, larger operations."""
+        if at_once == 1:
+            yield from super().perpendicular_rows(probes)
+            return
+        given = torch.stack(list(probes))
+        _ = self.scale, self.norm_gradient  # the same for all, so not inside the map
+        for part in given.tensor_split(-(-len(given) // at_once)):
+            try:
+                rows: Iterable[Tensor] = vmap(self.perpendicular_rmatvec)(part)
+            except RuntimeError as error:
+                logger.info("probes are worked at one by one: %s", error)
+                rows = super().perpendicular_rows(part)
+            yield from rows
 
     def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
         r"""R = J̃ᵀM^{1/2}u/s, [batch, d], for u of shape [p]; E[r rᵀ] = I: one derivative for everything.

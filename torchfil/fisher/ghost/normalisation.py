@@ -41,14 +41,16 @@ class _GroupNorm(torch.autograd.Function):
 class _GroupPulled(torch.autograd.Function):
     """(γ, x) ↦ P(v) for v = γ·weight."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(
-        ctx: Any, gamma: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
-    ) -> Tensor:
-        result = _pulled_by_group(gamma, x, mean, scale, weight, groups)
-        ctx.save_for_backward(gamma, x, mean, scale, weight, result)
-        ctx.groups = groups
-        return result
+    def forward(gamma: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int) -> Tensor:
+        return _pulled_by_group(gamma, x, mean, scale, weight, groups)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.groups = inputs
+        ctx.save_for_backward(*tensors, output)
 
     @staticmethod
     @once_differentiable
@@ -76,9 +78,8 @@ class _GroupPulled(torch.autograd.Function):
         both = _dot(gamma.reshape(rows), to_gamma.reshape(rows)) * scale.square() / size
         from_v, from_w = -scale * along(w, None), -scale * along(gamma, weight)
         to_x = pulled_v.reshape(rows) * from_v[:, :, None]
-        to_x.addcmul_(pulled_w.reshape(rows), from_w[:, :, None])
-        to_x.addcmul_(x.reshape(rows), both[:, :, None], value=-1)
-        to_x.add_((both * mean)[:, :, None])
+        to_x = torch.addcmul(to_x, pulled_w.reshape(rows), from_w[:, :, None])
+        to_x = torch.addcmul(to_x, x.reshape(rows), both[:, :, None], value=-1).add_((both * mean)[:, :, None])
         return to_gamma, to_x.reshape(x.shape), None, None, None, None
 
 
@@ -143,17 +144,23 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         x, x_hat, scale = ctx.saved_tensors
-        return _LayerPulled.apply(gradients[0], x, x_hat.detach(), scale), None
+        return _LayerPulled.apply(gradients[0], x, x_hat.detach(), scale)[0], None
 
 
 class _LayerPulled(torch.autograd.Function):
-    """(v, x) ↦ P(v), with x̂ and s of x at hand."""
+    """(v, x) ↦ P(v), with x̂ and s of x at hand, and m(v x̂)."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, x: Tensor, x_hat: Tensor, scale: Tensor) -> Tensor:
-        result, along = _pulled(v, x_hat, scale)
-        ctx.save_for_backward(v, x_hat, scale, result, along)
-        return result
+    def forward(v: Tensor, x: Tensor, x_hat: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return _pulled(v, x_hat, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        v, _, x_hat, scale = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(v, x_hat, scale, *output)
 
     @staticmethod
     @once_differentiable
@@ -163,14 +170,14 @@ class _LayerPulled(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return pulled_w, None, None, None
         both = _dot(v, pulled_w).unsqueeze(-1) / x_hat.shape[-1]
-        to_x = (pulled_v * along_w).addcmul_(pulled_w, along_v).addcmul_(x_hat, both).mul_(-scale)
+        to_x = torch.addcmul(torch.addcmul(pulled_v * along_w, pulled_w, along_v), x_hat, both).mul_(-scale)
         return pulled_w, to_x, None, None
 
 
 def _pulled(v: Tensor, x_hat: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """P(v) and m(v x̂)."""
     along = _dot(v, x_hat).unsqueeze(-1) / v.shape[-1]
-    return (v - v.mean(-1, keepdim=True)).addcmul_(x_hat, along, value=-1).mul_(scale), along
+    return torch.addcmul(v - v.mean(-1, keepdim=True), x_hat, along, value=-1).mul_(scale), along
 
 
 def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:

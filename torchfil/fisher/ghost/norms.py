@@ -20,7 +20,7 @@ from torchfil.fisher.ghost.recording import (
     holders,
     record,
 )
-from torchfil.fisher.ghost.rules import GenericRule, OuterProductRule, rule_for, total_square
+from torchfil.fisher.ghost.rules import GenericRule, rule_for, total_square
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 
 __all__ = ["Held", "NormGradient", "Plan", "inner_products", "norm_gradient", "plan", "squared_norms", "weighted_sum"]
@@ -125,23 +125,16 @@ def inner_products(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """⟨g, u⟩ of every example, [batch], for u by the model's parameter names, and its derivative at the cut's leaves.
 
-    The derivative is that of Σ_i weight_i⟨g_i, u⟩; in closed form where the rule has one, by autograd elsewhere.
+    The derivative is that of Σ_i weight_i⟨g_i, u⟩.
     """
-    closed: list[tuple[OuterProductRule, Call, dict[str, Tensor]]] = []
-    parts: list[Callable[[], Tensor]] = []
+    total = torch.zeros_like(attached.recording.losses)
+    cotangents: list[Tensor | None] = [None] * len(attached.leaves)
     for call in attached.recording.calls:
         part = {local: direction[name] for local, name in call.shared_names.items()}
-        rule = rule_for(call.module)
-        if isinstance(rule, OuterProductRule):
-            closed.append((rule, call, part))
-        else:
-            parts.append(partial(rule.inner, call, part))
-    total, cotangents = attached.differentiated(parts, weight)
-    for rule, call, part in closed:
-        value, to_input, to_delta = rule.inner_derivatives(call, part, weight)
+        value, derivatives = rule_for(call.module).inner(call, part, weight)
         total = total + value
-        attached.put(cotangents, call.input, to_input)
-        attached.put(cotangents, call.delta, to_delta)
+        for leaf, derivative in derivatives:
+            attached.put(cotangents, leaf, derivative)
     return total, cotangents
 
 

@@ -26,8 +26,7 @@ class _Pool(torch.autograd.Function):
     """X ↦ means over windows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, windows: _Windows) -> Tensor:
-        ctx.shape, ctx.windows = x.shape, windows
+    def forward(x: Tensor, windows: _Windows) -> Tensor:
         kernels = _kernels(x, windows)
         if kernels is not None:
             pooled: Tensor = kernels.pool(x.contiguous(), *zip(*windows, strict=True))
@@ -40,6 +39,16 @@ class _Pool(torch.autograd.Function):
         return x / prod(size for size, _ in windows)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _Windows], output: Tensor) -> None:
+        ctx.shape, ctx.windows = inputs[0].shape, inputs[1]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, windows: _Windows) -> tuple[Tensor, int]:
+        """Many inputs are one large batch."""
+        x = x.movedim(in_dims[0], 0)
+        return _Pool.apply(x.flatten(0, 1), windows).unflatten(0, x.shape[:2]), 0
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _Spread.apply(gradients[0], ctx.shape, ctx.windows), None
 
@@ -48,8 +57,7 @@ class _Spread(torch.autograd.Function):
     """The transposed map: every window's value, divided by the window's size, added where it came from."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, shape: torch.Size, windows: _Windows) -> Tensor:
-        ctx.windows = windows
+    def forward(value: Tensor, shape: torch.Size, windows: _Windows) -> Tensor:
         kernels = _kernels(value, windows)
         if kernels is not None:
             spread: Tensor = kernels.spread(value.contiguous(), shape, *zip(*windows, strict=True))
@@ -62,6 +70,19 @@ class _Spread(torch.autograd.Function):
                 _shifted(wide, axis, i, size, stride).add_(value)
             value = wide
         return value.div_(prod(size for size, _ in windows))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, torch.Size, _Windows], output: Tensor) -> None:
+        ctx.windows = inputs[2]
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None], value: Tensor, shape: torch.Size, windows: _Windows
+    ) -> tuple[Tensor, int]:
+        """Many values are one large batch."""
+        value = value.movedim(in_dims[0], 0)
+        wide = torch.Size((len(value) * shape[0], *shape[1:]))
+        return _Spread.apply(value.flatten(0, 1), wide, windows).unflatten(0, value.shape[:2]), 0
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

@@ -72,6 +72,12 @@ class Call:
             raise UnsupportedCallError(f"{self.name}: its input does not run over the examples first")
         return value
 
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """Its inputs and δ, where derivatives with respect to them can be taken."""
+        values = pytree.tree_leaves((self.args, dict(self.kwargs), self.delta))
+        return tuple(value for value in values if isinstance(value, Tensor) and value.requires_grad)
+
 
 @dataclass(frozen=True)
 class Recording:

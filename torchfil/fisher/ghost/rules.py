@@ -15,16 +15,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from torchfil.fisher.ghost.accelerated import convolution_precision, product, product_precision, products_in
-from torchfil.fisher.ghost.convolution import padded_input, patches
+from torchfil.fisher.ghost.accelerated import (
+    convolution_precision,
+    outer_product,
+    product,
+    product_precision,
+    products_in,
+)
+from torchfil.fisher.ghost.convolution import convolve_back, padded_input, patches, patches_by_position
 from torchfil.fisher.ghost.normalisation import normalised_sums
 from torchfil.fisher.ghost.recording import Call, UnsupportedCallError
 from torchfil.fisher.ghost.substitutes import with_substitutes
+from torchfil.fisher.tracing import being_traced
 
-__all__ = ["LayerRule", "register_rule", "rule_for"]
+__all__ = ["Derivatives", "LayerRule", "register_rule", "rule_for"]
+
+Derivatives = list[tuple[Tensor, Tensor]]  # with respect to what, and the derivative
 
 
 class LayerRule:
@@ -38,15 +48,38 @@ class LayerRule:
         """Σ over the call's parameters of ‖gradient‖², [batch]."""
         return total_square(self.gradients(call).values(), call.delta)
 
-    def inner(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
-        """Σ over the call's parameters of ⟨gradient, direction⟩, [batch], for directions of the parameters' shapes."""
-        products = [(g * direction[name]).flatten(1).sum(dim=1) for name, g in self.gradients(call).items()]
-        return torch.stack(products).sum(dim=0)
+    def inner(self, call: Call, direction: Mapping[str, Tensor], weight: Tensor) -> tuple[Tensor, Derivatives]:
+        """⟨gradient, u⟩, [batch], and the derivatives of Σ_i weight_i⟨gradient_i, u⟩ at the call's inputs and δ.
+
+        Every operation that u goes into is linear in it, and none is recorded: it may be mapped over many u.
+
+        Args:
+            call: The call.
+            direction: U, of the parameters' shapes.
+            weight: [batch].
+        """
+        with torch.enable_grad():
+            gradients = self.gradients(call)
+        value = weight.new_zeros(len(weight))
+        cotangents = []
+        for name, gradient in gradients.items():
+            value = value + (gradient.detach() * direction[name]).flatten(1).sum(dim=1)
+            cotangents.append(_per_example(weight, gradient) * direction[name])
+        leaves = call.leaves
+        if not leaves:
+            return value, []
+        found = torch.autograd.grad(tuple(gradients.values()), leaves, cotangents, retain_graph=True, allow_unused=True)
+        return value, [(leaf, part) for leaf, part in zip(leaves, found, strict=True) if part is not None]
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """Σ_i weight_i · gradient_i by local parameter name, for weights [batch]; not differentiable."""
         with torch.no_grad():
             return {name: torch.einsum("i,i...", weight, g) for name, g in self.gradients(call).items()}
+
+
+def _per_example(weight: Tensor, like: Tensor) -> Tensor:
+    """Weights [batch] in the shape [batch, 1, …]."""
+    return weight.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def total_square(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
@@ -113,40 +146,58 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return result
 
 
+class _OuterSquare(torch.autograd.Function):
+    """‖Σ_t a_t δ_tᵀ‖² over groups, [batch], in the form for traces."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, delta: Tensor) -> Tensor:
+        total, to_a, to_delta = outer_product(a, delta)
+        ctx.save_for_backward(to_a, to_delta)
+        return total.square().sum(dim=(1, 2, 3))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        to_a, to_delta = ctx.saved_tensors
+        twice = 2 * gradients[0][:, None, None, None]
+        return twice * to_a, twice * to_delta
+
+
 class LinearInWeightsRule(LayerRule):
-    """Layers whose output is linear in their parameters together: ⟨g, u⟩ = ⟨δ, layer(a; weights := u)⟩."""
+    """Layers whose output is linear in their parameters together: ⟨g, u⟩ = ⟨δ, layer(a; weights := u)⟩.
 
-    def inner(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
+    Attributes:
+        channels: Which dimension of the output the channels lie in.
+    """
+
+    channels = -1
+
+    def inner(self, call: Call, direction: Mapping[str, Tensor], weight: Tensor) -> tuple[Tensor, Derivatives]:
+        """As in :class:`LayerRule`, by the layer with u as its weights, and its way back from weighted δ."""
         frozen = {name: torch.zeros_like(value) for name, value in call.constants.items()}
-        output = functional_call(call.module, {**direction, **frozen}, call.args, dict(call.kwargs))
-        return (self.visible(call) * output).flatten(1).sum(dim=1)
+        each, delta = _per_example(weight, call.delta), call.delta.detach()
+        with torch.no_grad(), with_substitutes(call.module):
+            output = functional_call(call.module, {**direction, **frozen}, call.args, dict(call.kwargs))
+            output = self.visible(call, output)
+        derivatives = [(call.delta, each * output)] if call.delta.requires_grad else []
+        if call.input.requires_grad:
+            if call.memo.get("weight of delta") is not weight:  # mostly the same for every u
+                call.memo["weight of delta"], call.memo["weighted delta"] = weight, each * delta
+            derivatives.append((call.input, self.way_back(call, direction, call.memo["weighted delta"])))
+        by_position = (delta * output).sum(dim=self.channels)  # a compiler's reductions follow the memory this way
+        return by_position.reshape(len(delta), -1).sum(dim=1), derivatives
 
-    def visible(self, call: Call) -> Tensor:
-        """δ, 0 where the parameters do not see it."""
-        return call.delta
+    def visible(self, call: Call, output: Tensor) -> Tensor:
+        """The output, 0 where the parameters get no gradient."""
+        return output
+
+    def way_back(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
+        """The derivative of ⟨δ, layer(a; weights := u)⟩ with respect to a."""
+        raise NotImplementedError
 
 
 class OuterProductRule(LinearInWeightsRule):
     """A weight met as Σ_t δ_t a_tᵀ, and a bias as Σ_t δ_t, in groups; subclasses lay a and δ out."""
-
-    def inner_derivatives(
-        self, call: Call, direction: Mapping[str, Tensor], weight: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """⟨g, u⟩, [batch], and the derivatives of Σ_i weight_i⟨g_i, u⟩ with respect to a (None: it is fixed) and δ.
-
-        By the layer with u as its weights: layer(a; u) weighted, and its way back from weighted δ.
-        """
-        a, frozen = call.input, {name: torch.zeros_like(value) for name, value in call.constants.items()}
-        each = weight.reshape(-1, *[1] * (call.delta.ndim - 1))
-        if call.memo.get("weight of delta") is not weight:  # mostly the same for every u
-            call.memo["weight of delta"], call.memo["weighted delta"] = weight, each * call.delta.detach()
-        with torch.enable_grad(), with_substitutes(call.module):
-            output = functional_call(call.module, {**direction, **frozen}, call.args, dict(call.kwargs))
-        to_input = None
-        if a.requires_grad:
-            (to_input,) = torch.autograd.grad(output, a, call.memo["weighted delta"])
-        output = output.detach()
-        return (call.delta.detach() * output).flatten(1).sum(dim=1), to_input, each * output
 
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         """A as [batch, groups, T, p_in] and δ as [batch, groups, T, p_out]."""
@@ -161,21 +212,25 @@ class OuterProductRule(LinearInWeightsRule):
             result["bias"] = delta.sum(dim=2).flatten(1)
         return result
 
+    def norm_factors(self, call: Call) -> tuple[Tensor, Tensor]:
+        """:meth:`factors`, with the inputs of a position in any order."""
+        return self.factors(call)
+
     def squared_norm(self, call: Call) -> Tensor:
-        a, delta = self.factors(call)
+        a, delta = self.norm_factors(call)
         positions, groups, p_in, p_out = a.shape[2], a.shape[1], a.shape[3], delta.shape[3]
         weight, bias = "weight" in call.parameters, "bias" in call.parameters
         if positions == groups == 1:
             square = delta.square().sum(dim=(1, 2, 3))
             return square * (a.square().sum(dim=(1, 2, 3)) * weight + bias)
         result = delta.new_zeros(len(delta))
-        if weight:
-            if positions * (p_in + p_out) < p_in * p_out:
-                terms = _product(a, a.mT) * _product(delta, delta.mT)
-            else:  # the narrower of both is the one that may have to be copied
-                gradient = _product(a.mT, delta) if p_out <= p_in else _product(delta.mT, a)
-                terms = gradient.square()
-            result = terms.sum(dim=(1, 2, 3))
+        if weight and positions * (p_in + p_out) < p_in * p_out:
+            result = (_product(a, a.mT) * _product(delta, delta.mT)).sum(dim=(1, 2, 3))
+        elif weight and being_traced():
+            result = _OuterSquare.apply(a, delta)
+        elif weight:  # the narrower of both is the one that may have to be copied
+            gradient = _product(a.mT, delta) if p_out <= p_in else _product(delta.mT, a)
+            result = gradient.square().sum(dim=(1, 2, 3))
         if bias:
             result = result + delta.sum(dim=2).square().sum(dim=(1, 2))
         return result
@@ -183,6 +238,9 @@ class OuterProductRule(LinearInWeightsRule):
 
 class LinearRule(OuterProductRule):
     """Inputs [batch, …, in], outputs [batch, …, out]."""
+
+    def way_back(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
+        return delta @ direction["weight"] if "weight" in direction else torch.zeros_like(call.input)
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """As in :class:`LayerRule`, one product over examples and positions."""
@@ -205,6 +263,14 @@ class ConvolutionRule(OuterProductRule):
 
     Products of patches are as precise as the user lets convolutions be.
     """
+
+    channels = 1
+
+    def way_back(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
+        assert isinstance(call.module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        if "weight" not in direction:
+            return torch.zeros_like(call.input)
+        return convolve_back(call.module, delta, direction["weight"], call.input)
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         with products_in(convolution_precision(call.delta)):
@@ -270,6 +336,12 @@ class ConvolutionRule(OuterProductRule):
             delta.reshape(batch, groups, -1, positions).mT,
         )
 
+    def norm_factors(self, call: Call) -> tuple[Tensor, Tensor]:
+        module, a, delta = call.module, call.input, call.delta
+        if not (being_traced() and isinstance(module, nn.Conv2d) and module.groups == 1 and a.ndim == 4):
+            return self.factors(call)
+        return patches_by_position(module, a)[:, None], delta.permute(0, 2, 3, 1).flatten(1, 2)[:, None]
+
 
 class NormalisationRule(LayerRule):
     """A scale and a shift of a normalised input x̂: gradients Σ_t δ_t x̂_t and Σ_t δ_t, formed once for all questions."""
@@ -333,8 +405,10 @@ class EmbeddingRule(LinearInWeightsRule):
         same = (tokens[:, :, None] == tokens[:, None, :]).to(delta.dtype)
         return (_product(delta, delta.mT) * same).sum(dim=(1, 2))
 
-    def visible(self, call: Call) -> Tensor:
-        return self._layout(call)[1].reshape(call.delta.shape)
+    def visible(self, call: Call, output: Tensor) -> Tensor:
+        assert isinstance(call.module, nn.Embedding)
+        padding = call.module.padding_idx
+        return output if padding is None else output * call.input.ne(padding).unsqueeze(-1)
 
     @staticmethod
     def _layout(call: Call) -> tuple[Tensor, Tensor]:
