@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine, zoo
 from torchfil.engine import fused
-from torchfil.engine.fused import FusedPass, Wanted
+from torchfil.engine.fused import FusedPass, FusedResult, Wanted, confirm
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.compiled import CompilationError, CompiledPass
@@ -112,16 +112,26 @@ def small_network() -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_inductor_gives_the_same() -> None:
+    """Strides and poolings that overlap, and probes worked at together."""
     torch.manual_seed(1)
-    network = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
-    before, after = passes_of(network.double(), (3, 4, 4))
+    convolutions = [
+        nn.Conv2d(1, 4, 3, stride=2, padding=2),
+        nn.Tanh(),
+        nn.AvgPool2d(2, 1),
+        nn.Conv2d(4, 3, 3, stride=2),
+    ]
+    network = nn.Sequential(*convolutions, nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+    before, after = passes_of(network.double(), (1, 9, 9))
 
-    def run(gradients: ExampleGradients, probe: Tensor) -> Tensor:
-        return GhostJacobian(gradients, MECHANISM.clip, 1.0).folded_row(MECHANISM, probe)
+    def run(gradients: ExampleGradients, probes: Tensor, at_once: int) -> list[Tensor]:
+        jacobian = GhostJacobian(gradients, MECHANISM.clip, 1.0)
+        rows = torch.stack(list(jacobian.perpendicular_rows(probes, at_once)))
+        return [jacobian.norm, jacobian.norm_gradient, rows]
 
-    probes = torch.randn(2, before.num_parameters, dtype=torch.float64, device=DEVICE)
-    compiled = CompiledPass(run, before, probes[0])
-    assert relative_error(compiled(after, probes[1]), run(after, probes[1])) < 1e-9
+    probes = torch.randn(2, 3, before.num_parameters, dtype=torch.float64, device=DEVICE)
+    compiled = CompiledPass(partial(run, at_once=3), before, probes[0])
+    for found, true in zip(compiled(after, probes[1]), run(after, probes[1], 1), strict=True):
+        assert relative_error(found, true) < 1e-9
 
 
 @pytest.mark.slow
@@ -212,6 +222,78 @@ def test_what_cannot_be_compiled_goes_on_as_it_is(caplog: pytest.LogCaptureFixtu
     assert [record.message for record in caplog.records] == [
         "the step could not be compiled and goes on as it is: no compiler"
     ]
+
+
+class _Uncaptured:
+    """A captured pass without a GPU: it calls what it was given."""
+
+    def __init__(self, gradients: ExampleGradients, size: int, run: Any, pool: Any, warm_ups: int) -> None:
+        assert len(gradients) == size
+        self.gradients, self.run = gradients, run
+        for _ in range(warm_ups):
+            run(gradients)
+
+    def replay(self, examples: Any) -> Any:
+        return self.run(self.gradients)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's graphs are real")
+@pytest.mark.parametrize(("wrong", "expected"), [(None, (True, 3)), ("together", (True, 1)), ("always", (False, 1))])
+def test_what_is_compiled_wrongly_is_not_used(
+    wrong: str | None, expected: tuple[bool, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows that come out too large by a thousandth of their size, from a compiler, are found."""
+    case = build("mnist_cnn", 8)
+    gradients = ExampleGradients.build(*case.arguments, case.private)
+    wanted, batch = Wanted(("trace",), (1, 2, 3)), PrivateBatch(gradients, MECHANISM)
+    monkeypatch.setattr(fused, "CapturedPass", _Uncaptured)
+    monkeypatch.setattr(fused, "CompiledPass", partial(CompiledPass, backend="eager"))
+    monkeypatch.setattr(fused, "_USES_BEFORE_COMPILING", 2)
+    monkeypatch.setattr(FusedPass, "_memory", lambda self: None)
+    true = GhostJacobian.perpendicular_rows
+
+    def rows(self: GhostJacobian, probes: Any, at_once: int = 1) -> Any:
+        spoilt = being_traced() and (wrong == "always" or (wrong == "together" and at_once > 1))
+        return (row * 1.001 if spoilt else row for row in true(self, probes, at_once))
+
+    monkeypatch.setattr(GhostJacobian, "perpendicular_rows", rows)
+    passes = FusedPass(8, compiled=True)
+    with caplog.at_level("INFO", logger="torchfil.engine.fused"):
+        plain, *_, last = [passes._replay(batch, wanted, room=1000) for _ in range(3)]
+    assert plain is not None
+    assert last is not None
+    assert plain.additions is not None
+    assert last.additions is not None
+    for name, value in plain.additions.items():
+        assert relative_error(last.additions[name], value) < 1e-9, name
+    (captured,) = passes._captured.values()
+    assert (captured.compiled, captured.probes_at_once) == expected
+    problems = [record.message for record in caplog.records if "off by" in record.message]
+    assert len(problems) == {None: 0, "together": 1, "always": 3}[wrong]
+    assert all("addition 'trace' off by" in problem for problem in problems)
+    assert passes.compiled == (wrong != "always")
+
+
+@pytest.mark.parametrize("part", ["losses", "norm", "clipped_norm", "sums", "additions", "output_gradients"])
+def test_every_part_of_a_pass_is_confirmed(part: str) -> None:
+    """A hundredth of a part makes the difference; rounding in a sum that should vanish makes none."""
+    value = torch.linspace(-1.0, 2.0, 5)
+    whole: dict[str, Any] = {name: value.clone() for name in ("losses", "norm", "clipped_norm")}
+    whole |= {"sums": {"a": value.clone(), "b": torch.full((3,), 1e-8)}, "additions": {"trace": value.clone()}}
+    true = FusedResult(**whole, output_gradients=(value.clone(),))
+    noisy = replace(true, sums={**true.sums, "b": torch.full((3,), -1e-8)})
+    confirm(noisy, true, torch.float32)
+
+    def moved(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {**tree, next(iter(tree)): moved(next(iter(tree.values())))}
+        return (moved(tree[0]),) if isinstance(tree, tuple) else tree + 0.02 * (torch.arange(5) == 3)
+
+    other = replace(true, **{part: moved(getattr(true, part))})
+    with pytest.raises(CompilationError, match=r"off by 0\.02, the largest being 2"):
+        confirm(other, true, torch.float32)
+    with pytest.raises(CompilationError, match="off by nan"):
+        confirm(replace(true, norm=value * float("nan")), true, torch.float32)
 
 
 def test_compiling_needs_graphs() -> None:

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.compiled import CompilationError, CompiledPass
 from torchfil.fisher.estimators import Draws, GivenDraws, Quantity, draw_bits, signs_of
 from torchfil.fisher.ghost import GhostJacobian
+from torchfil.fisher.ghost.accelerated import exact_convolutions, product_precision
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.graphs import CapturedPass, signature
 
-__all__ = ["FusedPass", "FusedResult", "Wanted", "joined"]
+__all__ = ["FusedPass", "FusedResult", "Wanted", "confirm", "joined"]
 
 logger = logging.getLogger(__name__)
 
@@ -169,14 +171,17 @@ class FusedPass:
 
     def _compile(self, batch: PrivateBatch, wanted: Wanted, size: int, room: int) -> _Captured | None:
         """``room``: the examples whose pass the memory would hold."""
-        at_once = min(len(wanted.seeds), _MOST_PROBES_AT_ONCE, max(1, room // size))
+        at_once = max(1, min(len(wanted.seeds), _MOST_PROBES_AT_ONCE, room // size))
         logger.info("compiling the pass over %d examples with %d probes", size, len(wanted.seeds))
-        try:
-            return self._capture(batch, wanted, size, compiled=True, probes_at_once=at_once)
-        except CompilationError as error:
-            logger.warning("the step could not be compiled and goes on as it is: %s", error)
-            self.compiled = False
-            return None
+        for probes in dict.fromkeys((at_once, 1)):
+            try:
+                return self._capture(batch, wanted, size, compiled=True, probes_at_once=probes)
+            except CompilationError as error:
+                problem = error
+                logger.info("compiled with %d probes worked at together: %s", probes, error)
+        logger.warning("the step could not be compiled and goes on as it is: %s", problem)
+        self.compiled = False
+        return None
 
     def _memory(self) -> Any:
         if self._pool is None:
@@ -197,6 +202,29 @@ def joined(parts: Sequence[FusedResult]) -> FusedResult:
         {name: torch.cat([part[name] for part in measured]) for name in measured[0]} if measured else None,
         tuple(map(torch.cat, zip(*(part.output_gradients for part in parts), strict=True))),
     )
+
+
+def confirm(found: FusedResult, true: FusedResult, dtype: torch.dtype) -> None:
+    """Raise unless both agree, as compilers err; computed in that dtype with exact convolutions.
+
+    Raises:
+        CompilationError: With what differs, and by how much.
+    """
+    tolerance = 1e-8 if dtype == torch.float64 else 1e-2 if product_precision() == "tf32" else 1e-3
+    for name, value, truth in zip(*_named(found), _named(true)[1], strict=True):
+        apart, size = float((value - truth).abs().max()), float(truth.abs().max())
+        if not apart <= tolerance * size:
+            raise CompilationError(f"{name} off by {apart:.3g}, the largest being {size:.3g}")
+
+
+def _named(result: FusedResult) -> tuple[list[str], list[Tensor]]:
+    """Every part with a name; the clipped sum as a whole, of which parts may vanish but for rounding."""
+    named = {"losses": result.losses, "norms": result.norm, "clipped norms": result.clipped_norm}
+    named |= {f"addition {name!r}": value for name, value in (result.additions or {}).items()}
+    named |= {f"gradient at output {k}": value for k, value in enumerate(result.output_gradients)}
+    if result.sums:
+        named["clipped sum"] = torch.cat([part.flatten() for part in result.sums.values()])
+    return list(named), list(named.values())
 
 
 def _result(
@@ -249,25 +277,40 @@ class _Captured:
         self.count = torch.zeros((), dtype=torch.long, device=device)
         self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=gradients.device)
         self._compiled_pass: CompiledPass[dict[str, Any]] | None = None
+        if compiled:
+            self._fill_in_for_a_trial()
         self.captured = CapturedPass(gradients, size, self._run, pool, warm_ups)
+
+    def _fill_in_for_a_trial(self) -> None:
+        """Probes that differ, and nothing masked."""
+        for seed, bits in enumerate(self.bits):
+            draw_bits(seed, bits)
+        self.count.fill_(self.size)
 
     def _run(self, gradients: ExampleGradients) -> FusedResult:
         inputs = (self.bits, self.places, self.count, self.rate)
         if not self.compiled:
             return FusedResult(**self._pass(gradients, inputs))
         if self._compiled_pass is None:
-            self._compiled_pass = CompiledPass(self._pass, gradients, inputs)
+            made = CompiledPass(partial(self._pass, probes_at_once=self.probes_at_once), gradients, inputs)
+            with exact_convolutions():
+                found, true = (FusedResult(**run(gradients, inputs)) for run in (made, self._pass))
+            confirm(found, true, gradients.dtype)
+            self._compiled_pass = made
         return FusedResult(**self._compiled_pass(gradients, inputs))
 
     def _pass(
-        self, gradients: ExampleGradients, inputs: tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]
+        self,
+        gradients: ExampleGradients,
+        inputs: tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor],
+        probes_at_once: int = 1,
     ) -> dict[str, Any]:
         """The fields of the result."""
         all_bits, places, count, rate = inputs
         mechanism = self.batch.mechanism
         jacobian = GhostJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
         probes = tuple(signs_of(bits, gradients.dtype) for bits in all_bits)
-        draws = GivenDraws(self.wanted.seeds, slice(0, self.size), self.size, 1, self.probes_at_once, probes)
+        draws = GivenDraws(self.wanted.seeds, slice(0, self.size), self.size, 1, probes_at_once, probes)
         mask = (places < count).to(gradients.dtype)
         return vars(_result(replace(self.batch, gradients=gradients), jacobian, self.wanted, draws, rate, mask))
 

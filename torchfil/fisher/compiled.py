@@ -24,11 +24,24 @@ __all__ = ["CompilationError", "CompiledPass"]
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-_OPTIONS: dict[str, Any] = {"force_layout_optimization": True}  # convolutions with channels last, whatever their number
+
+
+def _options() -> dict[str, Any]:
+    """Convolutions with channels last, whatever their number; no fusion of row and column sums.
+
+    That fusion gives wrong sums where the number of rows is no multiple of its block
+    (https://github.com/pytorch/pytorch/issues/195845).
+    """
+    from torch._inductor import config as inductor  # takes its time
+
+    options: dict[str, Any] = {"force_layout_optimization": True}
+    if hasattr(inductor.triton, "mix_order_reduction"):
+        options["triton.mix_order_reduction"] = False
+    return options
 
 
 class CompilationError(RuntimeError):
-    """A pass cannot be recorded or compiled."""
+    """A pass cannot be recorded or compiled, or not rightly."""
 
 
 class CompiledPass(Generic[Result]):
@@ -66,17 +79,17 @@ class CompiledPass(Generic[Result]):
             parameters, constants, z, public, others = pytree.tree_unflatten(leaves, form)
             examples = replace(gradients.examples, z=z, public=public)
             result = run(replace(gradients, parameters=parameters, constants=constants, examples=examples), others)
-            self._outputs, self._form = pytree.tree_flatten(result)
-            return [output.detach() for output in self._outputs if isinstance(output, Tensor)]
+            outputs, self._form = pytree.tree_flatten(result)
+            self._outputs = [None if isinstance(output, Tensor) else (output,) for output in outputs]
+            return [output.detach() for output in outputs if isinstance(output, Tensor)]
 
         begin = time.perf_counter()
         given = [inputs[place].detach() for place in places]
         try:
             traced = make_fx(flat)(*given)
-            self._outputs = [None if isinstance(output, Tensor) else (output,) for output in self._outputs]
             traced.graph.eliminate_dead_code()
             traced.recompile()
-            options = _OPTIONS if backend == "inductor" else None
+            options = _options() if backend == "inductor" else None
             self._compiled = torch.compile(traced, fullgraph=True, dynamic=False, backend=backend, options=options)
             self._call(given)
         except torch.OutOfMemoryError:

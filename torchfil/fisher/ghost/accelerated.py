@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,7 +17,17 @@ from torch import Tensor
 
 from torchfil.fisher.tracing import being_traced
 
-__all__ = ["convolution_precision", "kernels_for", "outer_product", "product", "product_precision", "products_in"]
+__all__ = [
+    "are_of_patches",
+    "convolution_precision",
+    "exact_convolutions",
+    "kernels_for",
+    "outer_product",
+    "product",
+    "product_precision",
+    "products_in",
+    "products_of_patches",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -82,34 +93,68 @@ def products_in(precision: str) -> Iterator[None]:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+@contextlib.contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Inside, convolutions of float32 tensors on GPUs are not rounded to TF32."""
+    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = convolutions.fp32_precision
+    convolutions.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        convolutions.fp32_precision = before
+
+
+_of_patches: ContextVar[bool] = ContextVar("of_patches", default=False)
+
+
+def are_of_patches() -> bool:
+    """Whether products are computed for a convolution at present."""
+    return _of_patches.get()
+
+
+@contextlib.contextmanager
+def products_of_patches(like: Tensor, really: bool = True) -> Iterator[None]:
+    """Inside, products are as precise as the user lets convolutions of such tensors be; ``really`` False: as before."""
+    if not really:
+        yield
+        return
+    token = _of_patches.set(True)
+    try:
+        with products_in(convolution_precision(like)):
+            yield
+    finally:
+        _of_patches.reset(token)
+
+
 @torch.library.custom_op("torchfil::product", mutates_args=())
-def _product_in(a: Tensor, b: Tensor, precision: str) -> Tensor:
-    with products_in(precision):
+def _product_in_trace(a: Tensor, b: Tensor, of_patches: bool) -> Tensor:
+    with products_of_patches(a, of_patches):
         return a @ b
 
 
-@_product_in.register_fake
-def _(a: Tensor, b: Tensor, precision: str) -> Tensor:
+@_product_in_trace.register_fake
+def _(a: Tensor, b: Tensor, of_patches: bool) -> Tensor:
     return a @ b
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """A @ b in the present precision, which a trace keeps; torch reads it when the product is computed."""
+    """A @ b, where a trace leaves the precision to the time when it runs."""
     if being_traced() and a.is_cuda:
-        result: Tensor = _product_in(a, b, product_precision())
+        result: Tensor = _product_in_trace(a, b, are_of_patches())
         return result
     return a @ b
 
 
 @torch.library.custom_op("torchfil::outer_product", mutates_args=())
-def _outer_product_in(a: Tensor, delta: Tensor, precision: str) -> tuple[Tensor, Tensor, Tensor]:
-    with products_in(precision):
+def _outer_product_in_trace(a: Tensor, delta: Tensor, of_patches: bool) -> tuple[Tensor, Tensor, Tensor]:
+    with products_of_patches(a, of_patches):
         total = a.mT @ delta
         return total, delta @ total.mT, a @ total
 
 
-@_outer_product_in.register_fake
-def _(a: Tensor, delta: Tensor, precision: str) -> tuple[Tensor, Tensor, Tensor]:
+@_outer_product_in_trace.register_fake
+def _(a: Tensor, delta: Tensor, of_patches: bool) -> tuple[Tensor, Tensor, Tensor]:
     total = a.mT @ delta
     return total, delta @ total.mT, a @ total
 
@@ -119,5 +164,5 @@ def outer_product(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     A compiler lays operands out for each operation anew.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _outer_product_in(a, delta, product_precision())
+    result: tuple[Tensor, Tensor, Tensor] = _outer_product_in_trace(a, delta, are_of_patches())
     return result

@@ -192,14 +192,14 @@ class _Patches(torch.autograd.Function):
         kernels = kernels_for(gradients[0])
         if kernels is not None:
             return kernels.fold_patches(gradients[0].contiguous(), ctx.shape[2:], *ctx.walk), None
-        if being_traced() and ctx.walk[1] == (1, 1):
+        if being_traced():
             return _added_up(gradients[0], ctx.shape, ctx.walk), None
         size, stride, dilation, padding = ctx.walk
         return F.fold(gradients[0], ctx.shape[2:], size, dilation, padding, stride), None
 
 
 def _added_up(columns: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
-    """``F.fold`` for stride 1, as a sum of shifted images, of which a compiler makes one kernel."""
+    """``F.fold`` as a sum of shifted images, of which a compiler makes one kernel; its own fold writes astray."""
     (batch, channels, _, _), (size, _, _, _) = shape, walk
     return _shifted_sum(
         columns.reshape(batch, channels, *size, *_positions(shape, walk)).permute(0, 2, 3, 1, 4, 5), shape, walk
@@ -215,13 +215,18 @@ def _positions(shape: torch.Size, walk: _Walk) -> tuple[int, ...]:
 
 
 def _shifted_sum(taps: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
-    """For stride 1, from what lies at each tap, [batch, rows, columns of the kernel, channels, *positions]."""
-    (size, _, dilation, padding), (height, width), (rows, across) = walk, shape[2:], _positions(shape, walk)
-    total = taps.new_zeros(shape)
+    """From what lies at each tap, [batch, rows, columns of the kernel, channels, *positions]."""
+    size, stride, dilation, padding = walk
+    (height, width), total = shape[2:], taps.new_zeros(shape)
     for i in range(size[0]):
         for j in range(size[1]):
+            spread = taps[:, i, j]
+            if stride != (1, 1):
+                spread = F.pad(spread[..., None, :, None], (0, stride[1] - 1, 0, 0, 0, stride[0] - 1))
+                spread = spread.flatten(-4, -3).flatten(-2)
             top, left = i * dilation[0] - padding[0], j * dilation[1] - padding[1]
-            total = total + F.pad(taps[:, i, j], (left, width - across - left, top, height - rows - top))
+            below, right = height - spread.shape[-2] - top, width - spread.shape[-1] - left
+            total = total + F.pad(spread, (left, right, top, below))
     return total
 
 
@@ -240,12 +245,8 @@ class _PatchesByPosition(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        size, stride, dilation, padding = ctx.walk
-        taps = gradients[0].reshape(len(gradients[0]), *_positions(ctx.shape, ctx.walk), *size, ctx.shape[1])
-        if stride == (1, 1):
-            return _shifted_sum(taps.permute(0, 3, 4, 5, 1, 2), ctx.shape, ctx.walk), None
-        columns = taps.permute(0, 5, 3, 4, 1, 2).reshape(len(taps), ctx.shape[1] * size[0] * size[1], -1)
-        return F.fold(columns, ctx.shape[2:], size, dilation, padding, stride), None
+        taps = gradients[0].reshape(len(gradients[0]), *_positions(ctx.shape, ctx.walk), *ctx.walk[0], ctx.shape[1])
+        return _shifted_sum(taps.permute(0, 3, 4, 5, 1, 2), ctx.shape, ctx.walk), None
 
 
 def patches_by_position(module: nn.Conv2d, a: Tensor) -> Tensor:

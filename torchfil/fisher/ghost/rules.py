@@ -20,11 +20,10 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
 from torchfil.fisher.ghost.accelerated import (
-    convolution_precision,
+    are_of_patches,
     outer_product,
     product,
-    product_precision,
-    products_in,
+    products_of_patches,
 )
 from torchfil.fisher.ghost.convolution import convolve_back, padded_input, patches, patches_by_position
 from torchfil.fisher.ghost.normalisation import normalised_sums
@@ -128,14 +127,14 @@ class _BatchedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.precision = product_precision()
+        ctx.of_patches = are_of_patches()
         return product(a, b.contiguous() if b.device.type == "cpu" else b)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         (gradient,) = gradients
-        with products_in(ctx.precision):
+        with products_of_patches(gradient, ctx.of_patches):
             left = _product(gradient, b.mT) if ctx.needs_input_grad[0] else None
             right = _product(a.mT, gradient) if ctx.needs_input_grad[1] else None
         return left, right
@@ -273,11 +272,11 @@ class ConvolutionRule(OuterProductRule):
         return convolve_back(call.module, delta, direction["weight"], call.input)
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
-        with products_in(convolution_precision(call.delta)):
+        with products_of_patches(call.delta):
             return super().gradients(call)
 
     def squared_norm(self, call: Call) -> Tensor:
-        with products_in(convolution_precision(call.delta)):
+        with products_of_patches(call.delta):
             return super().squared_norm(call)
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
