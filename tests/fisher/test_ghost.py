@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, CLIPS, DEVICE, build
+from cases import CASES, CLIPS, DEVICE, build, relative_error
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchfil import fisher, zoo
 from torchfil.examples import Private
 from torchfil.fisher import PoissonAmplification
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.estimators import Draws, draw_bits, signs_of
 from torchfil.fisher.ghost import GhostJacobian, norm_gradient, plan
 from torchfil.fisher.ghost.accelerated import convolution_precision, product_precision, products_in
 from torchfil.fisher.gradients import ExampleGradients
@@ -168,7 +170,7 @@ def test_probes_are_worked_at_together(name: str, caplog: pytest.LogCaptureFixtu
 
 
 def test_probes_that_cannot_be_worked_at_together(caplog: pytest.LogCaptureFixture) -> None:
-    """A layer that no map knows is met by one probe after the other."""
+    """A model that cannot be mapped meets one probe after the other, which is said once."""
     case = build("mlp", BATCH)
     gradients = ExampleGradients.build(*case.arguments, case.private)
 
@@ -181,10 +183,42 @@ def test_probes_that_cannot_be_worked_at_together(caplog: pytest.LogCaptureFixtu
     clip = Mechanism.build(1.0, 0.7, "gelu").clip
     probes = torch.randn(3, gradients.num_parameters, dtype=torch.float64, device=DEVICE)
     with caplog.at_level("INFO"):
-        found = list(Stubborn(gradients, clip, 1.0).perpendicular_rows(probes, 3))
+        for _ in range(2):
+            found = list(Stubborn(gradients, clip, 1.0).perpendicular_rows(probes, 2))
     assert [record.message for record in caplog.records] == ["probes are worked at one by one: not so"]
     for row, want in zip(found, GhostJacobian(gradients, clip, 1.0).perpendicular_rows(probes), strict=True):
         assert torch.equal(row, want)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on GPUs probes are worked at together in compiled passes only")
+@pytest.mark.parametrize(
+    ("name", "passes", "at_once"),
+    [("transformer", 100, 5), ("transformer", 2, 2), ("transformer", 0.5, 1), ("mnist_cnn", 100, 1)],
+)
+def test_memory_and_layers_decide_how_many_probes_are_worked_at_together(
+    name: str, passes: float, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace is the same."""
+    case, found = build(name, 4), []
+    gradients = ExampleGradients.build(*case.arguments, case.private)
+    true, known = GhostJacobian.perpendicular_rows, plan(gradients)
+
+    def rows(self: GhostJacobian, probes: Any, at_once: int = 1) -> Any:
+        found.append(at_once)
+        return true(self, probes, at_once)
+
+    monkeypatch.setattr(GhostJacobian, "perpendicular_rows", rows)
+    memory = int(passes * 4 * known.bytes_per_example)
+    batch, draw = PrivateBatch(gradients, Mechanism.build(1.0, 1.0)), lambda: torch.Generator().manual_seed(3)
+    estimate = batch.estimate("trace", "weight-probes", 5, draw(), memory)
+    assert set(found) == {at_once}
+    monkeypatch.undo()
+    jacobian, signs = GhostJacobian(gradients, batch.mechanism.clip, 1.0), []
+    for seed in Draws.seeds_from(5, draw()):
+        signs.append(signs_of(draw_bits(seed, torch.empty(gradients.num_parameters, dtype=torch.int8)), torch.float64))
+    squares = torch.stack([jacobian.perpendicular_rmatvec(u).square().sum(dim=1) for u in signs])
+    want = squares.mean(dim=0) + jacobian.clipped_norm_gradient.square().sum(dim=1)
+    assert relative_error(estimate.value, want) < 1e-10
 
 
 @pytest.mark.parametrize("name", LAYERS)

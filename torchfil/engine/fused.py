@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchfil.engine.contributions import additions
 from torchfil.examples import Examples
-from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.batch import MOST_PROBES_AT_ONCE, PrivateBatch
 from torchfil.fisher.compiled import CompilationError, CompiledPass
 from torchfil.fisher.estimators import Draws, GivenDraws, Quantity, draw_bits, signs_of
 from torchfil.fisher.ghost import GhostJacobian
@@ -30,7 +30,6 @@ _MOST_GRAPHS = 48
 _BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected batch
 _USES_BEFORE_COMPILING = 16
 _SHARE_BEFORE_COMPILING = 0.125  # of the batches so far
-_MOST_PROBES_AT_ONCE = 8  # of a compiled pass: without a compiler, the copies cost more than is won
 _FURTHER_PADDING = 1.25  # a compiled pass for up to so many times the size serves, too
 
 
@@ -119,9 +118,10 @@ class FusedPass:
             if replayed is not None:
                 return replayed
         parts: list[FusedResult] = []
+        at_once = batch.probes_at_once(len(wanted.seeds), max_memory)
         for rows, jacobian in batch.chunks(max_memory, 1, one_pass=True):
             assert isinstance(jacobian, GhostJacobian)
-            draws = Draws(wanted.seeds, rows, len(batch.gradients), 1)
+            draws = Draws(wanted.seeds, rows, len(batch.gradients), 1, at_once)
             parts.append(_result(batch, jacobian, wanted, draws, wanted.rate))
         return joined(parts)
 
@@ -171,7 +171,7 @@ class FusedPass:
 
     def _compile(self, batch: PrivateBatch, wanted: Wanted, size: int, room: int) -> _Captured | None:
         """``room``: the examples whose pass the memory would hold."""
-        at_once = max(1, min(len(wanted.seeds), _MOST_PROBES_AT_ONCE, room // size))
+        at_once = max(1, min(len(wanted.seeds), MOST_PROBES_AT_ONCE, room // size))
         logger.info("compiling the pass over %d examples with %d probes", size, len(wanted.seeds))
         for probes in dict.fromkeys((at_once, 1)):
             try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 
 from torchfil.fisher.ghost.norms import inner_products, squared_norms, weighted_sum
@@ -19,6 +22,8 @@ from torchfil.fisher.operator import ClippedJacobian, safe_reciprocal
 __all__ = ["GhostJacobian"]
 
 logger = logging.getLogger(__name__)
+
+_not_mapped: WeakSet[nn.Module] = WeakSet()  # models whose probes cannot be worked at together
 
 
 class GhostJacobian(ClippedJacobian):
@@ -69,14 +74,17 @@ class GhostJacobian(ClippedJacobian):
         if at_once == 1:
             yield from super().perpendicular_rows(probes)
             return
-        given = torch.stack(list(probes))
+        given, model = torch.stack(list(probes)), self.gradients.model
         _ = self.scale, self.norm_gradient  # the same for all, so not inside the map
         for part in given.tensor_split(-(-len(given) // at_once)):
-            try:
-                rows: Iterable[Tensor] = vmap(self.perpendicular_rmatvec)(part)
-            except RuntimeError as error:
-                logger.info("probes are worked at one by one: %s", error)
-                rows = super().perpendicular_rows(part)
+            rows: Iterable[Tensor] = super().perpendicular_rows(part)
+            if model not in _not_mapped:
+                try:
+                    with _maps_that_pay():
+                        rows = vmap(self.perpendicular_rmatvec)(part)
+                except RuntimeError as error:
+                    logger.info("probes are worked at one by one: %s", error)
+                    _not_mapped.add(model)
             yield from rows
 
     def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
@@ -122,6 +130,18 @@ class GhostJacobian(ClippedJacobian):
     def _pulled_back(self, cotangents: Sequence[Tensor | None]) -> Tensor:
         with differentiable_twice():
             return self._cut.pulled_back(cotangents, self._z)
+
+
+@contextlib.contextmanager
+def _maps_that_pay() -> Iterator[None]:
+    """Inside, an operation that could only be mapped by a loop, with a warning, cannot be mapped."""
+    functorch: Any = torch._C._functorch
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)
 
 
 def _plus(a: Tensor | None, weight: Tensor, b: Tensor | None) -> Tensor | None:

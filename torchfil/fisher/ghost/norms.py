@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchfil.fisher.ghost.recording import (
     Call,
@@ -20,7 +20,7 @@ from torchfil.fisher.ghost.recording import (
     holders,
     record,
 )
-from torchfil.fisher.ghost.rules import GenericRule, rule_for, total_square
+from torchfil.fisher.ghost.rules import ConvolutionRule, GenericRule, rule_for, total_square
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 
 __all__ = ["Held", "NormGradient", "Plan", "inner_products", "norm_gradient", "plan", "squared_norms", "weighted_sum"]
@@ -42,11 +42,13 @@ class Plan:
         reason: Why the batched pass does not fit this model; None: it does.
         bytes_per_example: What the pass holds for one example.
         generic: The layers without a rule of their own, by name and kind; their gradients are formed one by one.
+        convolutions: The share of convolutions among the layers.
     """
 
     reason: str | None
     bytes_per_example: int
     generic: tuple[str, ...] = ()
+    convolutions: float = 1.0
 
 
 class Held:
@@ -189,10 +191,14 @@ def plan(gradients: ExampleGradients) -> Plan:
     tolerance = 1e-3 if true.dtype != torch.float64 else 1e-8
     if not torch.allclose(found.square, true, rtol=tolerance, atol=tolerance * float(true.max())):
         return Plan("the layers' calls do not account for the whole gradient, or the model mixes examples", 0)
-    return Plan(None, 2 * held.total // len(part.examples), _without_rule(part))
+    modules = list(holders(part))
+    convolutions = sum(isinstance(rule_for(module), ConvolutionRule) for module in modules)
+    return Plan(
+        None, 2 * held.total // len(part.examples), _without_rule(part.model, modules), convolutions / len(modules)
+    )
 
 
-def _without_rule(gradients: ExampleGradients) -> tuple[str, ...]:
-    names = {id(module): name for name, module in gradients.model.named_modules()}
-    found = [module for module in holders(gradients) if isinstance(rule_for(module), GenericRule)]
+def _without_rule(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    names = {id(module): name for name, module in model.named_modules()}
+    found = [module for module in modules if isinstance(rule_for(module), GenericRule)]
     return tuple(f"{names[id(module)] or 'the model itself'} ({type(module).__name__})" for module in found)
