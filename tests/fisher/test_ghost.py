@@ -305,6 +305,14 @@ def test_unusual_models(name: str) -> None:
     check(make(), torch.randn(BATCH, *shape))
 
 
+@pytest.mark.parametrize("layer", [nn.LayerNorm(4), nn.RMSNorm(4), nn.Linear(4, 4), nn.GroupNorm(2, 4)])
+def test_a_loss_that_is_linear_in_the_outputs(layer: nn.Module) -> None:
+    """δ is a constant then."""
+    torch.manual_seed(3)
+    x = torch.randn(BATCH, 4, 3) if isinstance(layer, nn.GroupNorm) else torch.randn(BATCH, 4)
+    check(layer, x, loss_fn=lambda outputs, y: (outputs * y).sum())
+
+
 class BehindTheBack(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -108,10 +108,8 @@ class CutRecording:
     leaves: tuple[Tensor, ...]
     origins: tuple[Tensor, ...]
 
-    def differentiated(
-        self, parts: Iterable[Callable[[], Tensor]], weight: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Σ parts, [batch], and ∂(Σ_i weight_i Σ parts_i)/∂leaf for every leaf, None where it does not matter.
+    def differentiated(self, parts: Iterable[Callable[[], Tensor]]) -> tuple[Tensor, list[Tensor | None]]:
+        """Σ parts, [batch], and ∂(Σ_i Σ parts_i)/∂leaf for every leaf, None where it does not matter.
 
         Part by part, so that the graph of one layer is held at a time.
         """
@@ -120,11 +118,11 @@ class CutRecording:
         for part in parts:
             with torch.enable_grad():
                 value = part()
-                weighed = value.sum() if weight is None else (weight * value).sum()
+                whole = value.sum()
             total = total + value.detach()
-            if not weighed.requires_grad:
+            if not whole.requires_grad:
                 continue
-            found = torch.autograd.grad(weighed, self.leaves, retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(whole, self.leaves, retain_graph=True, allow_unused=True)
             for leaf, gradient in zip(self.leaves, found, strict=True):
                 self.put(cotangents, leaf, gradient)
         return total, cotangents

@@ -59,16 +59,16 @@ class LayerRule:
         """
         with torch.enable_grad():
             gradients = self.gradients(call)
-        value = weight.new_zeros(len(weight))
-        cotangents = []
+        value, outputs, cotangents = weight.new_zeros(len(weight)), [], []
         for name, gradient in gradients.items():
             value = value + (gradient.detach() * direction[name]).flatten(1).sum(dim=1)
-            cotangents.append(_per_example(weight, gradient) * direction[name])
-        leaves = call.leaves
-        if not leaves:
+            if gradient.requires_grad:
+                outputs.append(gradient)
+                cotangents.append(_per_example(weight, gradient) * direction[name])
+        if not outputs:
             return value, []
-        found = torch.autograd.grad(tuple(gradients.values()), leaves, cotangents, retain_graph=True, allow_unused=True)
-        return value, [(leaf, part) for leaf, part in zip(leaves, found, strict=True) if part is not None]
+        found = torch.autograd.grad(outputs, call.leaves, cotangents, retain_graph=True, allow_unused=True)
+        return value, [(leaf, part) for leaf, part in zip(call.leaves, found, strict=True) if part is not None]
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """Σ_i weight_i · gradient_i by local parameter name, for weights [batch]; not differentiable."""
