@@ -57,21 +57,23 @@ class _Convolution(torch.autograd.Function):
     ) -> tuple[Tensor, int]:
         """Many inputs are one large batch; many weights, for one input, are one with many channels."""
         of_a, of_weight, of_bias, _ = in_dims
-        if of_weight is None and of_bias is None:
+        if bias is not None and of_bias is not None:
+            found, dim = _Convolution.vmap(info, (of_a, of_weight, None, None), a, weight, None, geometry)
+            each = bias.movedim(of_bias, 0).reshape(info.batch_size, 1, -1, *[1] * len(geometry[0]))
+            return found.movedim(dim, 0) + each, 0
+        if of_weight is None:
+            if of_a is None:
+                return _Convolution.apply(a, weight, bias, geometry)[None], 0
             a = a.movedim(of_a, 0)
             return _Convolution.apply(a.flatten(0, 1), weight, bias, geometry).unflatten(0, a.shape[:2]), 0
-        count = info.batch_size
-        outputs = weight.shape[0 if of_weight is None else int(of_weight == 0)]
-        weight = weight.movedim(of_weight, 0) if of_weight is not None else weight.expand(count, *weight.shape)
-        if bias is not None:
-            bias = bias.movedim(of_bias, 0) if of_bias is not None else bias.expand(count, -1)
-            bias = bias.flatten()
-        *rest, groups = geometry
+        weight = weight.movedim(of_weight, 0)
+        count, outputs, (*rest, groups) = len(weight), weight.shape[1], geometry
+        bias = None if bias is None else bias.repeat(count)
         if of_a is None and groups == 1:
             found = _Convolution.apply(a, weight.flatten(0, 1), bias, geometry)
-            return found.unflatten(1, (count, outputs)), 1
-        a = a.movedim(of_a, 1) if of_a is not None else a[:, None].expand(-1, count, *a.shape[1:])
-        found = _Convolution.apply(a.flatten(1, 2), weight.flatten(0, 1), bias, (*rest, groups * count))
+        else:
+            a = a.movedim(of_a, 1) if of_a is not None else a[:, None].expand(-1, count, *a.shape[1:])
+            found = _Convolution.apply(a.flatten(1, 2), weight.flatten(0, 1), bias, (*rest, groups * count))
         return found.unflatten(1, (count, outputs)), 1
 
 
