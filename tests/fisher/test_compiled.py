@@ -22,7 +22,7 @@ from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.compiled import CompilationError, CompiledPass
 from torchfil.fisher.ghost import GhostJacobian
-from torchfil.fisher.ghost.accelerated import exact_convolutions
+from torchfil.fisher.ghost.products import exact_convolutions
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.tracing import being_traced

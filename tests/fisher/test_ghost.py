@@ -18,7 +18,7 @@ from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws, draw_bits, signs_of
 from torchfil.fisher.ghost import GhostJacobian, norm_gradient, plan
-from torchfil.fisher.ghost.accelerated import convolution_precision, product_precision, products_in
+from torchfil.fisher.ghost.products import convolution_precision, product_precision, products_in
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian

@@ -18,7 +18,7 @@ from torchfil.fisher.batch import MOST_PROBES_AT_ONCE, PrivateBatch
 from torchfil.fisher.compiled import CompilationError, CompiledPass
 from torchfil.fisher.estimators import Draws, GivenDraws, Quantity, draw_bits, signs_of
 from torchfil.fisher.ghost import GhostJacobian
-from torchfil.fisher.ghost.accelerated import exact_convolutions, product_precision
+from torchfil.fisher.ghost.products import exact_convolutions, product_precision
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.graphs import CapturedPass, signature
 
@@ -178,7 +178,7 @@ class FusedPass:
                 return self._capture(batch, wanted, size, compiled=True, probes_at_once=probes)
             except CompilationError as error:
                 problem = error
-                logger.info("compiled with %d probes worked at together: %s", probes, error)
+                logger.info("compiling with %d probes at once failed: %s", probes, error)
         logger.warning("the step could not be compiled and goes on as it is: %s", problem)
         self.compiled = False
         return None
@@ -211,20 +211,21 @@ def confirm(found: FusedResult, true: FusedResult, dtype: torch.dtype) -> None:
         CompilationError: With what differs, and by how much.
     """
     tolerance = 1e-8 if dtype == torch.float64 else 1e-2 if product_precision() == "tf32" else 1e-3
-    for name, value, truth in zip(*_named(found), _named(true)[1], strict=True):
-        apart, size = float((value - truth).abs().max()), float(truth.abs().max())
+    values = _named(found)
+    for name, truth in _named(true).items():
+        apart, size = float((values[name] - truth).abs().max()), float(truth.abs().max())
         if not apart <= tolerance * size:
             raise CompilationError(f"{name} off by {apart:.3g}, the largest being {size:.3g}")
 
 
-def _named(result: FusedResult) -> tuple[list[str], list[Tensor]]:
+def _named(result: FusedResult) -> dict[str, Tensor]:
     """Every part with a name; the clipped sum as a whole, of which parts may vanish but for rounding."""
     named = {"losses": result.losses, "norms": result.norm, "clipped norms": result.clipped_norm}
     named |= {f"addition {name!r}": value for name, value in (result.additions or {}).items()}
     named |= {f"gradient at output {k}": value for k, value in enumerate(result.output_gradients)}
     if result.sums:
         named["clipped sum"] = torch.cat([part.flatten() for part in result.sums.values()])
-    return list(named), list(named.values())
+    return named
 
 
 def _result(

@@ -253,18 +253,20 @@ class _PatchesByPosition(torch.autograd.Function):
 
 def patches_by_position(module: nn.Conv2d, a: Tensor) -> Tensor:
     """The input's patches, [batch, positions, kernel·channels]; differentiable once."""
-    simple = _pads_with_zeros(module)
-    a, padding = (a, module.padding) if simple else (padded_input(module, a), (0, 0))
-    result: Tensor = _PatchesByPosition.apply(a, (module.kernel_size, module.stride, module.dilation, padding))
+    result: Tensor = _PatchesByPosition.apply(*_walked(module, a))
     return result
 
 
 def patches(module: nn.Conv2d, a: Tensor) -> Tensor:
     """The input's patches as the module walks over it, [batch, channels·kernel, positions]; differentiable once."""
-    simple = _pads_with_zeros(module)
-    a, padding = (a, module.padding) if simple else (padded_input(module, a), (0, 0))
-    result: Tensor = _Patches.apply(a, (module.kernel_size, module.stride, module.dilation, padding))
+    result: Tensor = _Patches.apply(*_walked(module, a))
     return result
+
+
+def _walked(module: nn.Conv2d, a: Tensor) -> tuple[Tensor, _Walk]:
+    """The input, padded where the walk does not, and how the module walks over it."""
+    a, padding = (a, module.padding) if _pads_with_zeros(module) else (padded_input(module, a), (0, 0))
+    return a, (module.kernel_size, module.stride, module.dilation, padding)  # type: ignore[return-value]
 
 
 def _pads_with_zeros(module: Convolutional) -> bool:

@@ -15,18 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from torchfil.fisher.ghost.accelerated import (
-    are_of_patches,
-    outer_product,
-    product,
-    products_of_patches,
-)
 from torchfil.fisher.ghost.convolution import convolve_back, padded_input, patches, patches_by_position
 from torchfil.fisher.ghost.normalisation import normalised_sums
+from torchfil.fisher.ghost.products import batched_product, outer_square, products_of_patches
 from torchfil.fisher.ghost.recording import Call, UnsupportedCallError
 from torchfil.fisher.ghost.substitutes import with_substitutes
 from torchfil.fisher.tracing import being_traced
@@ -117,51 +111,6 @@ def _one_more(value: Tensor) -> Tensor:
     return value.unsqueeze(0)
 
 
-class _BatchedProduct(torch.autograd.Function):
-    """A @ b over leading dimensions, with a transposed right factor copied first on CPUs.
-
-    Their batched products of small matrices are several times slower with one, and autograd's own derivative has one.
-    The derivative is as precise as the product.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.of_patches = are_of_patches()
-        return product(a, b.contiguous() if b.device.type == "cpu" else b)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        a, b = ctx.saved_tensors
-        (gradient,) = gradients
-        with products_of_patches(gradient, ctx.of_patches):
-            left = _product(gradient, b.mT) if ctx.needs_input_grad[0] else None
-            right = _product(a.mT, gradient) if ctx.needs_input_grad[1] else None
-        return left, right
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    result: Tensor = _BatchedProduct.apply(a, b)
-    return result
-
-
-class _OuterSquare(torch.autograd.Function):
-    """‖Σ_t a_t δ_tᵀ‖² over groups, [batch], in the form for traces."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, delta: Tensor) -> Tensor:
-        total, to_a, to_delta = outer_product(a, delta)
-        ctx.save_for_backward(to_a, to_delta)
-        return total.square().sum(dim=(1, 2, 3))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        to_a, to_delta = ctx.saved_tensors
-        twice = 2 * gradients[0][:, None, None, None]
-        return twice * to_a, twice * to_delta
-
-
 class LinearInWeightsRule(LayerRule):
     """Layers whose output is linear in their parameters together: ⟨g, u⟩ = ⟨δ, layer(a; weights := u)⟩.
 
@@ -206,7 +155,7 @@ class OuterProductRule(LinearInWeightsRule):
         a, delta = self.factors(call)
         result = {}
         if "weight" in call.parameters:
-            result["weight"] = _product(delta.mT, a).reshape(len(a), *call.parameters["weight"].shape)
+            result["weight"] = batched_product(delta.mT, a).reshape(len(a), *call.parameters["weight"].shape)
         if "bias" in call.parameters:
             result["bias"] = delta.sum(dim=2).flatten(1)
         return result
@@ -224,11 +173,11 @@ class OuterProductRule(LinearInWeightsRule):
             return square * (a.square().sum(dim=(1, 2, 3)) * weight + bias)
         result = delta.new_zeros(len(delta))
         if weight and positions * (p_in + p_out) < p_in * p_out:
-            result = (_product(a, a.mT) * _product(delta, delta.mT)).sum(dim=(1, 2, 3))
+            result = (batched_product(a, a.mT) * batched_product(delta, delta.mT)).sum(dim=(1, 2, 3))
         elif weight and being_traced():
-            result = _OuterSquare.apply(a, delta)
+            result = outer_square(a, delta)
         elif weight:  # the narrower of both is the one that may have to be copied
-            gradient = _product(a.mT, delta) if p_out <= p_in else _product(delta.mT, a)
+            gradient = batched_product(a.mT, delta) if p_out <= p_in else batched_product(delta.mT, a)
             result = gradient.square().sum(dim=(1, 2, 3))
         if bias:
             result = result + delta.sum(dim=2).square().sum(dim=(1, 2))
@@ -402,7 +351,7 @@ class EmbeddingRule(LinearInWeightsRule):
     def squared_norm(self, call: Call) -> Tensor:
         tokens, delta = self._layout(call)
         same = (tokens[:, :, None] == tokens[:, None, :]).to(delta.dtype)
-        return (_product(delta, delta.mT) * same).sum(dim=(1, 2))
+        return (batched_product(delta, delta.mT) * same).sum(dim=(1, 2))
 
     def visible(self, call: Call, output: Tensor) -> Tensor:
         assert isinstance(call.module, nn.Embedding)
