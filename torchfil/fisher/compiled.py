@@ -27,14 +27,15 @@ Result = TypeVar("Result")
 
 
 def _options() -> dict[str, Any]:
-    """Convolutions with channels last, whatever their number; no fusion of row and column sums.
+    """Convolutions with channels last, whatever their number; no padded strides, no fusion of row and column sums.
 
-    That fusion gives wrong sums where the number of rows is no multiple of its block
-    (https://github.com/pytorch/pytorch/issues/195845).
+    A sum over a padded intermediate may be read with strides that it was not written with
+    (https://github.com/pytorch/pytorch/issues/179931), and sums by row and column that share a kernel count rows twice
+    where their number is no multiple of its block (https://github.com/pytorch/pytorch/issues/195845).
     """
     from torch._inductor import config as inductor  # takes its time
 
-    options: dict[str, Any] = {"force_layout_optimization": True}
+    options: dict[str, Any] = {"force_layout_optimization": True, "comprehensive_padding": False}
     if hasattr(inductor.triton, "mix_order_reduction"):
         options["triton.mix_order_reduction"] = False
     return options
