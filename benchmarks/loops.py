@@ -80,7 +80,7 @@ MODELS: dict[str, Model] = {
     "mnist": Model("MNIST CNN", zoo.mnist_cnn, digits, 600, 256, learnable=True),
     "cifar": Model("CIFAR CNN", zoo.cifar_cnn, random_images(3, 32), 200, 32),
     "resnet18": Model("ResNet-18 with GroupNorm", zoo.resnet18, random_images(3, 32), 128, 4, heavy=True),
-    "vit": Model("ViT-Tiny", zoo.vit_tiny, random_images(3, 32), 64, 4),
+    "vit": Model("ViT-Tiny", zoo.vit_tiny, random_images(3, 32), 64, 4, heavy=True),
     "tokens": Model(
         "6-layer token transformer",
         lambda: zoo.token_transformer(2, 1000, 64, width=128, depth=6, heads=4),

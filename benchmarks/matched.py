@@ -14,6 +14,7 @@ import torch
 from benchmarks.loops import MODELS, UNIT, Loop, Variant
 from benchmarks.measuring import seconds_in_turns, tidy
 from benchmarks.paper import PAPER_COORDINATES, coordinate_cost, examples_of, relative_std, spreads, traces
+from torchfil.fisher.batch import MOST_PROBES_AT_ONCE
 
 __all__ = ["matched", "matching_probes"]
 
@@ -62,7 +63,8 @@ def matched(name: str, device: str, *, quick: bool = False) -> dict[str, Any]:
         states[state] = {"paper_error": error, "probes": probes, "error": reached}
     seconds: dict[int, dict[str, Any]] = {}
     for probes in {state["probes"] for state in states.values()}:
-        seconds[probes] = _steps(name, device, probes, compiled=on_gpu and not model.heavy, quick=quick)
+        compiled = on_gpu and not model.heavy and probes <= MOST_PROBES_AT_ONCE  # others compile for minutes
+        seconds[probes] = _steps(name, device, probes, compiled=compiled, quick=quick)
     for state in states.values():
         found = seconds[state["probes"]]
         paper = found[UNIT]["seconds"] + PAPER_COORDINATES * coordinate
