@@ -277,7 +277,7 @@ class _Tokens(nn.Module):
     """[batch, width, height, width of the map] to [batch, places, width]."""
 
     def forward(self, maps: Tensor) -> Tensor:
-        return maps.flatten(2).mT
+        return maps.flatten(2).mT.contiguous()
 
 
 class _Encoder(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchfil import fisher
 from torchfil.clipping import get_clip
 from torchfil.fisher import ClippedJacobian, Estimate, ExampleGradients, PoissonAmplification
+from torchfil.fisher.estimators import draw_bits, signs_of
 
 SAMPLERS = ["coordinates", "input-probes", "weight-probes"]
 SEEDS = 250
@@ -175,3 +176,18 @@ def test_a_registered_estimator_is_used(monkeypatch: pytest.MonkeyPatch) -> None
 def test_interval_refuses_impossible_confidence() -> None:
     with pytest.raises(ValueError, match="confidence=1.0 must lie strictly between 0 and 1"):
         Estimate.exact(torch.ones(1)).interval(1.0)
+
+
+def test_probes_are_fair_and_independent() -> None:
+    """Between weights and between seeds; the number of weights is no multiple of what one random number gives."""
+    shape = (3, 371)
+    drawn = torch.stack([draw_bits(seed, torch.empty(shape, dtype=torch.int8)).flatten() for seed in range(1000)])
+    assert torch.equal(drawn[7], draw_bits(7, torch.empty(drawn.shape[1], dtype=torch.int8)))
+    signs = signs_of(drawn, torch.float64)
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    assert abs(float(signs.mean())) * signs.numel() ** 0.5 < 4
+    for vectors in (signs, signs.T):
+        products = vectors @ vectors.T / vectors.shape[1] ** 0.5  # nearly normal, with variance 1
+        pairs = products[*torch.triu_indices(*products.shape, offset=1)]
+        assert float(pairs.abs().max()) < 6.5
+        assert abs(float(pairs.square().mean()) - 1) < 0.01

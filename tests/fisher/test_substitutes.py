@@ -1,20 +1,24 @@
-"""Layers that a recorded pass computes in its own way: the same values, first and second derivatives as torch's."""
+"""What a recorded pass computes in its own way: the same values, first and second derivatives as torch's."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from cases import DEVICE
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
+from torch.nn import functional as F
 
 from torchfil.fisher.ghost import pooling
-from torchfil.fisher.ghost.substitutes import with_substitutes
+from torchfil.fisher.ghost.products import gram
+from torchfil.fisher.ghost.substitutes import FastOnCPU, with_substitutes
 
 pytestmark = pytest.mark.torch_versions
 
 
-def second_derivatives(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def second_derivatives(module: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
     """The output, its product with a fixed direction back to x, and that one's back to x."""
     x = x.clone().requires_grad_()
     output = module(x)
@@ -69,6 +73,45 @@ def test_same_values_and_derivatives_as_torch(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
     assert "forward" not in vars(module)
     assert "_conv_forward" not in vars(module)
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu, a module": nn.GELU(),
+    "gelu, approximate (torch's own)": nn.GELU("tanh"),
+    "product": lambda x: x @ x.cos().mT,
+    "product of four": lambda x: torch.matmul(x[None], x.cos().mT[None]),
+    "product, bmm": lambda x: torch.bmm(x.mT, x.cos()),
+    "product with constants": lambda x: torch.eye(3).to(x).expand(2, 3, 3).matmul(x),
+    "product, one for many (torch's own)": lambda x: x @ x[:1].cos().mT,
+    "product with a vector (torch's own)": lambda x: x @ x[0, 0],
+}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on CPUs only")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_have_the_same_values_and_derivatives_as_torchs(name: str) -> None:
+    function, ours = FUNCTIONS[name], "own" not in name
+    x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def computed(x: torch.Tensor) -> torch.Tensor:
+        with FastOnCPU():
+            result = function(x)
+        assert type(result.grad_fn).__name__.startswith("_") == ours
+        return result
+
+    want, got = second_derivatives(function, x), second_derivatives(computed, x)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    if ours:
+        assert gradgradcheck(computed, x.requires_grad_())
+
+
+def test_products_of_rows_with_each_other() -> None:
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(gram(x), x @ x.mT)
+    assert gradcheck(gram, x)
+    assert gradgradcheck(gram, x)
 
 
 @pytest.mark.parametrize("name", ["pool, overlapping", "groups", "layer"])

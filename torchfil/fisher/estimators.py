@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,13 +87,18 @@ class Draws:
 
 
 def draw_bits(seed: int, bits: Tensor) -> Tensor:
-    """Fill ``bits`` with the zeros and ones of that seed."""
-    return bits.random_(0, 2, generator=torch.Generator(device=bits.device).manual_seed(seed))
+    """Fill ``bits`` with the zeros and ones of that seed; on a CPU 64 of them from each random number."""
+    source = torch.Generator(device=bits.device).manual_seed(seed)
+    if bits.device.type != "cpu":
+        return bits.random_(0, 2, generator=source)
+    words = torch.empty(-(-bits.numel() // 64), dtype=torch.int64).random_(-(2**63), None, generator=source)
+    drawn = np.unpackbits(words.numpy().view(np.uint8), count=bits.numel())
+    return bits.copy_(torch.from_numpy(drawn).reshape(bits.shape))
 
 
 def signs_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """±1 for ones and zeros."""
-    return bits.to(dtype) * 2 - 1
+    return bits.to(dtype).mul_(2).sub_(1)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchfil.fisher.ghost.accelerated import kernels_for
+from torchfil.fisher.ghost.function import Function
 from torchfil.fisher.tracing import being_traced
 
 __all__ = ["Convolutional", "convolve", "convolve_back", "padded_input", "patches", "patches_by_position"]
@@ -28,7 +29,7 @@ _MANY_CHANNELS = 8  # of the input: with fewer, torch's own way back is as fast 
 _Walk = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]  # size, stride, dilation, padding
 
 
-class _Convolution(torch.autograd.Function):
+class _Convolution(Function):
     """A ↦ W ∗ a (+ bias), for constant W."""
 
     @staticmethod
@@ -77,7 +78,7 @@ class _Convolution(torch.autograd.Function):
         return found.unflatten(1, (count, outputs)), 1
 
 
-class _Transposed(torch.autograd.Function):
+class _Transposed(Function):
     """δ ↦ Wᵀ ∗ δ, the derivative of :class:`_Convolution`."""
 
     @staticmethod
@@ -172,7 +173,7 @@ def _by_phases(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geom
     return F.pad(found, (-padding[1], ends[1], -padding[0], ends[0]))
 
 
-class _Patches(torch.autograd.Function):
+class _Patches(Function):
     """A ↦ its patches, [batch, channels·kernel, positions]; back by the sum of what each number went into."""
 
     @staticmethod
@@ -232,7 +233,7 @@ def _shifted_sum(taps: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
     return total
 
 
-class _PatchesByPosition(torch.autograd.Function):
+class _PatchesByPosition(Function):
     """A ↦ its patches, [batch, positions, kernel·channels]: channels last, as a compiler lays images out."""
 
     @staticmethod

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchfil.fisher.ghost.accelerated import kernels_for
+from torchfil.fisher.ghost.function import Function
 
 __all__ = ["group_norm", "layer_norm", "normalised_sums"]
 
 
-class _GroupNorm(torch.autograd.Function):
+class _GroupNorm(Function):
     """X ↦ x̂·weight + bias over groups of channels, by torch's own kernels; [batch, channels, positions]."""
 
     @staticmethod
@@ -38,7 +39,7 @@ class _GroupNorm(torch.autograd.Function):
         return _GroupPulled.apply(gradients[0].contiguous(), *ctx.saved_tensors, ctx.groups), None, None, None, None
 
 
-class _GroupPulled(torch.autograd.Function):
+class _GroupPulled(Function):
     """(γ, x) ↦ P(v) for v = γ·weight."""
 
     generate_vmap_rule = True
@@ -97,7 +98,7 @@ def _pulled_by_group(
     return result
 
 
-class _NormalisedSums(torch.autograd.Function):
+class _NormalisedSums(Function):
     """(δ, x) ↦ Σ_t δ_t x̂_t and Σ_t δ_t over positions, [batch, channels] each, by GPU kernels."""
 
     @staticmethod
@@ -130,7 +131,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(dim=-1)
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(Function):
     """X ↦ x̂ over the last dimension."""
 
     @staticmethod
@@ -147,7 +148,7 @@ class _LayerNorm(torch.autograd.Function):
         return _LayerPulled.apply(gradients[0], x, x_hat.detach(), scale)[0], None
 
 
-class _LayerPulled(torch.autograd.Function):
+class _LayerPulled(Function):
     """(v, x) ↦ P(v), with x̂ and s of x at hand, and m(v x̂)."""
 
     generate_vmap_rule = True

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchfil.fisher.ghost.accelerated import kernels_for
+from torchfil.fisher.ghost.function import Function
 
 __all__ = ["AveragePooling", "average_pool", "pools_by_views"]
 
@@ -22,7 +23,7 @@ _Windows = tuple[tuple[int, int], ...]  # size and stride along each axis
 _LARGEST_WINDOW = 4  # one addition per row and column of the window: large ones are left to torch
 
 
-class _Pool(torch.autograd.Function):
+class _Pool(Function):
     """X ↦ means over windows."""
 
     @staticmethod
@@ -53,7 +54,7 @@ class _Pool(torch.autograd.Function):
         return _Spread.apply(gradients[0], ctx.shape, ctx.windows), None
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(Function):
     """The transposed map: every window's value, divided by the window's size, added where it came from."""
 
     @staticmethod

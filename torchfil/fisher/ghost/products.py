@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchfil.fisher.ghost.function import Function
 from torchfil.fisher.tracing import being_traced
 
 __all__ = [
     "batched_product",
     "convolution_precision",
     "exact_convolutions",
+    "gram",
     "outer_square",
     "product_precision",
     "products_in",
@@ -129,18 +131,23 @@ def _outer_product(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return result
 
 
-class _BatchedProduct(torch.autograd.Function):
+class _BatchedProduct(Function):
     """A @ b over leading dimensions, with a transposed right factor copied first on CPUs.
 
     Their batched products of small matrices are several times slower with one, and autograd's own derivative has one.
     The derivative is as precise as the product.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return _product_of_any(a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
         ctx.of_patches = _are_of_patches()
-        return _product(a, b.contiguous() if b.device.type == "cpu" else b)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -152,13 +159,46 @@ class _BatchedProduct(torch.autograd.Function):
         return left, right
 
 
+def _product_of_any(a: Tensor, b: Tensor) -> Tensor:
+    return _product(a, b.contiguous() if b.device.type == "cpu" else b)
+
+
 def batched_product(a: Tensor, b: Tensor) -> Tensor:
     """A @ b over leading dimensions, differentiable as often as one likes."""
+    if not torch.is_grad_enabled():
+        return _product_of_any(a, b)
     result: Tensor = _BatchedProduct.apply(a, b)
     return result
 
 
-class _OuterSquare(torch.autograd.Function):
+class _Gram(Function):
+    """X ↦ x xᵀ over leading dimensions, whose derivative, (γ + γᵀ)x, is one product."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return _product_of_any(x, x.mT)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.of_patches = _are_of_patches()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        ((x,), (gradient,)) = ctx.saved_tensors, gradients
+        with products_of_patches(gradient, ctx.of_patches):
+            return batched_product(gradient + gradient.mT, x)
+
+
+def gram(x: Tensor) -> Tensor:
+    """X xᵀ of factors […, T, p], […, T, T], differentiable as often as one likes."""
+    result: Tensor = _Gram.apply(x)
+    return result
+
+
+class _OuterSquare(Function):
     """‖Σ_t a_t δ_tᵀ‖² over groups, [batch], in the form for traces."""
 
     @staticmethod

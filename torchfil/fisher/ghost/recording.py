@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from torchfil.fisher.ghost.substitutes import with_substitutes
+from torchfil.fisher.ghost.substitutes import FastOnCPU, with_substitutes
 from torchfil.fisher.gradients import (
     ExampleGradients,
     added_to_output,
@@ -253,6 +253,8 @@ def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[li
             stack.callback(handle.remove)
         stack.enter_context(added_to_output(gradients.model, examples.submodule, offset))
         stack.enter_context(with_substitutes(gradients.model))
+        if z.device.type == "cpu":
+            stack.enter_context(FastOnCPU())
         weights = {**gradients.parameters, **gradients.constants}
         outputs = call_with(gradients.model, weights, args, kwargs)
     tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]

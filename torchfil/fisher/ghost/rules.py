@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from torchfil.fisher.ghost.convolution import convolve_back, padded_input, patches, patches_by_position
 from torchfil.fisher.ghost.normalisation import normalised_sums
-from torchfil.fisher.ghost.products import batched_product, outer_square, products_of_patches
+from torchfil.fisher.ghost.products import batched_product, gram, outer_square, products_of_patches
 from torchfil.fisher.ghost.recording import Call, UnsupportedCallError
 from torchfil.fisher.ghost.substitutes import with_substitutes
 from torchfil.fisher.tracing import being_traced
@@ -173,7 +173,7 @@ class OuterProductRule(LinearInWeightsRule):
             return square * (a.square().sum(dim=(1, 2, 3)) * weight + bias)
         result = delta.new_zeros(len(delta))
         if weight and positions * (p_in + p_out) < p_in * p_out:
-            result = (batched_product(a, a.mT) * batched_product(delta, delta.mT)).sum(dim=(1, 2, 3))
+            result = (gram(a) * gram(delta)).sum(dim=(1, 2, 3))
         elif weight and being_traced():
             result = outer_square(a, delta)
         elif weight:  # the narrower of both is the one that may have to be copied
@@ -351,7 +351,7 @@ class EmbeddingRule(LinearInWeightsRule):
     def squared_norm(self, call: Call) -> Tensor:
         tokens, delta = self._layout(call)
         same = (tokens[:, :, None] == tokens[:, None, :]).to(delta.dtype)
-        return (batched_product(delta, delta.mT) * same).sum(dim=(1, 2))
+        return (gram(delta) * same).sum(dim=(1, 2))
 
     def visible(self, call: Call, output: Tensor) -> Tensor:
         assert isinstance(call.module, nn.Embedding)

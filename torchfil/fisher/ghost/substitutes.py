@@ -1,4 +1,4 @@
-"""Layers whose own second derivative is slow, computed in another way inside a recorded pass.
+"""Layers and functions whose own second derivative is slow, computed in another way inside a recorded pass.
 
 The outputs are the same; derivatives with respect to the layers' weights are not defined, which a recorded pass takes
 as constants.
@@ -10,16 +10,20 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from torchfil.fisher.ghost.accelerated import kernels_for
-from torchfil.fisher.ghost.activation import tanh
+from torchfil.fisher.ghost.activation import gelu, tanh
 from torchfil.fisher.ghost.convolution import convolve
 from torchfil.fisher.ghost.normalisation import group_norm, layer_norm
 from torchfil.fisher.ghost.pooling import average_pool, pools_by_views
+from torchfil.fisher.ghost.products import batched_product
 from torchfil.fisher.tracing import being_traced
 
-__all__ = ["with_substitutes"]
+__all__ = ["FastOnCPU", "with_substitutes"]
 
 
 @contextlib.contextmanager
@@ -68,3 +72,32 @@ _SUBSTITUTES: dict[type[nn.Module], tuple[str, Callable[[Any], Callable[..., Ten
     nn.LayerNorm: ("forward", lambda module: lambda x: layer_norm(module, x)),
     nn.Tanh: ("forward", lambda module: tanh),
 }
+
+
+class FastOnCPU(TorchFunctionMode):
+    """Inside, products of batches of matrices and GELU, as functions, are computed by this package on CPUs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _PRODUCTS and len(args) == 2 and not kwargs and _are_matrices_alike(*args):
+            return batched_product(*args)
+        if func is F.gelu and kwargs.get("approximate", "none") == "none" and len(args) == 1 and _is_served(args[0]):
+            return gelu(args[0])
+        return func(*args, **kwargs)
+
+
+_PRODUCTS = frozenset({torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm})
+
+
+def _is_served(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.requires_grad
+        and value.device.type == "cpu"
+        and value.dtype in (torch.float32, torch.float64)
+    )
+
+
+def _are_matrices_alike(a: Any, b: Any) -> bool:
+    """Whether both are batches of matrices, the same number of each."""
+    return (_is_served(a) or _is_served(b)) and a.ndim == b.ndim >= 3 and a.shape[:-2] == b.shape[:-2]
