@@ -188,6 +188,7 @@ def test_probes_are_fair_and_independent() -> None:
     assert abs(float(signs.mean())) * signs.numel() ** 0.5 < 4
     for vectors in (signs, signs.T):
         products = vectors @ vectors.T / vectors.shape[1] ** 0.5  # nearly normal, with variance 1
-        pairs = products[*torch.triu_indices(*products.shape, offset=1)]
+        rows, columns = torch.triu_indices(*products.shape, offset=1)
+        pairs = products[rows, columns]
         assert float(pairs.abs().max()) < 6.5
         assert abs(float(pairs.square().mean()) - 1) < 0.01
