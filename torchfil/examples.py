@@ -272,13 +272,18 @@ def submodule_output(model: nn.Module, name: str, forward: Callable[[], Any]) ->
     finally:
         handle.remove()
     if len(seen) != 1:
-        raise ValueError(
-            f"submodule {name!r} is called {len(seen)} times in one forward pass; its output can be private "
-            "only where it is called exactly once"
-        )
+        raise called_often(name, len(seen))
     if not (isinstance(seen[0], Tensor) and seen[0].is_floating_point()):
         raise TypeError(f"the output of submodule {name!r} is not a floating-point tensor: {type(seen[0]).__name__}")
     return seen[0]
+
+
+def called_often(name: str, times: int) -> ValueError:
+    """The error for a submodule that is not called once."""
+    return ValueError(
+        f"submodule {name!r} is called {times} times in one forward pass; its output can be private "
+        "only where it is called exactly once"
+    )
 
 
 def _detach(leaf: Any) -> Any:

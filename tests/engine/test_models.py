@@ -15,7 +15,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, TensorDataset
 
 from torchfil import FILPrivacyEngine, Private
-from torchfil.fisher import ExampleGradients, reference
+from torchfil.clipping import get_clip
+from torchfil.fisher import ClippedJacobian, ExampleGradients, reference
+from torchfil.fisher.ghost import GhostJacobian
 
 pytestmark = pytest.mark.torch_versions
 
@@ -152,6 +154,60 @@ def test_transformer_on_integer_tokens() -> None:
     engine, want = account(module, dataset, classify, tuple, private=Private(submodule="embedding"))
     assert relative_error(engine._current.leakage.get_trace().value, want) < 1e-6
     assert engine._current.leakage.num_coordinates == 32
+
+
+class Tokens(nn.Module):
+    """Counts its calls, and may embed one token less than it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 4), nn.Linear(4, 3)
+        self.calls, self.shorter = 0, False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        head: Tensor = self.head(self.embedding(tokens[:, int(self.shorter) :]).tanh().mean(dim=1))
+        return head
+
+
+def test_the_shape_of_a_submodules_output_is_read_once_for_every_length() -> None:
+    torch.manual_seed(0)
+    module = Tokens().to(DEVICE, torch.float64)
+    tokens, kinds = torch.randint(11, (20, 6)), torch.randint(3, (20,))
+    engine = FILPrivacyEngine()
+    engine.make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        data_loader=loader(TensorDataset(tokens.to(DEVICE), kinds.to(DEVICE))),
+        noise_multiplier=SIGMA,
+        max_grad_norm=C,
+        criterion=nn.CrossEntropyLoss(),
+        private=Private(submodule="embedding"),
+    )
+
+    def calls(length: int) -> int:
+        before = module.calls
+        given = engine._current.measurer.lay_out((tokens[:5, :length].to(DEVICE),), {}, kinds[:5].to(DEVICE))
+        assert given.z.shape == (5, 4 * length)
+        return module.calls - before
+
+    assert [calls(length) for length in (6, 6, 4, 6, 4)] == [1, 0, 1, 0, 0]
+    module.eval()
+    assert [calls(length) for length in (6, 6)] == [1, 0]
+
+
+def test_a_submodule_whose_output_changes_its_shape_is_refused() -> None:
+    module = Tokens().to(DEVICE, torch.float64)
+    tokens, kinds = torch.randint(11, (5, 6), device=DEVICE), torch.randint(3, (5,), device=DEVICE)
+    loss_fn, private = nn.CrossEntropyLoss(), Private(submodule="embedding")
+    gradients = ExampleGradients.build(module, loss_fn, tokens, kinds, private)
+    module.shorter = True
+    with pytest.raises(
+        ValueError, match=r"'embedding' gave an output of shape \(1, 5, 4\) where \(6, 4\) was expected"
+    ):
+        ClippedJacobian(gradients, get_clip("gelu"), 1.0).norm_gradient
+    with pytest.raises(ValueError, match=r"of shape \(5, 5, 4\) where \(5, 6, 4\) was expected"):
+        GhostJacobian(gradients, get_clip("gelu"), 1.0).norm_gradient
 
 
 def test_tokens_without_a_submodule_raise_with_the_remedy() -> None:

@@ -45,6 +45,7 @@ __all__ = ["Measurer"]
 
 logger = logging.getLogger(__name__)
 
+_MOST_SHAPES = 256
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
@@ -80,6 +81,7 @@ class Measurer:
         self.device = next(module.parameters()).device
         self.sample_rate: float | None = None
         self._plans: dict[Hashable, Plan] = {}
+        self._submodule_shapes: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
         self._fused_pass: FusedPass | None = None
         self._modules = list(zip(module.modules(), self.template.modules(), strict=True))
         self._places = _places_of_weights(module)
@@ -110,7 +112,13 @@ class Measurer:
         """These examples with their private coordinates laid out."""
 
         def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
-            return output_of_one_example(self.module, name, public)
+            kind = (name, _kind(public), tuple(live.training for live, _ in self._modules))
+            known = self._submodule_shapes.get(kind)
+            if known is None:
+                if len(self._submodule_shapes) >= _MOST_SHAPES:
+                    self._submodule_shapes.clear()
+                known = self._submodule_shapes[kind] = output_of_one_example(self.module, name, public)
+            return known
 
         return Examples.from_call(
             args, kwargs, targets, self.settings.private, submodule_shape=submodule_shape, check_values=check_values
@@ -363,3 +371,10 @@ def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str
 
 def _moved(tree: Any, device: torch.device) -> Any:
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _kind(tree: Any) -> Hashable:
+    """The shapes of one example's tensors, and what stands beside them."""
+    leaves, structure = pytree.tree_flatten(tree)
+    parts = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+    return tuple(parts), repr(structure)

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from torchfil.errors import UnsupportedModuleError
-from torchfil.examples import Examples, Inputs, Private, submodule_output
+from torchfil.examples import Examples, Inputs, Private, called_often, submodule_output
 
 __all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "copy_without_weights"]
 
@@ -353,10 +353,29 @@ def _explain_randomness() -> Iterator[None]:
 
 @contextlib.contextmanager
 def added_to_output(model: nn.Module, submodule: str | None, offset: Tensor | None) -> Iterator[None]:
+    """Inside, during one forward pass, ``offset`` is added to what the submodule gives.
+
+    Raises:
+        ValueError: The submodule is called more than once, or gives another shape.
+    """
     if submodule is None or offset is None:
         yield
         return
-    handle = model.get_submodule(submodule).register_forward_hook(lambda _module, _inputs, output: output + offset)
+    calls = 0
+
+    def add(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise called_often(submodule, calls)
+        if output.shape[output.ndim - offset.ndim :] != offset.shape:
+            raise ValueError(
+                f"submodule {submodule!r} gave an output of shape {tuple(output.shape)} where {tuple(offset.shape)} "
+                "was expected from inputs of the same shape; what is private must not change from example to example"
+            )
+        return output + offset
+
+    handle = model.get_submodule(submodule).register_forward_hook(add)
     try:
         yield
     finally:
