@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchfil.fisher.ghost.recording import (
     Call,
     CutRecording,
+    Part,
     Recording,
     UnsupportedCallError,
     cut,
@@ -76,29 +77,28 @@ class Held:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
 
-    def counted(self, parts: Iterable[Callable[[], Tensor]]) -> Iterator[Callable[[], Tensor]]:
+    def counted(self, parts: Iterable[Part]) -> Iterator[Part]:
         """The same parts; the largest of them counts, because each is let go before the next."""
         largest = 0
         for part in parts:
             before = self.total
-            yield partial(self._count, part)
+            yield Part(part.calls, partial(self._count, part))
             largest, self.total = max(largest, self.total - before), before
         self.total += largest
 
-    def _count(self, part: Callable[[], Tensor]) -> Tensor:
-        calls = [argument for argument in getattr(part, "args", ()) if isinstance(argument, Call)]
-        generic = [call for call in calls if isinstance(rule_for(call.module), GenericRule)]
+    def _count(self, part: Part) -> Tensor:
+        generic = [call for call in part.calls if isinstance(rule_for(call.module), GenericRule)]
         if generic:  # it takes no such hooks: two gradients per example
             for call in generic:
                 size = sum(value.numel() * value.itemsize for value in call.parameters.values())
                 self.total += 2 * size * len(call.delta)
-            return part()
+            return part.value()
         with self.counting():
-            return part()
+            return part.value()
 
 
-def squared_norms(recording: Recording) -> Iterator[Callable[[], Tensor]]:
-    """Functions whose values add up to ‖g‖² of every example, [batch], each of calls that no other one looks at.
+def squared_norms(recording: Recording) -> Iterator[Part]:
+    """What adds up to ‖g‖² of every example, [batch], each of calls that no other one looks at.
 
     The gradient of a parameter that several calls use is formed and summed over them first.
     """
@@ -106,11 +106,11 @@ def squared_norms(recording: Recording) -> Iterator[Callable[[], Tensor]]:
     sharing: list[Call] = []
     for call in recording.calls:
         if all(uses[name] == 1 for name in call.shared_names.values()):
-            yield partial(rule_for(call.module).squared_norm, call)
+            yield Part((call,), partial(rule_for(call.module).squared_norm, call))
         else:
             sharing.append(call)
     if sharing:
-        yield partial(_shared_squared_norm, sharing, recording.losses)
+        yield Part(tuple(sharing), partial(_shared_squared_norm, sharing, recording.losses))
 
 
 def _shared_squared_norm(calls: Sequence[Call], like: Tensor) -> Tensor:

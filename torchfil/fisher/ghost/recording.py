@@ -27,7 +27,7 @@ from torchfil.fisher.gradients import (
     has_active_dropout,
 )
 
-__all__ = ["Call", "CutRecording", "Recording", "UnsupportedCallError", "cut", "holders", "record"]
+__all__ = ["Call", "CutRecording", "Part", "Recording", "UnsupportedCallError", "cut", "holders", "record"]
 
 
 class UnsupportedCallError(Exception):
@@ -95,6 +95,14 @@ class Recording:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A summand of every example, [batch], that depends on these calls only."""
+
+    calls: tuple[Call, ...]
+    value: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
 class CutRecording:
     """A recording whose calls begin at leaves: what rules make of the calls is differentiated up to there.
 
@@ -108,7 +116,7 @@ class CutRecording:
     leaves: tuple[Tensor, ...]
     origins: tuple[Tensor, ...]
 
-    def differentiated(self, parts: Iterable[Callable[[], Tensor]]) -> tuple[Tensor, list[Tensor | None]]:
+    def differentiated(self, parts: Iterable[Part]) -> tuple[Tensor, list[Tensor | None]]:
         """Σ parts, [batch], and ∂(Σ_i Σ parts_i)/∂leaf for every leaf, None where it does not matter.
 
         Part by part, so that the graph of one layer is held at a time.
@@ -117,13 +125,14 @@ class CutRecording:
         cotangents: list[Tensor | None] = [None] * len(self.leaves)
         for part in parts:
             with torch.enable_grad():
-                value = part()
+                value = part.value()
                 whole = value.sum()
             total = total + value.detach()
             if not whole.requires_grad:
                 continue
-            found = torch.autograd.grad(whole, self.leaves, retain_graph=True, allow_unused=True)
-            for leaf, gradient in zip(self.leaves, found, strict=True):
+            leaves = {id(leaf): leaf for call in part.calls for leaf in call.leaves}.values()
+            found = torch.autograd.grad(whole, tuple(leaves), retain_graph=True, allow_unused=True)
+            for leaf, gradient in zip(leaves, found, strict=True):
                 self.put(cotangents, leaf, gradient)
         return total, cotangents
 
