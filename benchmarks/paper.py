@@ -107,7 +107,11 @@ def coordinate_cost(
 
 
 def mapped_coordinate_cost(model: Model, device: str, examples: int) -> float:
-    """The same for torchfil's estimator "coordinates", reverse over reverse: half of what three cost more than one."""
+    """The same for torchfil's estimator "coordinates", reverse over reverse: half of what three cost more than one.
+
+    Raises:
+        RuntimeError: Three do not cost more than one, the machine being busy with something else.
+    """
     gradients = examples_of(model, examples, device)
     batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0))
 
@@ -115,7 +119,10 @@ def mapped_coordinate_cost(model: Model, device: str, examples: int) -> float:
         return timed(lambda: batch.estimate("trace", "coordinates", count, torch.Generator(), 2**34), device)
 
     seconds(1)
-    return (seconds(3) - seconds(1)) / 2 * model.batch(device) / examples
+    found = statistics.median((seconds(3) - seconds(1)) / 2 for _ in range(3))
+    if found <= 0:
+        raise RuntimeError(f"three coordinates took {2 * found:.3g} s more than one")
+    return found * model.batch(device) / examples
 
 
 def spreads(
