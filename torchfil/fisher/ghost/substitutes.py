@@ -100,4 +100,5 @@ def _is_served(value: Any) -> bool:
 
 def _are_matrices_alike(a: Any, b: Any) -> bool:
     """Whether both are batches of matrices, the same number of each."""
-    return (_is_served(a) or _is_served(b)) and a.ndim == b.ndim >= 3 and a.shape[:-2] == b.shape[:-2]
+    both = isinstance(a, Tensor) and isinstance(b, Tensor) and a.ndim == b.ndim >= 3 and a.shape[:-2] == b.shape[:-2]
+    return both and (_is_served(a) or _is_served(b))
