@@ -30,8 +30,8 @@ def _options() -> dict[str, Any]:
     """Convolutions with channels last, whatever their number; no padded strides, no fusion of row and column sums.
 
     A sum over a padded intermediate may be read with strides that it was not written with
-    (https://github.com/pytorch/pytorch/issues/179931), and sums by row and column that share a kernel count rows twice
-    where their number is no multiple of its block (https://github.com/pytorch/pytorch/issues/195845).
+    (https://github.com/pytorch/pytorch/issues/179931), and sums by row and column that share a kernel are wrong
+    where the number of rows is no multiple of its block (https://github.com/pytorch/pytorch/issues/195845).
     """
     from torch._inductor import config as inductor  # takes its time
 
