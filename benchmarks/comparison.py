@@ -7,12 +7,9 @@ from typing import Any
 
 from benchmarks.loops import MODELS, UNIT, Loop, Model, Variant, variants
 from benchmarks.measuring import Work, attempt, peak_gigabytes, reason_of, seconds_in_turns, tidy
-from benchmarks.paper import PAPER_COORDINATES, coordinate_cost, mapped_coordinate_cost, spreads
+from benchmarks.paper import PAPER_COORDINATES, coordinate_cost, mapped_coordinate_cost
 
 __all__ = ["compare"]
-
-PROBES_TITLE = {"1": "torchfil train_step, 1 probe", "3": "torchfil train_step, 3 probes"}
-NOT_MEASURED = "torchfil train_step, not measured"
 
 
 def compare(name: str, device: str, *, quick: bool) -> dict[str, Any]:
@@ -20,7 +17,7 @@ def compare(name: str, device: str, *, quick: bool) -> dict[str, Any]:
 
     Returns:
         "batch"; "rows": by method "seconds", "ratio" (to Opacus's hooks), "peak_gb", or "failed"; "paper": the cost of
-        its coordinates and, by state of the weights, the spreads and the ratios at equal standard error.
+        its coordinates.
     """
     model = MODELS[name]
     if quick and not device.startswith("cuda"):
@@ -62,16 +59,8 @@ def _peak(model: Model, variant: Variant, device: str) -> float | None:
 
 def _paper(model: Model, device: str, rows: dict[str, dict[str, Any]], *, quick: bool) -> dict[str, Any]:
     """The paper's step is an Opacus step and so many coordinates; see :mod:`benchmarks.paper`."""
-    on_gpu, slow = device.startswith("cuda"), quick and model.heavy
-    examples = model.batch(device) if on_gpu else min(model.batch(device), 1 if slow else 16)
-    if on_gpu:
-        sizes: dict[str, Any] = {"examples": 16, "coordinates": 200, "draws": 64}
-    elif quick:
-        sizes = (
-            {"examples": 1, "coordinates": 2, "draws": 2} if slow else {"examples": 2, "coordinates": 12, "draws": 6}
-        )
-    else:
-        sizes = {"examples": min(model.cpu_batch, 8), "coordinates": 50, "draws": 24}
+    on_gpu = device.startswith("cuda")
+    examples = model.batch(device) if on_gpu else min(model.batch(device), 1 if quick and model.heavy else 16)
     result: dict[str, Any] = coordinate_cost(model, device, examples, repeats=1 if quick else 5)
     result["timed_examples"] = examples
     if not quick:
@@ -81,22 +70,4 @@ def _paper(model: Model, device: str, rows: dict[str, dict[str, Any]], *, quick:
     if unit is not None:
         fifty = unit + PAPER_COORDINATES * cost
         result |= {"fifty_seconds": fifty, "fifty_ratio": fifty / unit}
-    result["states"] = {}
-    for state, steps in model.states.items():
-        found = attempt(lambda steps=steps: spreads(model, device, **sizes, train_steps=steps))  # type: ignore[misc]
-        for count, estimate in found.get("estimates", {}).items():
-            estimate |= _at_equal_error(estimate["coordinates"] * cost, rows, count)
-        result["states"][state] = found
     return result
-
-
-def _at_equal_error(coordinates: float, rows: dict[str, dict[str, Any]], count: str) -> dict[str, float]:
-    """How much slower the paper's step is, whole and accounting alone, if its coordinates take that many seconds."""
-    titles = UNIT, PROBES_TITLE[count], NOT_MEASURED
-    unit, ours, unmeasured = (rows[title].get("seconds") for title in titles)
-    if unit is None or ours is None:
-        return {}
-    found = {"seconds": unit + coordinates, "ratio": (unit + coordinates) / unit, "slower": (unit + coordinates) / ours}
-    if unmeasured is not None and ours > unmeasured:
-        found["slower_alone"] = coordinates / (ours - unmeasured)
-    return found

@@ -6,6 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine, Private, zoo
-from torchfil.datasets import DataNotFoundError, mnist
+from torchfil.datasets import DataNotFoundError, cifar10, mnist
 
 __all__ = ["MODELS", "UNIT", "Loop", "Model", "Variant", "variants"]
 
@@ -34,8 +35,7 @@ class Model:
         cuda_batch: The expected batch on a GPU.
         cpu_batch: The expected batch on a CPU.
         private: What is private.
-        heavy: Whether a CPU takes seconds for a step.
-        learnable: Whether the labels can be learned from the inputs, so that trained weights mean something.
+        heavy: Whether training it takes a CPU, and compiling its pass anything, many minutes.
     """
 
     title: str
@@ -45,12 +45,11 @@ class Model:
     cpu_batch: int
     private: Private | None = None
     heavy: bool = False
-    learnable: bool = False
 
-    @property
-    def states(self) -> dict[str, int]:
+    def states(self, device: str) -> dict[str, int]:
         """The plain steps before weights are looked at, by what the tables call it."""
-        return {"initial weights": 0} | ({"after 300 plain steps": 300} if self.learnable else {})
+        trained = device.startswith("cuda") or not self.heavy
+        return {"initial weights": 0} | ({"after 300 plain steps": 300} if trained else {})
 
     def batch(self, device: str) -> int:
         """The expected batch on that device."""
@@ -72,22 +71,44 @@ def digits(count: int) -> tuple[Tensor, Tensor]:
     return images[rows], labels[rows]
 
 
-def _tokens(count: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(1000, (count, 64)), torch.randint(2, (count,))
+def photographs(count: int) -> tuple[Tensor, Tensor]:
+    """Of CIFAR-10, every class alike, where it is at hand, repeated where there are not enough; else random pixels."""
+    try:
+        images, labels = _cifar10()
+    except DataNotFoundError:
+        return random_images(3, 32)(count)
+    rows = torch.arange(count) % len(images)
+    return images[rows], labels[rows]
+
+
+@cache
+def _cifar10() -> tuple[Tensor, Tensor]:
+    images, labels = cifar10()
+    each = int(labels.bincount().min())
+    rows = torch.cat([(labels == label).nonzero()[:each, 0] for label in labels.unique()])
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    return images[rows], labels[rows]
+
+
+def sentences(count: int) -> tuple[Tensor, Tensor]:
+    """64 tokens of 1,000 drawn at random; the label tells whether a tenth of the tokens outnumbers another tenth."""
+    tokens = torch.randint(1000, (count, 64))
+    return tokens, ((tokens % 10 == 3).sum(dim=1) > (tokens % 10 == 7).sum(dim=1)).long()
 
 
 MODELS: dict[str, Model] = {
-    "mnist": Model("MNIST CNN", zoo.mnist_cnn, digits, 600, 256, learnable=True),
-    "cifar": Model("CIFAR CNN", zoo.cifar_cnn, random_images(3, 32), 200, 32),
-    "resnet18": Model("ResNet-18 with GroupNorm", zoo.resnet18, random_images(3, 32), 128, 4, heavy=True),
-    "vit": Model("ViT-Tiny", zoo.vit_tiny, random_images(3, 32), 64, 4, heavy=True),
+    "mnist": Model("MNIST CNN", zoo.mnist_cnn, digits, 600, 256),
+    "cifar": Model("CIFAR CNN", zoo.cifar_cnn, photographs, 200, 32),
+    "resnet18": Model("ResNet-18 with GroupNorm", zoo.resnet18, photographs, 128, 4, heavy=True),
+    "vit": Model("ViT-Tiny", zoo.vit_tiny, photographs, 64, 4, heavy=True),
     "tokens": Model(
         "6-layer token transformer",
         lambda: zoo.token_transformer(2, 1000, 64, width=128, depth=6, heads=4),
-        _tokens,
+        sentences,
         64,
         4,
         Private(submodule="embedding"),
+        heavy=True,
     ),
 }
 

@@ -1,7 +1,8 @@
-"""The paper's step with its 50 coordinates against ``train_step`` with as many probes as have their standard error.
+"""The paper's step against ``train_step`` with probes, at equal standard error: both errors and both times of one run.
 
-50 of d coordinates, drawn without replacement, have the relative standard error r_c·sqrt(1/50 − 1/d), where r_c is that
-of one; k ≥ 2 probes have r_3·sqrt(3/k), where r_3 is that of three. The probes' error is measured again at that k.
+For one and three probes: as many coordinates as have their error. For the paper's 50 coordinates: as many probes as
+have theirs, k ≥ 2 probes having r_3·sqrt(3/k), where r_3 is the error of three (they are drawn independently, and what
+they share is exact; one probe alone has more than r_3·sqrt(3)).
 """
 
 from __future__ import annotations
@@ -11,83 +12,113 @@ from typing import Any
 
 import torch
 
-from benchmarks.loops import MODELS, UNIT, Loop, Variant
+from benchmarks.loops import MODELS, UNIT, Loop, Model, Variant
 from benchmarks.measuring import seconds_in_turns, tidy
-from benchmarks.paper import PAPER_COORDINATES, coordinate_cost, examples_of, relative_std, spreads, traces
+from benchmarks.paper import (
+    PAPER_COORDINATES,
+    column_estimates,
+    coordinate_cost,
+    error_of_coordinates,
+    examples_of,
+    relative_std,
+    traces,
+)
 from torchfil.fisher.batch import MOST_PROBES_AT_ONCE
 
-__all__ = ["matched", "matching_probes"]
+__all__ = ["matched", "matching_coordinates", "matching_probes"]
 
 _BATCHES = 8
 _TURNS_BEFORE = 48  # until the passes that come up often are compiled
 
 
-def matching_probes(r_coordinate: float, r_three_probes: float, d: int) -> tuple[float, int]:
-    """The relative standard error of the paper's estimate, and the fewest probes, at least two, that have it.
+def matching_coordinates(r_coordinate: float, r_probes: float, d: int) -> float:
+    """How many of d coordinates have the relative standard error ``r_probes``, at least one.
 
     Example:
-        >>> error, probes = matching_probes(0.7, 0.1, 10_000)
-        >>> round(error, 3), probes
-        (0.099, 4)
+        >>> round(matching_coordinates(0.7, 0.1, 10_000), 1)
+        48.8
+    """
+    return max(1.0, 1 / ((r_probes / r_coordinate) ** 2 + 1 / d))
+
+
+def matching_probes(r_coordinate: float, r_three_probes: float, d: int) -> int:
+    """The fewest probes, at least two, that have the relative standard error of the paper's coordinates.
+
+    Example:
+        >>> matching_probes(0.7, 0.1, 10_000)
+        4
     """
     if d <= PAPER_COORDINATES:
         raise ValueError(f"{PAPER_COORDINATES} coordinates of {d} are exact: no number of probes matches them")
-    error = r_coordinate * math.sqrt(1 / PAPER_COORDINATES - 1 / d)
-    return error, max(2, math.ceil(3 * (r_three_probes / error) ** 2))
+    error = error_of_coordinates(r_coordinate, PAPER_COORDINATES, d)
+    return max(2, math.ceil(3 * (r_three_probes / error) ** 2))
 
 
 def matched(name: str, device: str, *, quick: bool = False) -> dict[str, Any]:
-    """By state of the weights: the errors, the probes, and both steps' seconds from one run."""
+    """By state of the weights: the errors, coordinates and probes, and both steps' seconds from one run."""
     model, on_gpu = MODELS[name], device.startswith("cuda")
-    small = quick or not on_gpu
-    examples = model.batch(device) if on_gpu else min(model.batch(device), 4)
-    draws = 4 if quick else 24 if small else 64
+    examples = model.batch(device) if on_gpu else min(model.batch(device), 16)
     coordinate = coordinate_cost(model, device, examples, repeats=1 if quick else 5)["coordinate_seconds"]
     assert coordinate is not None
-    states: dict[str, Any] = {}
-    for state, steps in model.states.items():
-        shown = 2 if quick else 8 if small else 16
-        found = spreads(
-            model,
-            device,
-            examples=shown,
-            coordinates=8 if quick else 50 if small else 200,
-            draws=draws,
-            train_steps=steps,
-            probes=(3,),
-        )
-        r_three, d = found["estimates"]["3"]["relative_std"], found["num_coordinates"]
-        error, probes = matching_probes(found["coordinate_relative_std"], r_three, d)
-        gradients = examples_of(model, shown, device, train_steps=steps)
-        reached = relative_std(traces(gradients, probes, draws, torch.Generator().manual_seed(2)))
-        states[state] = {"paper_error": error, "probes": probes, "error": reached}
-    seconds: dict[int, dict[str, Any]] = {}
-    for probes in {state["probes"] for state in states.values()}:
-        compiled = on_gpu and not model.heavy and probes <= MOST_PROBES_AT_ONCE  # others compile for minutes
-        seconds[probes] = _steps(name, device, probes, compiled=compiled, quick=quick)
-    for state in states.values():
-        found = seconds[state["probes"]]
-        paper = found[UNIT]["seconds"] + PAPER_COORDINATES * coordinate
-        state |= {"paper_seconds": paper, "opacus_seconds": found[UNIT]["seconds"]}
+    states = {state: _errors(model, device, steps, quick=quick) for state, steps in model.states(device).items()}
+    rows = [row for state in states.values() for row in state["rows"]]
+    compiled: set[int] = set()
+    if on_gpu and not model.heavy:
+        compiled = {row["probes"] for row in rows if row["coordinates"] == PAPER_COORDINATES}
+        compiled = {probes for probes in compiled if probes <= MOST_PROBES_AT_ONCE}  # others compile for minutes
+    seconds = _steps(model, device, {row["probes"] for row in rows}, compiled, quick=quick)
+    for row in rows:
+        row["paper_seconds"] = seconds[UNIT]["seconds"] + row["coordinates"] * coordinate
         for title in ("plain", "compiled"):
-            if "seconds" in found.get(title, {}):
-                state |= {
-                    f"{title}_seconds": found[title]["seconds"],
-                    f"{title}_slower": paper / found[title]["seconds"],
-                }
-    return {"title": model.title, "batch": model.batch(device), "states": states}
+            found = seconds.get(f"{title} {row['probes']}", {}).get("seconds")
+            if found is not None:
+                row |= {f"{title}_seconds": found, f"{title}_slower": row["paper_seconds"] / found}
+    return {
+        "title": model.title,
+        "batch": model.batch(device),
+        "coordinate_seconds": coordinate,
+        "opacus_seconds": seconds[UNIT]["seconds"],
+        "states": states,
+    }
 
 
-def _steps(name: str, device: str, probes: int, *, compiled: bool, quick: bool) -> dict[str, dict[str, Any]]:
-    settings = (("num_probes", probes),)
-    chosen = {UNIT: Variant("hooks"), "plain": Variant("fused", settings)}
-    if compiled:
-        chosen["compiled"] = Variant("fused", (*settings, ("compile", True)))
+def _errors(model: Model, device: str, train_steps: int, *, quick: bool) -> dict[str, Any]:
+    """Relative standard deviations, root mean squares over some examples, and what matches what."""
+    on_gpu = device.startswith("cuda")
+    if quick:
+        examples, coordinates, draws = 2, 8, 4
+    elif on_gpu:
+        examples, coordinates, draws = (16, 100, 64) if model.heavy else (32, 400, 200)
+    else:
+        examples, coordinates, draws = min(model.cpu_batch, 8), 50, 24
+    gradients = examples_of(model, examples, device, train_steps=train_steps)
+    generator, d = torch.Generator().manual_seed(1), gradients.num_coordinates
+    r_coordinate = relative_std(column_estimates(gradients, coordinates, generator))
+    r_one, r_three = (relative_std(traces(gradients, probes, draws, generator)) for probes in (1, 3))
+    rows: list[dict[str, Any]] = [
+        {"probes": probes, "error": error, "coordinates": matching_coordinates(r_coordinate, error, d)}
+        for probes, error in ((1, r_one), (3, r_three))
+    ]
+    if on_gpu or not model.heavy:
+        probes = matching_probes(r_coordinate, r_three, d)
+        rows.append({"probes": probes, "error": r_three * math.sqrt(3 / probes), "coordinates": PAPER_COORDINATES})
+    for row in rows:
+        row["paper_error"] = error_of_coordinates(r_coordinate, row["coordinates"], d)
+    sampled = {"examples": examples, "coordinates": min(coordinates, d), "draws": draws}
+    return {"num_coordinates": d, "coordinate_error": r_coordinate, "rows": rows, "sampled": sampled}
+
+
+def _steps(
+    model: Model, device: str, probes: set[int], compiled: set[int], *, quick: bool
+) -> dict[str, dict[str, Any]]:
+    """Seconds of Opacus's step and, as "plain k" and "compiled k", of ``train_step`` with k probes, in turns."""
+    chosen = {UNIT: Variant("hooks")}
+    chosen |= {f"plain {k}": Variant("fused", (("num_probes", k),)) for k in sorted(probes)}
+    chosen |= {f"compiled {k}": Variant("fused", (("num_probes", k), ("compile", True))) for k in sorted(compiled)}
     batches = 1 if quick else _BATCHES
-    loops = {title: Loop(MODELS[name], variant, device, batches=batches) for title, variant in chosen.items()}
-    before = _TURNS_BEFORE if compiled else batches
+    loops = {title: Loop(model, variant, device, batches=batches) for title, variant in chosen.items()}
     work = {title: loop.step for title, loop in loops.items()}
-    found = seconds_in_turns(work, device, repeats=1 if quick else 24, warm_up=before)
+    found = seconds_in_turns(work, device, repeats=1 if quick else 24, warm_up=_TURNS_BEFORE if compiled else batches)
     del work, loops
     tidy()
     return found

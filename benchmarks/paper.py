@@ -4,16 +4,15 @@ tr J̃ᵀJ̃ ≈ d/k · Σ_i ‖J̃e_i‖² over k coordinates i drawn at random
 of the clipped per-example gradient, mapped over the examples (vmap): ``vmap(jvp(clip(grad(loss))))``. The paper takes
 k = 50. Weight probes estimate the same trace from products J̃ᵀu, u ∈ {±1}^p.
 
-With relative standard deviations r_c of one coordinate and r of an estimate by probes, (r_c/r)² coordinates have the
-standard error of that estimate; never more than d, which are exact.
+k of d coordinates, drawn without replacement, have the relative standard error r_c·sqrt(1/k − 1/d), where r_c is the
+relative standard deviation of one.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +28,18 @@ from torchfil.fisher.mechanism import Mechanism
 
 __all__ = [
     "PAPER_COORDINATES",
-    "PROBES",
     "clipped_column_norms",
+    "column_estimates",
     "coordinate_cost",
+    "error_of_coordinates",
     "examples_of",
     "mapped_coordinate_cost",
     "random_directions",
     "relative_std",
-    "spreads",
     "traces",
 ]
 
 PAPER_COORDINATES = 50
-PROBES = (1, 3)
 CLIP = get_clip("gelu")
 LOSS = nn.CrossEntropyLoss()
 _VECTORS = 6  # of length p per example: gradient, clipped gradient and their tangents
@@ -74,8 +72,8 @@ def examples_of(model: Model, count: int, device: str, *, train_steps: int = 0) 
     """So many examples of the model's data, at its initial weights or after so many plain steps."""
     torch.manual_seed(0)
     network = model.build().to(device)
-    x, y = (part.to(device) for part in model.data(max(count, 64 * min(train_steps, 100))))
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.3)
+    x, y = (part.to(device) for part in model.data(max(count, 64 * train_steps)))
+    optimizer = torch.optim.Adam(network.parameters(), lr=5e-4)
     for _ in range(train_steps):
         rows = torch.randint(len(y), (64,)).to(device)
         optimizer.zero_grad()
@@ -125,37 +123,16 @@ def mapped_coordinate_cost(model: Model, device: str, examples: int) -> float:
     return found * model.batch(device) / examples
 
 
-def spreads(
-    model: Model,
-    device: str,
-    *,
-    examples: int,
-    coordinates: int,
-    draws: int,
-    train_steps: int = 0,
-    probes: Sequence[int] = PROBES,
-) -> dict[str, Any]:
-    """Relative standard deviations of one coordinate and of estimates by probes, and how many coordinates match them.
+def error_of_coordinates(r_coordinate: float, count: float, d: int) -> float:
+    """The relative standard error of ``count`` of d coordinates, where one has ``r_coordinate``."""
+    return r_coordinate * math.sqrt(1 / count - 1 / d)
 
-    Root mean squares over ``examples`` examples, from ``coordinates`` coordinates and ``draws`` draws of probes. The
-    estimators' means are compared, too.
-    """
-    gradients = examples_of(model, examples, device, train_steps=train_steps)
-    d, generator = gradients.num_coordinates, torch.Generator().manual_seed(1)
+
+def column_estimates(gradients: ExampleGradients, coordinates: int, generator: torch.Generator) -> Tensor:
+    """Estimates d·‖J̃e_i‖² of the trace by a single coordinate, [coordinates, batch]; an example's are distinct."""
+    d = gradients.num_coordinates
     directions = random_directions(gradients.examples.z, min(coordinates, d), generator)
-    columns = torch.stack([d * clipped_column_norms(gradients, v) for v in directions]).double()  # [coordinates, batch]
-    single = relative_std(columns)
-    estimates = {}
-    for count in probes:
-        ours = traces(gradients, count, draws, generator)
-        spread = relative_std(ours)
-        estimates[str(count)] = {
-            "relative_std": spread,
-            "coordinates": min(max((single / spread) ** 2, 1.0), float(d)),
-            "ratio_of_means": float((columns.mean(dim=0) / ours.mean(dim=0)).median()),
-        }
-    sampled = {"examples": examples, "coordinates": len(directions), "draws": draws}
-    return {"coordinate_relative_std": single, "num_coordinates": d, "estimates": estimates, "sampled": sampled}
+    return torch.stack([d * clipped_column_norms(gradients, v) for v in directions]).double()
 
 
 def traces(gradients: ExampleGradients, probes: int, draws: int, generator: torch.Generator) -> Tensor:

@@ -20,7 +20,7 @@ def page(results: dict[str, Any]) -> str:
     if results["quick"]:
         parts.append("A quick run: few repeats and draws, smaller batches on a CPU. Its numbers are rough.\n")
     if results.get("models"):
-        parts += [_costs(results["models"]), _equal_error(results["models"])]
+        parts.append(_costs(results["models"]))
     if results.get("matched"):
         parts.append(_matched(results["matched"]))
     if results.get("run", {}).get("seconds"):
@@ -51,23 +51,37 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def _matched(models: dict[str, Any]) -> str:
-    rows = []
+    rows, costs = [], []
     for model in models.values():
         for state, found in model.get("states", {}).items():
-            steps = [
-                f"{1e3 * found[f'{title}_seconds']:,.2f} ms: **{number(found[f'{title}_slower'])}**"
-                if f"{title}_seconds" in found
-                else "–"
-                for title in ("plain", "compiled")
-            ]
-            errors = [number(found["paper_error"]), f"{number(found['error'])} ({found['probes']})"]
-            times = [f"{1e3 * found[f'{who}_seconds']:,.1f} ms" for who in ("opacus", "paper")]
-            rows.append([f"{model['title']}, batch {model['batch']}", state, *errors, *times, *steps])
-    head = ["", "weights", "r of 50 coordinates", "r of probes (how many)", "Opacus's step", "the paper's step"]
+            title = f"{model['title']}, batch {model['batch']}, d = {found['num_coordinates']:,}"
+            for row in found["rows"]:
+                times = [
+                    f"{number(1e3 * row[f'{how}_seconds'])} ms: **{number(row[f'{how}_slower'])}**"
+                    if f"{how}_seconds" in row
+                    else "–"
+                    for how in ("plain", "compiled")
+                ]
+                coordinates = f"{number(row['coordinates'])} ({number(row['paper_error'])})"
+                probes = f"{row['probes']} ({number(row['error'])})"
+                rows.append([title, state, coordinates, f"{number(1e3 * row['paper_seconds'])} ms", probes, *times])
+            sampled = found["sampled"]
+        if model.get("states"):
+            costs.append(
+                f"- {model['title']}: {number(1e3 * model['opacus_seconds'])} ms for Opacus's step, "
+                f"{number(1e3 * model['coordinate_seconds'])} ms for a coordinate of the batch; errors from "
+                f"{sampled['coordinates']} coordinates and {sampled['draws']} draws of probes for "
+                f"{sampled['examples']} examples"
+            )
+    head = ["", "weights", "coordinates (error)", "the paper's step", "probes (error)"]
     return (
-        "## The paper's 50 coordinates against as many probes as have their standard error\n\n"
-        + table([*head, "`train_step`: how many times faster than the paper's", "compiled"], rows)
-        + "\nWhole steps from one run, Opacus's included in the paper's.\n"
+        "## The paper's method against probes, at equal standard error of a step\n\n"
+        + table([*head, "`train_step`: how many times faster", "compiled"], rows)
+        + "\nThe error is the relative standard deviation of a step's estimate, root mean square over examples. For "
+        "one and three probes as many coordinates (at least one) as have their error, for the paper's 50 coordinates "
+        "as many probes (at least two) as have theirs. Whole steps from one run, Opacus's included in the paper's. A "
+        "single probe also samples the part of the Fisher information along the gradient, which is large in a trained "
+        "network.\n\n" + "\n".join(costs) + "\n"
     )
 
 
@@ -100,64 +114,29 @@ def _costs(models: dict[str, Any]) -> str:
     rows = [[title, *(cell(found, title) for found in models.values())] for title in titles]
     fifty = [paper(found.get("fifty_ratio"), found.get("fifty_seconds")) for found in papers]
     rows.append(["the paper's method, 50 coordinates *", *fifty])
-    for state in dict.fromkeys(state for found in papers for state in found.get("states", {})):
-        for count in ("1", "3"):
-            estimates = [_estimate(found, state, count) for found in papers]
-            title = f"the paper's method at the error of {count} probe{'s' * (count != '1')}, {state} *"
-            rows.append([title, *(paper(e.get("ratio"), e.get("seconds")) for e in estimates)])
     head = ["", *(f"{found.get('title', name)}, batch {found.get('batch', '?')}" for name, found in models.items())]
     return (
         "## Steps, in multiples of Opacus's hooks\n\n" + table(head, rows) + "\nPeak memory includes model, data and, "
         "for a CUDA graph, its capture. “rel_error” is a mean over steps, as steps differ on purpose.\n\n"
         "\\* An Opacus step plus `vmap(jvp(clip(grad(loss))))` for each coordinate: one coordinate is timed (on a CPU "
-        "for some examples of the batch only, see below) and counted linearly.\n"
+        "for some examples of the batch only, see below) and counted linearly.\n\n"
+        + "\n".join(_coordinates(models))
+        + "\n"
     )
 
 
-def _estimate(paper: dict[str, Any], state: str, count: str) -> dict[str, Any]:
-    found: dict[str, Any] = paper.get("states", {}).get(state, {}).get("estimates", {}).get(count, {})
-    return found
-
-
-def _equal_error(models: dict[str, Any]) -> str:
-    head = [
-        *("", "weights", "r of a coordinate", "probes", "r of the probes' estimate", "coordinates to match"),
-        *("× slower, whole step", "× slower, accounting alone"),
-    ]
-    rows, costs = [], []
+def _coordinates(models: dict[str, Any]) -> Iterable[str]:
+    """What a coordinate costs, a line for each model."""
     for name, found in models.items():
         paper, title = found.get("paper", {}), found.get("title", name)
-        if "coordinate_seconds" not in paper:
-            continue
-        mapped, peak = paper.get("mapped_coordinate_seconds"), paper.get("coordinate_peak_gb")
-        by_reverse = f", by reverse over reverse mode {number(1e3 * mapped)} ms" if mapped else ""
-        memory = f", {number(peak)} GB" if peak is not None else ""
-        costs.append(
-            f"- {title}: {number(1e3 * paper['coordinate_seconds'])} ms for a coordinate of the batch (timed on "
-            f"{paper['timed_examples']} examples{memory}){by_reverse}"
-        )
-        for state, spread in paper.get("states", {}).items():
-            for count, estimate in spread.get("estimates", {}).items():
-                sampled = spread["sampled"]
-                rows.append(
-                    [
-                        f"{title}, d = {spread['num_coordinates']:,}",
-                        state,
-                        f"{number(spread['coordinate_relative_std'])} (of {sampled['coordinates']})",
-                        count,
-                        f"{number(estimate['relative_std'])} (of {sampled['draws']})",
-                        number(estimate["coordinates"]),
-                        number(estimate.get("slower")),
-                        number(estimate.get("slower_alone")),
-                    ]
-                )
-    return (
-        "## The paper's method against probes, at equal standard error of a step\n\n" + table(head, rows) + "\n"
-        "r: relative standard deviation, and from how many draws. “Whole step”: Opacus's step and the matching "
-        "coordinates against `train_step` with that many probes. “Accounting alone”: the coordinates against what the "
-        "probes add to an unmeasured `train_step`. A single probe also samples the part of the Fisher information "
-        "along the gradient, which is large in a trained network.\n\n" + "\n".join(costs) + "\n"
-    )
+        if "coordinate_seconds" in paper:
+            mapped, peak = paper.get("mapped_coordinate_seconds"), paper.get("coordinate_peak_gb")
+            by_reverse = f", by reverse over reverse mode {number(1e3 * mapped)} ms" if mapped else ""
+            memory = f", {number(peak)} GB" if peak is not None else ""
+            yield (
+                f"- {title}: {number(1e3 * paper['coordinate_seconds'])} ms for a coordinate of the batch (timed on "
+                f"{paper['timed_examples']} examples{memory}){by_reverse}"
+            )
 
 
 def _growth(found: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def tiny() -> loops.Model:
     def build() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 10))
 
-    return loops.Model("tiny", build, loops.random_images(1, 3), 8, 8, learnable=True)
+    return loops.Model("tiny", build, loops.random_images(1, 3), 8, 8)
 
 
 def test_the_papers_columns_are_those_of_the_clipped_jacobian() -> None:
@@ -34,13 +35,20 @@ def test_the_papers_columns_are_those_of_the_clipped_jacobian() -> None:
         torch.testing.assert_close(paper.clipped_column_norms(gradients, direction, 0.1), want, rtol=1e-3, atol=1e-7)
 
 
-def test_spreads_match_what_they_are_of() -> None:
-    found = paper.spreads(tiny(), "cpu", examples=8, coordinates=9, draws=200)
-    for count, estimate in found["estimates"].items():
-        assert estimate["ratio_of_means"] == pytest.approx(1, abs=0.1), count
-        want = (found["coordinate_relative_std"] / estimate["relative_std"]) ** 2
-        assert estimate["coordinates"] == pytest.approx(min(max(want, 1), 9))
-    assert found["estimates"]["3"]["relative_std"] < found["estimates"]["1"]["relative_std"]
+def test_coordinates_and_probes_estimate_the_same() -> None:
+    gradients = paper.examples_of(tiny(), 8, "cpu")
+    generator = torch.Generator().manual_seed(1)
+    columns = paper.column_estimates(gradients, 9, generator)
+    for count in (1, 3):
+        drawn = paper.traces(gradients, count, 400, generator)
+        torch.testing.assert_close(drawn.mean(dim=0), columns.mean(dim=0), rtol=0.15, atol=0)
+
+
+def test_the_error_of_probes_falls_with_their_root() -> None:
+    gradients = paper.examples_of(tiny(), 8, "cpu", train_steps=20)
+    generator = torch.Generator().manual_seed(1)
+    few, many = (paper.relative_std(paper.traces(gradients, count, 400, generator)) for count in (3, 12))
+    assert many == pytest.approx(few / 2, rel=0.12)
 
 
 def test_matching_probes_have_the_error_of_fifty_coordinates() -> None:
@@ -48,13 +56,15 @@ def test_matching_probes_have_the_error_of_fifty_coordinates() -> None:
     generator, d, repeats = torch.Generator().manual_seed(0), 200, 20_000
     columns = torch.rand(d, generator=generator, dtype=torch.float64).square()
     r_column, r_three = float(columns.std(correction=0) / columns.mean()), 0.3
-    error, probes = matched.matching_probes(r_column, r_three, d)
+    error, probes = paper.error_of_coordinates(r_column, 50, d), matched.matching_probes(r_column, r_three, d)
     chosen = torch.rand(repeats, d, generator=generator).argsort(dim=1)[:, : paper.PAPER_COORDINATES]
     means = columns[chosen].mean(dim=1)
     assert float(means.std() / means.mean()) == pytest.approx(error, rel=0.03)
     spread = r_three * 3**0.5  # of one probe
     drawn = 1 + spread * torch.randn(repeats, probes, generator=generator, dtype=torch.float64)
     assert float(drawn.mean(dim=1).std()) < 1.02 * error < float(drawn[:, 1:].mean(dim=1).std()) * 1.05
+    assert matched.matching_coordinates(r_column, error, d) == pytest.approx(50)
+    assert matched.matching_coordinates(r_column, 9.0, d) == 1
     with pytest.raises(ValueError, match="are exact"):
         matched.matching_probes(0.5, 0.1, 50)
 
@@ -65,18 +75,37 @@ def test_the_matched_steps_are_put_together_from_what_was_timed(monkeypatch: pyt
 
     monkeypatch.setattr(matched, "MODELS", {"tiny": loops.Model("tiny", build, loops.random_images(1, 8), 8, 8)})
     monkeypatch.setattr(matched, "coordinate_cost", lambda *_, **__: {"coordinate_seconds": 0.5})
-    (state,) = matched.matched("tiny", "cpu", quick=True)["states"].values()
-    assert state["probes"] >= 2
-    assert state["paper_seconds"] == pytest.approx(state["opacus_seconds"] + 25)
-    assert state["plain_slower"] == pytest.approx(state["paper_seconds"] / state["plain_seconds"])
+    found = matched.matched("tiny", "cpu", quick=True)
+    assert list(found["states"]) == ["initial weights", "after 300 plain steps"]
+    for state in found["states"].values():
+        assert [row["probes"] for row in state["rows"][:2]] == [1, 3]
+        assert state["rows"][2]["probes"] >= 2
+        assert state["rows"][2]["coordinates"] == paper.PAPER_COORDINATES
+        for row in state["rows"]:
+            assert row["paper_seconds"] == pytest.approx(found["opacus_seconds"] + 0.5 * row["coordinates"])
+            assert row["plain_slower"] == pytest.approx(row["paper_seconds"] / row["plain_seconds"])
+            if row["coordinates"] == paper.PAPER_COORDINATES:
+                assert row["error"] <= row["paper_error"]
+            elif row["coordinates"] > 1:
+                assert row["error"] == pytest.approx(row["paper_error"])
     assert "matched" in command.SECTIONS
-    assert f"({state['probes']})" in page(
-        {
-            "machine": command.machine("cpu"),
-            "quick": True,
-            "matched": {"tiny": {"title": "t", "batch": 8, "states": {"s": state}}},
-        }
-    )
+    text = page({"machine": command.machine("cpu"), "quick": True, "matched": {"tiny": found}})
+    assert text.count("| tiny, batch 8, d = 64 |") == 6
+    assert "500 ms for a coordinate" in text
+
+
+def test_trained_weights_are_looked_at_where_training_is_cheap() -> None:
+    light, heavy = tiny(), replace(tiny(), heavy=True)
+    assert [len(light.states(device)) for device in ("cpu", "cuda")] == [2, 2]
+    assert [len(heavy.states(device)) for device in ("cpu", "cuda")] == [1, 2]
+
+
+def test_the_labels_of_sentences_can_be_learned() -> None:
+    tokens, labels = loops.sentences(500)
+    assert 0.3 < labels.double().mean() < 0.6
+    for row, label in zip(tokens.tolist(), labels.tolist(), strict=True):
+        ends = [token % 10 for token in row]
+        assert label == (ends.count(3) > ends.count(7))
 
 
 def test_a_call_that_fails_leaves_its_reason_and_the_others_go_on() -> None:
@@ -123,9 +152,9 @@ def test_the_command_writes_both_files(
     rows = found["models"]["tiny"]["rows"]
     assert rows[loops.UNIT]["ratio"] == 1
     assert not [row for row in rows.values() if "failed" in row]
-    states = found["models"]["tiny"]["paper"]["states"]
-    assert set(states) == {"initial weights", "after 300 plain steps"}
-    assert states["initial weights"]["estimates"]["1"]["slower"] > 0
+    paper_rows = found["models"]["tiny"]["paper"]
+    unit = rows[loops.UNIT]["seconds"]
+    assert paper_rows["fifty_seconds"] == pytest.approx(unit + 50 * paper_rows["coordinate_seconds"])
 
     def broken(*_: object, **__: object) -> dict[str, object]:
         raise RuntimeError("no such device")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from torchfil.datasets import DataNotFoundError, TabularTask, adult, data_folder, iwpc
+from torchfil.datasets import DataNotFoundError, TabularTask, adult, cifar10, cifar_plane_car, data_folder, iwpc
 from torchfil.glm import LinearRegression, SingularHessianError
 
 IWPC = """race,age,height,weight,amiodarone,decr,cyp2c9,vkorc1,dose
@@ -120,6 +121,34 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "adult" / "adult.test").unlink()
     with pytest.raises(DataNotFoundError, match=str(tmp_path / "adult" / "adult.test")):
         adult(tmp_path)
+
+
+def test_photographs_pixel_by_pixel(tmp_path: Path) -> None:
+    """Of an archive of lossless pictures, which is read as one of JPEG files is."""
+    image = pytest.importorskip("PIL.Image")
+    pixels, labels = np.random.default_rng(0).integers(256, size=(5, 32, 32, 3), dtype=np.uint8), [1, 0, 2, 1, 0]
+    files = []
+    for picture in pixels:
+        image.fromarray(picture).save(file := io.BytesIO(), format="PNG")
+        files.append(np.frombuffer(file.getvalue(), dtype=np.uint8))
+    (tmp_path / "cifar10").mkdir()
+    for split in ("train", "test"):
+        with pytest.raises(DataNotFoundError, match=f"{split}.npz does not exist"):
+            cifar10(split, tmp_path)
+        np.savez(
+            tmp_path / "cifar10" / f"{split}.npz",
+            jpeg=np.concatenate(files),
+            offsets=np.cumsum([0, *map(len, files)]),
+            labels=np.array(labels),
+            classes=np.array(["automobile", "airplane", "bird"]),
+        )
+        images, found = cifar10(split, tmp_path)
+        assert found.tolist() == labels
+        torch.testing.assert_close(images, torch.tensor(pixels / 255).float().permute(0, 3, 1, 2), rtol=0, atol=0)
+    task = cifar_plane_car(tmp_path, components=None, scaled=False)
+    assert task.train_targets.tolist() == [0, 0, 1, 1]
+    want = pixels[[0, 3, 1, 4]].reshape(4, -1) / 255
+    np.testing.assert_allclose(task.train_inputs, want, rtol=0, atol=1e-12)
 
 
 def test_a_named_folder_that_does_not_exist_is_not_replaced_by_another(

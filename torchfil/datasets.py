@@ -9,8 +9,9 @@ import csv
 import gzip
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +27,7 @@ __all__ = [
     "TabularTask",
     "adult",
     "chest_xrays",
+    "cifar10",
     "cifar_plane_car",
     "data_folder",
     "iwpc",
@@ -215,6 +217,24 @@ def chest_xrays(
     return torch.tensor(images).unsqueeze(1).float() / 255, torch.tensor(labels[:, 0]).long()
 
 
+def cifar10(
+    split: Literal["train", "test"] = "train", folder: str | os.PathLike[str] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The photographs of CIFAR-10: images [n, 3, 32, 32] in [0, 1] and labels [n].
+
+    As the file has them: a copy may hold more of some classes than of others and be sorted by class, so draw rows at
+    random before taking a part.
+
+    Args:
+        split: "train" or "test".
+        folder: Holds ``cifar10/train.npz`` and ``test.npz`` of JPEG files: ``jpeg``, ``offsets``, ``labels``,
+            ``classes``. Needs Pillow.
+    """
+    pictures, labels, _ = _jpegs(data_folder(folder) / "cifar10" / f"{split}.npz")
+    images = torch.tensor(np.stack([picture() for picture in pictures]))
+    return images.permute(0, 3, 1, 2).float() / 255, torch.tensor(labels).long()
+
+
 def mnist_zero_one(
     folder: str | os.PathLike[str] | None = None, *, components: int | None = 20, scaled: bool = True
 ) -> BinaryTask:
@@ -248,14 +268,12 @@ def cifar_plane_car(
         components: How many principal components.
         scaled: Whether to divide by the largest norm; otherwise pixels stay in [0, 1] (Guo et al. 2022).
     """
-    where = data_folder(folder) / "cifar10"
     parts = []
     for split in ("train", "test"):
-        path = where / f"{split}.npz"
-        if not path.exists():
-            raise DataNotFoundError(f"{path} does not exist")
-        images, labels = _jpegs(path, ("airplane", "automobile"))
-        parts += [images, labels]
+        pictures, labels, classes = _jpegs(data_folder(folder) / "cifar10" / f"{split}.npz")
+        rows = [np.flatnonzero(labels == classes.index(name)) for name in ("airplane", "automobile")]
+        images = [pictures[i]().reshape(-1) / 255.0 for i in np.concatenate(rows)]
+        parts += [np.stack(images), np.repeat([0.0, 1.0], [len(part) for part in rows])]
     return _prepared(parts[0], parts[1], parts[2], parts[3], components, scaled)
 
 
@@ -390,16 +408,18 @@ def _idx(folder: Path, name: str, header: int) -> np.ndarray:
     return np.frombuffer(_content(folder, name), np.uint8, offset=header)
 
 
-def _jpegs(path: Path, wanted: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
+def _jpegs(path: Path) -> tuple[list[Callable[[], np.ndarray]], np.ndarray, list[str]]:
+    """An archive's pictures, each to be decoded to bytes [height, width, 3], their labels, and the labels' names."""
     from PIL import Image
 
+    if not path.exists():
+        raise DataNotFoundError(f"{path} does not exist")
     with np.load(path) as archive:
         content, offsets = archive["jpeg"].tobytes(), archive["offsets"]
         labels, classes = archive["labels"], [str(name) for name in archive["classes"]]
-    images, targets = [], []
-    for target, name in enumerate(wanted):
-        for i in np.flatnonzero(labels == classes.index(name)):
-            with Image.open(io.BytesIO(content[offsets[i] : offsets[i + 1]])) as picture:
-                images.append(np.asarray(picture.convert("RGB"), dtype=float).reshape(-1) / 255.0)
-            targets.append(float(target))
-    return np.stack(images), np.asarray(targets)
+
+    def decoded(i: int) -> np.ndarray:
+        with Image.open(io.BytesIO(content[offsets[i] : offsets[i + 1]])) as picture:
+            return np.asarray(picture.convert("RGB"))
+
+    return [partial(decoded, i) for i in range(len(labels))], labels, classes
