@@ -80,8 +80,8 @@ def _matched(models: dict[str, Any]) -> str:
         + "\nThe error is the relative standard deviation of a step's estimate, root mean square over examples. For "
         "one and three probes as many coordinates (at least one) as have their error, for the paper's 50 coordinates "
         "as many probes (at least two) as have theirs. Whole steps from one run, Opacus's included in the paper's. A "
-        "single probe also samples the part of the Fisher information along the gradient, which is large in a trained "
-        "network.\n\n" + "\n".join(costs) + "\n"
+        "single probe also samples the part of the Fisher information along the gradient, which may be large in a "
+        "trained network.\n\n" + "\n".join(costs) + "\n"
     )
 
 
