@@ -132,53 +132,55 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _LayerNorm(Function):
-    """X ↦ x̂ over the last dimension."""
+    """X ↦ x̂ over the last dimension, by torch's own kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        variance, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
-        scale = (variance + eps).rsqrt()
-        result = (x - mean).mul_(scale)
-        ctx.save_for_backward(x, result, scale)
+        result, mean, scale = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+        ctx.save_for_backward(x, result, mean, scale)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        x, x_hat, scale = ctx.saved_tensors
-        return _LayerPulled.apply(gradients[0], x, x_hat.detach(), scale)[0], None
+        x, x_hat, mean, scale = ctx.saved_tensors
+        return _LayerPulled.apply(gradients[0], x, x_hat.detach(), mean, scale), None
 
 
 class _LayerPulled(Function):
-    """(v, x) ↦ P(v), with x̂ and s of x at hand, and m(v x̂)."""
+    """(v, x) ↦ P(v), with x̂, m(x) and s of x at hand."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(v: Tensor, x: Tensor, x_hat: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        return _pulled(v, x_hat, scale)
+    def forward(v: Tensor, x: Tensor, x_hat: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+        return _pulled(v, x, mean, scale)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-        v, _, x_hat, scale = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(v, x_hat, scale, *output)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        v, x_hat, scale, pulled_v, along_v = ctx.saved_tensors
-        pulled_w, along_w = _pulled(gradients[0], x_hat, scale)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        v, x, x_hat, mean, scale, pulled_v = ctx.saved_tensors
+        w, size = gradients[0], x.shape[-1]
+        pulled_w = _pulled(w, x, mean, scale)
         if not ctx.needs_input_grad[1]:
-            return pulled_w, None, None, None
-        both = _dot(v, pulled_w).unsqueeze(-1) / x_hat.shape[-1]
-        to_x = torch.addcmul(torch.addcmul(pulled_v * along_w, pulled_w, along_v), x_hat, both).mul_(-scale)
-        return pulled_w, to_x, None, None
+            return pulled_w, None, None, None, None
+        along_v, along_w, both = (
+            (_dot(one, other).unsqueeze(-1) * scale).div_(-size)
+            for one, other in ((v, x_hat), (w, x_hat), (v, pulled_w))
+        )
+        to_x = torch.addcmul(torch.addcmul(pulled_v * along_w, pulled_w, along_v), x_hat, both)
+        return pulled_w, to_x, None, None, None
 
 
-def _pulled(v: Tensor, x_hat: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """P(v) and m(v x̂)."""
-    along = _dot(v, x_hat).unsqueeze(-1) / v.shape[-1]
-    return torch.addcmul(v - v.mean(-1, keepdim=True), x_hat, along, value=-1).mul_(scale), along
+def _pulled(v: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """P(v)."""
+    result: Tensor = torch.ops.aten.native_layer_norm_backward(
+        v, x, x.shape[-1:], mean, scale, None, None, [True, False, False]
+    )[0]
+    return result
 
 
 def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
