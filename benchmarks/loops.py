@@ -65,33 +65,32 @@ def random_images(channels: int, size: int) -> Data:
     return lambda n: (torch.rand(n, channels, size, size), torch.randint(10, (n,)))
 
 
-def digits(count: int) -> tuple[Tensor, Tensor]:
-    """Of MNIST where it is at hand, repeated where there are not enough; random pixels otherwise."""
-    try:
-        images, labels = mnist()
-    except DataNotFoundError:
-        return random_images(1, 28)(count)
-    rows = torch.arange(count) % len(images)
-    return images[rows], labels[rows]
+def at_hand(load: Callable[[], tuple[Tensor, Tensor]], otherwise: Data) -> Data:
+    """Examples of a data set where it is at hand, repeated where there are not enough."""
+    load = cache(load)
+
+    def data(count: int) -> tuple[Tensor, Tensor]:
+        try:
+            images, labels = load()
+        except DataNotFoundError:
+            return otherwise(count)
+        rows = torch.arange(count) % len(images)
+        return images[rows], labels[rows]
+
+    return data
 
 
-def photographs(count: int) -> tuple[Tensor, Tensor]:
-    """Of CIFAR-10, every class alike, where it is at hand, repeated where there are not enough; else random pixels."""
-    try:
-        images, labels = _cifar10()
-    except DataNotFoundError:
-        return random_images(3, 32)(count)
-    rows = torch.arange(count) % len(images)
-    return images[rows], labels[rows]
-
-
-@cache
-def _cifar10() -> tuple[Tensor, Tensor]:
+def _photographs() -> tuple[Tensor, Tensor]:
+    """Of CIFAR-10, every class alike, in random order."""
     images, labels = cifar10()
     each = int(labels.bincount().min())
     rows = torch.cat([(labels == label).nonzero()[:each, 0] for label in labels.unique()])
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
     return images[rows], labels[rows]
+
+
+digits = at_hand(mnist, random_images(1, 28))
+photographs = at_hand(_photographs, random_images(3, 32))
 
 
 def sentences(count: int) -> tuple[Tensor, Tensor]:

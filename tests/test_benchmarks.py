@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import __main__ as command
 from benchmarks import comparison, loops, matched, measuring, paper
 from benchmarks.tables import number, page
+from torchfil.datasets import DataNotFoundError
 from torchfil.fisher.operator import ClippedJacobian
 
 
@@ -98,6 +99,16 @@ def test_trained_weights_are_looked_at_where_training_is_cheap() -> None:
     light, heavy = tiny(), replace(tiny(), heavy=True)
     assert [len(light.states(device)) for device in ("cpu", "cuda")] == [2, 2]
     assert [len(heavy.states(device)) for device in ("cpu", "cuda")] == [1, 2]
+
+
+def test_data_at_hand_are_repeated_and_others_replaced() -> None:
+    def missing() -> tuple[torch.Tensor, torch.Tensor]:
+        raise DataNotFoundError
+
+    three = torch.arange(3.0).reshape(3, 1, 1, 1), torch.arange(3)
+    images, labels = loops.at_hand(lambda: three, loops.random_images(1, 1))(5)
+    assert images.flatten().tolist() == labels.tolist() == [0, 1, 2, 0, 1]
+    assert loops.at_hand(missing, loops.random_images(2, 4))(5)[0].shape == (5, 2, 4, 4)
 
 
 def test_the_labels_of_sentences_can_be_learned() -> None:

@@ -410,10 +410,10 @@ def _idx(folder: Path, name: str, header: int) -> np.ndarray:
 
 def _jpegs(path: Path) -> tuple[list[Callable[[], np.ndarray]], np.ndarray, list[str]]:
     """An archive's pictures, each to be decoded to bytes [height, width, 3], their labels, and the labels' names."""
-    from PIL import Image
-
     if not path.exists():
         raise DataNotFoundError(f"{path} does not exist")
+    from PIL import Image
+
     with np.load(path) as archive:
         content, offsets = archive["jpeg"].tobytes(), archive["offsets"]
         labels, classes = archive["labels"], [str(name) for name in archive["classes"]]
