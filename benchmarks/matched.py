@@ -23,7 +23,6 @@ from benchmarks.paper import (
     relative_std,
     traces,
 )
-from torchfil.fisher.batch import MOST_PROBES_AT_ONCE
 
 __all__ = ["matched", "matching_coordinates", "matching_probes"]
 
@@ -65,7 +64,6 @@ def matched(name: str, device: str, *, quick: bool = False) -> dict[str, Any]:
     compiled: set[int] = set()
     if on_gpu and not model.heavy:
         compiled = {row["probes"] for row in rows if row["coordinates"] == PAPER_COORDINATES}
-        compiled = {probes for probes in compiled if probes <= MOST_PROBES_AT_ONCE}  # others compile for minutes
     seconds = _steps(model, device, {row["probes"] for row in rows}, compiled, quick=quick)
     for row in rows:
         row["paper_seconds"] = seconds[UNIT]["seconds"] + row["coordinates"] * coordinate

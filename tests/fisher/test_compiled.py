@@ -189,7 +189,9 @@ def replayed(passes: FusedPass, gradients: ExampleGradients, count: int, probes:
     return passes._replay(PrivateBatch(part, MECHANISM), Wanted(("trace",), tuple(range(probes))), room)
 
 
-@pytest.mark.parametrize(("probes", "room", "at_once"), [(3, 1000, 3), (3, 128, 2), (3, 64, 1), (12, 1000, 8)])
+@pytest.mark.parametrize(
+    ("probes", "room", "at_once"), [(3, 1000, 3), (3, 128, 2), (3, 64, 1), (12, 1000, 12), (12, 128, 2)]
+)
 def test_memory_decides_how_many_probes_are_worked_at_together(probes: int, room: int, at_once: int) -> None:
     """``room`` is for so many examples; the passes are over 64."""
     passes, gradients = _Choosing(64), ExampleGradients.build(*build("mlp", 64).arguments)
@@ -197,6 +199,16 @@ def test_memory_decides_how_many_probes_are_worked_at_together(probes: int, room
     assert {pretended.probes_at_once for pretended in found if not pretended.compiled} == {1}
     assert found[-1].compiled
     assert found[-1].probes_at_once == at_once
+
+
+def test_a_pass_in_too_many_parts_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    """Each part would be compiled by itself, for minutes."""
+    passes, gradients = _Choosing(64), ExampleGradients.build(*build("mlp", 64).arguments)
+    assert not any(replayed(passes, gradients, 60, 17, 128).compiled for _ in range(20))
+    assert [record.message for record in caplog.records] == [
+        "the step could not be compiled and goes on as it is: it would have to be compiled in 9 parts, since "
+        "max_memory holds 2 of its 17 probes at once; raise max_memory or take fewer probes"
+    ]
 
 
 def test_sizes_that_come_up_often_are_compiled_and_serve_rare_ones() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchfil.engine.contributions import additions
 from torchfil.examples import Examples
-from torchfil.fisher.batch import MOST_PROBES_AT_ONCE, PrivateBatch
+from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.compiled import CompilationError, CompiledPass
 from torchfil.fisher.estimators import Draws, GivenDraws, Quantity, draw_bits, signs_of
 from torchfil.fisher.ghost import GhostJacobian
@@ -31,6 +31,7 @@ _BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected b
 _USES_BEFORE_COMPILING = 16
 _SHARE_BEFORE_COMPILING = 0.125  # of the batches so far
 _FURTHER_PADDING = 1.25  # a compiled pass for up to so many times the size serves, too
+_MOST_PARTS_TO_COMPILE = 8  # of a pass's probes: each part is compiled by itself, whatever the number of its probes
 
 
 @dataclass(frozen=True)
@@ -171,14 +172,21 @@ class FusedPass:
 
     def _compile(self, batch: PrivateBatch, wanted: Wanted, size: int, room: int) -> _Captured | None:
         """``room``: the examples whose pass the memory would hold."""
-        at_once = max(1, min(len(wanted.seeds), MOST_PROBES_AT_ONCE, room // size))
-        logger.info("compiling the pass over %d examples with %d probes", size, len(wanted.seeds))
-        for probes in dict.fromkeys((at_once, 1)):
+        probes = len(wanted.seeds)
+        fitting = max(1, min(probes, room // size))
+        logger.info("compiling the pass over %d examples with %d probes", size, probes)
+        problem: Exception | str = (
+            f"it would have to be compiled in {-(-probes // fitting)} parts, since max_memory holds {fitting} of its "
+            f"{probes} probes at once; raise max_memory or take fewer probes"
+        )
+        for at_once in dict.fromkeys((fitting, 1)):
+            if probes > _MOST_PARTS_TO_COMPILE * at_once:
+                continue
             try:
-                return self._capture(batch, wanted, size, compiled=True, probes_at_once=probes)
+                return self._capture(batch, wanted, size, compiled=True, probes_at_once=at_once)
             except CompilationError as error:
                 problem = error
-                logger.info("compiling with %d probes at once failed: %s", probes, error)
+                logger.info("compiling with %d probes at once failed: %s", at_once, error)
         logger.warning("the step could not be compiled and goes on as it is: %s", problem)
         self.compiled = False
         return None

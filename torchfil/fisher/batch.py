@@ -22,13 +22,12 @@ from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.fisher.results import Estimate
 
-__all__ = ["MOST_PROBES_AT_ONCE", "Measurement", "PrivateBatch"]
-
-MOST_PROBES_AT_ONCE = 8
+__all__ = ["Measurement", "PrivateBatch"]
 
 _WORKING_VECTORS = 8  # vectors of length p per example: g, ĝ, a probe's image and what autograd holds
 _FEW_CONVOLUTIONS = 0.25  # of the layers
 _SMALL_PASS = 2**27  # bytes
+_MOST_PROBES_AT_ONCE = 8
 _COPIES_OF_COLUMNS = 3  # a block of Jacobian columns, as vmap's inner and outer results and their square
 
 
@@ -162,7 +161,7 @@ class PrivateBatch:
         if found is None or found.convolutions > _FEW_CONVOLUTIONS or self.gradients.device.type != "cpu":
             return 1
         held = max(1, found.bytes_per_example * len(self.gradients))
-        return 1 if held > _SMALL_PASS else max(1, min(num_probes, MOST_PROBES_AT_ONCE, max_memory // held))
+        return 1 if held > _SMALL_PASS else max(1, min(num_probes, _MOST_PROBES_AT_ONCE, max_memory // held))
 
     def spectral_norm(
         self,
