@@ -147,6 +147,10 @@ class TestGate:
         assert policy.read_text() == "max_epsilom = 1"
         assert "no file" in refused("gate", tmp_path / "none.fil", "--policy", policy)
 
+    def test_a_file_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
+        lost = tmp_path / "none" / "policy.toml"
+        assert refused("gate", "--init", "--policy", lost) == f"torchfil: {lost}: No such file or directory"
+
 
 class TestReport:
     def test_page(self, tmp_path: Path) -> None:
@@ -235,6 +239,9 @@ class TestGlm:
             (["--target", "does"], "no column 'does'; did you mean 'dose'? There are race, age,"),
             (["--target", "dose", "--private", "vkorc"], "no column 'vkorc'; did you mean 'vkorc1'?"),
             (["--target", "dose", "--private", "dose"], "'dose' is the target"),
+            (["--target", "dose", "--ignore", "race,dose"], "'dose' is the target; it cannot be left out"),
+            (["--target", "dose", "--id", "dose"], "'dose' is the target; it cannot be left out (--ignore) or name"),
+            (["--target", "dose", "--categorical", "dose"], "'dose' is the target; only inputs are categorical"),
             (["--target", "dose", "--sigma", "0"], "sigma=0.0 must be positive"),
             (["--target", "dose", "--l2", "-1"], "l2=-1.0 must be"),
             (["--target", "dose", "--l2", "0"], "columns ['age', 'amiodarone', 'cyp2c9', 'vkorc1=CT'"),
@@ -257,6 +264,13 @@ class TestGlm:
             ("a,b,y\n1,1,2\n1,2,3\n", "column 'a' has the value '1' in every row"),
             ("a,y\n" + "\n".join(f"name{i},{i}" for i in range(60)), "looks like a name or an identifier"),
             ("\udcff\udcfe", "is not a CSV file in UTF-8"),
+            ("y\n1\n2\n", "there is no column to predict 'y' from"),
+            (
+                "a;y\n1,5;2\n2,5;3\n",
+                "is one column with semicolons in it, 'a;y'; the columns must be separated by commas",
+            ),
+            ('"a";"y"\r\n1;2\r\n', "is one column with semicolons in it"),
+            ("a\ty\n1\t2\n", "is one column with tabs in it"),
         ],
     )
     def test_bad_files(self, tmp_path: Path, content: str, message: str) -> None:
@@ -272,6 +286,28 @@ class TestGlm:
         assert "1 rows with missing entries were left out" in found.stdout
         data = json.loads(call("glm", path, "--target", "y", "--drop-missing", "--json").stdout)
         assert sorted(row["id"] for row in data["most_exposed"]) == ["0", "2", "3"]
+
+    def test_only_used_columns_count_as_missing(self, tmp_path: Path) -> None:
+        path = tmp_path / "data.csv"
+        path.write_text("name,a,note,y\np,1,,2\n,2,x,3\nr,?,x,3\ns,5,NA,4\nt,3,x,\n")
+        options = ["--target", "y", "--ignore", "note", "--id", "name", "--drop-missing", "--json"]
+        data = json.loads(call("glm", path, *options).stdout)
+        assert sorted(row["id"] for row in data["most_exposed"]) == ["", "p", "s"]
+
+    def test_a_damaged_gzip_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "data.csv.gz"
+        whole = gzip.compress(b"a,y\n" + b"".join(b"%d,%d\n" % (i, i * i % 7) for i in range(500)))
+        middle = len(whole) // 2
+        for content in (whole[:middle], whole[:-4], whole[:middle] + b"\0" * 9 + whole[middle + 9 :]):
+            path.write_bytes(content)
+            assert "is a gzip file that is cut short or damaged" in refused("glm", path, "--target", "y")
+
+    def test_a_table_that_cannot_be_written_is_named(self, patients: Path, tmp_path: Path) -> None:
+        (tmp_path / "folder").mkdir()
+        for out, reason in (("folder", "Is a directory"), ("none/x.csv", "No such file or directory")):
+            line = refused("glm", patients, "--target", "dose", "--out", tmp_path / out)
+            assert line == f"torchfil: {tmp_path / out}: {reason}"
+        assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []
 
     def test_on_the_warfarin_data(self) -> None:
         try:

@@ -60,6 +60,26 @@ def test_register_checks_the_bound_the_shape_and_the_derivative(clean_registry: 
     assert not {"g", "none", "negative", "wrong"} & set(available_clips())
 
 
+def test_register_checks_what_is_near_zero(clean_registry: None) -> None:
+    with pytest.raises(ValueError, match=r"must be finite and positive, but c\(0\) = 0"):
+        register_clip("normalise", lambda t: t)
+    with pytest.raises(ValueError, match=r"must be finite and positive, but c\(0\) = inf"):
+        register_clip("infinite", lambda t: 1 + t + 1 / t)
+    with pytest.raises(ValueError, match=r"largest at t = 1e-12.*c\(0\) = 1e-30 is too small"):
+        register_clip("steep", lambda t: t * t + 1e-30)
+    assert not {"normalise", "infinite", "steep"} & set(available_clips())
+    clip = register_clip("early", lambda t: t * t + 1e-9)
+    assert clip.norm_bound == pytest.approx(0.5 / 1e-9**0.5, abs=1e-3)
+    near = torch.cat([NORMS, torch.logspace(-14, 0, 100_001, dtype=torch.float64)])
+    assert (clip.scale(near, 0.7) * near).max().item() <= 0.7 * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("given", "kind"), [(1.0, "float"), (None, "NoneType"), ([1.0], "list")])
+def test_a_clip_that_gives_no_tensor_is_told(clean_registry: None, given: object, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"a clip function must give a tensor of its argument's shape, got {kind}"):
+        register_clip("number", lambda t: given)  # type: ignore[arg-type, return-value]
+
+
 def test_a_users_clip_is_calibrated(clean_registry: None) -> None:
     def softplus(t: Tensor) -> Tensor:
         return torch.nn.functional.softplus(4 * (t - 1)) / 4 + 0.9

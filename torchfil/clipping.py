@@ -23,7 +23,9 @@ from torch.func import grad, vmap
 
 __all__ = ["ClipFunction", "available_clips", "get_clip", "register_clip", "supremum_of_ratio"]
 
-_RATIO_GRID = np.concatenate([np.linspace(1e-3, 20.0, 20_000), np.geomspace(20.0, 1e9, 4_000)])
+_RATIO_GRID = np.concatenate(
+    [[0.0], np.geomspace(1e-12, 1e-3, 2_000)[:-1], np.linspace(1e-3, 20.0, 20_000), np.geomspace(20.0, 1e9, 4_000)]
+)
 _ROUND_UP = 1e-4
 
 
@@ -97,13 +99,19 @@ def get_clip(clip: str | ClipFunction) -> ClipFunction:
 
 
 def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
-    """Sup over t in (0, 1e9] of t / c(t), by a grid and a local refinement in float64.
+    """Sup over t in [0, 1e9] of t / c(t), by a grid (0, and from 1e-12 on) and a local refinement in float64.
 
     Raises:
-        ValueError: If c is not finite and positive there, or if t / c(t) still grows at the far end, so
-            that no norm bound exists.
+        ValueError: If c gives no tensor, is not finite and positive there (0 included, where the gradient is
+            divided by c(0)), or if t / c(t) still grows at either end, so that no norm bound is known.
     """
-    values = c(torch.from_numpy(_RATIO_GRID)).numpy()
+    given = c(torch.from_numpy(_RATIO_GRID))
+    if not isinstance(given, Tensor):
+        raise ValueError(
+            f"a clip function must give a tensor of its argument's shape, got {type(given).__name__}; compute c(t) by "
+            "torch functions of t"
+        )
+    values = given.detach().to(torch.float64).numpy()
     if values.shape != _RATIO_GRID.shape:
         raise ValueError(f"a clip function must be elementwise; got shape {values.shape} for {_RATIO_GRID.shape}")
     wrong = ~(np.isfinite(values) & (values > 0))
@@ -112,6 +120,11 @@ def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
         raise ValueError(f"a clip function must be finite and positive, but c({t:g}) = {values[wrong][0]:g}")
     ratio = _RATIO_GRID / values
     top = int(ratio.argmax())
+    if ratio[1] > ratio[2:].max() * (1 + 1e-9):
+        raise ValueError(
+            f"t / c(t) is largest at t = {_RATIO_GRID[1]:g}, the smallest that is tried ({ratio[1]:.3g}), so its bound "
+            f"is not known: c(0) = {values[0]:.3g} is too small"
+        )
     growth = ratio[-1] / ratio[-1000]  # over the last decades of t
     if growth > 1.001:
         raise ValueError(
@@ -123,7 +136,7 @@ def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
         lambda t: -t / float(c(torch.tensor(t, dtype=torch.float64))),
         bounds=bracket,
         method="bounded",
-        options={"xatol": 1e-10},
+        options={"xatol": 1e-7 * (bracket[1] - bracket[0])},
     )
     return max(float(ratio[top]), -float(refined.fun))
 

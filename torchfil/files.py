@@ -19,17 +19,23 @@ def replaced_when_complete(path: str | os.PathLike[str]) -> Iterator[str]:
         * ``path`` holds the old content or the whole new one at any time, also where several processes write it.
         * Only the owner may read the file (mode 0600).
         * The content is on the disk before the name is.
+        * An ``OSError`` about the temporary file names ``path`` instead.
     """
     target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     os.close(handle)
     try:
         yield temporary
         _flush(temporary)
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.filename == temporary:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
 
 

@@ -12,6 +12,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from torchfil.glm import (
+    Composition,
     GeneralizedLinearModel,
     LinearRegression,
     LogisticRegression,
@@ -76,6 +77,10 @@ class TestRelease:
         assert softmax.sigma_for_dp(X, 1.0, 1e-5) == pytest.approx(np.sqrt(2) * sigma)
         with pytest.raises(ValueError, match="the squared loss has an unbounded derivative; l2=0.0 must be positive"):
             LinearRegression().fit(X, y).sigma_for_dp(X, 1.0, 1e-5)
+        with pytest.raises(
+            ValueError, match=r"the shape \[250, 4\], the model was fitted on \[25, 4\].*the training set"
+        ):
+            model.sigma_for_dp(np.vstack([X] * 10), 1.0, 1e-5)
 
     def test_mse_bounds_are_what_the_noise_leaves(self) -> None:
         X, y, _ = data("linear", False)
@@ -101,6 +106,17 @@ class TestFit:
         X = np.array([[1.0, 0.1], [2.0, -0.3], [-1.0, 0.2], [-2.0, 0.5]])
         with pytest.raises((NotConvergedError, SingularHessianError), match="separable"):
             LogisticRegression().fit(X, [1, 1, 0, 0])
+
+    def test_weights_that_diverge_are_told_as_such(self) -> None:
+        """The gradient vanishes on separable data: it is not what failed."""
+        X, y = np.array([[-1.0], [1.0]]), [0, 1]
+        with pytest.raises(NotConvergedError, match=r"the weights diverge, as on separable data.*Set l2 > 0") as told:
+            LogisticRegression().fit(X, y)
+        assert "above tolerance" not in str(told.value)
+        with pytest.raises(NotConvergedError, match="the weights diverge.*The intercept has no penalty: leave it out"):
+            LogisticRegression(l2=0.1, fit_intercept=True).fit(X, [0, 0])
+        with pytest.raises(NotConvergedError, match=r"after 1 Newton steps the gradient is .*, above tolerance=1e-10"):
+            LogisticRegression(l2=0.01, max_iterations=1).fit(*data("logistic", False)[:2])
 
     def test_collinear_columns_are_named(self) -> None:
         X, y, _ = data("linear", False)
@@ -175,6 +191,11 @@ class TestFit:
         assert np.allclose(by_name, named.fil(X, y, attributes={"x": [1, 3]})["x"])
         with pytest.raises(ValueError, match=r"unknown columns \['z'\]"):
             named.fil(frame, y, attributes={"x": ["z"]})
+        with pytest.raises(ValueError, match=r"unknown columns \[True, False\]"):
+            named.fil(frame, y, attributes={"x": [True, False]})
+        for repeated in ([0, 0], ["a", 0], ["a", "b", "a"]):
+            with pytest.raises(ValueError, match=r"columns \[0\] occur more than once in the attribute"):
+                named.fil(frame, y, attributes={"x": repeated})
 
     def test_refusals(self) -> None:
         X, y, _ = data("linear", False)
@@ -195,3 +216,61 @@ class TestFit:
             model.fil(X, y, sigma=0)
         with pytest.raises(ValueError, match="the model was fitted on 25, got 3"):
             model.fil(X[:3], y[:3])
+
+
+class TestTrainingData:
+    """FIL speaks of the data that the model was fitted on, and of no others."""
+
+    @pytest.mark.parametrize("weighted", [False, True])
+    @pytest.mark.parametrize("name", CASES)
+    def test_other_data_are_refused(self, name: str, weighted: bool) -> None:
+        X, y, weights = data(name, weighted)
+        model = CASES[name]().fit(X, y, weights)
+        others = {
+            "other columns' order": (X[:, ::-1], y),
+            "other targets": (X, y[::-1]),
+            "scaled": (X * 2, y),
+            "one entry changed": (np.where(np.arange(N * D).reshape(N, D) == 7, X + 0.01, X), y),
+        }
+        for what, (inputs, targets) in others.items():
+            for ask in (model.fil, model.mse_bound, Composition([(model, 1.0)]).fil):
+                with pytest.raises(ValueError, match="X and y are not what the model was fitted on"):
+                    pytest.fail(f"{what}: {ask(inputs, targets)}")
+        with pytest.raises(ValueError, match="X and y are not what the model was fitted on"):
+            model.fil(X, y, sample_weight=2 * weights)
+
+    @pytest.mark.parametrize("weighted", [False, True])
+    @pytest.mark.parametrize("name", CASES)
+    def test_the_training_data_never_are(self, name: str, weighted: bool) -> None:
+        """Neither in another order, precision or container, nor if the fit was coarse or is of another scale."""
+        X, y, weights = data(name, weighted)
+        model = CASES[name]().fit(X, y, weights)
+        eta = model.fil(X, y)
+        order = np.random.default_rng(1).permutation(N)
+        assert np.allclose(model.fil(X[order], y[order], sample_weight=weights[order]), eta[order])
+        assert np.allclose(model.fil(X[:3], y[:3], sample_weight=weights[:3]), eta[:3]), "a part"
+        for given in (X.astype(np.float32), torch.tensor(X), torch.tensor(X).float(), pandas.DataFrame(X), X.tolist()):
+            assert np.allclose(model.fil(given, y), eta, rtol=1e-4)
+        assert np.allclose(CASES[name]().fit(X.astype(np.float32), y, weights).fil(X, y), eta, rtol=1e-4)
+        assert np.isfinite(CASES[name]().set_params(tolerance=1e-2).fit(X, y, weights).fil(X, y)).all()
+        assert np.isfinite(CASES[name]().set_params(solver="lbfgs").fit(X, y, weights).fil(X, y)).all()
+        assert np.allclose(model.set_params(l2=7.0, tolerance=1e-15).fil(X, y), eta), "of the fit, not of the settings"
+
+    @pytest.mark.parametrize("scale", [1e-6, 1e6])
+    def test_nor_where_columns_differ_much_in_size_and_targets_are_met_exactly(self, scale: float) -> None:
+        X, y, _ = data("linear", False)
+        X = X * [scale, 1.0, 1.0, 1.0] + [0.0, 2000.0, 0.0, 0.0]
+        exact = X @ [1 / scale, 2.0, -1.0, 0.5] + 3e4
+        for targets in (exact, y, 1e5 + y):
+            model = LinearRegression(fit_intercept=True, tolerance=1e-3).fit(X, targets)
+            assert np.isfinite(model.fil(X[::-1], targets[::-1])).all()
+            assert np.isfinite(model.fil(X.astype(np.float32), targets.astype(np.float32))).all()
+
+    def test_a_tables_columns_must_have_their_names(self) -> None:
+        X, y, _ = data("linear", False)
+        frame = pandas.DataFrame(X, columns=list("abcd"))
+        model = LinearRegression(l2=0.1).fit(frame, y)
+        with pytest.raises(ValueError, match="column 0 is 'b', at the fit it was 'a'"):
+            model.fil(frame[["b", "a", "c", "d"]], y)
+        with pytest.raises(ValueError, match="column 2 is 'd', at the fit it was 'c'"):
+            model.fil(frame[["a", "b", "d", "c"]][:3], y[:3], sample_weight=np.ones(3))

@@ -26,7 +26,7 @@ def _names(_ctx: click.Context, _option: click.Parameter, text: str) -> list[str
 @click.option("--categorical", callback=_names, default="", help="Columns whose numbers are codes, e.g. cyp2c9.")
 @click.option("--ignore", callback=_names, default="", help="Columns to leave out.")
 @click.option("--id", "id_column", help="The column that names the rows; their number (from 0) otherwise.")
-@click.option("--drop-missing", is_flag=True, help="Leave out rows with missing entries.")
+@click.option("--drop-missing", is_flag=True, help="Leave out rows that miss an entry in a used column.")
 @click.option("--model", type=click.Choice(["linear", "logistic", "softmax", "poisson"]), default="linear")
 @click.option("--l2", default=1e-2, show_default=True, help="Penalty λ.")
 @click.option("--sigma", default=1.0, show_default=True, help="Noise σ on the released weights.")
@@ -75,7 +75,8 @@ def glm(
     if target in private:
         raise ValueError(f"{target!r} is the target; it counts as private where --private is left out")
     if drop_missing:
-        kept = [place for place, row in enumerate(rows) if csv_table.is_complete(row)]
+        used = [name for name in rows[0] if name not in ignore]
+        kept = [place for place, row in enumerate(rows) if csv_table.is_complete(row, used)]
         rows, ids = [rows[place] for place in kept], [ids[place] for place in kept]
         if not rows:
             raise ValueError(f"every one of the {total} rows of {data} misses an entry")

@@ -8,6 +8,7 @@ import gzip
 import io
 import math
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,14 +83,20 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
     """The rows of a CSV file with a header, gzipped or not, by column name.
 
     Raises:
-        ValueError: It is empty, not text, has a name twice, or a row of another length.
+        ValueError: It is empty, damaged, not text, separated by semicolons or tabs, has a name twice, or a row of
+            another length.
     """
     where = Path(path)
     content = where.read_bytes()
     if content[:2] == b"\x1f\x8b":
-        content = gzip.decompress(content)
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{where} is a gzip file that is cut short or damaged ({error}); copy it anew") from error
     try:
-        lines = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), skipinitialspace=True, strict=True)
+        text = content.decode("utf-8-sig")
+        _refuse_other_separators(where, text)
+        lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
         table = [fields for fields in lines if fields]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{where} is not a CSV file in UTF-8: {error}") from error
@@ -117,12 +124,22 @@ def encode(
         ignore: Columns to leave out, e.g. names.
 
     Raises:
-        ValueError: A column does not exist, has one value only, or misses entries.
+        ValueError: A column does not exist, has one value only, or misses entries; the target is left out or
+            categorical, or is the only column.
     """
     names = list(rows[0])
     for name in (target, *categorical, *ignore):
         require_column(name, names)
+    if target in ignore:
+        raise ValueError(f"{target!r} is the target; it cannot be left out (--ignore) or name the rows (--id)")
+    if target in categorical:
+        raise ValueError(
+            f"{target!r} is the target; only inputs are categorical (--categorical). A logistic or softmax model "
+            "(--model) predicts codes"
+        )
     used = [name for name in names if name not in ignore]
+    if used == [target]:
+        raise ValueError(f"there is no column to predict {target!r} from: it is the only one that is not left out")
     missing = {name: sum(row[name].lower() in _MISSING for row in rows) for name in used}
     missing = {name: count for name, count in missing.items() if count}
     if missing:
@@ -202,9 +219,19 @@ def require_column(name: str, names: Sequence[str]) -> None:
         raise ValueError(f"no column {name!r}; {hint} {', '.join(names)}")
 
 
-def is_complete(row: Mapping[str, str]) -> bool:
-    """Whether no entry is missing."""
-    return not any(entry.lower() in _MISSING for entry in row.values())
+def is_complete(row: Mapping[str, str], names: Sequence[str]) -> bool:
+    """Whether no entry of these columns is missing."""
+    return not any(row[name].lower() in _MISSING for name in names)
+
+
+def _refuse_other_separators(where: Path, text: str) -> None:
+    header = text.lstrip("\r\n").partition("\n")[0]
+    found = [name for sign, name in ((";", "semicolons"), ("\t", "tabs")) if sign in header]
+    if found and "," not in header:
+        raise ValueError(
+            f"the first line of {where} is one column with {found[0]} in it, {header.strip()[:60]!r}; the columns must "
+            "be separated by commas: save the file anew with these"
+        )
 
 
 def _targets_for(model: str, targets: np.ndarray) -> np.ndarray:

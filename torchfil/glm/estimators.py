@@ -86,14 +86,16 @@ class GeneralizedLinearModel(BaseEstimator):
         num_inputs = inputs.shape[1] - int(self.fit_intercept)
         penalised = torch.ones(inputs.shape[1], dtype=inputs.dtype, device=inputs.device)
         penalised[num_inputs:] = 0
+        objective = Objective(self._loss(), inputs, targets, weights, self.l2, penalised, self._num_margins())
         self._fit = minimise(
-            Objective(self._loss(), inputs, targets, weights, self.l2, penalised, self._num_margins()),
+            objective,
             tolerance=self.tolerance,
             max_iterations=self.max_iterations,
             solver=self.solver,
             names=[*(names or range(num_inputs)), "intercept"],
         )
         self._training_weight = weights
+        self._training_ridge = objective.ridge
         self.n_features_in_ = num_inputs
         self.gradient_norm_ = self._fit.gradient_norm
         self.n_iter_ = self._fit.iterations
@@ -146,7 +148,16 @@ class GeneralizedLinearModel(BaseEstimator):
         return w - scale * uniform.sign() * torch.log1p(-2 * uniform.abs())
 
     def sensitivity(self, X: Any, y: Any, *, private_target: bool = True, sample_weight: Any = None) -> Sensitivity:
-        """The minimiser's dependence on the training examples (X, y), as fitted (same rows, same weights)."""
+        """The minimiser's dependence on the training examples (X, y), as fitted (same columns, same weights).
+
+        Guarantees:
+            * All rows: refused unless the objective has on them, at w*, the gradient and the Hessian's diagonal of the
+              fit, up to what rounding the inputs to float32 changes. Their order matters only to weights that differ.
+            * Fewer rows, with their ``sample_weight``: only the columns' names and number can be checked.
+
+        Raises:
+            ValueError: The model is not fitted, or was fitted on other data.
+        """
         self._check_fitted()
         inputs, targets, weights = self._tensors(X, y, sample_weight)
         if inputs.shape[1] != len(self._fit.weights):
@@ -154,6 +165,7 @@ class GeneralizedLinearModel(BaseEstimator):
                 f"X has {inputs.shape[1] - int(self.fit_intercept)} columns, the model was fitted on "
                 f"{self.n_features_in_}"
             )
+        self._check_names(X)
         if sample_weight is None:
             if len(weights) != len(self._training_weight):
                 raise ValueError(
@@ -161,6 +173,8 @@ class GeneralizedLinearModel(BaseEstimator):
                     f"{len(weights)}. Pass the training set, or sample_weight for a part of it."
                 )
             weights = self._training_weight
+        if len(weights) == len(self._training_weight):
+            self._check_minimum(inputs, targets, weights)
         return Sensitivity.build(
             self._loss(),
             inputs,
@@ -241,14 +255,19 @@ class GeneralizedLinearModel(BaseEstimator):
         """The σ that makes the release (ε, δ)-differentially private (replace one), analytic Gaussian mechanism.
 
         Sensitivity 2L/(nλ) (Chaudhuri et al. 2011), for an L-Lipschitz loss, ‖x‖ ≤ 1, λ > 0, equal weights and no
-        intercept; each assumption is checked.
+        intercept; each assumption is checked. X is the training inputs: n is their number.
         """
         self._check_fitted()
         if not (epsilon > 0 and 0 < delta < 1):
             raise ValueError(f"epsilon={epsilon} must be positive and delta={delta} in (0, 1)")
         loss = self._loss()
-        norms = np.linalg.norm(as_array(X).astype(float), axis=1)
-        n = len(norms)
+        inputs, n = as_array(X).astype(float), len(self._training_weight)
+        if inputs.shape != (n, self.n_features_in_):
+            raise ValueError(
+                f"X has the shape {list(inputs.shape)}, the model was fitted on {[n, self.n_features_in_]}; the noise "
+                "depends on the number of training examples: pass the training set"
+            )
+        norms = np.linalg.norm(inputs, axis=1)
         reasons = {
             f"the {loss.name} loss has an unbounded derivative": loss.lipschitz is None,
             f"l2={self.l2} must be positive": not self.l2 > 0,
@@ -285,9 +304,19 @@ class GeneralizedLinearModel(BaseEstimator):
         names = list(getattr(self, "feature_names_in_", ()))
         columns = [columns] if isinstance(columns, str) else columns
         numbers = [names.index(column) if column in names else column for column in columns]
-        wrong = [c for c in numbers if not (isinstance(c, (int, np.integer)) and 0 <= c < self.n_features_in_)]
+        wrong = [
+            c
+            for c in numbers
+            if isinstance(c, bool) or not (isinstance(c, (int, np.integer)) and 0 <= c < self.n_features_in_)
+        ]
         if wrong or not numbers:
             raise ValueError(f"unknown columns {wrong}; use numbers below {self.n_features_in_} or names of {names}")
+        repeated = sorted({int(c) for c in numbers if numbers.count(c) > 1})
+        if repeated:
+            raise ValueError(
+                f"columns {repeated} occur more than once in the attribute {list(columns)}, which would count them "
+                "twice; name each column once"
+            )
         return [int(c) for c in numbers]
 
     def _tensor(self, values: Any) -> Tensor:
@@ -315,6 +344,44 @@ class GeneralizedLinearModel(BaseEstimator):
         if self.fit_intercept:
             inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1)
         return inputs, targets, weights
+
+    def _check_names(self, X: Any) -> None:
+        """Refuse a table whose columns have other names, or another order, than those of the fit."""
+        given, fitted = list(getattr(X, "columns", ())), list(getattr(self, "feature_names_in_", ()))
+        if not (given and fitted and all(isinstance(name, str) for name in [*given, *fitted])) or given == fitted:
+            return
+        place = next(k for k, (name, expected) in enumerate(zip(given, fitted, strict=True)) if name != expected)
+        raise ValueError(
+            f"X and y are not what the model was fitted on: column {place} is {given[place]!r}, at the fit it was "
+            f"{fitted[place]!r}. Pass the columns in the order of feature_names_in_"
+        )
+
+    def _check_minimum(self, inputs: Tensor, targets: Tensor, weights: Tensor) -> None:
+        """Refuse data on which w* is no minimum, or one of another curvature (without l2, those of other weights).
+
+        The gradient may be as large as at the fit, plus a millionth of the sum of its terms' sizes: rounding the inputs
+        to float32 changes them by 6e-8. The Hessian's diagonal, for whose change under rounding the third derivative is
+        taken to be about as large as the second, may change ten times as much.
+        """
+        loss, u = self._loss(), self._fit.weights
+        margin = inputs @ u
+        residual, curvature = loss.residual(margin, targets), loss.curvature(margin, targets).abs()
+        gradient = inputs.mT @ (weights[:, None] * residual) + self._training_ridge * u
+        size = inputs.abs()
+        largest = 1 + size @ u.abs()  # of the margins' terms, [n, K]
+        rounding = residual.abs() + torch.einsum("nkl,nl->nk", curvature, largest)
+        natural = size.mT @ (weights[:, None] * rounding) + self._training_ridge * u.abs()
+        allowed = 2 * len(inputs) * self._fit.gradient_norm + 1e-6 * natural
+        squares, own = inputs.square().mT, weights[:, None] * curvature.diagonal(dim1=1, dim2=2)
+        change = squares @ own + self._training_ridge - self._fit.hessian.diagonal().view_as(u)
+        same = (gradient.abs() <= allowed) & (change.abs() <= 1e-5 * (squares @ (own * largest) + self._training_ridge))
+        if not bool((same & torch.isfinite(gradient) & torch.isfinite(change)).all()):
+            raise ValueError(
+                "X and y are not what the model was fitted on: at its weights, over n, they give a gradient of up to "
+                f"{float(gradient.abs().max()) / len(inputs):.2g} ({self._fit.gradient_norm:.2g} at the fit), and the "
+                f"Hessian's diagonal differs by up to {float(change.abs().max()) / len(inputs):.2g}. Pass the training "
+                "set as fitted (same columns in the same order, same targets and weights)"
+            )
 
     def _check_fitted(self) -> None:
         if not hasattr(self, "_fit"):

@@ -145,10 +145,25 @@ def minimise(
         value = float(objective.value(weights))
         if not np.isfinite(value) or float(weights.abs().max()) > 1e8:
             break
-    raise NotConvergedError(
-        f"the {objective.loss.name} model did not converge: the gradient is {size:.2g} after {iteration} Newton steps, "
-        f"above tolerance={tolerance:g}. With l2=0 a minimum exists only if the classes overlap (separable data drive "
-        "the weights to infinity): set l2 > 0, or raise max_iterations."
+    raise NotConvergedError(_why_not_converged(objective, weights, step, size, tolerance, iteration))
+
+
+def _why_not_converged(
+    objective: Objective, weights: Tensor, step: Tensor, size: float, tolerance: float, iteration: int
+) -> str:
+    largest = float(weights.abs().max())
+    what = f"the {objective.loss.name} model did not converge: after {iteration} Newton steps"
+    if size <= tolerance or not largest <= 1e8:
+        remedy = "Set l2 > 0" if objective.l2 == 0 else "The intercept has no penalty: leave it out, or raise l2"
+        return (
+            f"{what} the largest weight is {largest:.2g} and still moves by {float(step.abs().max()):.2g} a step "
+            f"while the gradient is {size:.2g}: the weights diverge, as on separable data, where l2={objective.l2:g} "
+            f"leaves no minimum. {remedy}; raise max_iterations only if the classes overlap."
+        )
+    return (
+        f"{what} the gradient is {size:.2g}, above tolerance={tolerance:g}. With l2=0 a minimum exists only if the "
+        "classes overlap (separable data drive the weights to infinity): set l2 > 0, or raise max_iterations. Where "
+        "rounding keeps the gradient up (columns or targets of very different size), scale them, or raise tolerance."
     )
 
 
