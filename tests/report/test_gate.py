@@ -88,8 +88,9 @@ class TestRules:
         failed = verdict(run, rule, max_group_disparity=2.9, **options)
         assert (failed.passed, failed.offending, failed.found) == (False, 8, 3.0)
         small = verdict(run, rule, max_group_disparity=2.9, min_group_size=10)
-        assert small.passed
-        assert "nothing to compare" in small.detail
+        assert (small.passed, small.found, small.offending) == (False, None, 0), "what is not known fails"
+        assert "fewer than two groups of at least 10 measured examples, so the disparity is not known" in small.detail
+        assert not [v for v in check(run, Policy()) if v.rule.startswith("max_group_disparity")]
         assert verdict(run, rule, max_group_disparity=3, min_group_size=1).found == 100
         without = dataclasses.replace(run, groups={})
         assert not verdict(without, "max_group_disparity", max_group_disparity=100).passed
@@ -171,3 +172,13 @@ class TestPolicies:
             assert re.search(rf"^(# )?\[?{field.name}", TEMPLATE, flags=re.MULTILINE), field.name
             assert getattr(everything, field.name) is not None
         assert everything.min_attribute_error == {"age": 5.0}
+
+    def test_the_template_tells_what_still_applies_when_left_out(self) -> None:
+        numbers = {field.name: field.default for field in dataclasses.fields(Policy) if field.default is not None}
+        del numbers["min_attribute_error"]
+        assert {v.rule: v.limit for v in check(made_up(20), parse_policy({}))} == {
+            name: value for name, value in numbers.items() if name.startswith("max_")
+        }
+        for name, value in numbers.items():
+            (beside,) = [part for part in TEMPLATE.split("\n\n") if re.search(rf"^{name} = ", part, flags=re.MULTILINE)]
+            assert f"left out, it is {value:g}" in beside.lower(), name

@@ -251,6 +251,76 @@ def test_a_violated_bound_is_the_first_thing_said(tmp_path: Path) -> None:
     assert "A bound was violated" in findings[1]
 
 
+def test_an_example_without_a_bound_breaks_none(tmp_path: Path) -> None:
+    attack = made_up().attacks[0]
+    predicted = np.asarray([1.0, np.inf, 1.0])
+    half = type(attack)(attack.name, attack.threat_model, attack.rows, predicted, attack.achieved, attack.violated)
+    (found,) = summarise(made_up(attacks=[half])).attacks
+    assert found.ratio["0"] == pytest.approx(2.0)
+    none = type(attack)(
+        attack.name, attack.threat_model, attack.rows, predicted * np.inf, attack.achieved, half.violated
+    )
+    (found,) = summarise(made_up(attacks=[none])).attacks
+    assert (found.targets, found.ratio) == (3, {})
+    assert "not shown" in write_report(made_up(attacks=[none]), tmp_path / "report").read_text()
+
+
+def with_one_uncertain(**about: bool) -> SavedRun:
+    """The lowest lower end is not that of the most exposed example."""
+    run = made_up(about=made_up().about | about)
+    order = np.argsort(-run.columns["fil"])
+    run.columns["mse_bound_low"][order[1]] = 0.1 * run.columns["mse_bound"][order[0]]
+    return run
+
+
+def sentences(page: Path, slug: str) -> str:
+    """The text of a section, without its elements."""
+    section = re.search(rf"<section id=\"{slug}\">(.*?)</section>", page.read_text(), flags=re.DOTALL)
+    assert section is not None
+    return re.sub(r"<[^>]+>", "", section[1])
+
+
+def test_an_estimated_bound_is_called_an_estimate(tmp_path: Path) -> None:
+    run = with_one_uncertain()
+    least, low = run.columns["mse_bound"].min(), run.columns["mse_bound_low"].min()
+    assert summarise(run).lowest_end == pytest.approx(low)
+    text = sentences(write_report(run, tmp_path / "report"), "findings")
+    assert (
+        f"with a root mean squared error of an estimated {number(least**0.5)} per input; no measured example’s " in text
+    )
+    assert f"lower end (95 %, each example by itself) is below {number(low**0.5)}." in text
+    run.columns["mse_bound_low"][3] = np.nan
+    text = sentences(write_report(run, tmp_path / "report"), "findings")
+    assert f"an estimated {number(least**0.5)} per input; how far below it may lie is not known." in text
+    without = made_up(columns={name: v for name, v in run.columns.items() if name != "mse_bound_low"})
+    assert summarise(without).lowest_end is None
+    for plain in (without, with_one_uncertain(exact=True)):
+        text = sentences(write_report(plain, tmp_path / "report"), "findings")
+        assert f"with a root mean squared error of no less than {number(least**0.5)} per input." in text
+
+
+def test_attributes_show_the_lower_end(tmp_path: Path) -> None:
+    run = made_up()
+    assert run.attributes is not None
+    error = np.full((len(run), 3), 6.0)
+    low = error - 1
+    low[3, 0] = 4.0
+    names, units = run.attributes.names, run.attributes.units
+    both = made_up(attributes=type(run.attributes)(names, units, error, low))
+    text = sentences(write_report(both, tmp_path / "report"), "attributes")
+    assert "± 4 years" in text.replace("\u00a0", " ")
+    assert "6" not in text
+    assert "lower end of its 95 % interval, each example by itself" in text
+    one = made_up(attributes=type(run.attributes)(names, units, error))
+    text = sentences(write_report(one, tmp_path / "report"), "attributes")
+    assert "± 6 years" in text.replace("\u00a0", " ")
+    assert "These are estimates whose uncertainty is not known." in text
+    exact = made_up(attributes=type(run.attributes)(names, units, error, error), about=run.about | {"exact": True})
+    text = sentences(write_report(exact, tmp_path / "report"), "attributes")
+    assert "interval" not in text
+    assert "estimates" not in text
+
+
 def test_the_blind_guess_is_explained_and_counted(tmp_path: Path) -> None:
     run = made_up()
     run.about["dataset"]["input_range"] = [-1.0, 1.0]

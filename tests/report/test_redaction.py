@@ -17,6 +17,7 @@ from run_cases import made_up
 
 from torchfil.report import SavedRun, write_report
 from torchfil.report.aggregates import histogram, merged_small_groups, windows
+from torchfil.report.page.html import number
 from torchfil.report.summary import summarise
 
 N = 240
@@ -124,9 +125,9 @@ def test_no_number_is_that_of_an_example(tmp_path: Path) -> None:
     assert not summary["confidential"]
     values = np.concatenate([v.astype(float) for name, v in run.columns.items() if v.dtype.kind == "f"])
     values = np.concatenate([values, run.attributes.error.ravel()])  # type: ignore[union-attr]
-    for number in numbers_in(summary):
-        assert not np.any(np.abs(values - number) <= 1e-7 * np.abs(values)), number
-        assert number < 0.01 * 7654321 or number == summary["examples"], "one example shows through"
+    for found in numbers_in(summary):
+        assert not np.any(np.abs(values - found) <= 1e-7 * np.abs(values)), found
+        assert found < 0.01 * 7654321 or found == summary["examples"], "one example shows through"
 
 
 def test_the_same_page_whoever_the_examples_are(tmp_path: Path) -> None:
@@ -167,6 +168,33 @@ def test_the_extremes_are_those_of_many() -> None:
     (attack,) = summary.attacks
     assert attack.targets == "fewer than 12"
     assert attack.ratio == {}
+
+
+def test_a_violated_bound_is_not_hidden_by_few_targets(tmp_path: Path) -> None:
+    attack = planted().attacks[0]
+    broken = type(attack)(
+        attack.name, attack.threat_model, attack.rows, attack.predicted, attack.achieved / 9, np.arange(3) > 1
+    )
+    run = planted(attacks=[attack, broken])
+    assert [found.violated for found in summarise(run, redacted=True).attacks] == [0, "fewer than 10"]
+    text = write_report(run, tmp_path / "public", redacted=True).read_text()
+    assert "A bound was violated" in text
+    assert "No attack that was run did better" not in text
+
+
+def test_the_lowest_end_is_that_of_many(tmp_path: Path) -> None:
+    run = planted()
+    run.columns["mse_bound_low"][40:52] = 1e-3 * np.arange(1, 13)
+    summary = summarise(run, redacted=True)
+    low = np.sort(run.columns["mse_bound_low"][np.arange(N) != 3])
+    assert summary.lowest_end == pytest.approx(np.exp(np.log(low[:10]).mean()), rel=0.05)
+    assert summary.exposure[0].mse_bound_low == summary.lowest_end  # two means of nearly the same would tell one
+    text = re.sub(r"<[^>]+>", "", write_report(run, tmp_path / "public", redacted=True).read_text())
+    assert summary.lowest_end is not None
+    shown = number(summary.lowest_end**0.5)
+    assert "The 10 most exposed examples together could be guessed, without bias, with a root mean squared" in text
+    assert f"the 10 lowest lower ends (95 %, each example by itself) together give {shown}." in text
+    assert summarise(made_up(9), redacted=True).lowest_end is None
 
 
 def test_too_few_examples_give_nothing(tmp_path: Path) -> None:

@@ -130,8 +130,9 @@ def _group_disparity(run: SavedRun, policy: Policy) -> list[Verdict]:
                 medians[str(label)] = float(np.median(run.column("fil")[members]))
         rule = f"max_group_disparity ({name})"
         if len(medians) < 2:
-            detail = f"fewer than two groups of at least {policy.min_group_size} measured examples: nothing to compare"
-            verdicts.append(Verdict(rule, True, limit, None, 0, detail))
+            size = policy.min_group_size
+            detail = f"fewer than two groups of at least {size} measured examples, so the disparity is not known"
+            verdicts.append(Verdict(rule, False, limit, None, 0, detail))
             continue
         least, most = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
         allowed = limit * medians[least]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -102,16 +102,23 @@ class Grouping:
 
 @dataclass(frozen=True)
 class AttributeSummary:
-    """How closely an attribute could be inferred, ± in its own unit, by level of exposure."""
+    """How closely an attribute could be inferred, ± in its own unit, by level of exposure.
+
+    With ``lower_end``, ``error`` is made from the lower ends of the errors' 95 % intervals, otherwise from the errors.
+    """
 
     name: str
     unit: str
     error: dict[str, float]
+    lower_end: bool
 
 
 @dataclass(frozen=True)
 class AttackSummary:
-    """An attack: achieved error over the bound, by level; below 1 the attack did better than the bound."""
+    """An attack: achieved error over the bound, by level; below 1 the attack did better than the bound.
+
+    Examples whose bound is not finite have no ratio: they were not measured, or nothing of them leaked.
+    """
 
     name: str
     threat_model: str
@@ -122,7 +129,12 @@ class AttackSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """All of it. With ``smallest`` > 1 it holds nothing about fewer examples than that."""
+    """All of it. With ``smallest`` > 1 it holds nothing about fewer examples than that.
+
+    ``lowest_end`` is the geometric mean of the ``smallest`` lowest ``mse_bound_low`` of the measured examples; NaN if
+    one is not known, None where the run has none or too few. A redacted summary gives it as the low end of the most
+    exposed too, for their own would be a mean over nearly the same examples, and the two would differ by few.
+    """
 
     redacted: bool
     smallest: int
@@ -134,6 +146,7 @@ class Summary:
     below_guess: int | str | None
     low_below_guess: int | str | None
     exposure: list[Exposure]
+    lowest_end: float | None
     bounds: dict[str, Any]
     mse_histogram: Histogram | None
     epsilon: dict[str, float]
@@ -173,6 +186,9 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
             return None
         return published_count(int((values < guess).sum()), smallest)
 
+    exposure, lowest_end = _exposure(fil, bound, low, smallest), _lowest_end(low, smallest)
+    if redacted and exposure:
+        exposure[0] = replace(exposure[0], mse_bound_low=lowest_end)
     epsilon = np.asarray(run.columns.get("epsilon", np.zeros(0)), dtype=np.float64)
     epsilon = epsilon[np.isfinite(epsilon)]
     limit: float | None = run.about.get("epsilon")
@@ -187,7 +203,8 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         guess=guess,
         below_guess=below(bound),
         low_below_guess=below(low),
-        exposure=_exposure(fil, bound, low, smallest),
+        exposure=exposure,
+        lowest_end=lowest_end,
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
         mse_histogram=histogram(bound, smallest, fineness=8 if redacted else 12, origin=guess),
         epsilon={
@@ -231,6 +248,12 @@ def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smalle
     return rows
 
 
+def _lowest_end(low: np.ndarray | None, smallest: int) -> float | None:
+    if low is None:
+        return None
+    return math.nan if np.isnan(low).any() else _levels(low, smallest, levels=(0.0,)).get("0")
+
+
 def _levels(
     values: np.ndarray, smallest: int, *, sign: int = 1, levels: Sequence[float] = (0.0, 0.5, 0.05)
 ) -> dict[str, float]:
@@ -245,9 +268,10 @@ def _levels(
 def _attributes(attributes: Attributes | None, known: np.ndarray, smallest: int) -> list[AttributeSummary]:
     if attributes is None:
         return []
-    errors = np.asarray(attributes.error, dtype=np.float64)[known]
+    lower_end = attributes.error_low is not None
+    errors = np.asarray(attributes.error_low if lower_end else attributes.error, dtype=np.float64)[known]
     return [
-        AttributeSummary(name, unit, _levels(errors[:, j][~np.isnan(errors[:, j])], smallest))
+        AttributeSummary(name, unit, _levels(errors[:, j][~np.isnan(errors[:, j])], smallest), lower_end)
         for j, (name, unit) in enumerate(zip(attributes.names, attributes.units, strict=True))
     ]
 
@@ -292,16 +316,18 @@ def _grouping(name: str, labels: np.ndarray, known: np.ndarray, fil: np.ndarray,
 
 def _attack(attack: AttackResult, smallest: int) -> AttackSummary:
     targets = len(attack.rows)
-    violated = int(np.asarray(attack.violated).sum())
+    violated = published_count(int(np.asarray(attack.violated).sum()), smallest)
     if targets < smallest:
-        return AttackSummary(attack.name, attack.threat_model, published_count(targets, smallest), 0)
+        return AttackSummary(attack.name, attack.threat_model, published_count(targets, smallest), violated)
+    predicted = np.asarray(attack.predicted, dtype=np.float64)
+    bounded = np.isfinite(predicted)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.asarray(attack.achieved, dtype=np.float64) / np.asarray(attack.predicted, dtype=np.float64)
+        ratio = np.asarray(attack.achieved, dtype=np.float64)[bounded] / predicted[bounded]
     return AttackSummary(
         attack.name,
         attack.threat_model,
         rounded_count(targets, smallest),
-        published_count(violated, smallest),
+        violated,
         _levels(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
     )
 

@@ -33,8 +33,8 @@ def render(report: Report) -> Markup | None:
     return join(
         paragraph(
             "The ratio is the error that the attack achieved over the bound: 1 would meet the bound, less would "
-            "break it (by chance, or because the attack is biased). “Violated” counts those below it beyond "
-            "chance."
+            "break it (by chance, or because the attack is biased). Targets without a finite bound have none. "
+            "“Violated” counts those below it beyond chance."
         ),
         table(["Attack", "Targets", least, "Median ratio", "Violated"], rows),
         [_chart(attack) for attack in run.attacks] if run is not None else None,

@@ -34,12 +34,22 @@ def render(report: Report) -> Markup | None:
         paragraph(
             "An unbiased attacker who knows everything else about an example, all its other attributes included, "
             "cannot infer the attribute more closely than this: the standard error of the best guess, in the "
-            "attribute’s own unit. A number much larger than the attribute’s range means that nothing is given "
-            f"away.{rest}"
+            "attribute’s own unit",
+            _certainty(report, attributes[0].lower_end),
+            " A number much larger than the attribute’s range means that nothing is given away.",
+            rest,
         ),
         table(head, rows),
         paragraph("Each attribute has its own ranking: its most exposed example need not be another’s.", class_="note"),
     )
+
+
+def _certainty(report: Report, lower_end: bool) -> str:
+    if report.about("exact"):
+        return "."
+    if lower_end:
+        return ", at the lower end of its 95 % interval, each example by itself."
+    return ". These are estimates whose uncertainty is not known."
 
 
 def _chosen(attributes: list[AttributeSummary]) -> tuple[list[AttributeSummary], str]:

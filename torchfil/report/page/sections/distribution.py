@@ -80,7 +80,8 @@ def _table(report: Report) -> Markup:
         for row in summary.exposure
     ]
     note = (
-        f"Each row is a geometric mean over {summary.smallest} examples of neighbouring rank."
+        f"Each row is a geometric mean over {summary.smallest} examples of neighbouring rank"
+        + (f"; the first low end is that of the {summary.smallest} lowest low ends." if with_low else ".")
         if summary.redacted
         else ""
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torchfil.report.page.context import Report, root
 from torchfil.report.page.html import Markup, count, join, number, percent, tag
 from torchfil.report.summary import Summary
@@ -31,12 +33,16 @@ def _exposure(report: Report) -> list[Markup]:
         return [join("Too few examples were measured to say anything about exposure.")]
     worst = summary.exposure[0]
     who = f"The {worst.examples} most exposed examples together" if summary.redacted else "The most exposed example"
+    estimated = summary.lowest_end is not None and not report.about("exact")
     found.append(
         join(
             who,
-            " could be guessed, without bias, with a root mean squared error of no less than ",
+            " could be guessed, without bias, with a root mean squared error of ",
+            "an estimated " if estimated else "no less than ",
             tag("b", number(root(worst.mse_bound))),
-            f" per input{_unit(report)}.",
+            f" per input{_unit(report)}",
+            _lowest_end(summary) if estimated else None,
+            ".",
         )
     )
     if summary.guess is not None and summary.below_guess is not None:
@@ -52,6 +58,18 @@ def _exposure(report: Report) -> list[Markup]:
             )
         found.append(join(text, "."))
     return found
+
+
+def _lowest_end(summary: Summary) -> Markup:
+    """What the uncertainty of the measurement leaves of the bounds."""
+    if summary.lowest_end is None or math.isnan(summary.lowest_end):
+        return join("; how far below it may lie is not known")
+    which = (
+        f"; the {summary.smallest} lowest lower ends (95 %, each example by itself) together give "
+        if summary.redacted
+        else "; no measured example’s lower end (95 %, each example by itself) is below "
+    )
+    return join(which, tag("b", number(root(summary.lowest_end))))
 
 
 def _unmeasured(report: Report) -> list[Markup]:
