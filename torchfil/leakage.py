@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,17 +55,22 @@ class ExampleIds:
         """The ids as a list and their rows, in the order asked for; an id asked for twice is answered twice."""
         if ids is None:
             return self.all(), torch.arange(self.num_examples)
-        wanted = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        wanted = [_as_plain(key) for key in (ids.tolist() if isinstance(ids, Tensor) else ids)]
         if self.keys is not None:
             unknown = [key for key in wanted if key not in self._row_of]
             rows = [self._row_of[key] for key in wanted] if not unknown else []
         else:
-            unknown = [key for key in wanted if not (isinstance(key, int) and 0 <= key < self.num_examples)]
-            rows = [int(key) for key in wanted] if not unknown else []
+            unknown = [key for key in wanted if not (type(key) is int and 0 <= key < self.num_examples)]
+            rows = [key for key in wanted if type(key) is int] if not unknown else []
         if unknown:
             valid = "the keys of id_of" if self.keys is not None else f"0 to {self.num_examples - 1}"
             raise KeyError(f"unknown example ids {unknown[:5]}{' …' if len(unknown) > 5 else ''}; ids are {valid}")
         return wanted, torch.tensor(rows, dtype=torch.long)
+
+
+def _as_plain(key: Hashable) -> Hashable:
+    """NumPy's numbers and texts as Python's."""
+    return key.item() if isinstance(key, np.generic) else key
 
 
 class Leakage:
@@ -82,7 +88,9 @@ class Leakage:
         ids: The examples' names.
         exact: Whether every step was measured without sampling.
         test_matrix: Ω of the sketch, [d, r], where one was kept.
-        sample_rate: q, where the attacker does not know the batches; then participation is part of what is random.
+        sample_rate: q, where the attacker does not know the batches; then participation is part of what is random. 1
+            for averages over runs, whose standard errors include it.
+        skipping: Whether steps were skipped at random, so that an example may have taken part without being measured.
         degrees_of_freedom: Of the standard errors: runs − 1 for averages over runs. None: each example's own, from
             the spread of its steps' variances.
     """
@@ -95,6 +103,7 @@ class Leakage:
         exact: bool,
         test_matrix: Tensor | None = None,
         sample_rate: float | None = None,
+        skipping: bool = False,
         degrees_of_freedom: float | None = None,
     ) -> None:
         self.ledger = ledger
@@ -102,12 +111,19 @@ class Leakage:
         self.exact = exact
         self.test_matrix = test_matrix
         self.sample_rate = sample_rate
+        self.skipping = skipping
         self.degrees_of_freedom = degrees_of_freedom
 
     @property
     def num_coordinates(self) -> int:
         """d, the number of private coordinates."""
         return self.ledger.num_coordinates
+
+    def was_measured(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
+        """Whether the run says anything about an example, bool [ids]: its FIL of 0 means no leakage only then."""
+        rows, sums = self._rows(example_ids), self.ledger.sums
+        leaks = sums["trace"][rows] > 0
+        return leaks if self.skipping else leaks | (sums["participations"][rows] > sums["missed"][rows])
 
     def get_trace(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """Tr I, the Fisher information summed over the run, [ids]."""
@@ -271,7 +287,10 @@ class Leakage:
 
     @classmethod
     def average(cls, runs: Sequence[Leakage]) -> Leakage:
-        """The mean over repeated runs on the same data, with the run-to-run standard error."""
+        """The mean over repeated runs on the same data, with the run-to-run standard error.
+
+        Participations are the mean over runs, rounded up: 0 only for an example that no run has drawn.
+        """
         first = runs[0]
         for run in runs[1:]:
             same = run.ids.all() == first.ids.all() and run.num_coordinates == first.num_coordinates
@@ -289,7 +308,7 @@ class Leakage:
             if name == "missed":
                 target.copy_(values.sum(dim=0))
             elif name == "participations":
-                target.copy_(values.double().mean(dim=0).round())
+                target.copy_(values.double().mean(dim=0).ceil())
             else:
                 target.copy_(values.mean(dim=0))
         if count > 1:
@@ -302,6 +321,8 @@ class Leakage:
             first.ids,
             exact=count == 1 and first.exact,
             test_matrix=first.test_matrix,
+            sample_rate=1.0 if count > 1 and first.sample_rate is not None else first.sample_rate,
+            skipping=any(run.skipping for run in runs),
             degrees_of_freedom=count - 1.0 if count > 1 else first.degrees_of_freedom,
         )
 

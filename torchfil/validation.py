@@ -158,6 +158,8 @@ def validate(
 ) -> Validation:
     """Set the bound of every attacked example beside the error that the attack achieved.
 
+    An example that a run has not measured has no bound that could be violated, and an infinite one in the table.
+
     The bound speaks of unbiased attackers. A biased one (who guesses the mean of all, or keeps to a range) can go below
     it, most of all where the bound exceeds the spread of the data; ``squared_bias`` in the table tells.
 
@@ -204,7 +206,8 @@ def _bounds(
     if hasattr(source, "get_mse_bound"):
         estimate = source.get_mse_bound(attack.ids)
         low, high = estimate.interval(level)
-        return as_array(estimate.value), as_array(low), as_array(high)
+        known = as_array(source.was_measured(attack.ids))
+        return as_array(estimate.value), np.where(known, as_array(low), 0.0), as_array(high)
     if isinstance(source, Mapping):
         unknown = [key for key in attack.ids if key not in source]
         if unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,10 @@ def test_arguments_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> 
         saved(groups={"side": {"patient 0": "x"}})
     with pytest.raises(ValueError, match=r"input_range=\(1, 0\) must be"):
         saved(input_range=(1, 0))
+    with pytest.raises(ValueError, match=r"input_range=\(-inf, 1\) must be .* finite"):
+        saved(input_range=(-math.inf, 1))
+    with pytest.raises(TypeError, match=r"attacks holds a dict; set it beside the bounds first: torchfil\.validate"):
+        saved(attacks=[{}])
     with pytest.raises(ValueError, match="pictures=-1 must be"):
         saved(pictures=-1)
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ import torch
 from cases import DEVICE, SIGMA, TinyTransformer, build, relative_error
 from torch import Tensor, nn
 
-from torchfil import fisher
+from torchfil import PLIS, fisher
 from torchfil.errors import UnsupportedModuleError
 from torchfil.examples import Examples, Private, superpixel
 from torchfil.fisher import PoissonAmplification, reference
@@ -176,6 +176,17 @@ def test_loss_with_several_numbers_per_example_is_refused() -> None:
         ValueError, match=r"loss_fn gave 2 numbers \(shape \(1, 2\)\) for one example; .*reduction='mean' or 'sum'"
     ):
         fisher.exact_fim(case.model, nn.MSELoss(reduction="none"), case.inputs, case.targets, **SETTINGS)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_a_mean_weighted_by_class_is_refused(loss: type[nn.Module]) -> None:
+    model, x, y = nn.Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    weight = torch.tensor([1.0, 50.0])
+    with pytest.raises(ValueError, match=r"class weights and reduction='mean' divides by .* pass reduction='sum'"):
+        fisher.fim_trace(model, loss(weight=weight), x, y, **SETTINGS)
+    with pytest.raises(ValueError, match="class weights"):
+        PLIS(model, loss(weight=weight)).attribute(x, y)
+    assert fisher.fim_trace(model, loss(weight=weight, reduction="sum"), x, y, **SETTINGS).value.shape == (4,)
 
 
 def test_mean_sum_and_unreduced_losses_agree_on_one_example() -> None:

@@ -155,7 +155,8 @@ class FILPrivacyEngine(PrivacyEngine):
             max_ledger_memory: The largest ledger, in bytes, that is made without asking.
             cuda_graphs: Whether recorded passes are captured in CUDA graphs on a GPU.
             compile: Whether those that are used often are compiled first (``torch.compile``), on a GPU: the run waits
-                half a minute or more for each, and steps are up to a third shorter afterwards, equal within rounding.
+                half a minute or more for each, and steps with many probes take half as long afterwards, or less, equal
+                within rounding. Probes are then worked at together, as many as ``max_memory`` holds.
 
         Returns:
             The private model (the hooks object with ``wrap_model=False``), optimizer and loader.
@@ -166,6 +167,7 @@ class FILPrivacyEngine(PrivacyEngine):
             raise ValueError(
                 "the model is private already (make_private was called on it); pass the plain module, or its _module"
             )
+        _refuse_untrained_parameters(module, optimizer)
         refuse_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
         refuse_sampler(data_loader, poisson_sampling=poisson_sampling)
         clip = get_clip(clip)
@@ -290,6 +292,10 @@ class FILPrivacyEngine(PrivacyEngine):
         """Fisher information loss per example: η̄ = sqrt(tr(I)/d), or η = sqrt(‖I‖₂); see :meth:`Leakage.get_fil`."""
         return self._current.leakage.get_fil(example_ids, kind=kind)
 
+    def was_measured(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
+        """Whether the run says anything about an example, bool [ids]: its FIL of 0 means no leakage only then."""
+        return self._current.leakage.was_measured(example_ids)
+
     def get_mse_bound(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """1/η̄², the MSE per coordinate that no unbiased attacker can get below."""
         return self._current.leakage.get_mse_bound(example_ids)
@@ -381,7 +387,15 @@ class FILPrivacyEngine(PrivacyEngine):
         """The average over repeated runs on the same data, with the run-to-run standard error, for reading."""
         if not engines:
             raise ValueError("merge needs at least one engine")
-        return Leakage.average([engine._current.leakage for engine in engines])
+        if len(set(map(id, engines))) < len(engines):
+            raise ValueError("merge was given one engine twice: a run agrees with itself, whatever its error")
+        average = Leakage.average([engine._current.leakage for engine in engines])
+        mechanisms = {run.measurer.mechanism(run.optimizer) for run in (engine._current for engine in engines)}
+        if len(mechanisms) > 1:
+            raise ValueError(
+                f"runs to average must share noise, clipping and subsampling; got {sorted(map(str, mechanisms))}"
+            )
+        return average
 
     def save_run(
         self,
@@ -558,8 +572,10 @@ class FILPrivacyEngine(PrivacyEngine):
         checkpoint: dict[str, Any] = torch.load(path, weights_only=True, **(torch_load_kwargs or {}))
         if _STATE_KEY not in checkpoint:
             raise ValueError(f"{path} holds no Fisher accounting; it was not saved by FILPrivacyEngine.save_checkpoint")
+        kwargs = module_load_dict_kwargs or {}
+        _refuse_other_module(module, checkpoint["module_state_dict"], strict=kwargs.get("strict", True))
         self.load_state_dict(checkpoint.pop(_STATE_KEY))
-        module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
+        module.load_state_dict(checkpoint["module_state_dict"], **kwargs)
         parts = {
             "optimizer_state_dict": optimizer,
             "noise_scheduler_state_dict": noise_scheduler,
@@ -573,6 +589,32 @@ class FILPrivacyEngine(PrivacyEngine):
         if restore_random_state and saved is not None:
             set_random_state(saved)
         return checkpoint
+
+
+def _refuse_other_module(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise unless the weights are those of such a module; nothing is loaded before."""
+    own = module.state_dict()
+    apart = sorted(own.keys() ^ state.keys()) if strict else []
+    shapes = [
+        f"{name} {list(value.shape)} instead of {list(own[name].shape)}"
+        for name, value in state.items()
+        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and own[name].shape != value.shape
+    ]
+    if apart or shapes:
+        found = "; ".join([*(f"only one of both has {name}" for name in apart[:5]), *shapes[:5]])
+        raise ValueError(f"the checkpoint is of another model ({found}); build the same one. Nothing was loaded.")
+
+
+def _refuse_untrained_parameters(module: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Raise where the optimizer leaves out trainable parameters: their gradients would count in norms, unreleased."""
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in given]
+    if left:
+        raise ValueError(
+            f"the optimizer does not hold {len(left)} trainable parameters ({', '.join(left[:5])}"
+            f"{', …' if len(left) > 5 else ''}): freeze what is not trained (requires_grad_(False)), or give it to the "
+            "optimizer"
+        )
 
 
 def _check_delta(delta: float) -> None:

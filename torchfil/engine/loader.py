@@ -32,6 +32,7 @@ class BatchTracker:
         self.token = next(_TOKENS)
         self.ids: list[int] | None = None
         self.batch: Any = None
+        self._read: Any = None
         self._thread: int | None = None
         _TRACKERS[self.token] = self
 
@@ -40,9 +41,18 @@ class BatchTracker:
         self._thread = threading.get_ident()
 
     def take(self, ids: list[int], batch: Any) -> None:
-        """Make this the current batch."""
-        if self._thread is None or self._thread == threading.get_ident():
-            self.ids, self.batch = ids, batch
+        """Make this the current batch, as it is now: what the loop takes out of it later is still there."""
+        if batch is self._read or (self._thread is not None and self._thread != threading.get_ident()):
+            return
+        self._read = batch
+        self.ids, self.batch = ids, _as_read(batch)
+
+
+def _as_read(batch: Any) -> Any:
+    """The batch, with a list or dict of its own."""
+    if isinstance(batch, dict):
+        return dict(dict.items(batch))
+    return list(list.__iter__(batch)) if isinstance(batch, list) else batch
 
 
 class _Remembering:
@@ -211,7 +221,8 @@ class FILBatchSampler(BatchSampler):
     """An ordinary batch sampler, which announces the start of each pass over the data."""
 
     def __init__(self, sampler: BatchSampler, on_start: Callable[[], None]) -> None:
-        super().__init__(sampler.sampler, sampler.batch_size, sampler.drop_last)
+        for name in ("sampler", "batch_size", "drop_last"):  # a subclass need not call BatchSampler's constructor
+            setattr(self, name, getattr(sampler, name, None))
         self._batches = sampler
         self._on_start = on_start
 

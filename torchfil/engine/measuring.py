@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ from torchfil.fisher.gradients import (
     copy_without_weights,
     has_active_dropout,
     output_of_one_example,
+    refuse_unsupported_modules,
 )
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.ledger import Ledger
@@ -46,6 +48,10 @@ __all__ = ["Measurer"]
 logger = logging.getLogger(__name__)
 
 _MOST_SHAPES = 256
+_STEPS_BETWEEN_LOOKS = 128  # at whether the live model still gives what its copy does
+_EXAMPLES_TO_LOOK_AT = 8
+_FAR_APART = 5  # times the tolerance: beyond what lower precision does
+_PLAIN = (int, float, bool, str, type(None))
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
@@ -84,6 +90,9 @@ class Measurer:
         self._submodule_shapes: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
         self._fused_pass: FusedPass | None = None
         self._modules = list(zip(module.modules(), self.template.modules(), strict=True))
+        self._flags: tuple[bool, ...] = tuple(live.training for live, _ in self._modules)
+        self._changes = 0  # of the live modules' attributes
+        self._until_look = 0
         self._places = _places_of_weights(module)
 
     def identified_loss(self, forward: ForwardPass) -> IdentifiedLoss:
@@ -129,11 +138,59 @@ class Measurer:
 
     def gradients_at(self, examples: Examples, loss: IdentifiedLoss) -> ExampleGradients:
         """The examples' gradients at the present weights."""
-        for live, copied in self._modules:
-            copied.training = live.training
+        self._follow_live_modules()
         parameters, constants = self._weights()
         seed = int(torch.randint(2**62, (), generator=self.generator)) if self.draws_masks() else None
         return ExampleGradients(self.template, loss, examples, parameters, constants, seed)
+
+    def _follow_live_modules(self) -> None:
+        """Bring the copy's modules to where the live ones are: in training or not, with the same plain attributes.
+
+        A recorded pass has numbers and flags built in; it is made anew where one has changed, integers (which mostly
+        count something) excepted.
+
+        Raises:
+            UnsupportedModuleError: A module that went into training mode mixes examples.
+        """
+        flags = tuple(live.training for live, _ in self._modules)
+        if flags != self._flags:
+            refuse_unsupported_modules(self.module, allow_dropout=True)
+            self._flags = flags
+        changed = False
+        for live, copied in self._modules:
+            there = copied.__dict__
+            for name, value in live.__dict__.items():
+                kind = type(value)
+                if kind in _PLAIN and (name not in there or there[name] is not value) and there.get(name) != value:
+                    changed = changed or (kind is not int and name != "training")
+                    there[name] = value
+        if changed:
+            self._changes += 1
+            self._fused_pass = None
+
+    def confirm_losses(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, loss: IdentifiedLoss, found: Tensor
+    ) -> None:
+        """Now and then, raise unless the live model's loss on a batch is that of the recorded pass, [batch].
+
+        Raises:
+            RuntimeError: They differ: something outside the modules' own forward methods changes the output.
+        """
+        self._until_look -= 1
+        if self._until_look >= 0 or self.draws_masks():
+            return
+        self._until_look = _STEPS_BETWEEN_LOOKS
+        few = range(min(len(found), _EXAMPLES_TO_LOOK_AT))
+        with torch.no_grad(), _kept_buffers(self.module):
+            outputs = self.module(*args, **kwargs)
+            live = torch.stack([loss(*_one_example((outputs, targets), i)).reshape(()) for i in few])
+        copied = found[: len(few)]
+        apart, size = float((live - copied).abs().max()), float(live.abs().max())
+        if apart > _TOLERANCE.get(found.dtype, 0.1) * size:
+            raise RuntimeError(
+                f"the model's losses on this batch are at most {size:.4g}, "
+                f"{_COPY_DIFFERS.format(f'some that differ by up to {apart:.3g}')}"
+            )
 
     def _amplification(self, noise_multiplier: float) -> Amplification:
         chosen = self.settings.amplification
@@ -275,7 +332,8 @@ class Measurer:
         return found
 
     def _plan_key(self, gradients: ExampleGradients) -> Hashable:
-        return tuple(t.shape[1:] for t in gradients.examples.tensors), self.draws_masks(), self.module.training
+        shapes = tuple(t.shape[1:] for t in gradients.examples.tensors)
+        return shapes, self.draws_masks(), self._flags, tuple(gradients.parameters), self._changes
 
     def confirmation(
         self,
@@ -306,6 +364,12 @@ class Measurer:
             if any(apart > tolerance * size for apart, size in distances):
                 for forward, _ in looked_at:
                     self.check_loss(forward, loss)
+                apart, size = max(distances, key=lambda pair: pair[0] / max(pair[1], 1e-30))
+                if apart > _FAR_APART * tolerance * size:
+                    theirs = f"one that differs by up to {apart:.3g}"
+                    raise RuntimeError(
+                        f"the gradient at the model's output is at most {size:.3g}, {_COPY_DIFFERS.format(theirs)}"
+                    )
             if distance > tolerance * largest:
                 raise RuntimeError(
                     "the per-example gradients that the optimizer clips differ from those of the engine's loss (norms "
@@ -330,7 +394,8 @@ class Measurer:
 
     def warn_if_not_smooth(self, forward: ForwardPass) -> None:
         """Warn of operators whose derivative jumps, in layers or called by the forward pass itself."""
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        devices = range(torch.cuda.device_count())
+        with torch.random.fork_rng(devices=devices), _kept_buffers(self.module):
             found = non_smooth_operators(self.module, forward.args, forward.kwargs)
         if found:
             warnings.warn(
@@ -355,6 +420,25 @@ class Measurer:
         return trainable, constant
 
 
+_COPY_DIFFERS = (
+    "the engine's copy of the model gives {}: a forward hook, or an attribute of a module that is no plain number, "
+    "flag or text, changes the output, and the copy does not have it. Move it into a module's forward(). This step "
+    "was not taken."
+)
+
+
+@contextlib.contextmanager
+def _kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Inside, the module may write into its buffers; afterwards they are as before."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
 def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
     """Where each parameter, then each buffer lies, once for shared ones: its full name, the dict and the key."""
     places: list[tuple[str, dict[str, Any], str]] = []
@@ -367,6 +451,10 @@ def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str
                     known.add(id(value))
                     places.append((f"{prefix}.{key}" if prefix else key, holder, key))
     return places
+
+
+def _one_example(tree: Any, i: int) -> Any:
+    return pytree.tree_map(lambda leaf: leaf[i : i + 1] if isinstance(leaf, Tensor) and leaf.ndim else leaf, tree)
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

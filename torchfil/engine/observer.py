@@ -92,7 +92,8 @@ class Observer:
 
 def _recorder(forward: ForwardPass, k: int) -> Any:
     def record(gradient: Tensor) -> None:
-        forward.gradients[k] = gradient.detach()
+        earlier = forward.gradients.get(k)  # of another backward pass through the same output
+        forward.gradients[k] = gradient.detach() if earlier is None else earlier + gradient.detach()
 
     return record
 

@@ -141,6 +141,7 @@ class OnePassOptimizer(FILOptimizer):
 
     def clip_and_accumulate(self) -> None:
         """Add the sums to ``p.summed_grad``; a refusal changes nothing."""
+        self.drop_released_sums()
         sums, self._iterations = self.summed(self)
         for p, summed in zip(self.params, sums, strict=True):
             p.summed_grad = summed.clone() if p.summed_grad is None else p.summed_grad + summed

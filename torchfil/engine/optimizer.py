@@ -58,6 +58,7 @@ class FILOptimizer(DPOptimizer):
 
         The engine measures, then confirms and records, before anything is added; a GPU sums meanwhile.
         """
+        self.drop_released_sums()
         for p in self.params:
             _check_processed_flag(p.grad_sample)
         norms = self.per_sample_norms()
@@ -73,6 +74,15 @@ class FILOptimizer(DPOptimizer):
         for p, summed in zip(self.params, sums, strict=True):
             p.summed_grad = summed if p.summed_grad is None else p.summed_grad + summed
             _mark_as_processed(p.grad_sample)
+
+    def drop_released_sums(self) -> None:
+        """Forget sums of a step that was taken, where nothing has cleared them: added to, they would be released again.
+
+        ``model.zero_grad()`` does not reach them; Opacus refuses the next step then.
+        """
+        for p in self.params:
+            if p.summed_grad is not None and hasattr(p.summed_grad, "_processed"):
+                p.summed_grad = None
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         """As in Opacus; tells the engine when a logical batch has been released."""

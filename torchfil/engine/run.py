@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from torchfil.deferred import read_later
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.fused import FusedResult, Wanted, joined
-from torchfil.engine.loader import BatchTracker, FILDataLoader
+from torchfil.engine.loader import BatchTracker, FILDataLoader, split_batch
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.measuring import Measurer
 from torchfil.engine.observer import ForwardPass, Observer
@@ -48,6 +50,7 @@ class _Staged:
     contribution: Contribution
     ratio: Tensor  # ‖g̃‖/C, [batch]
     ids: frozenset[int]
+    noise: tuple[float, float]  # σ and C when it was measured
 
 
 class Run:
@@ -122,7 +125,10 @@ class Run:
             )
         exact = self.settings.exact and not self.drew_masks
         rate = self.measurer.sample_rate if self.settings.amplification != "none" else None
-        return Leakage(self.ledger, self.ids, exact=exact, test_matrix=self.test_matrix, sample_rate=rate)
+        skipping = self.settings.rel_error is not None or self.settings.fil_rate < 1
+        return Leakage(
+            self.ledger, self.ids, exact=exact, test_matrix=self.test_matrix, sample_rate=rate, skipping=skipping
+        )
 
     def begin_pass(self, dataset_length: int) -> None:
         """A new pass over the loader starts: refuse leftovers of the last one."""
@@ -171,6 +177,7 @@ class Run:
             raise
 
     def _measured(self, optimizer: FILOptimizer, norms: Tensor, forwards: list[ForwardPass]) -> Callable[[], None]:
+        noise = self._same_noise(optimizer)
         forwards = _latest(forwards, len(norms))
         ids = self._ids(forwards, len(norms))
         rows = self._rows(ids)
@@ -211,7 +218,7 @@ class Run:
             self.drew_masks = self.drew_masks or self.measurer.draws_masks()
             self.observer.forget_finished()
             if len(rows):
-                self._staged.append(_Staged(contribution, clipped / optimizer.max_grad_norm, frozenset(ids)))
+                self._staged.append(_Staged(contribution, clipped / optimizer.max_grad_norm, frozenset(ids), noise))
 
         return stage
 
@@ -231,6 +238,7 @@ class Run:
 
     def _sums_of(self, optimizer: OnePassOptimizer, forwards: list[ForwardPass]) -> dict[str, Tensor] | None:
         """The clipped sums over these passes by parameter name, None for no example; what they add is staged."""
+        self._same_noise(optimizer)
         ids = self._ids(forwards, sum(len(forward.ids or ()) for forward in forwards))
         rows = self._rows(ids)
         measure_this_step = self._measure_this_step
@@ -268,7 +276,19 @@ class Run:
             rows, step.clipped_norm.square(), measured=not self.paused, **(step.additions or {})
         )
         ratio = step.clipped_norm / float(self.optimizer.max_grad_norm)
-        self._staged.append(_Staged(contribution, ratio, frozenset(ids)))
+        self._staged.append(_Staged(contribution, ratio, frozenset(ids), self._same_noise(self.optimizer)))
+
+    def _same_noise(self, optimizer: FILOptimizer) -> tuple[float, float]:
+        """σ and C, refused where they have changed within a logical batch, whose release has one noise."""
+        noise = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
+        for staged in self._staged:
+            if staged.noise != noise:
+                raise RuntimeError(
+                    f"noise_multiplier and max_grad_norm changed from {staged.noise} to {noise} within one logical "
+                    "batch: step their schedulers only after a whole one. Put them back, or call "
+                    "optimizer.discard_partial_batch(). This step was not taken."
+                )
+        return noise
 
     def _is_measured(self) -> bool:
         """Whether chance chooses the present step."""
@@ -296,12 +316,16 @@ class Run:
             finite()
             return self._plain_step(args, kwargs, targets)
         with self._restoring(self.generator.get_state()):
-            step = self._fused(batch, ForwardPass(self.tracker.ids, self.tracker.batch, args, kwargs, None), finite)
+            forward = ForwardPass(self.tracker.ids, self.tracker.batch, args, kwargs, None)
+            step = self._fused(batch, forward, targets, finite)
         optimizer.release([step.sums[self._names[id(p)]].reshape(p.shape) for p in optimizer.params])
         return step.losses.mean() if self.settings.loss_reduction == "mean" else step.losses.sum()
 
-    def _fused(self, batch: PrivateBatch, forward: ForwardPass, finite: Callable[[], None]) -> FusedResult:
+    def _fused(
+        self, batch: PrivateBatch, forward: ForwardPass, targets: Any, finite: Callable[[], None]
+    ) -> FusedResult:
         """The step's sums; its contribution is staged."""
+        current = self._current_batch_check(targets)
         settings, optimizer, gradients, count = self.settings, self.optimizer, batch.gradients, len(batch.gradients)
         self._staged.clear()
         if count == 0:
@@ -322,9 +346,41 @@ class Run:
         ids = self._ids([forward], count)
         rows = self._rows(ids)
         finite()
+        current()
+        assert self.loss is not None
+        self.measurer.confirm_losses(forward.args, forward.kwargs, targets, self.loss, step.losses)
         self.ledger = ledger
         self._stage(ids, rows, step)
         return step
+
+    def _current_batch_check(self, targets: Any) -> Callable[[], None]:
+        """Begin to compare targets with those of the batch that was read last; what is returned raises if they differ.
+
+        Targets of another shape or dtype, made from the batch's, are not compared.
+        """
+        try:
+            read = split_batch(self.tracker.batch, self.settings.batch_to_inputs)[1]
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return lambda: None
+        pairs = [
+            (a, b)
+            for a, b in zip(pytree.tree_leaves(targets), pytree.tree_leaves(read), strict=False)
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+            if a.data_ptr() != b.data_ptr()
+        ]
+        if not pairs:
+            return lambda: None
+        same = read_later(torch.stack([(a == b.to(a.device, non_blocking=True)).all() for a, b in pairs]).all())
+
+        def confirm() -> None:
+            if not bool(same()):
+                raise RuntimeError(
+                    "the targets are not those of the batch that was read last from the loader, so that the step would "
+                    "be booked for other examples: was another batch read meanwhile (a prefetcher, an evaluation on "
+                    "the same loader)? Read a batch, take its step, then read the next. This step was not taken."
+                )
+
+        return confirm
 
     def _plain_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Tensor:
         """The step as a training loop takes it, where one batched pass does not fit the model or the settings."""
@@ -488,7 +544,7 @@ class Run:
                 raise ValueError(
                     f"the saved ledger has {ledger.num_examples} examples, the data set {self.ids.num_examples}"
                 )
-            if ledger.track != tuple(self.settings.track):
+            if set(ledger.track) != set(self.settings.track):
                 raise ValueError(
                     f"the saved ledger tracks {ledger.track}, this run {self.settings.track}; pass the same track="
                 )

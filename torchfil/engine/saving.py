@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import platform
 from collections.abc import Hashable, Mapping, Sequence
 from importlib import metadata
@@ -57,8 +58,14 @@ def build_saved_run(
     run, leakage = engine._current, engine._current.leakage
     if pictures < 0:
         raise ValueError(f"pictures={pictures} must be ≥ 0: how many of the most and of the least exposed to show")
-    if input_range is not None and not input_range[0] < input_range[1]:
-        raise ValueError(f"input_range={input_range} must be (lowest, highest) value of a coordinate")
+    if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
+        raise ValueError(f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
+    for attack in attacks:
+        if not isinstance(attack, AttackResult):
+            raise TypeError(
+                f"attacks holds a {type(attack).__name__}; set it beside the bounds first: "
+                "torchfil.validate(engine, attack).record()"
+            )
     attributes = _attributes(leakage, attribute_names, attribute_units)
     labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
     columns = {name: np.asarray(values) for name, values in leakage.columns()[1].items() if name != "fil_kind"}

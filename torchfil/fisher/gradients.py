@@ -75,8 +75,9 @@ class ExampleGradients:
         Raises:
             UnsupportedModuleError: BatchNorm (it mixes examples), or active dropout (its gradient is random).
             ValueError: No trainable parameter; a batch that :meth:`Examples.build` refuses; a loss that
-                gives more than one number for one example.
+                gives more than one number for one example, or a mean weighted by class.
         """
+        refuse_weighted_mean(loss_fn)
         live, model = without_opacus(model)
         refuse_unsupported_modules(model)
         parameters, constants = trainable_and_constant(live)
@@ -288,6 +289,17 @@ def has_active_dropout(module: nn.Module) -> bool:
     """Whether this very module (not its children) would drop something now."""
     random = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
     return module.training and (random or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0))
+
+
+def refuse_weighted_mean(loss_fn: LossFunction) -> None:
+    """Raise for a mean weighted by class: its weights cancel in the loss of a single example, and mix a batch's."""
+    if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
+        return
+    if loss_fn.weight is not None and loss_fn.reduction == "mean":
+        raise ValueError(
+            f"{type(loss_fn).__name__} with class weights and reduction='mean' divides by the weights of the whole "
+            "batch, so that no example has a loss of its own; pass reduction='sum'"
+        )
 
 
 def refuse_unsupported_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:

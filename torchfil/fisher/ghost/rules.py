@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +81,15 @@ def total_square(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     return sum((g.flatten(1).square().sum(dim=1) for g in gradients), start=like.new_zeros(len(like)))
 
 
+_roles: WeakKeyDictionary[nn.Module, dict[int | str, str]] = WeakKeyDictionary()
+
+
 class GenericRule(LayerRule):
-    """Any module: its own vector-Jacobian product, example by example (vmapped)."""
+    """Any module: its own vector-Jacobian product, example by example (vmapped).
+
+    Whether an argument has a row for each example or is shared by all is told by its length. Where that is the batch's
+    by chance, what an earlier call has shown counts: the trial of two examples, mostly.
+    """
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         batch = len(call.delta)
@@ -96,10 +104,29 @@ class GenericRule(LayerRule):
 
             return vjp(output, call.parameters)[1](delta.unsqueeze(0))[0]
 
-        def dim(value: Any) -> int | None:
-            return 0 if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch else None
+        roles = _roles.setdefault(call.module, {})
 
-        in_dims = (tuple(dim(x) for x in call.args), {k: dim(x) for k, x in call.kwargs.items()}, 0)
+        def dim(slot: int | str, value: Any) -> int | None:
+            if not isinstance(value, Tensor) or value.ndim == 0:
+                return None
+            fits = value.shape[0] == batch
+            if fits and roles.get(slot) != "shared":
+                if batch > 1:
+                    roles[slot] = "by example"
+                return 0
+            if not fits and roles.get(slot) == "by example":
+                raise UnsupportedCallError(
+                    f"{call.name} ({type(call.module).__name__}): argument {slot} has {value.shape[0]} rows for "
+                    f"{batch} examples, and one for each in another call"
+                )
+            roles[slot] = "shared"
+            return None
+
+        in_dims = (
+            tuple(dim(slot, x) for slot, x in enumerate(call.args)),
+            {k: dim(k, x) for k, x in call.kwargs.items()},
+            0,
+        )
         try:
             result: dict[str, Tensor] = vmap(one, in_dims=in_dims)(call.args, dict(call.kwargs), call.delta)
         except RuntimeError as error:

@@ -1,0 +1,338 @@
+"""Loops, models and schedules that are not as the engine takes them to be: refused, or accounted for rightly."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from opacus.schedulers import ExponentialNoise
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
+
+import torchfil
+from torchfil import FILPrivacyEngine
+from torchfil.attacks import AttackResult
+from torchfil.errors import UnsupportedModuleError
+
+LOSS = nn.CrossEntropyLoss()
+WAYS = ("hooks", "one-pass", "train_step")
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def examples(count: int = 24, *shape: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, *(shape or (3,)), generator=generator), torch.randint(2, (count,), generator=generator)
+
+
+def start(module: nn.Module, data: Any, way: str = "hooks", *, batch: int = 6, **options: Any) -> Any:
+    """Engine, model, optimizer and loader; learning rate 0, every batch in order."""
+    engine = FILPrivacyEngine()
+    options = {"poisson_sampling": False, "noise_multiplier": 1.0, "max_grad_norm": 1.0, "criterion": LOSS} | options
+    dataset = data if isinstance(data, Dataset) else TensorDataset(*data)
+    mode = "one-pass" if way == "one-pass" else "hooks"
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    loader = DataLoader(dataset, batch_size=batch)
+    return engine, *engine.make_private(module, optimizer, loader, grad_sample_mode=mode, **options)
+
+
+def step(engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Tensor, y: Tensor, way: str) -> None:
+    if way == "train_step":
+        engine.train_step(x, y)
+        return
+    optimizer.zero_grad()
+    LOSS(model(x), y).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("way", "clear"), [("hooks", True), ("one-pass", True), ("one-pass", False)])
+def test_a_sum_is_not_released_twice(way: str, clear: bool) -> None:
+    """model.zero_grad() does not reach the clipped sums, and a loop may clear nothing at all."""
+    alike = torch.ones(24, 3), torch.ones(24, dtype=torch.long)
+    engine, model, optimizer, loader = start(mlp(), alike, way, max_grad_norm=0.1, noise_multiplier=1e-6)
+    norms = []
+    for x, y in loader:
+        if clear:
+            model.zero_grad()
+        LOSS(model(x), y).backward()
+        optimizer.step()
+        norms.append(float(torch.cat([p.summed_grad.flatten() for p in optimizer.params]).norm()))
+    assert norms == pytest.approx(norms[:1] * 4, rel=1e-6)
+    assert 0 < norms[0] <= 6 * 0.1
+    assert engine.leakage()["participations"].tolist() == [1] * 24
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_hook_that_changes_the_output_is_refused(way: str) -> None:
+    module = mlp()
+    module[1].register_forward_hook(lambda module, inputs, output: 3 * output)  # type: ignore[index, union-attr]
+    engine, model, optimizer, loader = start(module, examples(), way)
+    x, y = next(iter(loader))
+    with pytest.raises(RuntimeError, match="copy of the model gives|differ from those of the engine's loss"):
+        step(engine, model, optimizer, x, y, way)
+
+
+class _Scaled(nn.Module):
+    """A temperature that a schedule may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = mlp(), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As said."""
+        result: Tensor = self.scale * self.inner(x)
+        return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_attribute_that_changes_is_followed(way: str) -> None:
+    module = _Scaled()
+    options = {"noise_multiplier": 1e-9, "max_grad_norm": 1e3, "clip": "hard"}
+    engine, model, optimizer, loader = start(module, examples(), way, **options)
+    batches = iter(loader)
+    step(engine, model, optimizer, *next(batches), way)
+    module.scale = 10.0
+    x, y = next(batches)
+    step(engine, model, optimizer, x, y, way)
+    same = _Scaled()
+    same.load_state_dict(copy.deepcopy(module.state_dict()))
+    same.scale = 10.0
+    LOSS(same(x), y).backward()
+    for got, want in zip(module.parameters(), same.parameters(), strict=True):
+        assert torch.allclose(got.grad, want.grad, atol=1e-5)  # type: ignore[arg-type]
+
+
+class _Positions(nn.Module):
+    """Adds a vector by position; the positions are the same for all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """As said."""
+        return x + self.weight[positions]
+
+
+class _WithPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.positions, self.head = _Positions(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        result: Tensor = self.head(torch.tanh(self.positions(x, torch.arange(5))).mean(dim=1))
+        return result
+
+
+@pytest.mark.parametrize("way", ["one-pass", "train_step"])
+@pytest.mark.parametrize("batch", [4, 5])
+def test_an_argument_of_the_batch_s_length_by_chance_is_still_shared(way: str, batch: int) -> None:
+    module = _WithPositions()
+    options = {"noise_multiplier": 1e-9, "max_grad_norm": 1e3, "clip": "hard", "batch": batch}
+    engine, model, optimizer, loader = start(module, examples(20, 5, 3), way, **options)
+    x, y = next(iter(loader))
+    step(engine, model, optimizer, x, y, way)
+    same = _WithPositions()
+    LOSS(same(x), y).backward()
+    for got, want in zip(module.parameters(), same.parameters(), strict=True):
+        assert torch.allclose(got.grad, want.grad, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_train_step_refuses_a_batch_that_was_not_read_last() -> None:
+    """A prefetcher reads one batch ahead: the step would be booked for the examples of the next."""
+    engine, _, _, loader = start(mlp(), examples(), "train_step")
+    batches = iter(loader)
+    x, y = next(batches)
+    x2, y2 = next(batches)
+    assert not torch.equal(y, y2)
+    with pytest.raises(RuntimeError, match="targets are not those of the batch that was read last"):
+        engine.train_step(x, y)
+    engine.train_step(x2, y2)
+    assert engine.leakage()["participations"].tolist() == [0] * 6 + [1] * 6 + [0] * 12
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_batch_normalisation_that_wakes_up_is_refused(way: str) -> None:
+    """Frozen and in eval mode it is taken; model.train() after a validation puts it back into training."""
+    module = nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
+    module[1].requires_grad_(False)
+    module[1].eval()
+    engine, model, optimizer, loader = start(module, examples(24, 1, 3, 3), way)
+    batches = iter(loader)
+    step(engine, model, optimizer, *next(batches), way)
+    model.eval()
+    model.train()
+    with pytest.raises(UnsupportedModuleError, match="batch normalisation mixes the examples"):
+        step(engine, model, optimizer, *next(batches), way)
+    module[1].eval()
+    step(engine, model, optimizer, *next(batches), way)
+    assert engine.leakage()["participations"].sum() == 12
+
+
+@pytest.mark.parametrize("way", ["hooks", "one-pass"])
+def test_noise_that_changes_within_a_logical_batch_is_refused(way: str) -> None:
+    engine, model, optimizer, loader = start(mlp(), examples(), way, batch=24)
+    scheduler = ExponentialNoise(optimizer, gamma=0.5)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=12, optimizer=optimizer) as parts:
+        batches = iter(parts)
+        step(engine, model, optimizer, *next(batches), way)
+        scheduler.step()
+        with pytest.raises(RuntimeError, match=r"changed from \(1\.0, 1\.0\) to \(0\.5, 1\.0\) within one logical"):
+            step(engine, model, optimizer, *next(batches), way)
+
+
+def test_the_order_of_what_is_tracked_does_not_matter() -> None:
+    file = io.BytesIO()
+    engine, model, optimizer, loader = start(mlp(), examples(), track=("plis", "diagonal"))
+    step(engine, model, optimizer, *next(iter(loader)), "hooks")
+    engine.save_checkpoint(path=file, module=model, optimizer=optimizer)
+    file.seek(0)
+    other, model, optimizer, _ = start(mlp(), examples(), track=("plis", "diagonal"))
+    other.load_checkpoint(path=file, module=model, optimizer=optimizer)
+    assert torch.equal(other.get_fil().value, engine.get_fil().value)
+
+
+def test_a_checkpoint_of_another_model_changes_nothing() -> None:
+    file = io.BytesIO()
+    engine, model, optimizer, loader = start(mlp(), examples())
+    step(engine, model, optimizer, *next(iter(loader)), "hooks")
+    engine.save_checkpoint(path=file, module=model, optimizer=optimizer)
+    file.seek(0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    other, model, optimizer, _ = start(module, examples())
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match=r"of another model \(_module\.0\.weight \[4, 3\] instead of \[5, 3\]"):
+        other.load_checkpoint(path=file, module=model, optimizer=optimizer)
+    assert other.accountant.history == []
+    assert other.state_dict()["run"]["ledger"] is None
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+class _Named(Dataset[Any]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x, y = examples()
+        return {"input": x[index], "labels": y[index]}
+
+
+@pytest.mark.parametrize("way", ["hooks", "one-pass"])
+def test_labels_may_be_taken_out_of_a_dict(way: str) -> None:
+    engine, model, optimizer, loader = start(mlp(), _Named(), way)
+    for batch in loader:
+        labels = batch.pop("labels")
+        step(engine, model, optimizer, batch["input"], labels, way)
+    assert engine.leakage()["participations"].tolist() == [1] * 24
+
+
+def test_two_backward_passes_through_one_output_add_up() -> None:
+    """In a loop whose backward pass ends at the outputs; the sum is not the engine's loss."""
+    _, model, optimizer, loader = start(mlp(), examples(), "one-pass")
+    x, y = next(iter(loader))
+    optimizer.zero_grad()
+    output = model(x)
+    (100 * output.square()).sum().backward(retain_graph=True)
+    LOSS(output, y).backward()
+    with pytest.raises(ValueError, match="differs from that of the engine's loss"):
+        optimizer.step()
+
+
+class _Halves(BatchSampler):
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(range(12)), list(range(12, 24))])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_batch_sampler_of_one_s_own() -> None:
+    module, engine = mlp(), FILPrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.0),
+        DataLoader(TensorDataset(*examples()), batch_sampler=_Halves()),
+        poisson_sampling=False,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for x, y in loader:
+        step(engine, model, optimizer, x, y, "hooks")
+    assert engine.leakage()["participations"].tolist() == [1] * 24
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_that_the_optimizer_does_not_train_are_told(way: str) -> None:
+    module = mlp()
+    optimizer = torch.optim.SGD(module[0].parameters(), lr=0.1)  # type: ignore[index, union-attr]
+    loader = DataLoader(TensorDataset(*examples()), batch_size=6)
+    mode = "one-pass" if way == "one-pass" else "hooks"
+    with pytest.raises(ValueError, match=r"does not hold 2 trainable parameters \(2\.weight, 2\.bias\): freeze"):
+        FILPrivacyEngine().make_private(module, optimizer, loader, grad_sample_mode=mode)
+
+
+def test_ids_from_numpy() -> None:
+    engine, model, optimizer, loader = start(mlp(), examples())
+    for x, y in loader:
+        step(engine, model, optimizer, x, y, "hooks")
+    fil = engine.get_fil().value
+    worst = np.argsort(fil.numpy())[-3:]
+    assert torch.equal(engine.get_fil(worst).value, fil[torch.from_numpy(worst)])
+    with pytest.raises(KeyError, match="unknown example ids .True."):
+        engine.get_fil([True])
+
+
+def sampled(seed: int, steps: int = 2, **options: Any) -> FILPrivacyEngine:
+    """Two steps of Poisson sampling: some examples are never drawn."""
+    torch.manual_seed(seed)
+    options = {"poisson_sampling": True, "batch": 4, "seed": seed} | options
+    engine, model, optimizer, loader = start(mlp(), examples(), **options)
+    for _, (x, y) in zip(range(steps), loader, strict=False):
+        step(engine, model, optimizer, x, y, "hooks")
+    return engine  # type: ignore[no-any-return]
+
+
+def test_an_average_tells_who_was_never_drawn() -> None:
+    engines = [sampled(seed) for seed in (1, 2)]
+    drawn = np.stack([engine.leakage()["participations"] for engine in engines]).sum(axis=0)
+    assert 0 < (drawn == 0).sum() < 24
+    table = FILPrivacyEngine.merge(engines).leakage()
+    assert (np.isinf(table["sampling_error"]) == (drawn == 0)).all()
+    assert ((table["participations"] == 0) == (drawn == 0)).all()
+    alone = FILPrivacyEngine.merge(engines[:1]).leakage()
+    assert alone["sampling_error"].tolist() == engines[0].leakage()["sampling_error"].tolist()
+
+
+def test_runs_of_other_noise_are_not_averaged() -> None:
+    with pytest.raises(ValueError, match="must share noise, clipping and subsampling"):
+        FILPrivacyEngine.merge([sampled(1), sampled(2, noise_multiplier=2.0)])
+    engine = sampled(1)
+    with pytest.raises(ValueError, match="one engine twice"):
+        FILPrivacyEngine.merge([engine, engine])
+
+
+@pytest.mark.parametrize("read", [lambda engine: engine, lambda engine: FILPrivacyEngine.merge([engine])])
+def test_an_example_that_was_not_measured_has_no_bound_to_violate(read: Callable[[FILPrivacyEngine], Any]) -> None:
+    engine = sampled(1)
+    source = read(engine)
+    measured = source.was_measured()
+    assert measured.tolist() == (engine.leakage()["participations"] > 0).tolist()
+    attack = AttackResult(
+        "the mean", "nothing", range(24), np.full(24, 1e-9), measure="mse", trials=9, standard_error=np.full(24, 1e-12)
+    )
+    assert torchfil.validate(source, attack).violated.tolist() == measured.tolist()
