@@ -336,3 +336,45 @@ def test_an_example_that_was_not_measured_has_no_bound_to_violate(read: Callable
         "the mean", "nothing", range(24), np.full(24, 1e-9), measure="mse", trials=9, standard_error=np.full(24, 1e-12)
     )
     assert torchfil.validate(source, attack).violated.tolist() == measured.tolist()
+
+
+class _Counting(nn.Module):
+    """A buffer that counts its calls."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As said."""
+        self.calls += 1
+        result: Tensor = self.inner(x)
+        return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_buffers_are_written_by_the_loop_s_passes_alone(way: str) -> None:
+    module = _Counting()
+    engine, model, optimizer, loader = start(module, examples(), way)
+    for x, y in loader:
+        step(engine, model, optimizer, x, y, way)
+    assert float(module.calls) == 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_norms_that_could_not_be_refreshed_are_told_at_the_first_step(way: str) -> None:
+    module, (x, y) = mlp(), examples()
+    data = TensorDataset(x, torch.arange(24), y)
+    engine, model, optimizer, loader = start(module, data, way, norm_refresh=1)
+    x, _, y = next(iter(loader))
+    with pytest.raises(ValueError, match=r"norm_refresh=1 calls the model .* \(2 positional inputs, .* pass batch_to"):
+        step(engine, model, optimizer, x, y, way)
+    assert engine.accountant.history == []
+    split = {"batch_to_inputs": lambda batch: (batch[0], batch[2])}
+    engine, model, optimizer, loader = start(mlp(), data, way, norm_refresh=1, **split)
+    x, _, y = next(iter(loader))
+    step(engine, model, optimizer, x, y, way)
+    assert engine.leakage()["participations"].sum() == 6

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,6 +93,8 @@ class Measurer:
         self._flags: tuple[bool, ...] = tuple(live.training for live, _ in self._modules)
         self._changes = 0  # of the live modules' attributes
         self._until_look = 0
+        self._buffers = {name for name, _ in module.named_buffers()}
+        self._written: set[str] | None = None  # buffers that a forward pass writes into; None: not known yet
         self._places = _places_of_weights(module)
 
     def identified_loss(self, forward: ForwardPass) -> IdentifiedLoss:
@@ -140,6 +142,9 @@ class Measurer:
         """The examples' gradients at the present weights."""
         self._follow_live_modules()
         parameters, constants = self._weights()
+        for name in self._buffers if self._written is None else self._written:
+            if name in constants:
+                constants[name] = constants[name].clone()
         seed = int(torch.randint(2**62, (), generator=self.generator)) if self.draws_masks() else None
         return ExampleGradients(self.template, loss, examples, parameters, constants, seed)
 
@@ -191,6 +196,13 @@ class Measurer:
                 f"the model's losses on this batch are at most {size:.4g}, "
                 f"{_COPY_DIFFERS.format(f'some that differ by up to {apart:.3g}')}"
             )
+
+    def write_buffers(self, gradients: ExampleGradients) -> None:
+        """Bring into the live model what a pass that stands for its forward pass has written into buffers."""
+        live = dict(self.module.named_buffers())
+        with torch.no_grad():
+            for name in self._written or ():
+                live[name].copy_(gradients.constants[name])
 
     def _amplification(self, noise_multiplier: float) -> Amplification:
         chosen = self.settings.amplification
@@ -296,7 +308,9 @@ class Measurer:
         if self._fused_pass is None:
             settings = self.settings
             self._fused_pass = FusedPass(
-                int(optimizer.expected_batch_size), graphs=settings.cuda_graphs, compiled=settings.compile
+                int(optimizer.expected_batch_size),
+                graphs=settings.cuda_graphs and not self._written,  # copies of those lie elsewhere at each step
+                compiled=settings.compile,
             )
         return self._fused_pass
 
@@ -318,7 +332,9 @@ class Measurer:
         key = self._plan_key(gradients)
         if key in self._plans or not len(gradients):
             return self._plans.get(key, Plan(None, 1))
-        found = plan(gradients)
+        buffers = {name: value.clone() for name, value in gradients.constants.items() if name in self._buffers}
+        found = plan(replace(gradients, constants=gradients.constants | buffers))
+        self._written = {name for name, value in buffers.items() if value._version > 0} | (self._written or set())
         if len(gradients) > 1:  # one example cannot show whether examples mix
             self._plans[key] = found
             if found.reason is not None:

@@ -197,6 +197,7 @@ class Run:
                 for forward in forwards:
                     self.measurer.check_loss(forward, loss)
             if ledger is None:
+                self._refuse_other_calls(forwards[0])
                 self.measurer.warn_if_not_smooth(forwards[0])
                 ledger, test_matrix = self._new_ledger(examples[0].num_coordinates)
             if measure_this_step and not self.paused and loss is not None:
@@ -256,6 +257,7 @@ class Run:
         loss = self.measurer.identified_loss(forwards[0]) if self.loss is None else self.loss
         ledger = self.ledger
         if ledger is None:
+            self._refuse_other_calls(forwards[0])
             self.measurer.warn_if_not_smooth(forwards[0])
             ledger, _ = self._new_ledger(examples[0].num_coordinates)
         measured = measure_this_step and not self.paused
@@ -318,6 +320,7 @@ class Run:
         with self._restoring(self.generator.get_state()):
             forward = ForwardPass(self.tracker.ids, self.tracker.batch, args, kwargs, None)
             step = self._fused(batch, forward, targets, finite)
+        self.measurer.write_buffers(gradients)
         optimizer.release([step.sums[self._names[id(p)]].reshape(p.shape) for p in optimizer.params])
         return step.losses.mean() if self.settings.loss_reduction == "mean" else step.losses.sum()
 
@@ -337,6 +340,7 @@ class Run:
         ledger = self.ledger
         if ledger is None:
             finite()
+            self._refuse_other_calls(forward)
             self.measurer.warn_if_not_smooth(forward)
             ledger, _ = self._new_ledger(gradients.num_coordinates)
         self.measurer.check_coordinates(gradients.num_coordinates, ledger)
@@ -415,6 +419,18 @@ class Run:
         every = self.settings.norm_refresh
         if every is not None and self.loss is not None and self.history.steps % every == 0:
             self.refresh_norms(self.dataset, self.collate_fn)
+
+    def _refuse_other_calls(self, forward: ForwardPass) -> None:
+        """Raise where norms shall be refreshed and the loop calls the model with other inputs than a batch's."""
+        if self.settings.norm_refresh is None:
+            return
+        args, kwargs = as_call(split_batch(forward.batch, self.settings.batch_to_inputs)[0])
+        if len(args) != len(forward.args) or set(kwargs) != set(forward.kwargs):
+            raise ValueError(
+                f"norm_refresh={self.settings.norm_refresh} calls the model with all of a batch but its targets "
+                f"({len(args)} positional inputs, {sorted(kwargs)} by name), the loop with {len(forward.args)} and "
+                f"{sorted(forward.kwargs)}; pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
+            )
 
     def _set_pace(self, optimizer: FILOptimizer) -> None:
         if self.pace.target is None or self.ledger is None:

@@ -293,9 +293,13 @@
     if (data.status[row] === NOT_MEASURED) return "Not measured: no batch drew this example, or its steps were left out. This run says nothing about it; it is not safe.";
     let above = 0, known = 0;
     for (let i = 0; i < n; i++) if (data.status[i] !== NOT_MEASURED) { known++; if (data.fil[i] > fil) above++; }
-    const off = number(Math.sqrt(data.mse_bound ? data.mse_bound[row] : 1 / fil ** 2));
+    const bound = data.mse_bound ? data.mse_bound[row] : 1 / fil ** 2;
+    const low = data.mse_bound_low ? data.mse_bound_low[row] : bound;
+    const off = low === bound
+      ? `at least ± ${number(Math.sqrt(bound))} per input (root mean square)`
+      : `an estimated ± ${number(Math.sqrt(bound))} per input (root mean square) or more; the lower end of the 95 % interval is ± ${number(Math.sqrt(low))}`;
     const understated = data.status[row] === LOWER_BOUND ? " Some of its steps were not measured: it leaks more than shown." : "";
-    return `Number ${(above + 1).toLocaleString("en")} of ${known.toLocaleString("en")} by exposure. An unbiased guess of its inputs is off by at least ± ${off} per input (root mean square).${understated}`;
+    return `Number ${(above + 1).toLocaleString("en")} of ${known.toLocaleString("en")} by exposure. An unbiased guess of its inputs is off by ${off}.${understated}`;
   };
   const open = async (row) => {
     await ready;

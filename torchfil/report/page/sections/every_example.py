@@ -34,7 +34,10 @@ class Column:
 
 COLUMNS = (
     Column(
-        "mse_bound", "MSE bound", "no unbiased guess of the inputs errs by less (mean square per input)", narrow=True
+        "mse_bound",
+        "MSE bound",
+        "no unbiased guess of the inputs errs by less (mean square per input); an estimate where its low end is lower",
+        narrow=True,
     ),
     Column("fil", "FIL η̄", "Fisher information loss; larger is more exposed", narrow=True),
     Column("mse_bound_low", "low end", "of the 95 % interval of the MSE bound"),
