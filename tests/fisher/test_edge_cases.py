@@ -178,6 +178,19 @@ def test_loss_with_several_numbers_per_example_is_refused() -> None:
         fisher.exact_fim(case.model, nn.MSELoss(reduction="none"), case.inputs, case.targets, **SETTINGS)
 
 
+def test_prelu_inside_the_exact_estimator() -> None:
+    """As many examples as coordinates: a rule of torch for PReLU takes one for the other."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)).double().to(DEVICE)
+    x, y = torch.randn(3, 3, dtype=torch.float64, device=DEVICE), torch.randint(2, (3,), device=DEVICE)
+    loss = nn.CrossEntropyLoss()
+    together = fisher.fim_trace(model, loss, x, y, estimator="exact", **SETTINGS).value
+    alone = [fisher.fim_trace(model, loss, x[i : i + 1], y[i : i + 1], estimator="exact", **SETTINGS) for i in range(3)]
+    truth = reference.exact_fim(model, loss, x, y, **SETTINGS).diagonal(dim1=1, dim2=2).sum(dim=1)
+    assert relative_error(together, truth) < 1e-9
+    assert relative_error(torch.cat([one.value for one in alone]), truth) < 1e-9
+
+
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.NLLLoss])
 def test_a_mean_weighted_by_class_is_refused(loss: type[nn.Module]) -> None:
     model, x, y = nn.Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])

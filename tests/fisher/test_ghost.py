@@ -19,6 +19,7 @@ from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws, draw_bits, signs_of
 from torchfil.fisher.ghost import GhostJacobian, norm_gradient, plan
 from torchfil.fisher.ghost.products import convolution_precision, product_precision, products_in
+from torchfil.fisher.ghost.rules import GenericRule, register_rule
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
@@ -554,3 +555,10 @@ def test_a_failing_trial_is_a_reason_and_no_crash() -> None:
     found = plan(ExampleGradients.build(Unmappable().to(DEVICE), nn.MSELoss(), x, y, None))
     assert found.reason is not None
     assert "Unmappable" in found.reason
+
+
+def test_rules_that_are_none_are_refused() -> None:
+    with pytest.raises(TypeError, match="'Linear' is no class of modules"):
+        register_rule("Linear", GenericRule())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"is no layer rule; pass an instance of a LayerRule, BilinearRule\(\) say"):
+        register_rule(nn.Bilinear, GenericRule)  # type: ignore[arg-type]

@@ -175,7 +175,8 @@ class ExampleGradients:
     def jacobian_columns(self, coordinates: slice) -> Tensor:
         """The columns ``coordinates`` of J, [batch, p, columns]."""
         basis = torch.eye(self.num_coordinates, dtype=self.examples.z.dtype, device=self.device)[coordinates]
-        if self.dropout_seed is not None:  # dropout inside two vmaps, one of them sharing masks, crashes on CUDA
+        # Inside two vmaps dropout, where one shares masks, crashes on CUDA, and PReLU is wrong or fails (torch 2.13).
+        if self.dropout_seed is not None or any(isinstance(module, nn.PReLU) for module in self.model.modules()):
             return torch.stack([self.jvp(e.expand(len(self), -1)) for e in basis], dim=2)
 
         def one(z: Tensor, public: Any) -> Tensor:

@@ -404,7 +404,15 @@ _GENERIC = GenericRule()
 
 
 def register_rule(kind: type[nn.Module], rule: LayerRule) -> None:
-    """Use ``rule`` for modules of exactly this class."""
+    """Use ``rule`` for modules of exactly this class.
+
+    Raises:
+        TypeError: ``kind`` is no class of modules, or ``rule`` no instance of a rule.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(f"{kind!r} is no class of modules; register a rule for a subclass of torch.nn.Module")
+    if not isinstance(rule, LayerRule):
+        raise TypeError(f"{rule!r} is no layer rule; pass an instance of a LayerRule, {kind.__name__}Rule() say")
     _RULES[kind] = rule
 
 
