@@ -383,7 +383,9 @@ def zoo_like_embedding() -> nn.Module:
 @pytest.mark.parametrize(
     "loss_fn",
     [
-        nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64), label_smoothing=0.1),
+        nn.CrossEntropyLoss(
+            weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64), label_smoothing=0.1, reduction="sum"
+        ),
         nn.CrossEntropyLoss(reduction="sum"),
     ],
     ids=["weighted", "sum"],
