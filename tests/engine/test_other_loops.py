@@ -112,6 +112,31 @@ def test_an_attribute_that_changes_is_followed(way: str) -> None:
         assert torch.allclose(got.grad, want.grad, atol=1e-5)  # type: ignore[arg-type]
 
 
+class _Caching(nn.Module):
+    """Keeps a tensor in an attribute that begins as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.last: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As said."""
+        self.last = x.detach().clone()
+        result: Tensor = self.inner(x)
+        return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_attribute_that_becomes_a_tensor(way: str) -> None:
+    module = _Caching()
+    engine, model, optimizer, loader = start(module, examples(), way)
+    for x, y in loader:
+        step(engine, model, optimizer, x, y, way)
+        module.last = 0.0
+    assert engine.leakage()["participations"].tolist() == [1] * 24
+
+
 class _Positions(nn.Module):
     """Adds a vector by position; the positions are the same for all examples."""
 

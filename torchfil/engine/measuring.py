@@ -165,8 +165,8 @@ class Measurer:
         for live, copied in self._modules:
             there = copied.__dict__
             for name, value in live.__dict__.items():
-                kind = type(value)
-                if kind in _PLAIN and (name not in there or there[name] is not value) and there.get(name) != value:
+                kind, own = type(value), there.get(name, there)
+                if kind in _PLAIN and own is not value and (type(own) is not kind or own != value):
                     changed = changed or (kind is not int and name != "training")
                     there[name] = value
         if changed:
