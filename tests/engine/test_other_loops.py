@@ -182,8 +182,9 @@ def test_train_step_refuses_a_batch_that_was_not_read_last() -> None:
     x, y = next(batches)
     x2, y2 = next(batches)
     assert not torch.equal(y, y2)
-    with pytest.raises(RuntimeError, match="targets are not those of the batch that was read last"):
-        engine.train_step(x, y)
+    for given in ((x, y), (x.clone(), y), (x + 0.1, y.clone()), (x.clone(), y2)):
+        with pytest.raises(RuntimeError, match="given a batch that was read before the last one"):
+            engine.train_step(*given)
     engine.train_step(x2, y2)
     assert engine.leakage()["participations"].tolist() == [0] * 6 + [1] * 6 + [0] * 12
 
@@ -403,3 +404,86 @@ def test_norms_that_could_not_be_refreshed_are_told_at_the_first_step(way: str) 
     x, _, y = next(iter(loader))
     step(engine, model, optimizer, x, y, way)
     assert engine.leakage()["participations"].sum() == 6
+
+
+def test_train_step_takes_targets_and_inputs_that_were_changed() -> None:
+    x, y = examples()
+    engine, *_, loader = start(mlp(), (x, y + 1, torch.arange(24)), "train_step")
+    for image, label, _ in loader:
+        engine.train_step(image + 0.1, label - 1)
+    assert engine.leakage()["participations"].tolist() == [1] * 24
+
+
+class _Reused:
+    x: Tensor
+    y: Tensor
+
+
+def test_a_batch_object_that_is_used_again() -> None:
+    reused = _Reused()
+
+    def collate(samples: list[Any]) -> _Reused:
+        reused.x, reused.y = (torch.stack(list(part)) for part in zip(*samples, strict=True))
+        return reused
+
+    module, engine = mlp(), FILPrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.0),
+        DataLoader(TensorDataset(*examples()), batch_size=6, collate_fn=collate),
+        poisson_sampling=False,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        batch_to_inputs=lambda batch: (batch.x, batch.y),
+    )
+    for batch in loader:
+        step(engine, model, optimizer, batch.x, batch.y, "hooks")
+    assert engine.leakage()["participations"].tolist() == [1] * 24
+
+
+class _FromOne(_Named):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        item = super().__getitem__(index)
+        return {**item, "labels": item["labels"] + 1}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_labels_may_be_rewritten_in_the_batch(way: str) -> None:
+    engine, model, optimizer, loader = start(mlp(), _FromOne(), way)
+    for batch in loader:
+        batch["labels"] = batch["labels"] - 1
+        step(engine, model, optimizer, batch["input"], batch["labels"], way)
+    assert engine.leakage()["participations"].tolist() == [1] * 24
+
+
+def test_a_layer_that_is_frozen_stays_where_it_is() -> None:
+    module = mlp()
+    engine = FILPrivacyEngine()
+    loader = DataLoader(TensorDataset(*examples()), batch_size=6)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    _, _, private = engine.make_private(
+        module, optimizer, loader, criterion=LOSS, poisson_sampling=False, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    batches = iter(private)
+    engine.train_step(*next(batches))
+    first, last = module[0], module[2]  # type: ignore[index]
+    first.requires_grad_(False)
+    frozen, trained = first.weight.clone(), last.weight.clone()
+    engine.train_step(*next(batches))
+    engine.train_step(*next(batches))
+    assert torch.equal(first.weight, frozen)
+    assert not torch.equal(last.weight, trained)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stand_in_for_an_empty_batch_is_nobody(way: str) -> None:
+    torch.manual_seed(3)
+    options = {"batch": 1, "poisson_sampling": True, "rand_on_empty": True}
+    engine, model, optimizer, loader = start(mlp(), examples(), way, **options)
+    drawn = []
+    for x, y in loader:
+        step(engine, model, optimizer, x, y, way)
+        drawn.append(len(engine._current.tracker.ids))
+    assert 0 in drawn
+    assert engine.leakage()["participations"].sum() == sum(drawn)
+    assert sum(steps for *_, steps in engine.accountant.history) == len(loader)

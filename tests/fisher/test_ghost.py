@@ -564,3 +564,42 @@ def test_rules_that_are_none_are_refused() -> None:
         register_rule("Linear", GenericRule())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"is no layer rule; pass an instance of a LayerRule, BilinearRule\(\) say"):
         register_rule(nn.Bilinear, GenericRule)  # type: ignore[arg-type]
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Queries, keys and values are one tensor."""
+        result: Tensor = self.head(self.attention(x, x, x, need_weights=False)[0].mean(dim=1))
+        return result
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.head = nn.Bilinear(3, 3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A layer of two inputs is given one."""
+        h = torch.tanh(x)
+        result: Tensor = self.head(torch.tanh(self.pair(h, h)))
+        return result
+
+
+@pytest.mark.parametrize(("model", "shape"), [(_Attention, (3, 4)), (_Twice, (3,))])
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_a_tensor_that_one_layer_is_given_twice(model: type[nn.Module], shape: tuple[int, ...], at_once: int) -> None:
+    torch.manual_seed(0)
+    module = model().double().to(DEVICE)
+    x = torch.randn(4, *shape, dtype=torch.float64, device=DEVICE)
+    y = torch.tensor([0, 1, 0, 1], device=DEVICE)
+    gradients = ExampleGradients.build(module, nn.CrossEntropyLoss(), x, y)
+    mechanism = Mechanism.build(1.0, 1.0)
+    probes = torch.randn(8, gradients.num_parameters, dtype=torch.float64, device=DEVICE)
+    fast = GhostJacobian(gradients, mechanism.clip, 1.0)
+    slow = ClippedJacobian(gradients, mechanism.clip, 1.0)
+    for got, want in zip(fast.perpendicular_rows(probes, at_once), slow.perpendicular_rows(probes), strict=True):
+        assert relative_error(got, want) < 1e-10

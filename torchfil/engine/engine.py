@@ -390,10 +390,18 @@ class FILPrivacyEngine(PrivacyEngine):
         if len(set(map(id, engines))) < len(engines):
             raise ValueError("merge was given one engine twice: a run agrees with itself, whatever its error")
         average = Leakage.average([engine._current.leakage for engine in engines])
-        mechanisms = {run.measurer.mechanism(run.optimizer) for run in (engine._current for engine in engines)}
+        mechanisms = {
+            (
+                frozenset((sigma, q) for sigma, q, _ in engine.accountant.history),
+                float(engine._current.optimizer.max_grad_norm),
+                engine._current.settings.clip.name,
+            )
+            for engine in engines
+        }
         if len(mechanisms) > 1:
+            told = [f"(σ, q) {sorted(noise)}, C = {norm:g}, {clip}" for noise, norm, clip in mechanisms]
             raise ValueError(
-                f"runs to average must share noise, clipping and subsampling; got {sorted(map(str, mechanisms))}"
+                f"runs to average must share noise, clipping and subsampling; got {'; '.join(sorted(told))}"
             )
         return average
 
@@ -594,7 +602,8 @@ class FILPrivacyEngine(PrivacyEngine):
 def _refuse_other_module(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
     """Raise unless the weights are those of such a module; nothing is loaded before."""
     own = module.state_dict()
-    apart = sorted(own.keys() ^ state.keys()) if strict else []
+    renames = any(part._load_state_dict_pre_hooks for part in module.modules())
+    apart = sorted(own.keys() ^ state.keys()) if strict and not renames else []
     shapes = [
         f"{name} {list(value.shape)} instead of {list(own[name].shape)}"
         for name, value in state.items()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,13 +27,19 @@ _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
 class BatchTracker:
-    """Remembers the batch that the training loop read last: its ids and its content."""
+    """Remembers the batch that the training loop read last: its ids and its content.
+
+    Attributes:
+        ids: The examples' numbers; None: no batch was read.
+        earlier: The content of the two batches before.
+    """
 
     def __init__(self) -> None:
         self.token = next(_TOKENS)
         self.ids: list[int] | None = None
-        self.batch: Any = None
+        self.earlier: deque[Any] = deque(maxlen=2)
         self._read: Any = None
+        self._as_it_came: Any = None
         self._thread: int | None = None
         _TRACKERS[self.token] = self
 
@@ -41,14 +48,25 @@ class BatchTracker:
         self._thread = threading.get_ident()
 
     def take(self, ids: list[int], batch: Any) -> None:
-        """Make this the current batch, as it is now: what the loop takes out of it later is still there."""
-        if batch is self._read or (self._thread is not None and self._thread != threading.get_ident()):
+        """Make this the current batch."""
+        if self._thread is not None and self._thread != threading.get_ident():
             return
-        self._read = batch
-        self.ids, self.batch = ids, _as_read(batch)
+        if batch is not self._read or ids != self.ids:
+            if self.ids is not None:
+                self.earlier.append(self._as_it_came)
+            self._as_it_came = _content(batch)
+        self._read, self.ids = batch, ids
+
+    @property
+    def batch(self) -> Any:
+        """The content of the current batch as the loop has it now; what it took out of it is still there."""
+        now, before = _content(self._read), self._as_it_came
+        if isinstance(now, dict):
+            return {**before, **now}
+        return before if isinstance(now, list) and len(now) < len(before) else now
 
 
-def _as_read(batch: Any) -> Any:
+def _content(batch: Any) -> Any:
     """The batch, with a list or dict of its own."""
     if isinstance(batch, dict):
         return dict(dict.items(batch))

@@ -336,6 +336,8 @@ class Measurer:
         found = plan(replace(gradients, constants=gradients.constants | buffers))
         self._written = {name for name, value in buffers.items() if value._version > 0} | (self._written or set())
         if len(gradients) > 1:  # one example cannot show whether examples mix
+            if len(self._plans) >= _MOST_SHAPES:
+                self._plans.clear()
             self._plans[key] = found
             if found.reason is not None:
                 logger.info("gradients are mapped over examples, which is slower: %s", found.reason)
@@ -445,14 +447,17 @@ _COPY_DIFFERS = (
 
 @contextlib.contextmanager
 def _kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Inside, the module may write into its buffers; afterwards they are as before."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    """Inside, the module may write into its buffers or replace them; afterwards they are as before."""
+    before = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in before:
+            for buffer, value in values:
                 buffer.copy_(value)
+        for holder, entries in before:
+            holder.update(entries)
 
 
 def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:

@@ -111,6 +111,7 @@ class FILOptimizer(DPOptimizer):
 
     def release(self, sums: Sequence[Tensor]) -> None:
         """Take a whole step from given sums of clipped gradients, one for each of ``params``: noise, scale, update."""
+        self.original_optimizer.zero_grad()
         for p, summed in zip(self.params, sums, strict=True):
             p.summed_grad = summed
         self._whole_batch = True

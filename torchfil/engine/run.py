@@ -328,11 +328,11 @@ class Run:
         self, batch: PrivateBatch, forward: ForwardPass, targets: Any, finite: Callable[[], None]
     ) -> FusedResult:
         """The step's sums; its contribution is staged."""
-        current = self._current_batch_check(targets)
+        current = self._current_batch_check((forward.args, forward.kwargs), targets)
         settings, optimizer, gradients, count = self.settings, self.optimizer, batch.gradients, len(batch.gradients)
         self._staged.clear()
-        if count == 0:
-            self._ids([forward], count)
+        ids = self._ids([forward], count)
+        if not ids:
             empty = torch.zeros(0, dtype=gradients.dtype, device=gradients.device)
             nothing = {k: torch.zeros_like(v) for k, v in gradients.parameters.items()}
             return FusedResult(empty, empty, empty, nothing, None)
@@ -347,7 +347,6 @@ class Run:
         seeds = Draws.seeds_from(self.pace.num_probes, self.generator) if measured else ()
         wanted = Wanted(settings.quantities, seeds, self.pace.rate, True, "plis" in settings.track)
         step = self.measurer.fused_pass(optimizer).run(batch, wanted, settings.max_memory)
-        ids = self._ids([forward], count)
         rows = self._rows(ids)
         finite()
         current()
@@ -357,31 +356,28 @@ class Run:
         self._stage(ids, rows, step)
         return step
 
-    def _current_batch_check(self, targets: Any) -> Callable[[], None]:
-        """Begin to compare targets with those of the batch that was read last; what is returned raises if they differ.
+    def _current_batch_check(self, inputs: Any, targets: Any) -> Callable[[], None]:
+        """Begin to look whether a step is given a batch read before the last; what is returned raises if so.
 
-        Targets of another shape or dtype, made from the batch's, are not compared.
+        Inputs decide, or targets where the inputs are no batch's (they were augmented): those of the last batch are
+        right, those of an earlier one are not, and nothing is said of others. Of rows the first and the last count.
         """
-        try:
-            read = split_batch(self.tracker.batch, self.settings.batch_to_inputs)[1]
-        except (AttributeError, LookupError, TypeError, ValueError):
+        now = _tensors(self.tracker.batch)
+        before = [leaf for batch in self.tracker.earlier for leaf in _tensors(batch)]
+        given = _tensors(inputs)
+        if not before or any(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a in given for b in now):
             return lambda: None
-        pairs = [
-            (a, b)
-            for a, b in zip(pytree.tree_leaves(targets), pytree.tree_leaves(read), strict=False)
-            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
-            if a.data_ptr() != b.data_ptr()
-        ]
-        if not pairs:
-            return lambda: None
-        same = read_later(torch.stack([(a == b.to(a.device, non_blocking=True)).all() for a, b in pairs]).all())
+        found = read_later(
+            torch.stack([_any_alike(part, leaves) for part in (given, _tensors(targets)) for leaves in (now, before)])
+        )
 
         def confirm() -> None:
-            if not bool(same()):
+            input_is_last, input_is_earlier, target_is_last, target_is_earlier = found().tolist()
+            if not input_is_last and (input_is_earlier or (target_is_earlier and not target_is_last)):
                 raise RuntimeError(
-                    "the targets are not those of the batch that was read last from the loader, so that the step would "
-                    "be booked for other examples: was another batch read meanwhile (a prefetcher, an evaluation on "
-                    "the same loader)? Read a batch, take its step, then read the next. This step was not taken."
+                    "the step is given a batch that was read before the last one, and would be booked for the last "
+                    "one's examples: was another batch read meanwhile (a prefetcher, an evaluation on the same "
+                    "loader)? Read a batch, take its step, then read the next. This step was not taken."
                 )
 
         return confirm
@@ -425,7 +421,7 @@ class Run:
         if self.settings.norm_refresh is None:
             return
         args, kwargs = as_call(split_batch(forward.batch, self.settings.batch_to_inputs)[0])
-        if len(args) != len(forward.args) or set(kwargs) != set(forward.kwargs):
+        if len(args) + len(kwargs) != len(forward.args) + len(forward.kwargs):
             raise ValueError(
                 f"norm_refresh={self.settings.norm_refresh} calls the model with all of a batch but its targets "
                 f"({len(args)} positional inputs, {sorted(kwargs)} by name), the loop with {len(forward.args)} and "
@@ -583,6 +579,26 @@ def _latest(forwards: list[ForwardPass], num_gradients: int) -> list[ForwardPass
         if sum(len(forward.ids or ()) for forward in forwards[start:]) == num_gradients:
             return forwards[start:]
     return forwards
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf)]
+
+
+def _looked_at(leaf: Tensor) -> Tensor:
+    return leaf if leaf.ndim == 1 else leaf[[0, -1]]
+
+
+def _any_alike(some: list[Tensor], others: list[Tensor]) -> Tensor:
+    """Whether any of them has the numbers, or for rows the first and the last, of any other of its shape and dtype."""
+    device = next((leaf.device for leaf in some), torch.device("cpu"))
+    found = [
+        (_looked_at(a) == _looked_at(b).to(device)).all()
+        for a in some
+        for b in others
+        if a.shape == b.shape and a.dtype == b.dtype
+    ]
+    return torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool, device=device)
 
 
 def _joined(parts: list[Tensor], empty: Tensor) -> Tensor:

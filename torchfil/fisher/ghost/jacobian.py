@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from torchfil.fisher.ghost.norms import inner_products, squared_norms, weighted_sum
-from torchfil.fisher.ghost.recording import CutRecording, Recording, cut, record
+from torchfil.fisher.ghost.recording import CutRecording, Recording, UnsupportedCallError, cut, record
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian, safe_reciprocal
@@ -82,7 +82,7 @@ class GhostJacobian(ClippedJacobian):
                 try:
                     with _maps_that_pay():
                         rows = vmap(self.perpendicular_rmatvec)(part)
-                except RuntimeError as error:
+                except (RuntimeError, UnsupportedCallError) as error:
                     logger.info("probes are worked at one by one: %s", error)
                     _not_mapped.add(model)
             yield from rows

@@ -74,9 +74,9 @@ class Call:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """Its inputs and δ, where derivatives with respect to them can be taken."""
+        """Its inputs and δ, where derivatives with respect to them can be taken; one that it is given twice, once."""
         values = pytree.tree_leaves((self.args, dict(self.kwargs), self.delta))
-        return tuple(value for value in values if isinstance(value, Tensor) and value.requires_grad)
+        return tuple({id(v): v for v in values if isinstance(v, Tensor) and v.requires_grad}.values())
 
 
 @dataclass(frozen=True)
