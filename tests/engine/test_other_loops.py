@@ -414,6 +414,18 @@ def test_train_step_takes_targets_and_inputs_that_were_changed() -> None:
     assert engine.leakage()["participations"].tolist() == [1] * 24
 
 
+def test_train_step_without_targets() -> None:
+    """The loss looks at the outputs alone; another batch was read before."""
+    options = {
+        "criterion": lambda outputs, _: outputs.square().mean(),
+        "batch_to_inputs": lambda batch: (batch[0], None),
+    }
+    engine, *_, loader = start(mlp(), examples(), "train_step", **options)
+    for x, _ in loader:
+        engine.train_step(x + 0.1, None)
+    assert engine.leakage()["participations"].tolist() == [1] * 24
+
+
 class _Reused:
     x: Tensor
     y: Tensor

@@ -368,7 +368,13 @@ class Run:
         if not before or any(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a in given for b in now):
             return lambda: None
         found = read_later(
-            torch.stack([_any_alike(part, leaves) for part in (given, _tensors(targets)) for leaves in (now, before)])
+            torch.stack(
+                [
+                    _any_alike(part, leaves, self.measurer.device)
+                    for part in (given, _tensors(targets))
+                    for leaves in (now, before)
+                ]
+            )
         )
 
         def confirm() -> None:
@@ -586,12 +592,12 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _looked_at(leaf: Tensor) -> Tensor:
+    """All numbers of a vector; the first and the last row of anything larger."""
     return leaf if leaf.ndim == 1 else leaf[[0, -1]]
 
 
-def _any_alike(some: list[Tensor], others: list[Tensor]) -> Tensor:
-    """Whether any of them has the numbers, or for rows the first and the last, of any other of its shape and dtype."""
-    device = next((leaf.device for leaf in some), torch.device("cpu"))
+def _any_alike(some: list[Tensor], others: list[Tensor], device: torch.device) -> Tensor:
+    """Whether any of them, on ``device``, has the numbers of any other of its shape and dtype; see ``_looked_at``."""
     found = [
         (_looked_at(a) == _looked_at(b).to(device)).all()
         for a in some
