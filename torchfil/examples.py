@@ -8,6 +8,7 @@ back, so that everything downstream is a function of z.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchfil.deferred import read_later
+from torchfil.trees import map_tensors, tensors_of
 
 __all__ = ["Coordinates", "Examples", "Inputs", "Private", "as_call", "finiteness_check", "superpixel"]
 
@@ -184,7 +186,7 @@ class Examples:
         if not slots:
             raise ValueError(_nothing_private(named))
         z = torch.cat([part.detach() for part in parts], dim=1)
-        return cls(z, pytree.tree_map(_detach, public), private.submodule, tuple(slots))
+        return cls(z, map_tensors(Tensor.detach, public), private.submodule, tuple(slots))
 
     def __len__(self) -> int:
         return self.z.shape[0]
@@ -197,7 +199,7 @@ class Examples:
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of ``public``, in its order."""
-        return tuple(leaf for leaf in pytree.tree_leaves(self.public) if isinstance(leaf, Tensor))
+        return tuple(tensors_of(self.public))
 
     @property
     def in_dims(self) -> Any:
@@ -206,7 +208,7 @@ class Examples:
 
     def __getitem__(self, rows: slice) -> Examples:
         """The examples of those rows."""
-        public = pytree.tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf, self.public)
+        public = map_tensors(lambda leaf: leaf[rows], self.public)
         return replace(self, z=self.z[rows], public=public)
 
     def chunks(self, size: int) -> Iterator[tuple[slice, Examples]]:
@@ -286,10 +288,6 @@ def called_often(name: str, times: int) -> ValueError:
     )
 
 
-def _detach(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
 def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments with which a model takes these inputs."""
     if isinstance(inputs, Tensor):
@@ -305,14 +303,14 @@ def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _device(args: Any, kwargs: Any) -> torch.device:
-    return next(leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    return tensors_of((args, kwargs))[0].device
 
 
 def _batch_size(args: Any, kwargs: Any, targets: Any) -> int:
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    leaves = tensors_of((args, kwargs))
     if not leaves:
         raise ValueError("inputs hold no tensor")
-    every = leaves + [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
+    every = leaves + tensors_of(targets)
     if any(leaf.ndim == 0 for leaf in every):
         raise ValueError("a tensor without dimensions was given; the first dimension must run over examples")
     sizes = {leaf.shape[0] for leaf in every}
@@ -329,9 +327,7 @@ def finiteness_check(args: Any, kwargs: Any, targets: Any) -> Callable[[], None]
 
     On a GPU the look is taken while other work goes on.
     """
-    floating = [
-        x for x in pytree.tree_leaves((args, kwargs, targets)) if isinstance(x, Tensor) and x.is_floating_point()
-    ]
+    floating = [leaf for leaf in tensors_of((args, kwargs, targets)) if leaf.is_floating_point()]
     if not floating or any(leaf.device.type != "cuda" for leaf in floating):
         _refuse_non_finite(args, kwargs, targets)
         return lambda: None
@@ -339,7 +335,7 @@ def finiteness_check(args: Any, kwargs: Any, targets: Any) -> Callable[[], None]
     totals = read_later(torch.stack(sums) if len(sums) > 1 else sums[0])
 
     def confirm() -> None:
-        if not bool(torch.isfinite(totals()).all()):
+        if not all(map(math.isfinite, totals().flatten().tolist())):
             _refuse_non_finite(args, kwargs, targets)
 
     return confirm
@@ -348,7 +344,7 @@ def finiteness_check(args: Any, kwargs: Any, targets: Any) -> Callable[[], None]
 def _refuse_non_finite(args: Any, kwargs: Any, targets: Any) -> None:
     named = [(f"inputs[{i}]" if len(args) > 1 else "inputs", leaf) for i, leaf in enumerate(args)]
     named += [(f"inputs[{key!r}]", leaf) for key, leaf in kwargs.items()]
-    named += [("targets", leaf) for leaf in pytree.tree_leaves(targets)]
+    named += [("targets", leaf) for leaf in tensors_of(targets)]
     for name, leaf in named:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             wrong = ~torch.isfinite(leaf.reshape(leaf.shape[0], -1)).all(dim=1) if leaf.numel() else leaf[:0]

@@ -103,7 +103,8 @@ class _GraphedNorms:
     def __call__(self, gradients: ExampleGradients) -> NormGradient:
         if not self.usable or gradients.device.type != "cuda":
             return norm_gradient(gradients)
-        key = (len(gradients), signature(gradients))
+        training = tuple(module.training for module in gradients.model.modules())
+        key = (len(gradients), signature(gradients), training)
         if key not in self._seen:
             if len(self._seen) >= _MOST_GRAPHS:
                 self._seen.clear()

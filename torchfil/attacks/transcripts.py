@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
-from torch.utils import _pytree as pytree
 
 from torchfil.attacks.base import make_generator, with_progress
 from torchfil.clipping import ClipFunction
 from torchfil.examples import Private
 from torchfil.fisher.gradients import ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import Mechanism
+from torchfil.trees import map_tensors
 
 __all__ = ["VALUES_AT_ONCE", "Transcripts", "record_dpsgd", "sum_of_clipped"]
 
@@ -59,9 +59,7 @@ class Transcripts:
 
     def public(self, row: int) -> Any:
         """What is not private about one example: its target, its public inputs."""
-        return pytree.tree_map(
-            lambda leaf: leaf[row] if isinstance(leaf, Tensor) else leaf, self.gradients.examples.public
-        )
+        return map_tensors(lambda leaf: leaf[row], self.gradients.examples.public)
 
 
 def record_dpsgd(

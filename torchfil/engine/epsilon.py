@@ -95,9 +95,8 @@ class NormHistory:
             setattr(self, name, new)
 
     def _level(self, rows: Tensor) -> Tensor:
-        start = math.log(self.noise_multiplier / self.anchor) / math.log(_RATIO) + _BELOW + 1e-5
-        position = self.ratio[rows].double().clamp_(min=1e-12).log_().mul_(-1 / math.log(_RATIO)).add_(start)
-        return position.floor_().clamp_(0, _LEVELS - 1).long()
+        edges = _edges(self.noise_multiplier / self.anchor, self.ratio.device)
+        return _LEVELS - 1 - torch.bucketize(self.ratio[rows], edges)
 
     def _settle(self, rows: Tensor) -> None:
         """Book the steps since these examples' norms were last set."""
@@ -107,6 +106,17 @@ class NormHistory:
         places = torch.add(self._level(rows), rows, alpha=_LEVELS)
         self.counts.view(-1).index_add_(0, places, open_steps)
         self.since.index_fill_(0, rows, self.steps)
+
+
+@lru_cache(maxsize=64)
+def _edges(relative_noise: float, device: torch.device) -> Tensor:
+    """The largest ratio ‖g̃‖/C of each level but the lowest, from the last level's on, [levels − 1].
+
+    A ratio r belongs to the last level whose noise multiplier, in units of the anchor, is at most ``relative_noise``/r.
+    """
+    levels = torch.arange(_LEVELS - 1, 0, -1, dtype=torch.float64)
+    slack = 1e-5  # in levels: numbers that lie on the grid are not rounded off it
+    return (relative_noise * _RATIO ** (_BELOW + slack - levels)).to(device, torch.float32)
 
 
 def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tensor:

@@ -21,6 +21,7 @@ from torchfil.fisher.ghost import GhostJacobian
 from torchfil.fisher.ghost.products import exact_convolutions, product_precision
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.graphs import CapturedPass, signature
+from torchfil.trees import map_tensors
 
 __all__ = ["FusedPass", "FusedResult", "Wanted", "confirm", "joined"]
 
@@ -53,6 +54,15 @@ class FusedResult:
     sums: dict[str, Tensor]
     additions: dict[str, Tensor] | None
     output_gradients: tuple[Tensor, ...] = ()
+
+    def kept(self) -> FusedResult:
+        """The same, which later passes do not overwrite."""
+        return FusedResult(**map_tensors(Tensor.clone, vars(self)))
+
+    def first(self, count: int) -> FusedResult:
+        """The same of so many examples; the sums are left as they are."""
+        cut = map_tensors(lambda value: value[:count], {**vars(self), "sums": None})
+        return FusedResult(**{**cut, "sums": self.sums})
 
 
 @dataclass(frozen=True)
@@ -108,14 +118,18 @@ class FusedPass:
         self._uses: Counter[tuple[Hashable, int]] = Counter()
         self._pool: Any = None  # one memory for all graphs: they are replayed one after the other
 
-    def run(self, batch: PrivateBatch, wanted: Wanted, max_memory: int) -> FusedResult:
-        """One pass over the batch, at least one example, in chunks where ``max_memory`` asks for them."""
+    def run(self, batch: PrivateBatch, wanted: Wanted, max_memory: int, mode: Hashable = None) -> FusedResult:
+        """One pass over the batch, at least one example, in chunks where ``max_memory`` asks for them.
+
+        The next pass may overwrite what this one gives; see :meth:`FusedResult.kept`. A graph serves batches of one
+        ``mode`` of the model, such as which of its modules are in training.
+        """
         found = batch.known
         assert found is not None
         room = max(1, max_memory // max(1, found.bytes_per_example))
         fits = len(batch.gradients) + self.bucket <= room
         if self.graphs and fits and batch.gradients.device.type == "cuda":
-            replayed = self._replay(batch, wanted, room)
+            replayed = self._replay(batch, wanted, room, mode)
             if replayed is not None:
                 return replayed
         parts: list[FusedResult] = []
@@ -126,10 +140,10 @@ class FusedPass:
             parts.append(_result(batch, jacobian, wanted, draws, wanted.rate))
         return joined(parts)
 
-    def _replay(self, batch: PrivateBatch, wanted: Wanted, room: int) -> FusedResult | None:
+    def _replay(self, batch: PrivateBatch, wanted: Wanted, room: int, mode: Hashable = None) -> FusedResult | None:
         gradients = batch.gradients
         size = -(-len(gradients) // self.bucket) * self.bucket
-        kind = (signature(gradients), wanted.kind, batch.mechanism)
+        kind = (signature(gradients), mode, wanted.kind, batch.mechanism)
         try:
             captured = self._compiled_for(batch, wanted, kind, size, room) if self.compiled else None
             captured = captured or self._captured.get((kind, size)) or self._capture(batch, wanted, size)
@@ -282,6 +296,7 @@ class _Captured:
         self.compiled, self.probes_at_once = compiled, probes_at_once
         device = gradients.device
         self.bits = tuple(torch.zeros(gradients.num_parameters, dtype=torch.int8, device=device) for _ in wanted.seeds)
+        self.source = torch.Generator(device=device)
         self.places = torch.arange(size, device=device)
         self.count = torch.zeros((), dtype=torch.long, device=device)
         self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=gradients.device)
@@ -324,20 +339,12 @@ class _Captured:
         return vars(_result(replace(self.batch, gradients=gradients), jacobian, self.wanted, draws, rate, mask))
 
     def replay(self, examples: Examples, wanted: Wanted) -> FusedResult:
-        """The pass over these examples; the sums are overwritten by the next replay."""
+        """The pass over these examples; the next replay overwrites what it gives."""
         count = len(examples)
         self.count.fill_(count)
         if wanted.rate < 1:
             self.rate.fill_(wanted.rate)
         for bits, seed in zip(self.bits, wanted.seeds, strict=True):
-            draw_bits(seed, bits)
+            draw_bits(seed, bits, self.source)
         result = self.captured.replay(examples)
-        added = result.additions
-        return FusedResult(
-            result.losses[:count].clone(),
-            result.norm[:count].clone(),
-            result.clipped_norm[:count].clone(),
-            result.sums,
-            None if added is None else {name: value[:count].clone() for name, value in added.items()},
-            tuple(gradient[:count].clone() for gradient in result.output_gradients),
-        )
+        return result.first(count)

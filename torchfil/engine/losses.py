@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
+from torchfil.trees import map_tensors, tensors_of
+
 __all__ = ["IdentifiedLoss", "LossMismatchError", "check_loss", "identify_loss", "output_gradients"]
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -63,7 +65,7 @@ def output_gradients(loss: LossFunction, outputs: Any, targets: Any) -> Any:
     def one(moved: dict[int, Tensor], every: dict[int, Tensor], target: Any) -> Tensor:
         merged = [{**every, **moved}.get(k, leaf) for k, leaf in enumerate(leaves)]
         output = pytree.tree_unflatten(merged, form)
-        single = pytree.tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, (output, target))
+        single = map_tensors(lambda tensor: tensor.unsqueeze(0), (output, target))
         return loss(*single).reshape(())
 
     found = vmap(grad(one))(moving, tensors, targets)
@@ -112,7 +114,7 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
             "batch_to_inputs= says otherwise."
         ) from error
     difference = _relative_difference(expected, observed)
-    if difference < max(_tolerance(leaf) for leaf in _tensors(outputs) if leaf.is_floating_point()):
+    if difference < max(_tolerance(leaf) for leaf in tensors_of(outputs) if leaf.is_floating_point()):
         return
     factor = _common_factor(expected, observed)
     if factor is not None:
@@ -171,16 +173,12 @@ def _difference(loss: LossFunction, outputs: Tensor, targets: Tensor, observed: 
 
 
 def _relative_difference(expected: Any, observed: Any) -> float:
-    pairs = list(zip(_tensors(expected), _tensors(observed), strict=True))
+    pairs = list(zip(tensors_of(expected), tensors_of(observed), strict=True))
     largest = max((float(seen.abs().max()) for _, seen in pairs if seen.numel()), default=0.0)
     distance = max((float((want - seen).abs().max()) for want, seen in pairs if seen.numel()), default=0.0)
     if distance == 0:
         return 0.0
     return distance / largest if largest > 0 else float("inf")
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _tolerance(outputs: Tensor) -> float:
@@ -189,8 +187,8 @@ def _tolerance(outputs: Tensor) -> float:
 
 def _common_factor(expected: Any, observed: Any) -> float | None:
     """C where observed = c · expected, else None."""
-    want = torch.cat([leaf.reshape(-1).double() for leaf in _tensors(expected)])
-    seen = torch.cat([leaf.reshape(-1).double() for leaf in _tensors(observed)])
+    want = torch.cat([leaf.reshape(-1).double() for leaf in tensors_of(expected)])
+    seen = torch.cat([leaf.reshape(-1).double() for leaf in tensors_of(observed)])
     square = want.square().sum()
     if square == 0:
         return None

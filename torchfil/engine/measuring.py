@@ -36,12 +36,14 @@ from torchfil.fisher.gradients import (
     ExampleGradients,
     copy_without_weights,
     has_active_dropout,
+    may_drop,
     output_of_one_example,
     refuse_unsupported_modules,
 )
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.ledger import Ledger
 from torchfil.smoothness import non_smooth_operators
+from torchfil.trees import map_tensors, tensors_of
 
 __all__ = ["Measurer"]
 
@@ -91,6 +93,8 @@ class Measurer:
         self._fused_pass: FusedPass | None = None
         self._modules = list(zip(module.modules(), self.template.modules(), strict=True))
         self._flags: tuple[bool, ...] = tuple(live.training for live, _ in self._modules)
+        self._dropouts = [live for live, _ in self._modules if may_drop(live)]
+        self._attributes: list[tuple[dict[str, Any], int, list[tuple[str, Any]]]] = []  # as last followed
         self._changes = 0  # of the live modules' attributes
         self._until_look = 0
         self._buffers = {name for name, _ in module.named_buffers()}
@@ -111,7 +115,7 @@ class Measurer:
     def _observed(self, forward: ForwardPass) -> Any:
         """∂ℓ_i/∂output_i as the training loop has it, in the outputs' structure."""
         factor = len(forward.ids or ()) if self.settings.loss_reduction == "mean" else 1
-        return pytree.tree_map(lambda g: g * factor if isinstance(g, Tensor) else g, forward.output_gradients)
+        return map_tensors(lambda g: g * factor, forward.output_gradients)
 
     def examples_of(self, forward: ForwardPass) -> Examples:
         """The examples of a forward pass with their private coordinates laid out."""
@@ -157,6 +161,8 @@ class Measurer:
         Raises:
             UnsupportedModuleError: A module that went into training mode mixes examples.
         """
+        if self._attributes and _are_as(self._attributes):
+            return
         flags = tuple(live.training for live, _ in self._modules)
         if flags != self._flags:
             refuse_unsupported_modules(self.module, allow_dropout=True)
@@ -169,6 +175,7 @@ class Measurer:
                 if kind in _PLAIN and own is not value and (type(own) is not kind or own != value):
                     changed = changed or (kind is not int and name != "training")
                     there[name] = value
+        self._attributes = [_attributes(live) for live, _ in self._modules]
         if changed:
             self._changes += 1
             self._fused_pass = None
@@ -199,9 +206,11 @@ class Measurer:
 
     def write_buffers(self, gradients: ExampleGradients) -> None:
         """Bring into the live model what a pass that stands for its forward pass has written into buffers."""
+        if not self._written:
+            return
         live = dict(self.module.named_buffers())
         with torch.no_grad():
-            for name in self._written or ():
+            for name in self._written:
                 live[name].copy_(gradients.constants[name])
 
     def _amplification(self, noise_multiplier: float) -> Amplification:
@@ -248,7 +257,7 @@ class Measurer:
         if can_capture and self.fits_one_pass(batch):
             seeds = Draws.seeds_from(pace.num_probes, self.generator)
             wanted = Wanted(settings.quantities, seeds, pace.rate, False, "plis" in settings.track, at_outputs=True)
-            one_pass = self.fused_pass(optimizer).run(batch, wanted, settings.max_memory)
+            one_pass = self.run_once(batch, wanted, optimizer).kept()
             assert one_pass.additions is not None
             return Measured(one_pass.norm, one_pass.additions, one_pass.output_gradients)
         if not checked:
@@ -291,7 +300,7 @@ class Measurer:
         settings = self.settings
         seeds = Draws.seeds_from(pace.num_probes, self.generator) if measured else ()
         wanted = Wanted(settings.quantities, seeds, pace.rate, True, "plis" in settings.track, at_outputs=True)
-        return self.fused_pass(optimizer).run(batch, wanted, settings.max_memory)
+        return self.run_once(batch, wanted, optimizer).kept()
 
     def fits_one_pass(self, batch: PrivateBatch) -> bool:
         """Whether one recorded pass serves this batch's measurement."""
@@ -303,8 +312,8 @@ class Measurer:
             and found.reason is None
         )
 
-    def fused_pass(self, optimizer: FILOptimizer) -> FusedPass:
-        """Runs recorded passes; keeps their CUDA graphs."""
+    def run_once(self, batch: PrivateBatch, wanted: Wanted, optimizer: FILOptimizer) -> FusedResult:
+        """One recorded pass over a batch that it fits; its CUDA graph is kept, and the next overwrites what it gave."""
         if self._fused_pass is None:
             settings = self.settings
             self._fused_pass = FusedPass(
@@ -312,7 +321,7 @@ class Measurer:
                 graphs=settings.cuda_graphs and not self._written,  # copies of those lie elsewhere at each step
                 compiled=settings.compile,
             )
-        return self._fused_pass
+        return self._fused_pass.run(batch, wanted, self.settings.max_memory, self._flags)
 
     @staticmethod
     def check_coordinates(num_coordinates: int, ledger: Ledger) -> None:
@@ -368,7 +377,7 @@ class Measurer:
         looked_at = [(forward, found) for forward, found in zip(forwards, gradients, strict=True) if found is not None]
         pairs = [] if norms is None else [norms]
         for forward, found in looked_at:
-            observed = [leaf for leaf in pytree.tree_leaves(self._observed(forward)) if isinstance(leaf, Tensor)]
+            observed = tensors_of(self._observed(forward))
             pairs += [(a, b) for a, b in zip(found, observed, strict=True) if b.is_floating_point()]
         if self.draws_masks() or not pairs:
             return lambda: None
@@ -425,7 +434,7 @@ class Measurer:
 
     def draws_masks(self) -> bool:
         """Whether dropout is active now."""
-        return any(has_active_dropout(module) for module, _ in self._modules)
+        return any(map(has_active_dropout, self._dropouts))
 
     def _weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """:func:`trainable_and_constant` without walking through the modules."""
@@ -474,12 +483,35 @@ def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str
     return places
 
 
+_OTHER = object()
+_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
+
+
+def _attributes(module: nn.Module) -> tuple[dict[str, Any], int, list[tuple[str, Any]]]:
+    """A module's own attributes: where they lie, how many there are, and those that are plain, others as _OTHER."""
+    live = module.__dict__
+    own = [(name, value) for name, value in live.items() if name not in _OF_MODULES]
+    return live, len(live), [(name, value if type(value) in _PLAIN else _OTHER) for name, value in own]
+
+
+def _are_as(known: Sequence[tuple[dict[str, Any], int, list[tuple[str, Any]]]]) -> bool:
+    """Whether all modules' attributes are the very ones they were, as far as they are plain."""
+    for live, size, attributes in known:
+        if len(live) != size:
+            return False
+        for name, before in attributes:
+            now = live.get(name)
+            if now is not before and (before is not _OTHER or type(now) in _PLAIN):
+                return False
+    return True
+
+
 def _one_example(tree: Any, i: int) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[i : i + 1] if isinstance(leaf, Tensor) and leaf.ndim else leaf, tree)
+    return map_tensors(lambda leaf: leaf[i : i + 1] if leaf.ndim else leaf, tree)
 
 
 def _moved(tree: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+    return map_tensors(lambda leaf: leaf.to(device), tree)
 
 
 def _kind(tree: Any) -> Hashable:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchfil.engine.loader import BatchTracker
+from torchfil.trees import map_tensors
 
 __all__ = ["ForwardPass", "Observer"]
 
@@ -71,9 +72,9 @@ class Observer:
 
     def hand_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         """The outputs of a forward pass without a graph, as the start of one that ends here; the pass is watched."""
-        started = pytree.tree_map(_as_leaf, outputs)
+        started = map_tensors(_as_leaf, outputs)
         self._watch(args, kwargs, started)
-        return pytree.tree_map(lambda leaf: leaf.clone() if _requires_grad(leaf) else leaf, started)
+        return map_tensors(lambda leaf: leaf.clone() if leaf.requires_grad else leaf, started)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
@@ -81,7 +82,7 @@ class Observer:
         self._watch(args, kwargs, outputs)
 
     def _watch(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        detached = pytree.tree_map(_detach, (args, kwargs, outputs))
+        detached = map_tensors(Tensor.detach, (args, kwargs, outputs))
         forward = ForwardPass(self.tracker.ids, self.tracker.batch, *detached)
         watched = [(k, leaf) for k, leaf in enumerate(pytree.tree_leaves(outputs)) if _requires_grad(leaf)]
         for k, leaf in watched:
@@ -98,14 +99,10 @@ def _recorder(forward: ForwardPass, k: int) -> Any:
     return record
 
 
-def _detach(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
 def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _as_leaf(leaf: Any) -> Any:
-    floating = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+def _as_leaf(leaf: Tensor) -> Tensor:
+    floating = leaf.is_floating_point() or leaf.is_complex()
     return leaf.detach().requires_grad_() if floating else leaf

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torchfil.engine.optimizer import FILOptimizer
+from torchfil.trees import tensors_of
 
 __all__ = ["OnePassModule", "OnePassOptimizer"]
 
@@ -54,7 +54,7 @@ class OnePassModule(AbstractGradSampleModule):
         """
         if self.hand_out is None or not (self._module.training and torch.is_grad_enabled()):
             return self._module(*args, **kwargs)
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))):
+        if any(leaf.requires_grad for leaf in tensors_of((args, kwargs))):
             raise ValueError(
                 "an input of the model requires a gradient, which grad_sample_mode='one-pass' does not bring there: "
                 "the loop's backward pass ends at the model's outputs. Detach the input, or use "
@@ -144,4 +144,4 @@ class OnePassOptimizer(FILOptimizer):
         self.drop_released_sums()
         sums, self._iterations = self.summed(self)
         for p, summed in zip(self.params, sums, strict=True):
-            p.summed_grad = summed.clone() if p.summed_grad is None else p.summed_grad + summed
+            p.summed_grad = summed if p.summed_grad is None else p.summed_grad + summed

@@ -97,12 +97,20 @@ class FILOptimizer(DPOptimizer):
         if self.secure_mode or std == 0:
             super().add_noise()
             return
+        noises = []
         for p in self.params:
             _check_processed_flag(p.summed_grad)
             noise = torch.empty_like(p.summed_grad, memory_format=torch.contiguous_format)
-            noise.normal_(0, std, generator=self.generator)
-            p.grad = noise.add_(p.summed_grad).view_as(p)
+            noises.append(noise.normal_(0, std, generator=self.generator))
+        torch._foreach_add_(noises, [p.summed_grad for p in self.params])
+        for p, noise in zip(self.params, noises, strict=True):
+            p.grad = noise.view_as(p)
             _mark_as_processed(p.summed_grad)
+
+    def scale_grad(self) -> None:
+        """As in Opacus, the same numbers in fewer steps."""
+        if self.loss_reduction == "mean" and self.params:
+            torch._foreach_div_([p.grad for p in self.params], self.expected_batch_size * self.accumulated_iterations)
 
     @property
     def accumulated_iterations(self) -> int:
@@ -111,7 +119,9 @@ class FILOptimizer(DPOptimizer):
 
     def release(self, sums: Sequence[Tensor]) -> None:
         """Take a whole step from given sums of clipped gradients, one for each of ``params``: noise, scale, update."""
-        self.original_optimizer.zero_grad()
+        for group in self.original_optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
         for p, summed in zip(self.params, sums, strict=True):
             p.summed_grad = summed
         self._whole_batch = True

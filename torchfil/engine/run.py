@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torchfil.deferred import read_later
 from torchfil.engine.epsilon import NormHistory
@@ -34,6 +33,7 @@ from torchfil.fisher.gradients import refuse_unsupported_modules
 from torchfil.leakage import ExampleIds, Leakage
 from torchfil.ledger import Contribution, Ledger
 from torchfil.plis import susceptibility
+from torchfil.trees import tensors_of
 
 __all__ = ["Run"]
 
@@ -264,9 +264,7 @@ class Run:
         steps = []
         for forward, part in zip(forwards, examples, strict=True):
             self.measurer.check_coordinates(part.num_coordinates, ledger)
-            step = self.measurer.summed(forward, part, loss, optimizer, self.pace, measured=measured)
-            sums = step.sums if len(forwards) == 1 else {name: value.clone() for name, value in step.sums.items()}
-            steps.append(replace(step, sums=sums))  # the next replay of a CUDA graph overwrites them
+            steps.append(self.measurer.summed(forward, part, loss, optimizer, self.pace, measured=measured))
         self.measurer.confirmation(forwards, [step.output_gradients for step in steps], loss)()
         self.loss, self.ledger, self._measure_this_step = loss, ledger, measure_this_step
         whole = joined(steps)
@@ -346,7 +344,7 @@ class Run:
         self.measurer.check_coordinates(gradients.num_coordinates, ledger)
         seeds = Draws.seeds_from(self.pace.num_probes, self.generator) if measured else ()
         wanted = Wanted(settings.quantities, seeds, self.pace.rate, True, "plis" in settings.track)
-        step = self.measurer.fused_pass(optimizer).run(batch, wanted, settings.max_memory)
+        step = self.measurer.run_once(batch, wanted, optimizer)
         rows = self._rows(ids)
         finite()
         current()
@@ -362,10 +360,11 @@ class Run:
         Inputs decide, or targets where the inputs are no batch's (they were augmented): those of the last batch are
         right, those of an earlier one are not, and nothing is said of others. Of rows the first and the last count.
         """
-        now = _tensors(self.tracker.batch)
+        now, given = _tensors(self.tracker.batch), _tensors(inputs)
+        if any(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a in given for b in now):
+            return lambda: None
         before = [leaf for batch in self.tracker.earlier for leaf in _tensors(batch)]
-        given = _tensors(inputs)
-        if not before or any(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a in given for b in now):
+        if not before:
             return lambda: None
         found = read_later(
             torch.stack(
@@ -588,7 +587,7 @@ def _latest(forwards: list[ForwardPass], num_gradients: int) -> list[ForwardPass
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf)]
+    return [leaf for leaf in tensors_of(tree) if leaf.ndim and len(leaf)]
 
 
 def _looked_at(leaf: Tensor) -> Tensor:

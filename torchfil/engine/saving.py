@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchfil._version import __version__
 from torchfil.bounds import rero
@@ -25,6 +23,7 @@ from torchfil.engine.thumbnails import thumbnails
 from torchfil.examples import as_call
 from torchfil.leakage import Leakage
 from torchfil.report.saved_run import AttackResult, Attributes, SavedRun
+from torchfil.trees import tensors_of
 
 if TYPE_CHECKING:
     from torchfil.engine.engine import FILPrivacyEngine
@@ -93,7 +92,7 @@ def _about(engine: FILPrivacyEngine, run: Run, leakage: Leakage, delta: float, h
     settings, optimizer, name = run.settings, run.optimizer, type(run.module).__name__
     inputs, _ = split_batch(run.collate_fn([run.dataset[0]]), settings.batch_to_inputs)
     args, kwargs = as_call(inputs)
-    shapes = [list(leaf.shape[1:]) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    shapes = [list(leaf.shape[1:]) for leaf in tensors_of((args, kwargs))]
     chosen = settings.amplification
     return {
         "model": {"name": name, "num_parameters": sum(p.numel() for p in run.module.parameters())},

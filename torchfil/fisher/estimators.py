@@ -86,9 +86,12 @@ class Draws:
             yield signs_of(draw_bits(seed, torch.empty(shape, dtype=torch.int8, device=like.device)), like.dtype)
 
 
-def draw_bits(seed: int, bits: Tensor) -> Tensor:
-    """Fill ``bits`` with the zeros and ones of that seed; on a CPU 64 of them from each random number."""
-    source = torch.Generator(device=bits.device).manual_seed(seed)
+def draw_bits(seed: int, bits: Tensor, source: torch.Generator | None = None) -> Tensor:
+    """Fill ``bits`` with the zeros and ones of that seed; on a CPU 64 of them from each random number.
+
+    ``source`` is seeded anew; None: a new one.
+    """
+    source = (source or torch.Generator(device=bits.device)).manual_seed(seed)
     if bits.device.type != "cpu":
         return bits.random_(0, 2, generator=source)
     words = torch.empty(-(-bits.numel() // 64), dtype=torch.int64).random_(-(2**63), None, generator=source)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
 from torchfil.errors import UnsupportedModuleError
 from torchfil.examples import Examples, Inputs, Private, called_often, submodule_output
+from torchfil.trees import map_tensors
 
 __all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "copy_without_weights"]
 
@@ -141,7 +141,7 @@ class ExampleGradients:
         """‖g‖² of example i by a plain backward pass, a scalar; what everything faster is checked against."""
         parameters = {name: value.clone().requires_grad_() for name, value in self.parameters.items()}
         one = self.examples[slice(i, i + 1)]
-        public = pytree.tree_map(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, one.public)
+        public = map_tensors(lambda leaf: leaf[0], one.public)
         with torch.enable_grad(), differentiable_twice():
             loss = self.loss_of_one(parameters, one.z[0], public)
             found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
@@ -193,9 +193,7 @@ class ExampleGradients:
     def loss_of_one(self, parameters: dict[str, Tensor], z: Tensor, public: Any) -> Tensor:
         """ℓ of one example as a function of the weights by name and of z [d]; ``public`` is the rest of the example."""
         args, kwargs, target, offset = self.examples.restore(z, public)
-        batched = pytree.tree_map(
-            lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, (args, kwargs, target)
-        )
+        batched = map_tensors(lambda leaf: leaf.unsqueeze(0), (args, kwargs, target))
         with added_to_output(self.model, self.examples.submodule, offset):
             outputs = call_with(self.model, {**parameters, **self.constants}, batched[0], batched[1])
         value = self.loss_fn(outputs, batched[2])
@@ -281,15 +279,22 @@ def without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 def output_of_one_example(model: nn.Module, name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
     """The shape, without the batch dimension where that comes first, and dtype of a submodule's output."""
-    args, kwargs, _ = pytree.tree_map(lambda leaf: leaf[:1] if isinstance(leaf, Tensor) else leaf, public)
+    args, kwargs, _ = map_tensors(lambda leaf: leaf[:1], public)
     output = submodule_output(model, name, lambda: model(*args, **kwargs))
     return (output.shape[1:] if output.shape[0] <= 1 else output.shape), output.dtype
 
 
+def may_drop(module: nn.Module) -> bool:
+    """Whether this very module (not its children) is of a kind that drops something in training."""
+    return isinstance(module, nn.modules.dropout._DropoutNd | nn.MultiheadAttention)
+
+
 def has_active_dropout(module: nn.Module) -> bool:
     """Whether this very module (not its children) would drop something now."""
-    random = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-    return module.training and (random or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0))
+    if not (module.training and may_drop(module)):
+        return False
+    probability = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else module.dropout
+    return float(probability) > 0  # type: ignore[arg-type]
 
 
 def refuse_weighted_mean(loss_fn: LossFunction) -> None:

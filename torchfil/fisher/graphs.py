@@ -8,10 +8,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchfil.examples import Examples
 from torchfil.fisher.gradients import ExampleGradients
+from torchfil.trees import map_tensors
 
 __all__ = ["CapturedPass", "signature"]
 
@@ -19,10 +19,10 @@ Result = TypeVar("Result")
 
 
 def signature(gradients: ExampleGradients) -> Hashable:
-    """What a captured pass depends on, the batch's size and contents aside."""
+    """What a captured pass depends on, the batch's size and contents and the modes of modules aside."""
     shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in gradients.examples.tensors)
     weights = tuple(value.data_ptr() for value in (*gradients.parameters.values(), *gradients.constants.values()))
-    return shapes, weights, tuple(module.training for module in gradients.model.modules())
+    return shapes, weights
 
 
 class CapturedPass(Generic[Result]):
@@ -51,7 +51,7 @@ class CapturedPass(Generic[Result]):
         examples = gradients.examples
         self.size = size
         self.examples = replace(
-            examples, z=_filled(examples.z, size), public=pytree.tree_map(lambda x: _filled(x, size), examples.public)
+            examples, z=_filled(examples.z, size), public=map_tensors(lambda leaf: _filled(leaf, size), examples.public)
         )
         self.gradients = replace(gradients, examples=self.examples)
         device = self.examples.z.device
@@ -83,9 +83,7 @@ class CapturedPass(Generic[Result]):
         return self.result
 
 
-def _filled(value: Any, size: int) -> Any:
+def _filled(value: Tensor, size: int) -> Tensor:
     """A new tensor of that many rows, the first row repeated at the end."""
-    if not isinstance(value, Tensor):
-        return value
     rows = torch.arange(size, device=value.device)
     return value[rows.where(rows < len(value), torch.zeros_like(rows))].clone()

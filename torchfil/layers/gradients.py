@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torchfil.examples import Examples, Inputs, _batch_size, _refuse_non_finite, as_call
 from torchfil.fisher.gradients import (
@@ -18,6 +17,7 @@ from torchfil.fisher.gradients import (
     trainable_and_constant,
     without_opacus,
 )
+from torchfil.trees import map_tensors
 
 __all__ = ["layer_gradients", "layer_index"]
 
@@ -105,5 +105,5 @@ def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any)
         )
     first = next(iter(parameters.values()))
     nothing = torch.zeros(n, 0, dtype=first.dtype, device=first.device)
-    public = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs, y))
+    public = map_tensors(Tensor.detach, (args, kwargs, y))
     return ExampleGradients(model, loss_fn, Examples(nothing, public, None, ()), parameters, constants)

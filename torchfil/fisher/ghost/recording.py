@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torchfil.fisher.gradients import (
     differentiable_twice,
     has_active_dropout,
 )
+from torchfil.trees import map_tensors, tensors_of
 
 __all__ = ["Call", "CutRecording", "Part", "Recording", "UnsupportedCallError", "cut", "holders", "record"]
 
@@ -75,8 +76,8 @@ class Call:
     @property
     def leaves(self) -> tuple[Tensor, ...]:
         """Its inputs and δ, where derivatives with respect to them can be taken; one that it is given twice, once."""
-        values = pytree.tree_leaves((self.args, dict(self.kwargs), self.delta))
-        return tuple({id(v): v for v in values if isinstance(v, Tensor) and v.requires_grad}.values())
+        values = tensors_of((self.args, dict(self.kwargs), self.delta))
+        return tuple({id(value): value for value in values if value.requires_grad}.values())
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,8 @@ def cut(recording: Recording) -> CutRecording:
     leaves: dict[int, Tensor] = {}
     origins: dict[int, Tensor] = {}
 
-    def leaf(name: str, value: Any) -> Any:
-        if not (isinstance(value, Tensor) and value.requires_grad):
+    def leaf(name: str, value: Tensor) -> Tensor:
+        if not value.requires_grad:
             return value
         if value.shape[:1] != recording.losses.shape:
             raise UnsupportedCallError(f"{name}: an input of shape {tuple(value.shape)} is not one per example")
@@ -177,9 +178,7 @@ def cut(recording: Recording) -> CutRecording:
 
     calls = []
     for call in recording.calls:
-        args, kwargs, delta = pytree.tree_map(
-            lambda value, name=call.name: leaf(name, value), (call.args, dict(call.kwargs), call.delta)
-        )
+        args, kwargs, delta = map_tensors(partial(leaf, call.name), (call.args, dict(call.kwargs), call.delta))
         calls.append(replace(call, args=args, kwargs=kwargs, delta=delta, memo={}))
     return CutRecording(
         replace(recording, calls=tuple(calls), losses=recording.losses.detach()),
@@ -199,8 +198,7 @@ class _Seen:
     versions: list[int]
 
     def tensors(self) -> list[Tensor]:
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return [self.output, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        return [self.output, *tensors_of((self.args, self.kwargs))]
 
     def was_overwritten(self) -> bool:
         return [tensor._version for tensor in self.tensors()] != self.versions
@@ -249,7 +247,7 @@ def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[li
         if constant:
             first = first.detach().requires_grad_()
         if clone:
-            args, kwargs = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
+            args, kwargs = map_tensors(Tensor.clone, (args, kwargs))
         call = _Seen(module, args, kwargs, first, [])
         call.versions = [tensor._version for tensor in call.tensors()]
         seen.append(call)
@@ -266,8 +264,7 @@ def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[li
             stack.enter_context(FastOnCPU())
         weights = {**gradients.parameters, **gradients.constants}
         outputs = call_with(gradients.model, weights, args, kwargs)
-    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    return seen, _losses(gradients, outputs, targets), tensors
+    return seen, _losses(gradients, outputs, targets), tensors_of(outputs)
 
 
 def holders(gradients: ExampleGradients) -> Iterator[nn.Module]:
@@ -284,20 +281,20 @@ def holders(gradients: ExampleGradients) -> Iterator[nn.Module]:
 
 def _losses(gradients: ExampleGradients, outputs: Any, targets: Any) -> Tensor:
     def one(output: Any, target: Any) -> Tensor:
-        single = pytree.tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, (output, target))
+        single = map_tensors(lambda tensor: tensor.unsqueeze(0), (output, target))
         return gradients.loss_fn(*single).reshape(())
 
     in_dims = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (outputs, targets))
     try:
         losses: Tensor = vmap(one, in_dims=in_dims)(outputs, targets)
     except RuntimeError:  # a loss that vmap does not know, such as weighted cross-entropy with smoothed labels
-        rows = range(len(pytree.tree_leaves(outputs)[0]))
+        rows = range(len(tensors_of(outputs)[0]))
         losses = torch.stack([one(*_row((outputs, targets), i)) for i in rows])
     return losses
 
 
 def _row(tree: Any, i: int) -> Any:
-    return pytree.tree_map(lambda x: x[i] if isinstance(x, Tensor) else x, tree)
+    return map_tensors(lambda tensor: tensor[i], tree)
 
 
 def _call(gradients: ExampleGradients, seen: _Seen, name: str, delta: Tensor, shared: Mapping[int, str]) -> Call:

@@ -1,0 +1,47 @@
+"""Walking through nested batches gives what torch's pytrees give."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchfil.trees import map_tensors, tensors_of
+
+Pair = namedtuple("Pair", "left right")
+A, B, C = torch.zeros(2), torch.ones(3), torch.arange(4)
+
+TREES: list[Any] = [
+    A,
+    None,
+    "text",
+    (),
+    [],
+    {},
+    (A, 1, [B, {"z": C, "a": None}], 2.5, True),
+    {"b": A, "a": (B, B)},
+    Pair(A, [B, 7]),
+    (Pair(A, Pair(B, C)), object),
+    OrderedDict(b=A, a=B),
+    [torch.nn.Parameter(B), {1, 2}, torch.Size([2]), 1j],
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=range(len(TREES)))
+def test_tensors_are_those_of_pytrees_in_their_order(tree: Any) -> None:
+    expected = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    found = tensors_of(tree)
+    assert len(found) == len(expected)
+    assert all(a is b for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("tree", TREES, ids=range(len(TREES)))
+def test_mapping_keeps_the_structure_and_all_that_is_no_tensor(tree: Any) -> None:
+    expected = pytree.tree_map(lambda leaf: ("seen", id(leaf)) if isinstance(leaf, Tensor) else leaf, tree)
+    found = map_tensors(lambda leaf: ("seen", id(leaf)), tree)
+    assert found == expected
+    assert type(found) is type(expected)

@@ -1,0 +1,66 @@
+"""Tensors in nested tuples, lists and dicts, as batches, inputs and outputs come.
+
+The same as torch's pytrees give, which know more kinds and take many times as long: one training step walks through
+its batch a dozen times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["map_tensors", "tensors_of"]
+
+_LEAVES = (type(None), bool, int, float, str)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, in the order of its leaves.
+
+    Example:
+        >>> import torch
+        >>> tensors_of(({"x": torch.zeros(2)}, 3, [torch.ones(1), None]))
+        [tensor([0., 0.]), tensor([1.])]
+    """
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Tensor]) -> None:
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif kind is tuple or kind is list:
+        for part in tree:
+            _collect(part, found)
+    elif kind is dict:
+        for part in tree.values():
+            _collect(part, found)
+    elif kind not in _LEAVES:
+        found += [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """The tree with ``function`` applied to its tensors; all else stays.
+
+    Example:
+        >>> import torch
+        >>> map_tensors(len, ({"x": torch.zeros(2)}, 3, [torch.ones(1), None]))
+        ({'x': 2}, 3, [1, None])
+    """
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if kind is tuple:
+        return tuple([map_tensors(function, part) for part in tree])
+    if kind is list:
+        return [map_tensors(function, part) for part in tree]
+    if kind is dict:
+        return {key: map_tensors(function, part) for key, part in tree.items()}
+    if kind in _LEAVES:
+        return tree
+    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
