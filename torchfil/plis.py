@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from torchfil.clipping import ClipFunction, get_clip
 from torchfil.examples import Inputs, Private
-from torchfil.fisher.ghost.norms import NormGradient, Plan, norm_gradient, plan
+from torchfil.fisher.ghost.norms import NormGradient, norm_gradient
+from torchfil.fisher.ghost.trial import Plan, plan
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.graphs import CapturedPass, signature
 
@@ -60,7 +61,7 @@ def susceptibility(
         max_grad_norm: C; None: no clipping.
         clip: The clip function.
         max_memory: Bytes that a chunk's graph or gradients may take; at least one example is worked on.
-        known: What :func:`torchfil.fisher.ghost.norms.plan` found for such a batch before.
+        known: What :func:`torchfil.fisher.ghost.plan` found for such a batch before.
         one_pass: How ‖g‖² and its gradient are computed where the layers allow.
     """
     if len(gradients) == 0:

@@ -17,9 +17,9 @@ from torchfil.examples import Private
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws, draw_bits, signs_of
-from torchfil.fisher.ghost import GhostJacobian, norm_gradient, plan
+from torchfil.fisher.ghost import GhostJacobian, norm_gradient, plan, trial
 from torchfil.fisher.ghost.products import convolution_precision, product_precision, products_in
-from torchfil.fisher.ghost.rules import GenericRule, register_rule
+from torchfil.fisher.ghost.rules import GenericRule, LinearRule, register_rule
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
@@ -603,3 +603,62 @@ def test_a_tensor_that_one_layer_is_given_twice(model: type[nn.Module], shape: t
     slow = ClippedJacobian(gradients, mechanism.clip, 1.0)
     for got, want in zip(fast.perpendicular_rows(probes, at_once), slow.perpendicular_rows(probes), strict=True):
         assert relative_error(got, want) < 1e-10
+
+
+class _Doubled(nn.Linear):
+    """A linear layer for rules that are wrong."""
+
+
+class _WrongNormSlope(LinearRule):
+    def squared_norm(self, call: Any) -> Tensor:
+        """Right, with a wrong derivative."""
+        right = super().squared_norm(call)
+        return right + (right - right.detach())
+
+
+class _WrongInner(LinearRule):
+    def inner(self, call: Any, direction: Any, weight: Tensor) -> Any:
+        """Right, with wrong derivatives."""
+        value, derivatives = super().inner(call, direction, weight)
+        return value, [(leaf, 2 * part) for leaf, part in derivatives]
+
+
+class _WrongSum(LinearRule):
+    def weighted_sum(self, call: Any, weight: Tensor) -> dict[str, Tensor]:
+        """Half of it."""
+        return {name: value / 2 for name, value in super().weighted_sum(call, weight).items()}
+
+
+@pytest.mark.parametrize(
+    ("rule", "what"),
+    [
+        (LinearRule(), None),
+        (_WrongNormSlope(), "other derivatives of gradients' norms"),
+        (_WrongInner(), "other derivatives of gradients' products with a probe"),
+        (_WrongSum(), "other sums of gradients"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_trial_finds_rules_that_are_wrong(rule: LinearRule, what: str | None, dtype: torch.dtype) -> None:
+    register_rule(_Doubled, rule)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), _Doubled(4, 4), nn.Tanh(), nn.Linear(4, 2)).to(DEVICE, dtype)
+    x, y = torch.randn(BATCH, 3, device=DEVICE, dtype=dtype), torch.randn(BATCH, 2, device=DEVICE, dtype=dtype)
+    reason = plan(ExampleGradients.build(model, nn.MSELoss(), x, y, None)).reason
+    if what is None:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert what in reason
+
+
+def test_the_trial_takes_rounding_for_what_it_is() -> None:
+    """Gradients of 1e-6 times what cancels in them: in float32 the pass differs from plain passes by rounding alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 200), nn.GELU(), nn.Linear(200, 10)).to(DEVICE)
+    x = torch.randn(BATCH, 300, device=DEVICE)
+    with torch.no_grad():
+        y = model(x) * (1 + 1e-7)
+    gradients = ExampleGradients.build(model, nn.MSELoss(), x, y, None)
+    if trial._difference(gradients) is None:
+        pytest.skip("the pass and plain passes round alike here")
+    assert plan(gradients).reason is None

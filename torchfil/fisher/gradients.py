@@ -137,15 +137,28 @@ class ExampleGradients:
             (self.num_parameters,),
         )
 
-    def squared_norm_of_one(self, i: int) -> Tensor:
-        """‖g‖² of example i by a plain backward pass, a scalar; what everything faster is checked against."""
+    def plain_products_of_one(self, i: int, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """G [p], ∇_z‖g‖² [d] and Jᵀu [d] of example i, for u [p], by plain backward passes.
+
+        What everything faster is checked against.
+        """
         parameters = {name: value.clone().requires_grad_() for name, value in self.parameters.items()}
         one = self.examples[slice(i, i + 1)]
         public = map_tensors(lambda leaf: leaf[0], one.public)
+        z = one.z[0].detach().requires_grad_()
         with torch.enable_grad(), differentiable_twice():
-            loss = self.loss_of_one(parameters, one.z[0], public)
-            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
-        return torch.stack([g.square().sum() for g in found]).sum()
+            loss = self.loss_of_one(parameters, z, public)
+            found = torch.autograd.grad(
+                loss, list(parameters.values()), create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            g = torch.cat([part.flatten() for part in found])
+            if not g.requires_grad:
+                return g, torch.zeros_like(z), torch.zeros_like(z)
+            slope, product = (
+                torch.autograd.grad(value, z, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
+                for value in (g.square().sum(), g @ u)
+            )
+        return g.detach(), slope, product
 
     def jvp(self, v: Tensor) -> Tensor:
         """Jv of every example, [batch, p], for v of shape [batch, d]."""

@@ -5,26 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchfil.fisher.ghost.recording import (
     Call,
     CutRecording,
     Part,
     Recording,
-    UnsupportedCallError,
     cut,
-    holders,
     record,
 )
-from torchfil.fisher.ghost.rules import ConvolutionRule, GenericRule, rule_for, total_square
+from torchfil.fisher.ghost.rules import GenericRule, rule_for, total_square
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 
-__all__ = ["Held", "NormGradient", "Plan", "inner_products", "norm_gradient", "plan", "squared_norms", "weighted_sum"]
+__all__ = ["Held", "NormGradient", "inner_products", "norm_gradient", "squared_norms", "weighted_sum"]
 
 
 @dataclass(frozen=True)
@@ -33,23 +31,6 @@ class NormGradient:
 
     square: Tensor
     gradient: Tensor
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a trial with one example found.
-
-    Attributes:
-        reason: Why the batched pass does not fit this model; None: it does.
-        bytes_per_example: What the pass holds for one example.
-        generic: The layers without a rule of their own, by name and kind; their gradients are formed one by one.
-        convolutions: The share of convolutions among the layers.
-    """
-
-    reason: str | None
-    bytes_per_example: int
-    generic: tuple[str, ...] = ()
-    convolutions: float = 1.0
 
 
 class Held:
@@ -158,7 +139,7 @@ def norm_gradient(gradients: ExampleGradients, held: Held | None = None) -> Norm
         held: Counts what the graphs keep, where given.
 
     Raises:
-        UnsupportedCallError: See :func:`torchfil.fisher.ghost.record`; :func:`plan` tells beforehand.
+        UnsupportedCallError: See :func:`torchfil.fisher.ghost.record`; ``ghost.plan`` tells beforehand.
     """
     z = gradients.examples.z.detach().requires_grad_()
     with torch.enable_grad(), differentiable_twice():
@@ -171,34 +152,3 @@ def norm_gradient(gradients: ExampleGradients, held: Held | None = None) -> Norm
             held.total += sum(leaf.numel() * leaf.itemsize for leaf in attached.leaves)
         gradient = attached.pulled_back(cotangents, z)
     return NormGradient(square, gradient.detach())
-
-
-def plan(gradients: ExampleGradients) -> Plan:
-    """Try the pass on the first two examples: does it give their gradients' norms, and how much does it hold?
-
-    The norms are compared with those of plain backward passes, one example each, which finds parameters that the model
-    uses behind its modules' backs and models that mix examples.
-    """
-    part = replace(gradients, examples=gradients.examples[slice(0, 2)])
-    held = Held([*part.parameters.values(), *part.constants.values()])
-    try:
-        found = norm_gradient(part, held)
-    except torch.OutOfMemoryError:
-        raise
-    except (UnsupportedCallError, RuntimeError) as error:
-        return Plan(str(error), 0)
-    true = torch.stack([part.squared_norm_of_one(i) for i in range(len(part))])
-    tolerance = 1e-3 if true.dtype != torch.float64 else 1e-8
-    if not torch.allclose(found.square, true, rtol=tolerance, atol=tolerance * float(true.max())):
-        return Plan("the layers' calls do not account for the whole gradient, or the model mixes examples", 0)
-    modules = list(holders(part))
-    convolutions = sum(isinstance(rule_for(module), ConvolutionRule) for module in modules)
-    return Plan(
-        None, 2 * held.total // len(part.examples), _without_rule(part.model, modules), convolutions / len(modules)
-    )
-
-
-def _without_rule(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    names = {id(module): name for name, module in model.named_modules()}
-    found = [module for module in modules if isinstance(rule_for(module), GenericRule)]
-    return tuple(f"{names[id(module)] or 'the model itself'} ({type(module).__name__})" for module in found)
