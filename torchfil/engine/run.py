@@ -363,7 +363,10 @@ class Run:
         now, given = _tensors(self.tracker.batch), _tensors(inputs)
         if any(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a in given for b in now):
             return lambda: None
-        before = [leaf for batch in self.tracker.earlier for leaf in _tensors(batch)]
+        kinds = {(leaf.shape, leaf.dtype) for leaf in (*given, *_tensors(targets))}
+        before = [
+            leaf for batch in self.tracker.earlier for leaf in _tensors(batch) if (leaf.shape, leaf.dtype) in kinds
+        ]
         if not before:
             return lambda: None
         found = read_later(
