@@ -198,3 +198,23 @@ def test_the_header_is_plain_json(tmp_path: Path) -> None:
     header = json.loads(content[8 : 8 + size])["__metadata__"]
     assert header["format"] == "torchfil-run"
     assert json.loads(header["about"])["title"] == "a made-up run"
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "expected"),
+    [
+        ("model", "CNN", "'model' is 'CNN', which is not a dict"),
+        ("title", 3, "'title' is 3, which is not a text"),
+        ("epsilon", "large", "'epsilon' is 'large', which is not a number"),
+        ("delta", True, "'delta' is True, which is not a number"),
+        ("exact", 1, "'exact' is 1, which is not true or false"),
+        ("mechanism", {"steps": [3]}, r"'mechanism.steps' is \[3\], which is not a number"),
+        ("dataset", {"input_range": [0, 1, 2]}, r"'dataset.input_range' is \[0, 1, 2\], which is not two numbers"),
+        ("dataset", {"input_range": "01"}, "'dataset.input_range' is '01', which is not two numbers"),
+    ],
+)
+def test_entries_of_another_kind_are_refused(entry: str, value: Any, expected: str) -> None:
+    given = made_up()
+    with pytest.raises(ValueError, match=f"about: {expected}"):
+        dataclasses.replace(given, about={**given.about, entry: value})
+    assert dataclasses.replace(given, about={**given.about, entry: None}).about[entry] is None

@@ -74,7 +74,7 @@ def build_saved_run(
         shown = thumbnails(run, columns["fil"], columns["participations"], pictures) if pictures else None
     about["title"] = title if title is not None else f"{about['model']['name']} on {len(columns['fil']):,} examples"
     about["unit_of_inputs"] = unit_of_inputs
-    about["dataset"]["input_range"] = list(input_range) if input_range is not None else None
+    about["dataset"]["input_range"] = [float(end) for end in input_range] if input_range is not None else None
     return SavedRun(
         about=about,
         ids=_ids(leakage.ids.all()),

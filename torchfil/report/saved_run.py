@@ -115,6 +115,7 @@ class SavedRun:
         n = len(self.ids)
         if not isinstance(self.about, dict) or not isinstance(self.bounds, dict):
             raise ValueError("about and bounds must be dicts")
+        _refuse_kinds(self.about)
         if self.ids.ndim != 1 or self.ids.dtype.kind not in "iU":
             raise ValueError(f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}")
         for kind, arrays in (("column", self.columns), ("grouping", self.groups)):
@@ -157,6 +158,40 @@ class SavedRun:
         if name not in self.columns:
             raise RunFileError(f"the run has no column {name!r}; it has {', '.join(self.columns) or 'none'}")
         return self.columns[name]
+
+
+_NUMBERS = (
+    "epsilon",
+    "delta",
+    "model.num_parameters",
+    "mechanism.noise_multiplier",
+    "mechanism.max_grad_norm",
+    "mechanism.sample_rate",
+    "mechanism.steps",
+    "mechanism.num_probes",
+    "mechanism.fil_rate",
+    "mechanism.rel_error",
+)
+_KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    **dict.fromkeys(("model", "dataset", "mechanism", "versions"), ("a dict", dict)),
+    **dict.fromkeys(("title", "accountant", "created"), ("a text", str)),
+    "exact": ("true or false", bool),
+    **dict.fromkeys(_NUMBERS, ("a number", (int, float))),
+    "dataset.input_range": ("two numbers", list),
+}
+
+
+def _refuse_kinds(about: Mapping[str, Any]) -> None:
+    """Raise for entries of another kind than whoever reads them expects; what is missing or None is fine."""
+    for name, (expected, kinds) in _KINDS.items():
+        value: Any = about
+        for key in name.split("."):
+            value = None if value is None else value.get(key)
+        fits = value is None or (isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool)))
+        if fits and isinstance(value, list):
+            fits = len(value) == 2 and all(isinstance(end, int | float) and not isinstance(end, bool) for end in value)
+        if not fits:
+            raise ValueError(f"about: {name!r} is {value!r}, which is not {expected}")
 
 
 def save(run: SavedRun, path: str | os.PathLike[str]) -> Path:
