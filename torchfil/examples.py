@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchfil.deferred import read_later
-from torchfil.trees import map_tensors, tensors_of
+from torchfil.trees import form_of, map_tensors, tensors_of
 
 __all__ = ["Coordinates", "Examples", "Inputs", "Private", "as_call", "finiteness_check", "superpixel"]
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
-Coordinates = Tensor | Sequence[int] | slice
+Coordinates = Tensor | Sequence[int] | slice | int
 Key = int | str
 
 
@@ -201,13 +201,18 @@ class Examples:
         """The tensors of ``public``, in its order."""
         return tuple(tensors_of(self.public))
 
+    @cached_property
+    def form(self) -> Hashable:
+        """Shapes (the batch's size aside) and dtypes of the tensors of ``public``, and all else that is in it."""
+        return tuple((leaf.shape[1:], leaf.dtype) for leaf in self.tensors), form_of(self.public)
+
     @property
     def in_dims(self) -> Any:
         """The ``in_dims`` of ``public`` for vmap: tensors along their first dimension, all else shared."""
         return pytree.tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, self.public)
 
-    def __getitem__(self, rows: slice) -> Examples:
-        """The examples of those rows."""
+    def __getitem__(self, rows: slice | Tensor) -> Examples:
+        """The examples of those rows, a slice or numbers [k]."""
         public = map_tensors(lambda leaf: leaf[rows], self.public)
         return replace(self, z=self.z[rows], public=public)
 
@@ -342,11 +347,10 @@ def finiteness_check(args: Any, kwargs: Any, targets: Any) -> Callable[[], None]
 
 
 def _refuse_non_finite(args: Any, kwargs: Any, targets: Any) -> None:
-    named = [(f"inputs[{i}]" if len(args) > 1 else "inputs", leaf) for i, leaf in enumerate(args)]
-    named += [(f"inputs[{key!r}]", leaf) for key, leaf in kwargs.items()]
-    named += [("targets", leaf) for leaf in tensors_of(targets)]
-    for name, leaf in named:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+    given = [(f"inputs[{i}]" if len(args) > 1 else "inputs", part) for i, part in enumerate(args)]
+    given += [(f"inputs[{key!r}]", part) for key, part in kwargs.items()]
+    for name, leaf in [(name, leaf) for name, part in (*given, ("targets", targets)) for leaf in tensors_of(part)]:
+        if leaf.is_floating_point():
             wrong = ~torch.isfinite(leaf.reshape(leaf.shape[0], -1)).all(dim=1) if leaf.numel() else leaf[:0]
             if bool(wrong.any()):
                 rows = wrong.nonzero().flatten().tolist()
@@ -401,7 +405,7 @@ def _flat_index(private: Private, key: Key, shape: torch.Size, device: torch.dev
     else:
         if not shape:
             raise ValueError(f"input {key!r} is one number per example; it has no columns to choose from")
-        columns = chosen.tolist() if isinstance(chosen, Tensor) else chosen
+        columns = chosen.tolist() if isinstance(chosen, Tensor) else [chosen] if isinstance(chosen, int) else chosen
         if not isinstance(columns, slice):
             wrong = [column for column in columns if not -shape[-1] <= column < shape[-1]]
             if wrong:

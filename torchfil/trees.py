@@ -6,13 +6,13 @@ its batch a dozen times.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["map_tensors", "tensors_of"]
+__all__ = ["form_of", "map_tensors", "tensors_of"]
 
 _LEAVES = (type(None), bool, int, float, str)
 
@@ -42,6 +42,29 @@ def _collect(tree: Any, found: list[Tensor]) -> None:
             _collect(part, found)
     elif kind not in _LEAVES:
         found += [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def form_of(tree: Any) -> Hashable:
+    """The tree's structure and all that is no tensor in it; equal for trees that differ in tensors alone.
+
+    Example:
+        >>> import torch
+        >>> form_of({"x": torch.zeros(2), "k": 3}) == form_of({"x": torch.ones(5), "k": 3})
+        True
+        >>> form_of({"x": torch.zeros(2), "k": 3}) == form_of({"x": torch.zeros(2), "k": 4})
+        False
+    """
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        return Tensor
+    if kind is tuple or kind is list:
+        return (kind, *[form_of(part) for part in tree])
+    if kind is dict:
+        return (kind, *[(key, form_of(part)) for key, part in tree.items()])
+    if kind in _LEAVES:
+        return (kind, tree)
+    leaves, structure = pytree.tree_flatten(tree)
+    return (kind, repr(structure), *[Tensor if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves])
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

@@ -531,6 +531,7 @@ class FILPrivacyEngine(PrivacyEngine):
             "accountant": dict(self.accountant.state_dict()),
             "run": run.state_dict(),
             "generators": {k: g.get_state() for k, g in generators.items() if g is not None},
+            "noise": {name: float(getattr(run.optimizer, name)) for name in ("noise_multiplier", "max_grad_norm")},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -582,7 +583,11 @@ class FILPrivacyEngine(PrivacyEngine):
             raise ValueError(f"{path} holds no Fisher accounting; it was not saved by FILPrivacyEngine.save_checkpoint")
         kwargs = module_load_dict_kwargs or {}
         _refuse_other_module(module, checkpoint["module_state_dict"], strict=kwargs.get("strict", True))
-        self.load_state_dict(checkpoint.pop(_STATE_KEY))
+        accounting = checkpoint.pop(_STATE_KEY)
+        self.load_state_dict(accounting)
+        for name, scheduler in (("noise_multiplier", noise_scheduler), ("max_grad_norm", grad_clip_scheduler)):
+            if scheduler is not None and name in accounting.get("noise", {}):  # a scheduler goes on from where it was
+                setattr(self._current.optimizer, name, accounting["noise"][name])
         module.load_state_dict(checkpoint["module_state_dict"], **kwargs)
         parts = {
             "optimizer_state_dict": optimizer,

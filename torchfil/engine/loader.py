@@ -19,7 +19,7 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torch.utils.data import WeightedRandomSampler as _Weighted
 
-__all__ = ["BatchTracker", "FILDataLoader", "refuse_sampler", "split_batch"]
+__all__ = ["BatchTracker", "FILDataLoader", "plain", "refuse_sampler", "split_batch"]
 
 _TRACKERS: weakref.WeakValueDictionary[int, BatchTracker] = weakref.WeakValueDictionary()
 _TOKENS = itertools.count()
@@ -67,10 +67,22 @@ class BatchTracker:
 
 
 def _content(batch: Any) -> Any:
-    """The batch, with a list or dict of its own."""
+    """The batch, with a list, dict or tuple of its own."""
     if isinstance(batch, dict):
         return dict(dict.items(batch))
+    if isinstance(batch, RememberingTuple):
+        return tuple(tuple.__iter__(batch))
     return list(list.__iter__(batch)) if isinstance(batch, list) else batch
+
+
+def plain(tree: Any) -> Any:
+    """The same, with plain tuples, lists and dicts for batches that remember their ids."""
+    kind = type(tree)
+    if isinstance(tree, _Remembering):
+        return plain(_content(tree))
+    if kind is tuple or kind is list:
+        return kind([plain(part) for part in tree])
+    return {key: plain(part) for key, part in tree.items()} if kind is dict else tree
 
 
 class _Remembering:

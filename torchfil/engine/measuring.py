@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,13 +46,14 @@ from torchfil.ledger import Ledger
 from torchfil.smoothness import non_smooth_operators
 from torchfil.trees import map_tensors, tensors_of
 
-__all__ = ["Measurer"]
+__all__ = ["NOT_FINITE", "Measurer"]
 
 logger = logging.getLogger(__name__)
 
 _MOST_SHAPES = 256
 _STEPS_BETWEEN_LOOKS = 128  # at whether the live model still gives what its copy does
 _EXAMPLES_TO_LOOK_AT = 8
+_CHANGES_OF_INTEGERS = 8  # that make a recorded pass anew; what changes more often is a counter
 _FAR_APART = 5  # times the tolerance: beyond what lower precision does
 _PLAIN = (int, float, bool, str, type(None))
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
@@ -96,6 +98,7 @@ class Measurer:
         self._dropouts = [live for live, _ in self._modules if may_drop(live)]
         self._attributes: list[tuple[dict[str, Any], int, list[tuple[str, Any]]]] = []  # as last followed
         self._changes = 0  # of the live modules' attributes
+        self._counts = 0  # changes of integers among them
         self._until_look = 0
         self._buffers = {name for name, _ in module.named_buffers()}
         self._written: set[str] | None = None  # buffers that a forward pass writes into; None: not known yet
@@ -155,8 +158,8 @@ class Measurer:
     def _follow_live_modules(self) -> None:
         """Bring the copy's modules to where the live ones are: in training or not, with the same plain attributes.
 
-        A recorded pass has numbers and flags built in; it is made anew where one has changed, integers (which mostly
-        count something) excepted.
+        A recorded pass has numbers and flags built in; it is tried and made anew where one has changed. An integer that
+        goes on changing counts something, and is not taken for a change any more.
 
         Raises:
             UnsupportedModuleError: A module that went into training mode mixes examples.
@@ -167,14 +170,22 @@ class Measurer:
         if flags != self._flags:
             refuse_unsupported_modules(self.module, allow_dropout=True)
             self._flags = flags
-        changed = False
+        changed = counted = False
         for live, copied in self._modules:
             there = copied.__dict__
+            for name in [name for name, value in there.items() if type(value) in _PLAIN and name not in live.__dict__]:
+                changed = True
+                del there[name]
             for name, value in live.__dict__.items():
                 kind, own = type(value), there.get(name, there)
                 if kind in _PLAIN and own is not value and (type(own) is not kind or own != value):
                     changed = changed or (kind is not int and name != "training")
+                    counted = counted or kind is int
                     there[name] = value
+                elif kind not in _PLAIN and type(own) in _PLAIN:
+                    self._until_look = 0  # it became something that is not followed: the next step is looked at
+        self._counts += counted
+        changed = changed or (counted and self._counts <= _CHANGES_OF_INTEGERS)
         self._attributes = [_attributes(live) for live, _ in self._modules]
         if changed:
             self._changes += 1
@@ -312,6 +323,18 @@ class Measurer:
             and found.reason is None
         )
 
+    def would_write_often(self, batch: PrivateBatch) -> bool:
+        """Whether the pass would be cut into chunks, each of which writes into the model's buffers."""
+        found = batch.known
+        return bool(self._written) and (
+            found is not None and len(batch.gradients) * found.bytes_per_example > self.settings.max_memory
+        )
+
+    def give_up_one_pass(self, gradients: ExampleGradients, reason: str) -> None:
+        """From now on such examples are mapped over."""
+        logger.info("gradients are mapped over examples, which is slower: %s", reason)
+        self._plans[self._plan_key(gradients)] = Plan(reason, 0)
+
     def run_once(self, batch: PrivateBatch, wanted: Wanted, optimizer: FILOptimizer) -> FusedResult:
         """One recorded pass over a batch that it fits; its CUDA graph is kept, and the next overwrites what it gave."""
         if self._fused_pass is None:
@@ -359,8 +382,7 @@ class Measurer:
         return found
 
     def _plan_key(self, gradients: ExampleGradients) -> Hashable:
-        shapes = tuple(t.shape[1:] for t in gradients.examples.tensors)
-        return shapes, self.draws_masks(), self._flags, tuple(gradients.parameters), self._changes
+        return gradients.examples.form, self.draws_masks(), self._flags, tuple(gradients.parameters), self._changes
 
     def confirmation(
         self,
@@ -387,6 +409,8 @@ class Measurer:
 
         def confirm() -> None:
             distances = compared().tolist()
+            if not all(math.isfinite(number) for pair in distances for number in pair):
+                raise RuntimeError(NOT_FINITE.format("This step was not taken."))
             distance, largest = distances.pop(0) if norms is not None else (0.0, 0.0)
             if any(apart > tolerance * size for apart, size in distances):
                 for forward, _ in looked_at:
@@ -447,6 +471,10 @@ class Measurer:
         return trainable, constant
 
 
+NOT_FINITE = (
+    "the gradient of an example in this batch is NaN or infinite, though its inputs are finite: is there a function "
+    "whose derivative is not finite there, such as sqrt at 0? {}"
+)
 _COPY_DIFFERS = (
     "the engine's copy of the model gives {}: a forward hook, or an attribute of a module that is no plain number, "
     "flag or text, changes the output, and the copy does not have it. Move it into a module's forward(). This step "
@@ -500,7 +528,7 @@ def _are_as(known: Sequence[tuple[dict[str, Any], int, list[tuple[str, Any]]]]) 
         if len(live) != size:
             return False
         for name, before in attributes:
-            now = live.get(name)
+            now = live.get(name, live)
             if now is not before and (before is not _OTHER or type(now) in _PLAIN):
                 return False
     return True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchfil.engine.loader import BatchTracker
+from torchfil.engine.loader import BatchTracker, plain
 from torchfil.trees import map_tensors
 
 __all__ = ["ForwardPass", "Observer"]
@@ -76,13 +76,15 @@ class Observer:
         self._watch(args, kwargs, started)
         return map_tensors(lambda leaf: leaf.clone() if leaf.requires_grad else leaf, started)
 
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()):
-            return
-        self._watch(args, kwargs, outputs)
+            return None
+        apart = map_tensors(lambda leaf: leaf.view_as(leaf) if leaf.requires_grad else leaf, outputs)
+        self._watch(args, kwargs, apart)  # an output may be made from another: the loss's derivative is by each alone
+        return apart
 
     def _watch(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        detached = map_tensors(Tensor.detach, (args, kwargs, outputs))
+        detached = map_tensors(Tensor.detach, plain((args, kwargs, outputs)))
         forward = ForwardPass(self.tracker.ids, self.tracker.batch, *detached)
         watched = [(k, leaf) for k, leaf in enumerate(pytree.tree_leaves(outputs)) if _requires_grad(leaf)]
         for k, leaf in watched:

@@ -50,7 +50,7 @@ class FILOptimizer(DPOptimizer):
                 f"shape {shapes} saw one row for the whole batch (position embeddings do). Give them a row per example "
                 "(position_ids in the batch), or freeze them (requires_grad_(False))."
             )
-        parts = [torch.linalg.vector_norm(sample.flatten(1), dim=1).to(device) for sample in samples]
+        parts = [torch.linalg.vector_norm(sample.reshape(len(sample), -1), dim=1).to(device) for sample in samples]
         return torch.linalg.vector_norm(torch.stack(parts, dim=1), dim=1)
 
     def clip_and_accumulate(self) -> None:

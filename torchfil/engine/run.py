@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +20,9 @@ from torch import Tensor, nn
 from torchfil.deferred import read_later
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.fused import FusedResult, Wanted, joined
-from torchfil.engine.loader import BatchTracker, FILDataLoader, split_batch
+from torchfil.engine.loader import BatchTracker, FILDataLoader, plain, split_batch
 from torchfil.engine.losses import IdentifiedLoss
-from torchfil.engine.measuring import Measurer
+from torchfil.engine.measuring import NOT_FINITE, Measurer
 from torchfil.engine.observer import ForwardPass, Observer
 from torchfil.engine.one_pass import OnePassModule, OnePassOptimizer
 from torchfil.engine.optimizer import FILOptimizer
@@ -29,6 +31,7 @@ from torchfil.engine.timeline import Timeline
 from torchfil.examples import as_call, finiteness_check
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
+from torchfil.fisher.ghost import UnsupportedCallError
 from torchfil.fisher.gradients import refuse_unsupported_modules
 from torchfil.leakage import ExampleIds, Leakage
 from torchfil.ledger import Contribution, Ledger
@@ -94,6 +97,7 @@ class Run:
         self._names = {id(value): name for name, value in module.named_parameters()}
         self._staged: list[_Staged] = []
         self._measure_this_step: bool | None = None
+        self._last_norms_were_finite: Callable[[], None] = lambda: None
 
     observer: Observer
     private_module: nn.Module
@@ -265,7 +269,8 @@ class Run:
         for forward, part in zip(forwards, examples, strict=True):
             self.measurer.check_coordinates(part.num_coordinates, ledger)
             steps.append(self.measurer.summed(forward, part, loss, optimizer, self.pace, measured=measured))
-        self.measurer.confirmation(forwards, [step.output_gradients for step in steps], loss)()
+        norms = torch.cat([step.norm for step in steps])
+        self.measurer.confirmation(forwards, [step.output_gradients for step in steps], loss, (norms, norms))()
         self.loss, self.ledger, self._measure_this_step = loss, ledger, measure_this_step
         whole = joined(steps)
         self._stage(ids, rows, whole)
@@ -305,19 +310,28 @@ class Run:
                 "train_step takes whole logical batches; do not use BatchMemoryManager with it (max_memory cuts a "
                 "batch into pieces by itself)"
             )
-        inputs, targets = self.measurer.moved((inputs, targets))
+        self._last_norms_were_finite()
+        inputs, targets = self.measurer.moved(plain((inputs, targets)))
         args, kwargs = as_call(inputs)
         finite = finiteness_check(args, kwargs, targets)
-        examples = self.measurer.lay_out(args, kwargs, targets, check_values=False)
-        gradients = self.measurer.gradients_at(examples, self.loss)
-        fits = self.settings.estimator == "weight-probes" and "sketch" not in self.settings.track
-        batch = PrivateBatch(gradients, self.measurer.mechanism(optimizer), self.measurer.plan(gradients))
-        if not fits or (len(examples) and not self.measurer.fits_one_pass(batch)):
+        with self._restoring(self.generator.get_state()):
+            examples = self.measurer.lay_out(args, kwargs, targets, check_values=False)
+            gradients = self.measurer.gradients_at(examples, self.loss)
+            fits = self.settings.estimator == "weight-probes" and "sketch" not in self.settings.track
+            batch = PrivateBatch(gradients, self.measurer.mechanism(optimizer), self.measurer.plan(gradients))
+            fits = fits and (not len(examples) or self.measurer.fits_one_pass(batch))
+            if fits and not self.measurer.would_write_often(batch):
+                forward = ForwardPass(self.tracker.ids, self.tracker.batch, args, kwargs, None)
+                try:
+                    step = self._fused(batch, forward, targets, finite)
+                except UnsupportedCallError as error:  # of a batch that is not as the trial's
+                    self.measurer.give_up_one_pass(gradients, str(error))
+                    fits = False
+            else:
+                fits = False
+        if not fits:
             finite()
             return self._plain_step(args, kwargs, targets)
-        with self._restoring(self.generator.get_state()):
-            forward = ForwardPass(self.tracker.ids, self.tracker.batch, args, kwargs, None)
-            step = self._fused(batch, forward, targets, finite)
         self.measurer.write_buffers(gradients)
         optimizer.release([step.sums[self._names[id(p)]].reshape(p.shape) for p in optimizer.params])
         return step.losses.mean() if self.settings.loss_reduction == "mean" else step.losses.sum()
@@ -348,11 +362,27 @@ class Run:
         rows = self._rows(ids)
         finite()
         current()
+        self._look_at_norms(step.norm)
         assert self.loss is not None
         self.measurer.confirm_losses(forward.args, forward.kwargs, targets, self.loss, step.losses)
         self.ledger = ledger
         self._stage(ids, rows, step)
         return step
+
+    def _look_at_norms(self, norms: Tensor) -> None:
+        """Raise where a gradient is not finite; on a GPU, which has not computed them yet, at the next step."""
+        total = read_later(norms.sum())
+
+        def confirm(consequence: str) -> None:
+            if not math.isfinite(float(total())):
+                raise RuntimeError(NOT_FINITE.format(consequence))
+
+        if norms.device.type != "cuda":
+            confirm("This step was not taken.")
+            return
+        self._last_norms_were_finite = partial(
+            confirm, "It was the batch of the last step, which was taken: go back to weights of before."
+        )
 
     def _current_batch_check(self, inputs: Any, targets: Any) -> Callable[[], None]:
         """Begin to look whether a step is given a batch read before the last; what is returned raises if so.
@@ -461,7 +491,7 @@ class Run:
                     "its examples are unknown; iterate over that loader"
                 )
             ids += forward.ids
-        if not ids:  # an empty batch, or Opacus's stand-in row for one (rand_on_empty), which is nobody
+        if not ids and num_gradients <= 1:  # an empty batch, or Opacus's stand-in row for one (rand_on_empty): nobody
             return ids
         if len(ids) != num_gradients:
             raise RuntimeError(
@@ -599,13 +629,17 @@ def _looked_at(leaf: Tensor) -> Tensor:
 
 
 def _any_alike(some: list[Tensor], others: list[Tensor], device: torch.device) -> Tensor:
-    """Whether any of them, on ``device``, has the numbers of any other of its shape and dtype; see ``_looked_at``."""
-    found = [
-        (_looked_at(a) == _looked_at(b).to(device)).all()
+    """Whether any of them, on ``device``, has the numbers of any other of its shape and dtype; see ``_looked_at``.
+
+    A tensor of one number throughout, such as labels of a single class, is no sign of anything.
+    """
+    pairs = [
+        (_looked_at(a), _looked_at(b).to(device))
         for a in some
         for b in others
         if a.shape == b.shape and a.dtype == b.dtype
     ]
+    found = [(a == b).all() & (a != a.flatten()[0]).any() for a, b in pairs]
     return torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool, device=device)
 
 

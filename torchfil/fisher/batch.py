@@ -16,7 +16,7 @@ from torchfil.clipping import ClipFunction
 from torchfil.examples import Inputs, Private
 from torchfil.fisher.amplification import Amplification
 from torchfil.fisher.estimators import Draws, Moments, Quantity, get_estimator
-from torchfil.fisher.ghost import GhostJacobian, Plan, plan
+from torchfil.fisher.ghost import GhostJacobian, Plan, UnsupportedCallError, plan
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
@@ -115,7 +115,11 @@ class PrivateBatch:
         chunks = batch.chunks(max_memory, vectors, one_pass=one_pass)
         at_once = batch.probes_at_once(num_probes, max_memory)
         draws = Draws(seeds, slice(0, len(self.gradients)), len(self.gradients), columns, at_once)
-        return self.measured(chunks, quantities, estimator, draws, test_matrix, susceptibility)
+        try:
+            return self.measured(chunks, quantities, estimator, draws, test_matrix, susceptibility)
+        except UnsupportedCallError as error:  # of a batch that is not as the trial's
+            mapped = replace(self, known=Plan(str(error), 0)).chunks(max_memory, vectors, one_pass=True)
+            return self.measured(mapped, quantities, estimator, draws, test_matrix, susceptibility)
 
     def measured(
         self,

@@ -20,9 +20,8 @@ Result = TypeVar("Result")
 
 def signature(gradients: ExampleGradients) -> Hashable:
     """What a captured pass depends on, the batch's size and contents and the modes of modules aside."""
-    shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in gradients.examples.tensors)
     weights = tuple(value.data_ptr() for value in (*gradients.parameters.values(), *gradients.constants.values()))
-    return shapes, weights
+    return gradients.examples.form, weights
 
 
 class CapturedPass(Generic[Result]):

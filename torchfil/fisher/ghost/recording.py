@@ -264,6 +264,7 @@ def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[li
             stack.enter_context(FastOnCPU())
         weights = {**gradients.parameters, **gradients.constants}
         outputs = call_with(gradients.model, weights, args, kwargs)
+    outputs = map_tensors(lambda leaf: leaf.view_as(leaf), outputs)  # one may be made from another
     return seen, _losses(gradients, outputs, targets), tensors_of(outputs)
 
 

@@ -56,7 +56,7 @@ class LayerRule:
             gradients = self.gradients(call)
         value, outputs, cotangents = weight.new_zeros(len(weight)), [], []
         for name, gradient in gradients.items():
-            value = value + (gradient.detach() * direction[name]).flatten(1).sum(dim=1)
+            value = value + (gradient.detach() * direction[name]).reshape(len(weight), -1).sum(dim=1)
             if gradient.requires_grad:
                 outputs.append(gradient)
                 cotangents.append(_per_example(weight, gradient) * direction[name])
@@ -78,7 +78,7 @@ def _per_example(weight: Tensor, like: Tensor) -> Tensor:
 
 def total_square(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     """Σ ‖gradient‖² over tensors [batch, …], [batch], in the dtype of ``like``."""
-    return sum((g.flatten(1).square().sum(dim=1) for g in gradients), start=like.new_zeros(len(like)))
+    return sum((g.reshape(len(g), -1).square().sum(dim=1) for g in gradients), start=like.new_zeros(len(like)))
 
 
 _roles: WeakKeyDictionary[nn.Module, dict[int | str, str]] = WeakKeyDictionary()

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from torchfil.examples import Examples
 from torchfil.fisher.ghost.norms import Held, inner_products, norm_gradient, weighted_sum
-from torchfil.fisher.ghost.recording import UnsupportedCallError, cut, holders, record
+from torchfil.fisher.ghost.recording import cut, holders, record
 from torchfil.fisher.ghost.rules import ConvolutionRule, GenericRule, rule_for
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.trees import map_tensors
@@ -18,6 +19,8 @@ __all__ = ["Plan", "plan"]
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _PROBE_SEED = 1
+_CANDIDATES = 8  # rows among which two examples with a gradient are looked for
+_FAR_ENOUGH = 0.1  # of a parameter's size
 
 
 @dataclass(frozen=True)
@@ -38,22 +41,31 @@ class Plan:
 
 
 def plan(gradients: ExampleGradients) -> Plan:
-    """Try the pass on the first two examples: does it give what plain backward passes give, and how much does it hold?
+    """Try the pass on two examples: does it give what plain backward passes give, and how much does it hold?
 
     Compared are ‖g‖², ∇‖g‖², Jᵀu for one vector u, and the sum of g, which finds parameters that the model uses behind
-    its modules' backs, models that mix examples, and layer rules that are wrong. Where they differ, rounding may be the
-    reason (the gradient of an example that is learned well is a difference of nearly equal numbers): float64 decides.
+    its modules' backs, models that mix or sort examples, and layer rules that are wrong. What could hide them:
+
+    * Examples without a gradient, or equal ones: others are looked for. They are given as a, b, a, which is no order
+      that sorting leaves alone.
+    * Weights at which a part of the gradient vanishes (layers that start from 0): the trial is repeated nearby.
+    * Rounding, the other way round: the gradient of an example that is learned well is a difference of nearly equal
+      numbers. Where float32 disagrees, float64 decides.
     """
-    part = replace(gradients, examples=gradients.examples[slice(0, 2)])
-    held = Held([*part.parameters.values(), *part.constants.values()])
+    held = Held([*gradients.parameters.values(), *gradients.constants.values()])
     try:
-        reason = _difference(part, held)
+        probe = _probe(gradients)
+        rows = _telling_rows(gradients, probe)
+        part = replace(gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)])
+        reason = _difference(part, probe, held)
         if reason is not None and part.dtype != torch.float64:
             reason = _difference_in_float64(part, reason)
+        if reason is None and _some_gradient_vanishes(part, probe):
+            reason = _difference_nearby(part, probe)
     except torch.OutOfMemoryError:
         raise
-    except (UnsupportedCallError, RuntimeError) as error:
-        reason = str(error)
+    except Exception as error:  # whatever it is, mapping over examples may do, or says so
+        return Plan(str(error) or type(error).__name__, 0)
     if reason is not None:
         return Plan(reason, 0)
     modules = list(holders(part))
@@ -63,10 +75,57 @@ def plan(gradients: ExampleGradients) -> Plan:
     )
 
 
-def _difference(part: ExampleGradients, held: Held | None = None) -> str | None:
-    """What the pass and plain backward passes disagree on; None: nothing."""
+def _probe(gradients: ExampleGradients) -> Tensor:
     source = torch.Generator().manual_seed(_PROBE_SEED)
-    probe = torch.randn(part.num_parameters, generator=source).to(part.device, part.dtype)
+    return torch.randn(gradients.num_parameters, generator=source).to(gradients.device, gradients.dtype)
+
+
+def _telling_rows(gradients: ExampleGradients, probe: Tensor) -> list[int]:
+    """Rows a, b, a of two examples that differ and have gradients, as far as there are such; of a single one, it."""
+    count = len(gradients)
+    spread = [round(k * (count - 1) / max(1, _CANDIDATES - 1)) for k in range(_CANDIDATES)]
+    candidates = list(dict.fromkeys([0, count - 1, *spread]))
+    telling: list[int] = []
+    for row in candidates:
+        if any(_alike(gradients.examples, row, other) for other in telling):
+            continue
+        if bool(gradients.plain_products_of_one(row, probe)[0].any()):
+            telling.append(row)
+        if len(telling) == 2:
+            break
+    telling = list(dict.fromkeys([*telling, *candidates]))[:2]
+    return [*telling, telling[0]] if count > 1 else telling
+
+
+def _alike(examples: Examples, row: int, other: int) -> bool:
+    return all(torch.equal(leaf[row], leaf[other]) for leaf in (examples.z, *examples.tensors))
+
+
+def _some_gradient_vanishes(part: ExampleGradients, probe: Tensor) -> bool:
+    """Whether a parameter has the gradient 0 for all examples, so that a trial says nothing of it."""
+    total = torch.stack([part.plain_products_of_one(i, probe)[0].abs() for i in range(min(2, len(part)))]).sum(dim=0)
+    return not all(bool(value.any()) for value in part.unflatten(total).values())
+
+
+def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
+    """The difference at weights a little off the present ones; None, too, where the model has no finite gradient."""
+    source = torch.Generator().manual_seed(_PROBE_SEED)
+
+    def moved(value: Tensor) -> Tensor:
+        size = float(value.square().mean().sqrt()) or 1.0
+        step = torch.randn(value.shape, generator=source).to(value.device, value.dtype)
+        return value + _FAR_ENOUGH * size * step
+
+    near = replace(part, parameters={name: moved(value) for name, value in part.parameters.items()})
+    found = [near.plain_products_of_one(i, probe) for i in range(min(2, len(near)))]
+    if not all(bool(value.isfinite().all()) for values in found for value in values):
+        return None
+    reason = _difference(near, probe)
+    return reason if reason is None or part.dtype == torch.float64 else _difference_in_float64(near, reason)
+
+
+def _difference(part: ExampleGradients, probe: Tensor, held: Held | None = None) -> str | None:
+    """What the pass and plain backward passes disagree on; None: nothing."""
     norms = norm_gradient(part, held)
     summed, rows = _summed_and_products(part, probe)
     plain = zip(*(part.plain_products_of_one(i, probe) for i in range(len(part))), strict=True)
@@ -83,7 +142,7 @@ def _difference(part: ExampleGradients, held: Held | None = None) -> str | None:
     for name, (found, true) in pairs.items():
         apart, size = (torch.linalg.vector_norm(values, dim=1) for values in (found - true, true))
         if not bool((apart <= 10 * tolerance * size.max()).all()):
-            return f"plain backward passes give other {name}: a layer's rule is wrong"
+            return f"plain backward passes give other {name}: a layer's rule is wrong, or the model mixes examples"
     return None
 
 
@@ -108,9 +167,12 @@ def _difference_in_float64(part: ExampleGradients, reason: str) -> str | None:
 
     examples = replace(part.examples, z=part.examples.z.double(), public=map_tensors(double, part.examples.public))
     parameters, constants = map_tensors(double, (part.parameters, part.constants))
+    doubled = replace(part, examples=examples, parameters=parameters, constants=constants)
     try:
-        return _difference(replace(part, examples=examples, parameters=parameters, constants=constants))
-    except RuntimeError:
+        return _difference(doubled, _probe(doubled))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
         return reason
 
 
