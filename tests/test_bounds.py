@@ -191,3 +191,10 @@ class TestRero:
             bounds.rero(1e-5, q=0.1, noise_multiplier=1.0, steps=1, num_samples=1000)
         with pytest.raises(ValueError, match="noise_multiplier=0 must be positive"):
             bounds.rero(0.1, q=0.1, noise_multiplier=0, steps=1)
+
+
+@pytest.mark.slow
+def test_rero_takes_as_many_samples_as_it_asks_for() -> None:
+    found = bounds.rero(5e-7, noise_multiplier=1.0, steps=1, q=1.0, num_samples=20_000_000)
+    exact = stats.norm.sf(stats.norm.isf(5e-7) - 1)
+    assert float(found.value) == pytest.approx(exact, abs=5 * float(found.standard_error))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchfil.trees import map_tensors, tensors_of
+from torchfil.trees import form_of, map_tensors, tensors_of
 
 Pair = namedtuple("Pair", "left right")
 A, B, C = torch.zeros(2), torch.ones(3), torch.arange(4)
@@ -45,3 +45,19 @@ def test_mapping_keeps_the_structure_and_all_that_is_no_tensor(tree: Any) -> Non
     found = map_tensors(lambda leaf: ("seen", id(leaf)), tree)
     assert found == expected
     assert type(found) is type(expected)
+
+
+def test_forms_differ_where_more_than_tensors_does() -> None:
+    forms = [form_of(tree) for tree in TREES]
+    assert all(hash(form) == hash(form_of(tree)) for form, tree in zip(forms, TREES, strict=True))
+    assert form_of((A, {"k": True})) == form_of((B, {"k": True}))
+    different = [
+        (A, {"k": True}),
+        (A, {"k": 1}),
+        (A, {"k": False}),
+        (A, {"m": True}),
+        [A, {"k": True}],
+        (A, A),
+        (A, None),
+    ]
+    assert len({form_of(tree) for tree in different}) == len(different)

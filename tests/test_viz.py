@@ -140,6 +140,16 @@ def test_tensors_that_require_grad(dtype):
     assert image.grad is None
 
 
+@pytest.mark.parametrize("mode", ["absolute", "signed"])
+def test_what_is_not_private_is_left_blank(mode):
+    heat = np.array([[[3.0, np.nan]], [[4.0, np.nan]], [[np.nan, np.nan]]])  # [C, H, W]
+    figure = show_map(np.full((3, 1, 2), 0.5), heat, mode=mode, views=["map", "overlay"], outlier_percentile=0)
+    drawn = figure.axes[0].images[-1].get_array()
+    assert drawn[0, 0] == pytest.approx(5.0 if mode == "absolute" else 7.0)
+    assert np.ma.getmaskarray(drawn).tolist() == [[False, True]]
+    assert np.asarray(figure.axes[1].images[-1].get_alpha())[0, 1] == 0
+
+
 def test_views_titles_and_given_axes():
     figure = show_map(
         np.ones((2, 2)), np.ones((2, 2)), views=["overlay", "map"], title="digit", label="η", colour_bar=False
@@ -167,7 +177,7 @@ def test_views_titles_and_given_axes():
         (np.ones((0, 4)), np.ones((0, 4)), r"\[0, 4\], which holds no pixels"),
         (np.ones((3, 4, 5)), np.ones((5, 4)), r"attribution has shape \[5, 4\] and image \[3, 4, 5\].*or \[4, 5\]"),
         (np.ones((3, 4, 5)), np.ones((4, 5, 3)), r"attribution has shape \[4, 5, 3\] and image \[3, 4, 5\]"),
-        (np.ones((2, 2)), [[0, 1], [np.nan, np.nan]], r"attribution holds nan at \[1, 0\] \(2 of 4 values"),
+        (np.ones((2, 2)), np.full((2, 2), np.nan), r"attribution holds nan at \[0, 0\] \(4 of 4 values"),
         (np.ones((2, 2)), [[0, 1], [0, np.inf]], r"attribution holds inf at \[1, 1\].*drop"),
         ([[0, np.nan]], np.ones((1, 2)), r"image holds nan at \[0, 1\]"),
     ],

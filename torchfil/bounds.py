@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from scipy import optimize
 from torch import Tensor
@@ -201,7 +202,7 @@ def rero(
     under_nu = _log_likelihood_ratio(False, q, noise_multiplier, steps, num_samples, generator)
     under_mu = _log_likelihood_ratio(True, q, noise_multiplier, steps, num_samples, generator)
     prior = prior.to(under_nu.device)
-    threshold = torch.quantile(under_nu, 1 - prior)
+    threshold = torch.as_tensor(np.quantile(under_nu.cpu().numpy(), 1 - prior.cpu().numpy())).to(under_nu)
     success = (under_mu > threshold[..., None]).double().mean(dim=-1)
     slope = threshold.exp()  # dP_μ/dP_ν on the border of E
     variance = success * (1 - success) + slope.square() * prior * (1 - prior)

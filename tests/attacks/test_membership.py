@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from cases import DEVICE
 from torch import Tensor, nn
 
 from torchfil.attacks.membership import (
+    MembershipResult,
     ShadowRuns,
     gaussian_likelihood_ratio,
     loss_threshold,
@@ -100,3 +102,15 @@ def test_refusals() -> None:
         ShadowRuns(torch.zeros(3, 2), torch.zeros(3, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="leaves 5 members"):
         shadow_runs(lambda rows, run: nn.Identity(), torch.zeros(5, 2), torch.zeros(5).long(), runs=1, share=1.0)
+
+
+@pytest.mark.parametrize(("targets", "n"), [(1, 40), (1, 400), (5, 40)])
+def test_random_scores_are_right_half_of_the_time(targets: int, n: int) -> None:
+    """A threshold chosen on the scores that it judges would find members among them."""
+    rng = np.random.default_rng(0)
+    means = []
+    for _ in range(300):
+        members = rng.permuted(np.tile(np.arange(n) < n // 2, (targets, 1)), axis=1)
+        result = MembershipResult("loss threshold", rng.normal(size=(targets, n)), members, 0.5, 0.0)
+        means.append(result.by_example().achieved.mean())
+    assert np.mean(means) == pytest.approx(0.5, abs=4 * np.std(means) / 300**0.5 + 0.5 / n)

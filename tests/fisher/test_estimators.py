@@ -192,3 +192,18 @@ def test_probes_are_fair_and_independent() -> None:
         pairs = products[rows, columns]
         assert float(pairs.abs().max()) < 6.5
         assert abs(float(pairs.square().mean()) - 1) < 0.01
+
+
+def test_an_interval_from_one_probe_covers_a_single_entry() -> None:
+    """One probe's entry of the diagonal is a squared normal number, nearly: far more skewed than a sum of many."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    x, y = torch.randn(4, 3, dtype=torch.float64), torch.randint(2, (4,))
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    exact = fisher.fim_diagonal(model, nn.CrossEntropyLoss(), x, y, estimator="exact", **options).value
+    source, covered = torch.Generator().manual_seed(0), []
+    for _ in range(200):
+        found = fisher.fim_diagonal(model, nn.CrossEntropyLoss(), x, y, num_probes=1, generator=source, **options)
+        low, high = found.interval(0.95)
+        covered.append((low <= exact) & (exact <= high))
+    assert float(torch.stack(covered).double().mean()) >= 0.94

@@ -662,3 +662,131 @@ def test_the_trial_takes_rounding_for_what_it_is() -> None:
     if trial._difference(gradients, trial._probe(gradients)) is None:
         pytest.skip("the pass and plain passes round alike here")
     assert plan(gradients).reason is None
+
+
+class _Sorted(nn.Module):
+    """Sorts the batch, works on it and puts it back, as packed sequences are; examples do not mix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As said."""
+        order = x[:, 0].detach().argsort()
+        result: Tensor = self.layers(x[order])[order.argsort()]
+        return result
+
+
+class _Behind(nn.Module):
+    """Uses a weight behind its module's back; the head may start from 0."""
+
+    def __init__(self, *, zero: bool = False) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+        if zero:
+            nn.init.zeros_(self.head.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As said."""
+        result: Tensor = self.head(torch.tanh(F.linear(torch.tanh(self.body(x)), self.body.weight)))
+        return result
+
+
+class _Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Subtracts the batch's mean."""
+        hidden = torch.tanh(self.body(x))
+        result: Tensor = self.head(hidden - hidden.mean(dim=0))
+        return result
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [3, 2, 1, 0]])
+def test_the_trial_finds_a_model_that_sorts(rows: list[int]) -> None:
+    torch.manual_seed(0)
+    x = torch.tensor([[1.0, 0, 0], [2, 0, 0], [3, 0, 0], [4, 0, 0]], device=DEVICE)[rows]
+    y = torch.randint(2, (4,), device=DEVICE)
+    assert plan(ExampleGradients.build(_Sorted().to(DEVICE), nn.CrossEntropyLoss(), x, y, None)).reason is not None
+
+
+@pytest.mark.parametrize("case", ["without gradient", "equal", "zero head"])
+def test_nothing_hides_from_the_trial(case: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 3, device=DEVICE), torch.tensor([0, 1, 0, 1, 1, 0], device=DEVICE)
+    model: nn.Module = _Behind(zero=case == "zero head") if case != "equal" else _Mixing()
+    if case == "equal":
+        x[1] = x[0]
+        y[1] = y[0]
+    elif case == "without gradient":
+        y[:2] = -100
+    gradients = ExampleGradients.build(model.to(DEVICE), nn.CrossEntropyLoss(), x, y, None)
+    assert plan(gradients).reason is not None
+
+
+def test_a_head_of_zeros_alone_is_no_reason() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(DEVICE)
+    nn.init.zeros_(model[2].weight)  # type: ignore[arg-type]
+    x, y = torch.randn(6, 3, device=DEVICE), torch.randint(2, (6,), device=DEVICE)
+    assert plan(ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y, None)).reason is None
+
+
+class _InHalves(nn.Module):
+    """Works on large batches in two halves, so that no call has a row for every example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As said."""
+        parts = x.tensor_split(2) if len(x) > 3 else (x,)
+        return torch.cat([self.inner(part) for part in parts])
+
+
+def test_a_batch_that_is_not_as_the_trials_is_mapped() -> None:
+    torch.manual_seed(0)
+    model = _InHalves().double().to(DEVICE)
+    x, y = torch.randn(8, 3, device=DEVICE, dtype=torch.float64), torch.randint(2, (8,), device=DEVICE)
+    assert plan(ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y, None)).reason is None
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    exact = fisher.fim_trace(model, nn.CrossEntropyLoss(), x, y, estimator="exact", **options).value
+    source = torch.Generator().manual_seed(0)
+    found = fisher.fim_trace(model, nn.CrossEntropyLoss(), x, y, num_probes=100, generator=source, **options)
+    assert bool(((found.value - exact).abs() < 5 * found.standard_error).all())
+
+
+class _Answer:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class _Answers(nn.Module):
+    """Outputs that are no tree of tensors, or hold a number for the whole batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inner = kind, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        """As said."""
+        logits = self.inner(x)
+        return _Answer(logits) if self.kind == "object" else {"logits": logits, "mean": logits.mean()}
+
+
+@pytest.mark.parametrize("kind", ["object", "number beside"])
+def test_outputs_of_other_kinds_are_mapped(kind: str) -> None:
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.logits if kind == "object" else outputs["logits"], targets)
+
+    torch.manual_seed(0)
+    model = _Answers(kind).double().to(DEVICE)
+    x, y = torch.randn(4, 3, device=DEVICE, dtype=torch.float64), torch.randint(2, (4,), device=DEVICE)
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    exact = fisher.fim_trace(model, loss, x, y, estimator="exact", **options).value
+    found = fisher.fim_trace(model, loss, x, y, num_probes=100, generator=torch.Generator().manual_seed(0), **options)
+    assert bool(((found.value - exact).abs() < 5 * found.standard_error).all())

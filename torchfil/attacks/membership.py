@@ -78,18 +78,21 @@ class MembershipResult:
         return float(true[false <= fpr].max())
 
     def by_example(self, ids: Any = None) -> AttackResult:
-        """How often each example is told right at the threshold that is best on average over all, by example.
+        """How often each example is told right at the threshold that is best, on average, for others, by example.
 
-        It is the column beside FIL and individual ε; its mean is the attack's accuracy, 0.5 for guessing.
+        The best threshold of every second example judges the rest, and the other way round: chosen on the scores that
+        it judges, it would find members among random numbers. It is the column beside FIL and individual ε; its mean
+        is the attack's accuracy, 0.5 for guessing where half are members.
         """
-        false, true = self.curve()
-        cuts = np.concatenate([[np.inf], np.unique(self.scores)[::-1]])  # the thresholds of the curve
-        right = ((self.scores >= cuts[np.argmax(true - false)]) == self.members).astype(float)  # [targets, n]
+        right = np.zeros(self.scores.shape)  # [targets, n]
+        for judged, others in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
+            threshold = _best_threshold(self.scores[:, others], self.members[:, others])
+            right[:, judged] = (self.scores[:, judged] >= threshold) == self.members[:, judged]
         trials = len(right)
         return AttackResult(
             name=self.name,
             threat_model=_KNOWS[self.name],
-            ids=list(range(right.shape[1])) if ids is None else ids,
+            ids=list(range(len(right[0]))) if ids is None else ids,
             achieved=right.mean(axis=0),
             measure="accuracy",
             trials=trials,
@@ -213,6 +216,15 @@ def _curve(scores: np.ndarray, members: np.ndarray) -> tuple[np.ndarray, np.ndar
     true = np.cumsum(truth)[last] / max(1, truth.sum())
     false = np.cumsum(~truth)[last] / max(1, (~truth).sum())
     return np.concatenate([[0.0], false]), np.concatenate([[0.0], true])
+
+
+def _best_threshold(scores: np.ndarray, members: np.ndarray) -> float:
+    """Where the true positive rate exceeds the false one most; +∞, nobody, without scores."""
+    if not scores.size:
+        return float("inf")
+    false, true = _curve(scores.ravel(), members.ravel())
+    cuts = np.concatenate([[np.inf], np.unique(scores)[::-1]])  # the thresholds of the curve
+    return float(cuts[np.argmax(true - false)])
 
 
 def _area(false: np.ndarray, true: np.ndarray) -> float:

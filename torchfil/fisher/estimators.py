@@ -212,6 +212,7 @@ def _probe_moments(
     totals = {name: _RunningMoments(spread=_PROBE_SPREAD) for name in quantities}
     for r in rows:
         for name, total in totals.items():
+            total.chi_square = name == "diagonal" or r.shape[1] == 1  # one squared number per probe, no sum of many
             total.add(read[name](r))
     return {name: total.result() for name, total in totals.items()}
 
@@ -256,6 +257,7 @@ class _RunningMoments:
 
     def __init__(self, spread: float) -> None:
         self.spread = spread
+        self.chi_square = False
         self.count = 0
         self.mean = torch.zeros(())
         self.squares = torch.zeros(())
@@ -271,5 +273,6 @@ class _RunningMoments:
 
     def result(self) -> Moments:
         if self.count == 1:
-            return Moments(self.mean, self.spread / (1 + self.spread) * self.mean.square(), float("inf"))
+            freedom = 1.0 if self.chi_square else float("inf")
+            return Moments(self.mean, self.spread / (1 + self.spread) * self.mean.square(), freedom)
         return Moments(self.mean, self.squares / (self.count * (self.count - 1)), self.count - 1.0)

@@ -47,7 +47,7 @@ def show_map(
     Args:
         image: [H, W], [C, H, W] or [H, W, C] with C 1 or 3; where both readings fit, channels come first. Bytes and
             values within [0, 1] are shown as they are, others are stretched from their smallest to their largest.
-        attribution: The same shape as the image, or [H, W].
+        attribution: The same shape as the image, or [H, W]; NaN, where nothing is private, is left blank.
         mode: "absolute" or "signed".
         views: What to draw, from left to right.
         outlier_percentile: This share, in percent, of the largest non-zero magnitudes may saturate; the colour bar
@@ -195,10 +195,16 @@ def gallery(
 
 
 def _pair(image: Any, attribution: Any, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """The image for display, [H, W] or [H, W, 3], and the attribution with its channels put together, [H, W]."""
+    """The image for display, [H, W] or [H, W, 3], and the attribution with its channels put together, [H, W].
+
+    A pixel without a private channel is NaN.
+    """
     array = as_array(image)
     picture = _picture(array, "image")
-    heat = finite(attribution, "attribution")
+    heat = as_array(attribution).astype(np.float64)
+    hidden = np.isnan(heat)  # what is not private
+    if hidden.all() or not np.isfinite(heat[~hidden]).all():
+        finite(heat, "attribution")
     if heat.shape == array.shape:
         heat = np.moveaxis(heat, 0, -1) if _channels_first(array.shape) else heat
     elif heat.shape != picture.shape[:2]:
@@ -207,7 +213,9 @@ def _pair(image: Any, attribution: Any, mode: str) -> tuple[np.ndarray, np.ndarr
             f"image's shape or {list(picture.shape[:2])}"
         )
     heat = heat if heat.ndim == 3 else heat[..., None]
-    return picture, np.abs(np.hypot.reduce(heat, axis=-1)) if mode == "absolute" else heat.sum(axis=-1)
+    known = np.nan_to_num(heat)
+    together = np.abs(np.hypot.reduce(known, axis=-1)) if mode == "absolute" else known.sum(axis=-1)
+    return picture, np.where(np.isnan(heat).all(axis=-1), np.nan, together)
 
 
 def _picture(array: np.ndarray, name: str) -> np.ndarray:
@@ -250,7 +258,7 @@ def _limit(heat: np.ndarray, outlier_percentile: float, limit: float | None) -> 
         return float(limit)
     if not 0 <= outlier_percentile < 100:
         raise ValueError(f"outlier_percentile={outlier_percentile} must lie in [0, 100)")
-    magnitudes = np.abs(heat[heat != 0])
+    magnitudes = np.abs(heat[np.isfinite(heat) & (heat != 0)])
     return float(np.percentile(magnitudes, 100 - outlier_percentile, method="higher")) if magnitudes.size else 0.0
 
 
@@ -284,7 +292,7 @@ def _draw_image(axis: Axes, picture: np.ndarray) -> None:
 def _draw_overlay(axis: Axes, picture: np.ndarray, heat: np.ndarray, mode: str, scale: float, alpha: float) -> None:
     grey = picture.mean(axis=-1) if picture.ndim == 3 else picture
     axis.imshow(0.7 + 0.3 * grey, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-    shown = _clipped(heat, scale)
+    shown = _clipped(np.nan_to_num(heat), scale)
     axis.imshow(shown, alpha=alpha * np.sqrt(np.abs(shown) / (scale or 1.0)), **_colours(mode, scale))
 
 

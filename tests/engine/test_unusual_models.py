@@ -1,0 +1,313 @@
+"""Models, batches and gradients out of the ordinary: the three ways of training agree, or refuse."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opacus.schedulers import ExponentialGradClip, ExponentialNoise
+from test_other_loops import LOSS, WAYS, examples, mlp, start, step
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchfil import FILPrivacyEngine, Private, fisher
+
+
+class _WithScalar(nn.Module):
+    """A temperature of no dimension, as CLIP has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = mlp(), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As said."""
+        result: Tensor = self.scale * self.inner(x)
+        return result
+
+
+class _Several(nn.Module):
+    """Outputs that are made from one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """As said."""
+        hidden = torch.tanh(self.body(x))
+        logits = self.head(hidden)
+        return {"logits": logits, "hidden": hidden, "probabilities": logits.softmax(dim=1), "again": logits}
+
+
+def of_logits(outputs: Any, targets: Tensor) -> Tensor:
+    return LOSS(outputs["logits"] if isinstance(outputs, dict) else outputs, targets)
+
+
+@pytest.mark.parametrize("build", [_WithScalar, _Several])
+def test_three_ways_agree(build: Callable[[], nn.Module]) -> None:
+    traces = []
+    for way in WAYS:
+        torch.manual_seed(0)
+        engine, model, optimizer, loader = start(build(), examples(), way, criterion=of_logits, seed=1, num_probes=3)
+        for x, y in loader:
+            if way == "train_step":
+                engine.train_step(x, y)
+            else:
+                optimizer.zero_grad()
+                of_logits(model(x), y).backward()
+                optimizer.step()
+        traces.append(engine.get_fil().value)
+    assert torch.allclose(traces[0], traces[1], rtol=1e-4)
+    assert torch.allclose(traces[0], traces[2], rtol=1e-4)
+
+
+def test_a_scalar_parameter_against_the_exact_trace() -> None:
+    x, y = examples(4)
+    model, data = _WithScalar().double(), (x[:4].double(), y[:4])
+    exact = fisher.fim_trace(model, LOSS, *data, estimator="exact", max_grad_norm=1.0, noise_multiplier=1.0).value
+    found = fisher.fim_trace(model, LOSS, *data, num_probes=200, max_grad_norm=1.0, noise_multiplier=1.0)
+    assert bool(((found.value - exact).abs() < 5 * found.standard_error).all())
+
+
+class _Switch(nn.Module):
+    """Mixes examples when told to, by an argument or an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.stage = nn.Linear(3, 4), nn.Linear(4, 2), 0
+
+    def forward(self, x: Tensor, *, centred: bool = False) -> Tensor:
+        """As said."""
+        hidden = torch.tanh(self.body(x))
+        result: Tensor = self.head(hidden - hidden.mean(dim=0) if centred or self.stage else hidden)
+        return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("by", ["argument", "integer"])
+def test_a_model_that_begins_to_mix_examples_is_found_out(way: str, by: str) -> None:
+    module = _Switch()
+    engine, model, optimizer, loader = start(module, examples(), way)
+    with pytest.raises(RuntimeError, match="mixes examples|differ from those"):
+        for k, (x, y) in enumerate(loader):
+            late = k >= 2
+            module.stage = int(late and by == "integer")
+            given = {"x": x, "centred": late} if by == "argument" else {"x": x}
+            if way == "train_step":
+                engine.train_step(given, y)
+            else:
+                optimizer.zero_grad()
+                LOSS(model(given.pop("x"), **given), y).backward()
+                optimizer.step()
+    assert engine.leakage()["participations"].tolist() == [1] * 12 + [0] * 12
+
+
+class _Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(3, 4, bias=False), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A derivative that is not finite where all inputs are 0."""
+        result: Tensor = self.head(self.body(x).square().sqrt())
+        return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_that_is_not_finite_is_not_released(way: str) -> None:
+    x, y = examples()
+    x[8] = 0.0
+    module = _Root()
+    engine, model, optimizer, loader = start(module, (x, y), way)
+    batches = iter(loader)
+    step(engine, model, optimizer, *next(batches), way)
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(RuntimeError, match="NaN or infinite, though its inputs are finite"):
+        step(engine, model, optimizer, *next(batches), way)
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert engine.leakage()["participations"].tolist() == [1] * 6 + [0] * 18
+
+
+@pytest.mark.parametrize("way", ["hooks", "train_step"])
+def test_a_batch_that_is_used_again_after_an_empty_one_is_refused(way: str) -> None:
+    engine = FILPrivacyEngine()
+    module, (x, y) = mlp(), examples()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(x, y), batch_size=1, generator=torch.Generator().manual_seed(0))
+    model, optimizer, private = engine.make_private(
+        module, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0, criterion=LOSS
+    )
+    last = None
+    for inputs, targets in private:
+        if len(targets) > 1:
+            last = inputs, targets
+        elif not len(targets) and last is not None:
+            with pytest.raises(RuntimeError, match="0 examples were seen"):
+                step(engine, model, optimizer, *last, way)
+            return
+    pytest.fail("no empty batch was drawn")
+
+
+def test_a_tuple_that_was_read_before_is_told_from_the_last_one() -> None:
+    def as_tuple(samples: list[Any]) -> tuple[Tensor, Tensor]:
+        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+    engine = FILPrivacyEngine()
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    loader = DataLoader(TensorDataset(*examples()), batch_size=6, collate_fn=as_tuple)
+    options: dict[str, Any] = {"poisson_sampling": False, "noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    _, _, private = engine.make_private(module, optimizer, loader, criterion=LOSS, **options)
+    batches = iter(private)
+    x, y = next(batches)
+    _, _ = next(batches)
+    with pytest.raises(RuntimeError, match="read before the last one"):
+        engine.train_step(x.clone(), y.clone())
+
+
+def test_labels_of_a_single_class_say_nothing_about_which_batch_it_is() -> None:
+    x, y = examples()
+    y[:6] = 0
+    engine, *_, loader = start(mlp(), (x, y))
+    for inputs, targets in loader:
+        engine.train_step(inputs + 0.1, torch.zeros_like(targets))  # augmented and relabelled
+    assert engine.leakage()["participations"].tolist() == [1] * 24
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_loaders_own_dict_as_the_models_argument(way: str) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            """Of a dict."""
+            result: Tensor = self.inner(batch["x"] + 0 * batch["labels"][:, None])
+            return result
+
+    def as_dict(samples: list[Any]) -> dict[str, Tensor]:
+        return {"x": torch.stack([x for x, _ in samples]), "labels": torch.stack([y for _, y in samples])}
+
+    engine, module = FILPrivacyEngine(), Reads()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.0)
+    loader = DataLoader(TensorDataset(*examples()), batch_size=6, collate_fn=as_dict)
+    model, optimizer, private = engine.make_private(
+        module,
+        optimizer,
+        loader,
+        poisson_sampling=False,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        criterion=LOSS,
+        private=Private(submodule="inner.0"),
+        grad_sample_mode="one-pass" if way == "one-pass" else "hooks",
+    )
+    for batch in private:
+        if way == "train_step":
+            engine.train_step((batch,), batch["labels"])
+        else:
+            optimizer.zero_grad()
+            LOSS(model(batch), batch["labels"]).backward()
+            optimizer.step()
+    assert bool((engine.get_fil().value > 0).all())
+
+
+class _Counting(nn.Module):
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Counts its calls."""
+        self.steps += 1
+        result: Tensor = self.inner(x)
+        return result
+
+
+@pytest.mark.parametrize("max_memory", [2**30, 3000, 1])
+def test_buffers_are_written_once_a_step_however_memory_cuts_it(max_memory: int) -> None:
+    module = _Counting()
+    engine, *_, loader = start(module, examples(), max_memory=max_memory)
+    for x, y in loader:
+        engine.train_step(x, y)
+    assert float(module.steps) == 4
+
+
+class _Forgetful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale, self.unused = mlp(), 3.0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """With a scale, if there is one."""
+        result: Tensor = self.inner(x) * getattr(self, "scale", 1.0) * getattr(self, "extra", 1.0)
+        return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", ["deleted", "one for another", "a tensor"])
+def test_attributes_that_go_are_followed_or_refused(way: str, change: str) -> None:
+    module = _Forgetful()
+    engine, model, optimizer, loader = start(module, examples(), way, seed=1)
+    batches = iter(loader)
+    step(engine, model, optimizer, *next(batches), way)
+    if change == "deleted":
+        del module.scale
+    elif change == "one for another":
+        del module.unused
+        module.extra = 2.5
+    else:
+        module.scale = torch.tensor(1.0)  # type: ignore[assignment]
+        with pytest.raises(RuntimeError, match="copy of the model gives|differ from those"):
+            step(engine, model, optimizer, *next(batches), way)
+        return
+    step(engine, model, optimizer, *next(batches), way)
+    fresh = _Forgetful()
+    if change == "deleted":
+        del fresh.scale
+    else:
+        fresh.extra = 2.5
+    other, model, optimizer, loader = start(fresh, examples(), way, seed=1)
+    for (x, y), _ in zip(loader, range(2), strict=False):
+        step(other, model, optimizer, x, y, way)
+    same = engine.leakage()["squared_norm"][6:12], other.leakage()["squared_norm"][6:12]
+    assert same[0].tolist() == pytest.approx(same[1].tolist(), rel=1e-5)
+
+
+def test_schedules_go_on_from_where_a_checkpoint_was_taken() -> None:
+    def begin() -> Any:
+        engine, model, optimizer, loader = start(mlp(), examples(), seed=1)
+        return (
+            engine,
+            model,
+            optimizer,
+            loader,
+            ExponentialNoise(optimizer, gamma=0.8),
+            ExponentialGradClip(optimizer, gamma=0.9),
+        )
+
+    engine, model, optimizer, loader, noise, clip = begin()
+    for x, y in loader:
+        step(engine, model, optimizer, x, y, "hooks")
+        noise.step()
+        clip.step()
+    file = io.BytesIO()
+    engine.save_checkpoint(
+        path=file, module=model, optimizer=optimizer, noise_scheduler=noise, grad_clip_scheduler=clip
+    )
+    file.seek(0)
+    other, model, resumed, _, noise, clip = begin()
+    other.load_checkpoint(path=file, module=model, optimizer=resumed, noise_scheduler=noise, grad_clip_scheduler=clip)
+    assert resumed.noise_multiplier == pytest.approx(0.8**4)
+    assert (resumed.noise_multiplier, resumed.max_grad_norm) == (optimizer.noise_multiplier, optimizer.max_grad_norm)
