@@ -311,3 +311,25 @@ def test_schedules_go_on_from_where_a_checkpoint_was_taken() -> None:
     other.load_checkpoint(path=file, module=model, optimizer=resumed, noise_scheduler=noise, grad_clip_scheduler=clip)
     assert resumed.noise_multiplier == pytest.approx(0.8**4)
     assert (resumed.noise_multiplier, resumed.max_grad_norm) == (optimizer.noise_multiplier, optimizer.max_grad_norm)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [{"estimator": "exact"}, {"track": ["sketch"]}, {"norm_refresh": 2}], ids=str)
+def test_buffers_that_are_written_where_gradients_are_mapped(way: str, options: dict[str, Any]) -> None:
+    if way == "one-pass" and "norm_refresh" not in options:
+        pytest.skip("one pass serves weight probes alone")
+    module = _Counting()
+    engine, model, optimizer, loader = start(module, examples(), way, **options)
+    for x, y in loader:
+        step(engine, model, optimizer, x, y, way)
+    assert float(module.steps) == 4
+    assert engine.leakage()["participations"].tolist() == [1] * 24
+
+
+def test_no_step_is_taken_after_detach() -> None:
+    engine, *_, loader = start(mlp(), examples())
+    batches = iter(loader)
+    engine.train_step(*next(batches))
+    engine.detach()
+    with pytest.raises(RuntimeError, match="no further step can be taken"):
+        engine.train_step(*next(batches))

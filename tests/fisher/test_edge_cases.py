@@ -344,3 +344,29 @@ def test_a_refused_call_leaves_model_and_random_state_alone() -> None:
     assert all(torch.equal(before[k], v) for k, v in case.model.state_dict().items())
     assert all(p.grad is None for p in case.model.parameters())
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.GRU(3, 3, batch_first=True), r"layer \(GRU\): use opacus.layers.DPLSTM, DPGRU or DPRNN"),
+        (nn.RNN(3, 3, batch_first=True), r"layer \(RNN\): use opacus.layers"),
+    ],
+)
+@pytest.mark.parametrize("estimator", ["exact", "weight-probes"])
+def test_layers_that_cannot_be_mapped_are_named_with_a_remedy(layer: nn.Module, message: str, estimator: str) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = layer, nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """The last output."""
+            result: Tensor = self.head(self.layer(x)[0][:, -1])
+            return result
+
+    x, y = torch.randn(3, 4, 3), torch.randint(2, (3,))
+    with pytest.raises(UnsupportedModuleError, match=message):
+        fisher.fim_trace(
+            Reads(), nn.CrossEntropyLoss(), x, y, estimator=estimator, max_grad_norm=1.0, noise_multiplier=1.0
+        )

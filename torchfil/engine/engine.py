@@ -513,6 +513,7 @@ class FILPrivacyEngine(PrivacyEngine):
 
     def detach(self) -> None:
         """Take all hooks off the model: it is a plain module again. The ledger stays, no further step can be taken."""
+        self._current.detached = True
         self._current.observer.remove()
         self._hooks.remove_hooks()
 

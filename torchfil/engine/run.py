@@ -92,6 +92,7 @@ class Run:
         self.test_matrix: Tensor | None = None
         self.tracker = BatchTracker()
         self.paused = False
+        self.detached = False
         self.drew_masks = False  # whether dropout was active in a measured step
         self.pace = settings.pace()
         self._names = {id(value): name for name, value in module.named_parameters()}
@@ -303,6 +304,8 @@ class Run:
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
         """A whole private step on the current batch; see :meth:`FILPrivacyEngine.train_step`."""
         optimizer = self.optimizer
+        if self.detached:
+            raise RuntimeError("the engine was taken off the model (detach), so no further step can be taken")
         if self.loss is None:
             raise RuntimeError("train_step needs the loss before it is called: pass criterion= to make_private")
         if optimizer.inside_logical_batch or optimizer._step_skip_queue:

@@ -16,6 +16,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -208,7 +209,7 @@ class ExampleGradients:
         args, kwargs, target, offset = self.examples.restore(z, public)
         batched = map_tensors(lambda leaf: leaf.unsqueeze(0), (args, kwargs, target))
         with added_to_output(self.model, self.examples.submodule, offset):
-            outputs = call_with(self.model, {**parameters, **self.constants}, batched[0], batched[1])
+            outputs = call_with(self.model, {**parameters, **self._own_constants()}, batched[0], batched[1])
         value = self.loss_fn(outputs, batched[2])
         if value.numel() != 1:
             raise ValueError(
@@ -216,6 +217,14 @@ class ExampleGradients:
                 "one. Use reduction='mean' or 'sum', or sum over the outputs of an example yourself."
             )
         return value.reshape(())
+
+    @cached_property
+    def _buffers(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.model.named_buffers())
+
+    def _own_constants(self) -> dict[str, Tensor]:
+        """The constants, buffers copied: a forward pass may write into them, which a mapped one must not."""
+        return {name: value.clone() if name in self._buffers else value for name, value in self.constants.items()}
 
     def _map(
         self, one: Callable[..., Tensor], extra: tuple[tuple[Tensor, int | None], ...], shape: tuple[int, ...]
@@ -227,7 +236,7 @@ class ExampleGradients:
         arguments = (self.examples.z, self.examples.public, *(t for t, _ in extra))
         with differentiable_twice():
             if self.dropout_seed is None:
-                with _explain_randomness():
+                with _explain_randomness(), _explain_layers(self.model):
                     result: Tensor = vmap(one, in_dims=in_dims, randomness="error")(*arguments)
             else:
                 with _seeded(self.dropout_seed, self.device):
@@ -380,6 +389,32 @@ def _explain_randomness() -> Iterator[None]:
             "the model draws random numbers in its forward pass (dropout called as a function?), so its gradient's "
             "Jacobian is undefined; put it in eval mode"
         ) from error
+
+
+@contextlib.contextmanager
+def _explain_layers(model: nn.Module) -> Iterator[None]:
+    """Name layers that are known to fail, and what to use instead, where something inside fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = [(name or type(model).__name__, module, _instead_of(module)) for name, module in model.named_modules()]
+        known = [f"{name} ({type(module).__name__}): {instead}" for name, module, instead in found if instead]
+        if not known:
+            raise
+        raise UnsupportedModuleError(
+            f"the gradient could not be taken example by example ({str(error).strip().splitlines()[0]}). Layers known "
+            f"to prevent that: {'; '.join(known)}."
+        ) from error
+
+
+def _instead_of(module: nn.Module) -> str | None:
+    if isinstance(module, nn.RNNBase):
+        return "use opacus.layers.DPLSTM, DPGRU or DPRNN"
+    if isinstance(module, nn.EmbeddingBag):
+        return "use nn.Embedding and the sum or mean of its rows"
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+        return "build it without max_norm and sparse"
+    return None
 
 
 @contextlib.contextmanager
