@@ -9,6 +9,7 @@ the "gradient signal".
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torchfil.clipping import ClipFunction, get_clip
 from torchfil.examples import Inputs, Private
 from torchfil.fisher.ghost.norms import NormGradient, norm_gradient
+from torchfil.fisher.ghost.recording import UnsupportedCallError
 from torchfil.fisher.ghost.trial import Plan, plan
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.graphs import CapturedPass, signature
@@ -71,10 +73,10 @@ def susceptibility(
     parts = []
     if known.reason is None:
         rows_at_once = max(1, max_memory // max(1, known.bytes_per_example))
-        parts = [
-            one_pass(replace(gradients, examples=examples)) for _, examples in gradients.examples.chunks(rows_at_once)
-        ]
-    else:
+        chunks = gradients.examples.chunks(rows_at_once)
+        with contextlib.suppress(UnsupportedCallError):  # of a batch that is not as the trial's
+            parts = [one_pass(replace(gradients, examples=examples)) for _, examples in chunks]
+    if not parts:
         parts = [_from_gradients(part) for _, part in gradients.chunks(max_memory, _WORKING_VECTORS)]
     square = torch.cat([part.square for part in parts])
     slope = torch.cat([part.gradient for part in parts])
@@ -226,8 +228,9 @@ class PLIS:
         )
 
     def _plan(self, gradients: ExampleGradients) -> Plan:
-        shapes = tuple(part.shape[1:] for part in gradients.examples.maps(gradients.examples.z[:1]).values())
-        key = (shapes, gradients.dtype, gradients.device, self.model.training)
+        training = tuple(module.training for module in gradients.model.modules())
+        kind = (gradients.examples.form, gradients.num_coordinates, gradients.dtype, gradients.device)
+        key = (*kind, training, tuple(gradients.parameters))
         if key in self._plans:
             return self._plans[key]
         found = plan(gradients)

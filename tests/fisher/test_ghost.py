@@ -12,7 +12,7 @@ from cases import CASES, CLIPS, DEVICE, build, relative_error
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfil import fisher, zoo
+from torchfil import PLIS, fisher, zoo
 from torchfil.examples import Private
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.batch import PrivateBatch
@@ -758,6 +758,8 @@ def test_a_batch_that_is_not_as_the_trials_is_mapped() -> None:
     source = torch.Generator().manual_seed(0)
     found = fisher.fim_trace(model, nn.CrossEntropyLoss(), x, y, num_probes=100, generator=source, **options)
     assert bool(((found.value - exact).abs() < 5 * found.standard_error).all())
+    whole, parts = PLIS(model, nn.CrossEntropyLoss()), PLIS(model.inner, nn.CrossEntropyLoss())
+    assert relative_error(whole.attribute(x, y), parts.attribute(x, y)) < 1e-12
 
 
 class _Answer:

@@ -126,6 +126,16 @@ class ExampleGradients:
         for rows, examples in self.examples.chunks(max(1, max_memory // bytes_per_example)):
             yield rows, replace(self, examples=examples)
 
+    def double(self) -> ExampleGradients:
+        """The same in float64."""
+
+        def doubled(value: Tensor) -> Tensor:
+            return value.double() if value.is_floating_point() else value
+
+        examples = replace(self.examples, z=self.examples.z.double(), public=map_tensors(doubled, self.examples.public))
+        parameters, constants = map_tensors(doubled, (self.parameters, self.constants))
+        return replace(self, examples=examples, parameters=parameters, constants=constants)
+
     def losses(self) -> Tensor:
         """ℓ of every example, [batch]."""
         return self._map(lambda z, public: self.loss_of_one(self.parameters, z, public), (), ())

@@ -13,7 +13,6 @@ from torchfil.fisher.ghost.norms import Held, inner_products, norm_gradient, wei
 from torchfil.fisher.ghost.recording import cut, holders, record
 from torchfil.fisher.ghost.rules import ConvolutionRule, GenericRule, rule_for
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
-from torchfil.trees import map_tensors
 
 __all__ = ["Plan", "plan"]
 
@@ -161,13 +160,7 @@ def _summed_and_products(part: ExampleGradients, u: Tensor) -> tuple[Tensor, Ten
 
 def _difference_in_float64(part: ExampleGradients, reason: str) -> str | None:
     """The difference that is left in float64; ``reason``, where the model does not run in it."""
-
-    def double(value: Tensor) -> Tensor:
-        return value.double() if value.is_floating_point() else value
-
-    examples = replace(part.examples, z=part.examples.z.double(), public=map_tensors(double, part.examples.public))
-    parameters, constants = map_tensors(double, (part.parameters, part.constants))
-    doubled = replace(part, examples=examples, parameters=parameters, constants=constants)
+    doubled = part.double()
     try:
         return _difference(doubled, _probe(doubled))
     except torch.OutOfMemoryError:
