@@ -170,3 +170,67 @@ def test_the_fused_step_falls_back_by_itself(module: nn.Module) -> None:
         results.append((torch.cat([p.detach().flatten() for p in model.parameters()]), engine.get_fil().value))
     assert relative_error(results[0][0], results[1][0]) < 1e-10
     assert relative_error(results[0][1], results[1][1]) < 1e-8
+
+
+class _Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4, bias=False), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A derivative that is not finite where all inputs are 0."""
+        result: torch.Tensor = self.head(self.body(x).square().sqrt())
+        return result
+
+
+def test_a_gradient_that_is_not_finite_is_told_of_at_the_next_step() -> None:
+    x, y = torch.randn(24, 3), torch.randint(2, (24,))
+    x[8] = 0.0
+    module = _Root().cuda()
+    engine = FILPrivacyEngine()
+    _, _, loader = engine.make_private(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.0),
+        DataLoader(TensorDataset(x, y), batch_size=6),
+        poisson_sampling=False,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        criterion=nn.CrossEntropyLoss(),
+    )
+    with pytest.raises(RuntimeError, match="batch of the last step, which was taken"):
+        for inputs, targets in loader:
+            engine.train_step(inputs, targets)
+    assert engine.leakage()["participations"].tolist() == [1] * 12 + [0] * 12
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_captured_pass_does_not_serve_another_argument(flag: bool) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+        def forward(self, x: torch.Tensor, *, large: bool) -> torch.Tensor:
+            """Three times as large, or not."""
+            result: torch.Tensor = self.inner(x) * (3.0 if large else 1.0)
+            return result
+
+    torch.manual_seed(0)
+    x, y = torch.randn(24, 3), torch.randint(2, (24,))
+    start, norms = Scaled().cuda(), []
+    for first in (flag, not flag):
+        module, engine = copy.deepcopy(start), FILPrivacyEngine()
+        _, _, loader = engine.make_private(
+            module,
+            torch.optim.SGD(module.parameters(), lr=0.0),
+            DataLoader(TensorDataset(x, y), batch_size=6),
+            poisson_sampling=False,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            criterion=nn.CrossEntropyLoss(),
+        )
+        for k, (inputs, targets) in enumerate(loader):
+            engine.train_step({"x": inputs, "large": first if k < 2 else flag}, targets)
+        norms.append(torch.tensor(engine.leakage()["squared_norm"].tolist()))
+    assert relative_error(norms[0][12:], norms[1][12:]) < 1e-5
+    assert relative_error(norms[0][:12], norms[1][:12]) > 0.1

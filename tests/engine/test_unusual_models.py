@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,27 @@ def test_a_gradient_that_is_not_finite_is_not_released(way: str) -> None:
         step(engine, model, optimizer, *next(batches), way)
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert engine.leakage()["participations"].tolist() == [1] * 6 + [0] * 18
+
+
+def test_a_gpu_that_has_not_finished_tells_at_the_next_step() -> None:
+    class OnGPU:
+        """Norms as a GPU would hold them."""
+
+        device = SimpleNamespace(type="cuda")
+
+        def sum(self) -> Tensor:
+            """Not finite."""
+            return torch.tensor(float("nan"))
+
+    engine, *_, loader = start(mlp(), examples())
+    batches = iter(loader)
+    engine.train_step(*next(batches))
+    engine._current._look_at_norms(OnGPU())  # type: ignore[arg-type]
+    batch = next(batches)
+    with pytest.raises(RuntimeError, match="batch of the last step, which was taken"):
+        engine.train_step(*batch)
+    engine.train_step(*batch)
+    assert engine.leakage()["participations"].tolist() == [1] * 12 + [0] * 12
 
 
 @pytest.mark.parametrize("way", ["hooks", "train_step"])

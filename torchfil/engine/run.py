@@ -98,7 +98,7 @@ class Run:
         self._names = {id(value): name for name, value in module.named_parameters()}
         self._staged: list[_Staged] = []
         self._measure_this_step: bool | None = None
-        self._last_norms_were_finite: Callable[[], None] = lambda: None
+        self._last_norms_were_finite: Callable[[], None] = _nothing
 
     observer: Observer
     private_module: nn.Module
@@ -313,7 +313,8 @@ class Run:
                 "train_step takes whole logical batches; do not use BatchMemoryManager with it (max_memory cuts a "
                 "batch into pieces by itself)"
             )
-        self._last_norms_were_finite()
+        look, self._last_norms_were_finite = self._last_norms_were_finite, _nothing
+        look()
         inputs, targets = self.measurer.moved(plain((inputs, targets)))
         args, kwargs = as_call(inputs)
         finite = finiteness_check(args, kwargs, targets)
@@ -612,6 +613,7 @@ class Run:
         self.test_matrix = matrix.to(device) if matrix is not None else None
         self._staged.clear()
         self._measure_this_step = None
+        self._last_norms_were_finite = _nothing
 
 
 def _latest(forwards: list[ForwardPass], num_gradients: int) -> list[ForwardPass]:
@@ -620,6 +622,10 @@ def _latest(forwards: list[ForwardPass], num_gradients: int) -> list[ForwardPass
         if sum(len(forward.ids or ()) for forward in forwards[start:]) == num_gradients:
             return forwards[start:]
     return forwards
+
+
+def _nothing() -> None:
+    """No look to take."""
 
 
 def _tensors(tree: Any) -> list[Tensor]:
