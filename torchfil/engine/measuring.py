@@ -8,7 +8,6 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from torchfil.fisher.amplification import (
 )
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
-from torchfil.fisher.ghost import GhostJacobian, Plan, plan
+from torchfil.fisher.ghost import Plan, plan
 from torchfil.fisher.gradients import (
     ExampleGradients,
     copy_without_weights,
@@ -55,7 +54,6 @@ _MOST_SHAPES = 256
 _STEPS_BETWEEN_LOOKS = 128  # at whether the live model still gives what its copy does
 _EXAMPLES_TO_LOOK_AT = 8
 _CHANGES_OF_INTEGERS = 8  # that make a recorded pass anew; what changes more often is a counter
-_FAR_FROM_EXACT = 20  # times our own rounding: beyond what another order of operations does
 _FAR_APART = 5  # times the tolerance: beyond what lower precision does
 _PLAIN = (int, float, bool, str, type(None))
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
@@ -212,17 +210,10 @@ class Measurer:
         copied = found[: len(few)]
         apart, size = float((live - copied).abs().max()), float(live.abs().max())
         if apart > _TOLERANCE.get(found.dtype, 0.1) * size:
-            if _within_rounding(apart, [found], lambda: [self._losses_in_float64(args, kwargs, targets, loss)]):
-                return
             raise RuntimeError(
                 f"the model's losses on this batch are at most {size:.4g}, "
                 f"{_COPY_DIFFERS.format(f'some that differ by up to {apart:.3g}')}"
             )
-
-    def _losses_in_float64(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, loss: IdentifiedLoss
-    ) -> Tensor:
-        return self.gradients_at(self.lay_out(args, kwargs, targets), loss).double().losses()
 
     def write_buffers(self, gradients: ExampleGradients) -> None:
         """Bring into the live model what a pass that stands for its forward pass has written into buffers."""
@@ -425,17 +416,12 @@ class Measurer:
                 for forward, _ in looked_at:
                     self.check_loss(forward, loss)
                 apart, size = max(distances, key=lambda pair: pair[0] / max(pair[1], 1e-30))
-                ours = [leaf for _, found in looked_at for leaf in found if leaf.is_floating_point()]
-                exact = partial(self._exact_output_gradients, [forward for forward, _ in looked_at], loss)
-                if apart > _FAR_APART * tolerance * size and not _within_rounding(apart, ours, exact):
+                if apart > _FAR_APART * tolerance * size:
                     theirs = f"one that differs by up to {apart:.3g}"
                     raise RuntimeError(
                         f"the gradient at the model's output is at most {size:.3g}, {_COPY_DIFFERS.format(theirs)}"
                     )
-            measured = [] if norms is None else [norms[0]]
-            if distance > tolerance * largest and not _within_rounding(
-                distance, measured, partial(self._exact_norms, forwards, loss)
-            ):
+            if distance > tolerance * largest:
                 raise RuntimeError(
                     "the per-example gradients that the optimizer clips differ from those of the engine's loss (norms "
                     f"by up to {distance:.3g}, the largest being {largest:.3g}): the loss reaches the parameters by "
@@ -443,21 +429,6 @@ class Measurer:
                 )
 
         return confirm
-
-    def _in_float64(self, forwards: Sequence[ForwardPass], loss: IdentifiedLoss) -> list[ExampleGradients]:
-        return [self.gradients_at(self.examples_of(forward), loss).double() for forward in forwards]
-
-    def _exact_norms(self, forwards: Sequence[ForwardPass], loss: IdentifiedLoss) -> list[Tensor]:
-        """‖g‖ of all examples in float64, one tensor, from gradients one by one."""
-        passes = self._in_float64(forwards, loss)
-        chunks = [part for one in passes for _, part in one.chunks(self.settings.max_memory, 4)]
-        return [torch.cat([torch.linalg.vector_norm(part.gradients(), dim=1) for part in chunks])]
-
-    def _exact_output_gradients(self, forwards: Sequence[ForwardPass], loss: IdentifiedLoss) -> list[Tensor]:
-        """The gradients at the outputs in float64, of passes that are known to fit the model."""
-        passes = self._in_float64(forwards, loss)
-        found = [leaf for one in passes for leaf in GhostJacobian(one, self.settings.clip, 1.0).output_gradients]
-        return [leaf for leaf in found if leaf.is_floating_point()]
 
     def gradients_of(self, batch: Any, loss: IdentifiedLoss) -> ExampleGradients:
         """The gradients, at the present weights, of a batch from the data set."""
@@ -498,20 +469,6 @@ class Measurer:
             if value is not None:
                 (trainable if value.requires_grad else constant)[name] = value.detach()
         return trainable, constant
-
-
-def _within_rounding(apart: float, found: Sequence[Tensor], exact: Callable[[], Sequence[Tensor]]) -> bool:
-    """Whether two results that are so far apart may both be right: ours is about as far from that in float64.
-
-    So it is where nearly equal numbers cancel, as in the gradient of an example that is fitted perfectly.
-    """
-    try:
-        errors = [float((a - b).abs().max()) for a, b in zip(found, exact(), strict=True)]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # a model that does not run in float64
-        return False
-    return bool(errors) and apart <= _FAR_FROM_EXACT * max(errors)
 
 
 NOT_FINITE = (
