@@ -15,6 +15,7 @@ from torchfil import PLIS, fisher
 from torchfil.errors import UnsupportedModuleError
 from torchfil.examples import Examples, Private, superpixel
 from torchfil.fisher import PoissonAmplification, reference
+from torchfil.fisher.gradients import _explain_layers
 
 SETTINGS: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": SIGMA}
 FUNCTIONS: list[Callable[..., Any]] = [
@@ -370,3 +371,8 @@ def test_layers_that_cannot_be_mapped_are_named_with_a_remedy(layer: nn.Module, 
         fisher.fim_trace(
             Reads(), nn.CrossEntropyLoss(), x, y, estimator=estimator, max_grad_norm=1.0, noise_multiplier=1.0
         )
+
+
+def test_a_lack_of_memory_is_not_blamed_on_a_layer() -> None:
+    with pytest.raises(torch.OutOfMemoryError), _explain_layers(nn.GRU(3, 3)):
+        raise torch.OutOfMemoryError

@@ -406,6 +406,8 @@ def _explain_layers(model: nn.Module) -> Iterator[None]:
     """Name layers that are known to fail, and what to use instead, where something inside fails."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         found = [(name or type(model).__name__, module, _instead_of(module)) for name, module in model.named_modules()]
         known = [f"{name} ({type(module).__name__}): {instead}" for name, module, instead in found if instead]
