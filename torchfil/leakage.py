@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.bounds import mse_from_trace
 from torchfil.fisher.results import Estimate, Kind
 from torchfil.ledger import Ledger
 
@@ -128,7 +128,11 @@ class Leakage:
     def get_trace(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """Tr I, the Fisher information summed over the run, [ids]."""
         rows = self._rows(example_ids)
-        return self._estimate(self.ledger.sums["trace"][rows], self.ledger.sums["variance"][rows], rows)
+        sums = self.ledger.sums
+        found = self._estimate(sums["trace"][rows], sums["variance"][rows], rows)
+        if self.degrees_of_freedom is not None:
+            return found
+        return replace(found, chi_square=2 * found.value.square() / sums["variance_limit"][rows])
 
     def get_fil(
         self,
@@ -144,10 +148,7 @@ class Leakage:
                 bound from a tracked "sketch" (Nyström); ``get_fil()`` times sqrt(d) bounds it from above.
         """
         if kind == "trace":
-            trace, d = self.get_trace(example_ids), self.num_coordinates
-            value = (trace.value / d).sqrt()
-            error = _divide(trace.standard_error, 2 * d * value)
-            return Estimate(value, error, trace.kind, trace.degrees_of_freedom, positive=True)
+            return self.get_trace(example_ids).raised(0.5, self.num_coordinates)
         if kind != "spectral":
             raise ValueError(f"kind={kind!r} must be 'trace' or 'spectral'")
         rows = self._rows(example_ids)
@@ -168,11 +169,7 @@ class Leakage:
 
     def get_mse_bound(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """The MSE per coordinate that no unbiased attacker can get below, d / tr(I), [ids]; infinite where none."""
-        trace = self.get_trace(example_ids)
-        value = mse_from_trace(trace.value, self.num_coordinates)
-        error = _divide(value * trace.standard_error, trace.value)
-        turned: dict[Kind, Kind] = {"lower bound": "upper bound", "upper bound": "lower bound"}
-        return Estimate(value, error, turned.get(trace.kind, trace.kind), trace.degrees_of_freedom, positive=True)
+        return self.get_trace(example_ids).raised(-1.0, self.num_coordinates)
 
     def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """sqrt(I_jj) per private coordinate, [ids, d]; its inverse is the error of an unbiased guess of it."""
@@ -187,9 +184,7 @@ class Leakage:
             value = self.ledger.sums["fim"][rows].diagonal(dim1=1, dim2=2)
             unknown = torch.zeros_like(value) if self.exact else torch.full_like(value, math.nan)
             diagonal = Estimate(value, unknown, self._kind(rows))
-        value = diagonal.value.clamp(min=0).sqrt()
-        error = _divide(diagonal.standard_error, 2 * value)
-        return Estimate(value, error, diagonal.kind, diagonal.degrees_of_freedom, positive=True)
+        return diagonal.raised(0.5)
 
     def get_plis(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """Σ_t ∂(‖g̃_t‖/s_t)²/∂z over the steps that used the example, [ids, d], in the order of z.

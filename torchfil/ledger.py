@@ -6,6 +6,7 @@ bound on the Fisher information of the trained model; a step without the example
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,6 +33,8 @@ class Contribution:
         variance: The variance of ``trace``, [batch].
         variance_spread: variance² / its degrees of freedom, [batch]; summed, it gives those of the total
             (Welch and Satterthwaite).
+        variance_limit: A variance that is not too small in the mean, whatever the probes, [batch]; None: not known, and
+            infinite from then on.
         square: An estimate of (tr I_t)², [batch]; summed, it gives the variance due to random participation.
         diagonal: diag I_t, [batch, d]; with its variance.
         diagonal_variance: [batch, d].
@@ -46,6 +49,7 @@ class Contribution:
     trace: Tensor | None = None
     variance: Tensor | None = None
     variance_spread: Tensor | None = None
+    variance_limit: Tensor | None = None
     square: Tensor | None = None
     diagonal: Tensor | None = None
     diagonal_variance: Tensor | None = None
@@ -109,6 +113,7 @@ class Ledger:
             "trace",
             "variance",
             "variance_spread",
+            "variance_limit",
             "square",
             "diagonal",
             "diagonal_variance",
@@ -119,6 +124,8 @@ class Ledger:
             value = getattr(contribution, name)
             if value is not None and name in self.sums:
                 self.sums[name].index_add_(0, rows, value.double())
+        if contribution.variance_limit is None:
+            self.sums["variance_limit"].index_fill_(0, rows, math.inf)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors and plain numbers."""
@@ -165,6 +172,7 @@ def _layout(
         "trace": ((n,), torch.float64),
         "variance": ((n,), torch.float64),
         "variance_spread": ((n,), torch.float64),
+        "variance_limit": ((n,), torch.float64),
         "square": ((n,), torch.float64),
         "squared_norm": ((n,), torch.float64),
         "participations": ((n,), torch.int64),

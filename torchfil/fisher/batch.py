@@ -225,8 +225,4 @@ class PrivateBatch:
             shape = {"trace": (0,), "diagonal": (0, d), "matrix": (0, d, d)}[quantity]
             value = torch.zeros(shape, dtype=self.gradients.dtype, device=self.gradients.device)
             return Estimate(value, value, "exact" if estimator == "exact" else "estimate")
-        value = torch.cat([part.mean for part in parts])
-        if all(part.exact for part in parts):
-            return Estimate.exact(value)
-        error = torch.cat([part.variance for part in parts]).clamp(min=0).sqrt()
-        return Estimate(value, error, "estimate", parts[0].degrees_of_freedom, positive=quantity != "matrix")
+        return Moments.joined(parts).estimate(positive=quantity != "matrix")

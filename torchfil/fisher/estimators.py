@@ -14,13 +14,14 @@ half of the trace. A single weight probe saves that derivative and samples both,
 Because u is shared, the errors of two examples of one batch are correlated; across draws they are not.
 
 The standard error comes from the spread of the probes. A single probe has no spread; from Var X ≤ M (EX)²
-follows E[M/(1+M) X²] ≥ Var X, so its standard error is reported as sqrt(M/(1+M))·X, which is conservative.
+follows E[M/(1+M) X²] ≥ Var X, so its standard error is reported as sqrt(M/(1+M))·X, which is conservative. The mean of
+k probes has the limit M/k instead of M, which tells more than a spread of two or three of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.results import Estimate
 
 __all__ = ["ESTIMATORS", "Draws", "GivenDraws", "Moments", "Quantity", "available_estimators", "register_estimator"]
 
@@ -38,12 +40,36 @@ _PROBE_SPREAD = 2.0  # Var X ≤ 2 (EX)² for X = ‖Au‖², u ∈ {±1}^p
 
 @dataclass(frozen=True)
 class Moments:
-    """A mean over draws and the variance of that mean, with the degrees of freedom of the variance."""
+    """A mean over draws and the variance of that mean, with the degrees of freedom of the variance.
+
+    ``limit`` is another variance, which is not too small in the mean whatever is sampled; None where none is known.
+    """
 
     mean: Tensor
     variance: Tensor
     degrees_of_freedom: float
     exact: bool = False
+    limit: Tensor | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Moments]) -> Moments:
+        """Those of several chunks of a batch, one after the other."""
+        limits = [part.limit for part in parts if part.limit is not None]
+        return cls(
+            torch.cat([part.mean for part in parts]),
+            torch.cat([part.variance for part in parts]),
+            parts[0].degrees_of_freedom,
+            exact=all(part.exact for part in parts),
+            limit=torch.cat(limits) if limits else None,
+        )
+
+    def estimate(self, *, positive: bool) -> Estimate:
+        """The mean, with all that is known of its error."""
+        if self.exact:
+            return Estimate.exact(self.mean)
+        chi_square = 2 * self.mean.square() / self.limit if self.limit is not None else None
+        error = self.variance.clamp(min=0).sqrt()
+        return Estimate(self.mean, error, "estimate", self.degrees_of_freedom, positive, chi_square)
 
 
 class Estimator(Protocol):
@@ -149,7 +175,7 @@ def coordinates(
         total.add(d * jacobian.perpendicular_squared_norm(direction))
     moments = total.result()
     correction = 1 - count / d if count > 1 else 1.0
-    found = Moments(moments.mean, moments.variance * correction, moments.degrees_of_freedom, exact=count == d)
+    found = replace(moments, variance=moments.variance * correction, exact=count == d)
     return _with_parallel_part(jacobian, mechanism, {"trace": found})
 
 
@@ -193,8 +219,9 @@ def _with_parallel_part(
         parallel = read[name]()
         shape = (-1,) + (1,) * (parallel.ndim - 1)
         mean = perp.reshape(shape) * moments.mean + par.reshape(shape) * parallel
-        variance = perp.reshape(shape).square() * moments.variance
-        result[name] = Moments(mean, variance, moments.degrees_of_freedom, moments.exact)
+        factor = perp.reshape(shape).square()
+        limit = factor * moments.limit if moments.limit is not None else None
+        result[name] = replace(moments, mean=mean, variance=factor * moments.variance, limit=limit)
     return result
 
 
@@ -209,7 +236,7 @@ def _probe_moments(
         "diagonal": torch.square,
         "matrix": lambda r: r[:, :, None] * r[:, None, :],
     }
-    totals = {name: _RunningMoments(spread=_PROBE_SPREAD) for name in quantities}
+    totals = {name: _RunningMoments(None if name == "matrix" else _PROBE_SPREAD) for name in quantities}
     for r in rows:
         for name, total in totals.items():
             total.chi_square = name == "diagonal" or r.shape[1] == 1  # one squared number per probe, no sum of many
@@ -253,9 +280,12 @@ def _trace_only(name: str, quantities: Sequence[Quantity]) -> None:
 
 
 class _RunningMoments:
-    """The mean of samples and its variance (Welford), in memory independent of their number."""
+    """The mean of samples and its variance (Welford), in memory independent of their number.
 
-    def __init__(self, spread: float) -> None:
+    ``spread`` is M, where Var X ≤ M (EX)².
+    """
+
+    def __init__(self, spread: float | None) -> None:
         self.spread = spread
         self.chi_square = False
         self.count = 0
@@ -272,7 +302,10 @@ class _RunningMoments:
         self.squares = self.squares + delta * (sample - self.mean)
 
     def result(self) -> Moments:
-        if self.count == 1:
-            freedom = 1.0 if self.chi_square else float("inf")
-            return Moments(self.mean, self.spread / (1 + self.spread) * self.mean.square(), freedom)
-        return Moments(self.mean, self.squares / (self.count * (self.count - 1)), self.count - 1.0)
+        limit = None
+        if self.spread is not None:
+            largest = self.spread / self.count
+            limit = (largest if self.chi_square else largest / (1 + largest)) * self.mean.square()
+        if self.count == 1 and self.spread is not None:
+            return Moments(self.mean, self.spread / (1 + self.spread) * self.mean.square(), 1.0, limit=limit)
+        return Moments(self.mean, self.squares / (self.count * (self.count - 1)), self.count - 1.0, limit=limit)

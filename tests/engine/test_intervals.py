@@ -1,0 +1,133 @@
+"""The intervals of a run's sums: they cover, and are no wider than what is known of all probes allows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchfil.engine.contributions import additions
+from torchfil.fisher.batch import Measurement
+from torchfil.fisher.estimators import _probe_moments
+from torchfil.fisher.results import Estimate
+from torchfil.leakage import ExampleIds, Leakage
+from torchfil.ledger import Contribution, Ledger
+
+D = 5
+
+
+def run(
+    rank: int,
+    probes: int,
+    *,
+    steps: int = 12,
+    rate: float = 1.0,
+    unevenness: float = 0.5,
+    n: int = 3000,
+    seed: int = 0,
+) -> tuple[Leakage, Tensor]:
+    """Every example takes part in every step with a Fisher information of that rank; and the true traces.
+
+    The traces of the steps are log-normal, the more uneven the fewer steps make up the sum.
+    """
+    source = torch.Generator().manual_seed(seed)
+    ledger, rows, truth = Ledger(n, D), torch.arange(n), torch.zeros(n, dtype=torch.float64)
+    for _ in range(steps):
+        trace = torch.exp(unevenness * torch.randn(n, generator=source, dtype=torch.float64))
+        truth += trace
+        contribution = Contribution(rows, trace)
+        if float(torch.rand((), generator=source)) < rate:
+            normal = torch.randn(probes, n, rank, generator=source, dtype=torch.float64)
+            seen = torch.nn.functional.pad(normal * (trace / rank).sqrt()[:, None], (0, D - rank))
+            estimate = _probe_moments(iter(seen), ("trace",), probes)["trace"].estimate(positive=True)
+            measurement = Measurement({"trace": estimate}, trace, None, None)
+            contribution = Contribution(rows, trace, **additions(measurement, rate, skipping=rate < 1))
+        ledger.add(contribution)
+    return Leakage(ledger, ExampleIds(n, None), exact=False, skipping=rate < 1), truth
+
+
+def coverage(rank: int, probes: int, repeats: int = 1, **options: float) -> float:
+    """Of the traces, the MSE bounds and FIL at once: one number, since all three are one interval raised."""
+    inside = []
+    for seed in range(repeats):
+        leakage, truth = run(rank, probes, seed=seed, **options)  # type: ignore[arg-type]
+        seen = leakage.get_trace().value > 0
+        covered = [
+            (low <= true) & (true <= high)
+            for (low, high), true in (
+                (leakage.get_trace().interval(0.95), truth),
+                (leakage.get_mse_bound().interval(0.95), D / truth),
+                (leakage.get_fil().interval(0.95), (truth / D).sqrt()),
+            )
+        ]
+        assert torch.equal(covered[0][seen], covered[1][seen])
+        assert torch.equal(covered[0][seen], covered[2][seen])
+        inside.append(covered[0][seen].double().mean())
+    return float(torch.stack(inside).mean())
+
+
+@pytest.mark.parametrize("probes", [1, 2, 3, 8])
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_intervals_cover_whatever_the_rank(rank: int, probes: int) -> None:
+    """Of a single probe, whose error is reported by its upper bound, more than they say where the rank is large."""
+    covered = coverage(rank, probes)
+    assert 0.92 <= covered <= (0.999 if probes == 1 else 0.985)
+
+
+@pytest.mark.parametrize("probes", [1, 2, 3])
+def test_intervals_of_a_single_step_cover(probes: int) -> None:
+    assert coverage(2, probes, steps=1) >= 0.92
+
+
+@pytest.mark.parametrize("rate", [0.15, 0.4, 0.8])
+@pytest.mark.parametrize("probes", [1, 2, 6])
+def test_intervals_cover_where_steps_are_skipped(probes: int, rate: float) -> None:
+    covered = coverage(3, probes, steps=40, rate=rate, unevenness=1.0, n=300, repeats=20)
+    assert 0.93 <= covered <= 0.995
+
+
+@pytest.mark.parametrize("confidence", [0.95, 1 - 0.05 / 3000])
+def test_a_second_probe_does_not_loosen_the_smallest_bound(confidence: float) -> None:
+    """Two probes say little of their own spread: by it alone the smallest of many lower ends is next to nothing."""
+    ends = []
+    for probes in (1, 2, 3):
+        leakage, truth = run(4, probes, unevenness=1.0)
+        low = leakage.get_mse_bound().interval(confidence)[0]
+        ends.append(float(low.min() / (D / truth).min()))
+        trace = leakage.get_trace()
+        by_spread = Estimate(trace.value, trace.standard_error, "estimate", trace.degrees_of_freedom, positive=True)
+        alone = float((D / by_spread.interval(confidence)[1]).min() / (D / truth).min())
+        assert alone < ends[-1] / (20 if probes == 2 else 1)
+    assert ends[0] < ends[1] < ends[2]
+
+
+def test_no_limit_is_claimed_where_one_measurement_lacks_it() -> None:
+    leakage, _ = run(2, 2, n=4)
+    limited = leakage.get_trace().chi_square
+    assert limited is not None
+    assert bool((limited > 0).all())
+    assert bool(limited.isfinite().all())
+    leakage.ledger.add(Contribution(torch.tensor([1]), torch.ones(1)))  # took part in a step that was skipped
+    limited = leakage.get_trace().chi_square
+    assert limited is not None
+    assert (limited == 0).tolist() == [False, True, False, False]
+    trace = leakage.get_trace()
+    by_spread = Estimate(trace.value, trace.standard_error, "estimate", trace.degrees_of_freedom, positive=True)
+    assert torch.equal(trace.interval()[1][1], by_spread.interval()[1][1])
+
+
+def test_raising_an_estimate_raises_its_interval() -> None:
+    value, error = torch.tensor([2.0, 5.0, 0.0]).double(), torch.tensor([0.5, 1.0, 0.0]).double()
+    freedom, limit = torch.tensor([1.0, 30.0, 2.0]), torch.tensor([8.0, 20.0, torch.nan]).double()
+    estimate = Estimate(value, error, "lower bound", freedom, positive=True, chi_square=limit)
+    low, high = estimate.interval(0.9)
+    root, inverse = estimate.raised(0.5, 3.0), estimate.raised(-1.0, 3.0)
+    for found, expected in zip(root.interval(0.9), (low, high), strict=True):
+        torch.testing.assert_close(found, (expected / 3).sqrt())
+    for found, expected in zip(inverse.interval(0.9), (high, low), strict=True):
+        torch.testing.assert_close(found, 3 / expected)
+    assert (root.kind, inverse.kind) == ("lower bound", "upper bound")
+    torch.testing.assert_close(root.standard_error[:2], root.value[:2] * error[:2] / value[:2] / 2)
+    assert inverse.value[2] == torch.inf
+    assert inverse.standard_error[2] == 0
+    torch.testing.assert_close(inverse.raised(-0.5).interval(0.9)[0][:2], (low / 3).sqrt()[:2])
