@@ -266,6 +266,26 @@ def test_buffers_are_written_once_a_step_however_memory_cuts_it(max_memory: int)
     assert float(module.steps) == 4
 
 
+class _ByHalves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Larger batches in two calls, as trials of few examples do not show."""
+        halves = x.chunk(2) if len(x) > 3 else (x,)
+        return torch.cat([self.inner(half) for half in halves])
+
+
+def test_a_loop_of_one_pass_refuses_a_batch_that_it_does_not_fit() -> None:
+    engine, model, optimizer, loader = start(_ByHalves(), examples(), "one-pass")
+    x, y = next(iter(loader))
+    LOSS(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="does not fit this batch.*grad_sample_mode='hooks'"):
+        optimizer.step()
+    assert engine._current.ledger is None
+
+
 class _Forgetful(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ from torchfil.fisher.amplification import (
 )
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
-from torchfil.fisher.ghost import Plan, plan
+from torchfil.fisher.ghost import Plan, UnsupportedCallError, plan
 from torchfil.fisher.gradients import (
     ExampleGradients,
     copy_without_weights,
@@ -268,9 +268,13 @@ class Measurer:
         if can_capture and self.fits_one_pass(batch):
             seeds = Draws.seeds_from(pace.num_probes, self.generator)
             wanted = Wanted(settings.quantities, seeds, pace.rate, False, "plis" in settings.track, at_outputs=True)
-            one_pass = self.run_once(batch, wanted, optimizer).kept()
-            assert one_pass.additions is not None
-            return Measured(one_pass.norm, one_pass.additions, one_pass.output_gradients)
+            try:
+                one_pass = self.run_once(batch, wanted, optimizer).kept()
+            except UnsupportedCallError as error:  # of a batch that is not as the trial's
+                batch = replace(batch, known=self.give_up_one_pass(gradients, str(error)))
+            else:
+                assert one_pass.additions is not None
+                return Measured(one_pass.norm, one_pass.additions, one_pass.output_gradients)
         if not checked:
             self.check_loss(forward, loss)
         measurement = batch.measure(
@@ -311,7 +315,13 @@ class Measurer:
         settings = self.settings
         seeds = Draws.seeds_from(pace.num_probes, self.generator) if measured else ()
         wanted = Wanted(settings.quantities, seeds, pace.rate, True, "plis" in settings.track, at_outputs=True)
-        return self.run_once(batch, wanted, optimizer).kept()
+        try:
+            return self.run_once(batch, wanted, optimizer).kept()
+        except UnsupportedCallError as error:
+            raise RuntimeError(
+                f"one pass does not fit this batch, though a trial of a few examples went well ({error}); use "
+                "grad_sample_mode='hooks'. This step was not taken."
+            ) from error
 
     def fits_one_pass(self, batch: PrivateBatch) -> bool:
         """Whether one recorded pass serves this batch's measurement."""
@@ -330,10 +340,11 @@ class Measurer:
             found is not None and len(batch.gradients) * found.bytes_per_example > self.settings.max_memory
         )
 
-    def give_up_one_pass(self, gradients: ExampleGradients, reason: str) -> None:
+    def give_up_one_pass(self, gradients: ExampleGradients, reason: str) -> Plan:
         """From now on such examples are mapped over."""
         logger.info("gradients are mapped over examples, which is slower: %s", reason)
-        self._plans[self._plan_key(gradients)] = Plan(reason, 0)
+        self._plans[self._plan_key(gradients)] = found = Plan(reason, 0)
+        return found
 
     def run_once(self, batch: PrivateBatch, wanted: Wanted, optimizer: FILOptimizer) -> FusedResult:
         """One recorded pass over a batch that it fits; its CUDA graph is kept, and the next overwrites what it gave."""

@@ -32,7 +32,7 @@ from torchfil.examples import as_call, finiteness_check
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
 from torchfil.fisher.ghost import UnsupportedCallError
-from torchfil.fisher.gradients import refuse_unsupported_modules
+from torchfil.fisher.gradients import ExampleGradients, refuse_unsupported_modules
 from torchfil.leakage import ExampleIds, Leakage
 from torchfil.ledger import Contribution, Ledger
 from torchfil.plis import susceptibility
@@ -321,24 +321,34 @@ class Run:
         with self._restoring(self.generator.get_state()):
             examples = self.measurer.lay_out(args, kwargs, targets, check_values=False)
             gradients = self.measurer.gradients_at(examples, self.loss)
-            fits = self.settings.estimator == "weight-probes" and "sketch" not in self.settings.track
-            batch = PrivateBatch(gradients, self.measurer.mechanism(optimizer), self.measurer.plan(gradients))
-            fits = fits and (not len(examples) or self.measurer.fits_one_pass(batch))
-            if fits and not self.measurer.would_write_often(batch):
-                forward = ForwardPass(self.tracker.ids, self.tracker.batch, args, kwargs, None)
-                try:
-                    step = self._fused(batch, forward, targets, finite)
-                except UnsupportedCallError as error:  # of a batch that is not as the trial's
-                    self.measurer.give_up_one_pass(gradients, str(error))
-                    fits = False
-            else:
-                fits = False
-        if not fits:
+            step = self._from_one_pass(gradients, args, kwargs, targets, finite)
+        if step is None:
             finite()
             return self._plain_step(args, kwargs, targets)
         self.measurer.write_buffers(gradients)
         optimizer.release([step.sums[self._names[id(p)]].reshape(p.shape) for p in optimizer.params])
         return step.losses.mean() if self.settings.loss_reduction == "mean" else step.losses.sum()
+
+    def _from_one_pass(
+        self,
+        gradients: ExampleGradients,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: Any,
+        finite: Callable[[], None],
+    ) -> FusedResult | None:
+        """What one recorded pass gives; None where it does not fit."""
+        if self.settings.estimator != "weight-probes" or "sketch" in self.settings.track:
+            return None
+        batch = PrivateBatch(gradients, self.measurer.mechanism(self.optimizer), self.measurer.plan(gradients))
+        if (len(gradients) and not self.measurer.fits_one_pass(batch)) or self.measurer.would_write_often(batch):
+            return None
+        forward = ForwardPass(self.tracker.ids, self.tracker.batch, args, kwargs, None)
+        try:
+            return self._fused(batch, forward, targets, finite)
+        except UnsupportedCallError as error:  # of a batch that is not as the trial's
+            self.measurer.give_up_one_pass(gradients, str(error))
+            return None
 
     def _fused(
         self, batch: PrivateBatch, forward: ForwardPass, targets: Any, finite: Callable[[], None]
