@@ -309,6 +309,13 @@ class TestGlm:
             assert line == f"torchfil: {tmp_path / out}: {reason}"
         assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []
 
+    def test_the_data_are_not_written_over(self, patients: Path, tmp_path: Path) -> None:
+        before = patients.read_bytes()
+        (tmp_path / "link.csv").symlink_to(patients)
+        for out in (patients, tmp_path / "link.csv"):
+            assert "is the data file itself" in refused("glm", patients, "--target", "dose", "--out", out)
+        assert patients.read_bytes() == before
+
     def test_on_the_warfarin_data(self) -> None:
         try:
             folder = datasets.data_folder()

@@ -31,7 +31,8 @@ class ExampleIds:
 
     def __init__(self, num_examples: int, keys: Sequence[Hashable] | None = None) -> None:
         self.num_examples = num_examples
-        self.keys = list(keys) if keys is not None else None
+        given = keys.tolist() if isinstance(keys, Tensor) else keys
+        self.keys = [_as_plain(key) for key in given] if given is not None else None
         self._row_of: dict[Hashable, int] = {}
         if self.keys is not None:
             if len(self.keys) != num_examples:
@@ -69,8 +70,8 @@ class ExampleIds:
 
 
 def _as_plain(key: Hashable) -> Hashable:
-    """NumPy's numbers and texts as Python's."""
-    return key.item() if isinstance(key, np.generic) else key
+    """NumPy's numbers and texts, and tensors of one number, as Python's."""
+    return key.item() if isinstance(key, np.generic) or (isinstance(key, Tensor) and key.ndim == 0) else key
 
 
 class Leakage:
@@ -258,8 +259,14 @@ class Leakage:
             A table with ``count``, ``mean``, ``mean_error`` (an upper bound of its standard error: the errors of
             one batch's examples are correlated), ``max``, the quantiles and, with a threshold, ``share_above``.
         """
+        if not hasattr(group_of, "items"):
+            raise TypeError(f"group_of is a {type(group_of).__name__}; map ids to groups: dict(zip(ids, labels))")
+        group_of = dict(group_of.items())
         if not group_of:
             raise ValueError("group_of is empty; map at least one example id to a group")
+        nameless = [key for key, group in group_of.items() if group != group]
+        if nameless:
+            raise ValueError(f"group_of has NaN for {nameless[:5]}; leave such ids out, or name their group")
         members: dict[Hashable, list[Hashable]] = {}
         for key, group in group_of.items():
             members.setdefault(group, []).append(key)

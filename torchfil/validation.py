@@ -221,6 +221,8 @@ def _bounds(
     values = as_array(source).astype(np.float64)
     if values.shape != (len(attack.ids),):
         raise ValueError(f"{list(values.shape)} bounds for {len(attack.ids)} attacked examples; give one each")
+    if not bool((values >= 0).all()):
+        raise ValueError(f"a bound is {values[~(values >= 0)][0]}; bounds on squared errors are not negative, nor NaN")
     return values, values, values
 
 

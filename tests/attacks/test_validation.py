@@ -128,6 +128,9 @@ def test_what_cannot_be_compared_is_refused() -> None:
         torchfil.validate([1.0], result([1.0], None, measure="accuracy"))
     with pytest.raises(ValueError, match=r"\[2\] bounds for 1 attacked"):
         torchfil.validate([1.0, 2.0], result([1.0], None))
+    for wrong in (float("nan"), -1.0):
+        with pytest.raises(ValueError, match=f"a bound is {wrong}; bounds on squared errors"):
+            torchfil.validate([wrong], result([1.0], None))
     with pytest.raises(ValueError, match="no bound is given for the attacked examples .0."):
         torchfil.validate({1: 1.0}, result([1.0], None))
     with pytest.raises(TypeError, match="a Linear gives no bounds; validate"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 
 import torchfil
-from torchfil import FILPrivacyEngine
+from torchfil import FILPrivacyEngine, Private
 from torchfil.attacks import AttackResult
 from torchfil.errors import UnsupportedModuleError
 
@@ -345,11 +345,30 @@ def test_an_average_tells_who_was_never_drawn() -> None:
 
 
 def test_runs_of_other_noise_are_not_averaged() -> None:
-    with pytest.raises(ValueError, match="must share noise, clipping and subsampling"):
+    with pytest.raises(ValueError, match="must share noise, clipping, subsampling"):
         FILPrivacyEngine.merge([sampled(1), sampled(2, noise_multiplier=2.0)])
     engine = sampled(1)
     with pytest.raises(ValueError, match="one engine twice"):
         FILPrivacyEngine.merge([engine, engine])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ({}, {"steps": 3}, "2 steps of σ = 1.0.*3 steps of σ = 1.0"),
+        ({}, {"amplification": "none"}, "amplification 'none'.*amplification 'poisson'"),
+        (
+            {"private": Private(coordinates=torch.tensor([True, False, True]))},
+            {"private": Private(coordinates=torch.tensor([True, True, False]))},
+            r"coordinates=\[True, False, True\].*coordinates=\[True, True, False\]",
+        ),
+        ({"private": Private(coordinates=[0])}, {"private": Private(coordinates=[1])}, "Private"),
+    ],
+)
+def test_runs_that_differ_otherwise_are_not_averaged(first: Any, second: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=rf"the number of steps and what is private; got .*{told}"):
+        FILPrivacyEngine.merge([sampled(1, **first), sampled(2, **second)])
+    FILPrivacyEngine.merge([sampled(1, **second), sampled(2, **second)])
 
 
 @pytest.mark.parametrize("read", [lambda engine: engine, lambda engine: FILPrivacyEngine.merge([engine])])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import register_clip
 from torchfil.engine.settings import usual_memory
+from torchfil.report import load
 
 
 def make(dataset: Any = None, module: nn.Module | None = None, batch_size: int = 8, **options: Any) -> Any:
@@ -222,6 +226,26 @@ class TestIds:
             make(id_of=list(range(39)))
         with pytest.raises(ValueError, match="id_of gives 'x' to more than one example"):
             make(id_of=["x"] * 40)
+        for sevens in (torch.full((40,), 7), [torch.tensor(7)] * 40, np.full(40, 7)):
+            with pytest.raises(ValueError, match="id_of gives 7 to more than one example"):
+                make(id_of=sevens)
+
+    @pytest.mark.parametrize("numbers", [torch.arange(100, 140), np.arange(100, 140)])
+    def test_numbers_of_tensors_and_arrays_are_plain_ones(self, numbers: Any, tmp_path: Path) -> None:
+        engine = train(data(40), steps=2, id_of=numbers).engine
+        assert engine.leakage().index.tolist() == list(range(100, 140))
+        assert torch.equal(engine.get_fil([107]).value, engine.get_fil(numbers[7:8]).value)
+        assert load(engine.save_run(tmp_path / "run.fil", delta=1e-4)).ids.dtype == np.int64
+
+    def test_groups_that_are_no_mapping_or_have_no_name(self) -> None:
+        engine = train(data(40), steps=2).engine
+        sides = {i: "left" if i % 2 else "right" for i in range(40)}
+        series = pandas.Series(sides)
+        assert engine.group_leakage(series)["count"].tolist() == [20, 20]
+        with pytest.raises(TypeError, match=r"group_of is a list; map ids to groups: dict\(zip\(ids, labels\)\)"):
+            engine.group_leakage(list(sides.values()))
+        with pytest.raises(ValueError, match=r"group_of has NaN for \[3, 5\]; leave such ids out"):
+            engine.group_leakage(sides | {3: float("nan"), 5: np.nan})
 
 
 def test_reading_before_any_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,27 @@ def test_report(trained: Any, tmp_path: Path) -> None:
 
 
 def test_saving_changes_nothing(trained: Any, tmp_path: Path) -> None:
-    before, random = trained.engine.state_dict(), torch.get_rng_state()
+    before, generator = trained.engine.state_dict(), torch.get_rng_state()
     trained.engine.save_run(tmp_path / "run.fil", delta=DELTA)
     assert equal(trained.engine.state_dict(), before)
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_saving_data_that_are_augmented_leaves_all_generators(tmp_path: Path) -> None:
+    plain = data(20)
+
+    class Augmented(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return len(plain)
+
+        def __getitem__(self, place: int) -> Any:
+            x, y = plain[place]
+            return x + 0.1 * random.random() + 0.1 * float(np.random.rand()) + 0.1 * torch.rand(()), y
+
+    engine = train(Augmented(), steps=2).engine
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    engine.save_run(tmp_path / "run.fil", delta=DELTA)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
 
 
 def test_arguments_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> None:
@@ -104,6 +122,14 @@ def test_arguments_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> 
 
     with pytest.raises(ValueError, match="attribute_names has 2 entries for 5 private coordinates"):
         saved(attribute_names=["a", "b"])
+    with pytest.raises(
+        ValueError, match="attribute 'region' is named 2 times; names must differ, such as"
+    ):
+        saved(attribute_names=["region", "b", "region", "d", "e"])
+    with pytest.raises(TypeError, match="attribute_units holds None, a NoneType; give texts"):
+        saved(attribute_units=["cm", None, "", "", ""])
+    with pytest.raises(TypeError, match="groups is a list; name the grouping"):
+        saved(groups=["x"] * 60)
     with pytest.raises(ValueError, match="grouping 'side' has 3 labels for 60 examples"):
         saved(groups={"side": ["x"] * 3})
     with pytest.raises(ValueError, match="grouping 'side' has no label for 59 examples, e.g. .'patient 1'"):

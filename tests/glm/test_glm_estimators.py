@@ -118,6 +118,24 @@ class TestFit:
         with pytest.raises(NotConvergedError, match=r"after 1 Newton steps the gradient is .*, above tolerance=1e-10"):
             LogisticRegression(l2=0.01, max_iterations=1).fit(*data("logistic", False)[:2])
 
+    @pytest.mark.parametrize("size", [1.0, 1e6])
+    def test_tables_in_their_own_units_are_fitted(self, size: float) -> None:
+        """Areas, years, incomes and prices: rounding leaves gradients of 1e-6 and more."""
+        rng = np.random.default_rng(0)
+        X = np.stack([rng.normal(2000, 500, N), rng.integers(1950, 2020, N), rng.normal(5e4, 1e4, N)], axis=1)
+        y = size * (150 * X[:, 0] + 10 * X[:, 2] + rng.normal(0, 3e4, N))
+        model = LinearRegression(l2=1e-2, fit_intercept=True).fit(X, y)
+        full = np.column_stack([X, np.ones(N)])
+        ridge = N * 1e-2 * np.diag([1.0, 1.0, 1.0, 0.0])
+        expected = np.linalg.solve(full.T @ full + ridge, full.T @ y)
+        np.testing.assert_allclose([*model.coef_, model.intercept_], expected, rtol=1e-6)
+        eta = model.fil(X, y, sigma=1.0)
+        scale = np.array([1e3, 1e3, 1e4])
+        penalty = LinearRegression(fit_intercept=True).fit(X / scale, y / size)  # without l2 scales do not matter
+        plain = LinearRegression(fit_intercept=True).fit(X, y)
+        np.testing.assert_allclose(plain.coef_ * scale / size, penalty.coef_, rtol=1e-6)
+        assert np.isfinite(eta).all()
+
     def test_collinear_columns_are_named(self) -> None:
         X, y, _ = data("linear", False)
         X = np.hstack([X, X[:, :1] + X[:, 1:2]])
@@ -201,8 +219,10 @@ class TestFit:
         X, y, _ = data("linear", False)
         with pytest.raises(ValueError, match="is not fitted yet"):
             LinearRegression().fil(X, y)
-        with pytest.raises(ValueError, match="l2=-1 must be ≥ 0"):
+        with pytest.raises(ValueError, match="l2=-1 must be a finite number ≥ 0"):
             LinearRegression(l2=-1).fit(X, y)
+        with pytest.raises(ValueError, match="l2=inf must be a finite number ≥ 0"):
+            LinearRegression(l2=np.inf).fit(X, y)
         with pytest.raises(ValueError, match="the smallest is -1"):
             PoissonRegression().fit(X, -np.ones(N))
         with pytest.raises(ValueError, match="logistic targets must be 0 or 1"):

@@ -56,7 +56,9 @@ class TestRules:
         assert "in years, lower end" in failed.detail
         assert verdict(both, "min_attribute_error.height", min_attribute_error={"height": 5}).passed
         one = dataclasses.replace(run, attributes=dataclasses.replace(run.attributes, error=error))
-        assert verdict(one, "min_attribute_error.age", min_attribute_error={"age": 5}).passed
+        unknown = verdict(one, "min_attribute_error.age", min_attribute_error={"age": 5})
+        assert (unknown.passed, unknown.offending, unknown.found) == (False, 20, None)
+        assert "is not known: make_private(track=('diagonal',)) tells" in unknown.detail
         without = dataclasses.replace(run, attributes=None)
         assert not verdict(without, "min_attribute_error.age", min_attribute_error={"age": 5}).passed
         with pytest.raises(PolicyError, match="the run has no attribute 'aeg'; did you mean 'age'"):
@@ -142,6 +144,7 @@ class TestPolicies:
             ("min_mse_bound = 'small'", "min_mse_bound = 'small' must be a number"),
             ("min_mse_bound = true", "min_mse_bound = True must be a number"),
             ("min_mse_bound = nan", "min_mse_bound = nan must be a number"),
+            (f"min_mse_bound = 1{'0' * 400}", "must be a number"),
             ("min_mse_bound = -1", "min_mse_bound = -1 must not be negative"),
             ("min_group_size = 2.5", "min_group_size = 2.5 must be a whole number"),
             ("max_violated_bounds = true", "max_violated_bounds = True must be a whole number"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import itertools
 import json
 import re
 import struct
@@ -218,6 +219,18 @@ def test_windows_are_whole_and_disjoint(count: int, smallest: int) -> None:
     assert len(members) == len(set(members)) == smallest * len(found)
     assert all(0 <= i < count for i in members)
     assert (0.0 in found) == (count >= smallest)
+
+
+def test_the_grid_of_a_public_histogram_does_not_tell_the_range() -> None:
+    """The step was a round share of the values' range, whose end is one example's."""
+    values = np.random.default_rng(0).uniform(0.2, 0.9, 1000)
+    grids = []
+    for largest in (0.95, 1.2, 1.5, 3.0):
+        values[17] = largest
+        found = histogram(values, 10, log=False, fineness=6, origin=8.0)
+        assert found is not None
+        grids.append(min(b - a for a, b in itertools.pairwise(found.edges)))
+    assert grids == pytest.approx([grids[0]] * 4)
 
 
 def test_histograms_count_everybody() -> None:

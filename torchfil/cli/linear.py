@@ -66,6 +66,8 @@ def glm(
     except ImportError as error:
         raise ImportError("linear models need scikit-learn: pip install 'torchfil[glm]'") from error
     rows = csv_table.read_rows(data)
+    if out_file is not None and out_file.exists() and out_file.samefile(data):
+        raise ValueError(f"--out {out_file} is the data file itself, which would be lost; write to another file")
     total = len(rows)
     ids = [str(number) for number in range(total)]
     if id_column is not None:

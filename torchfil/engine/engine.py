@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -390,20 +392,25 @@ class FILPrivacyEngine(PrivacyEngine):
         if len(set(map(id, engines))) < len(engines):
             raise ValueError("merge was given one engine twice: a run agrees with itself, whatever its error")
         average = Leakage.average([engine._current.leakage for engine in engines])
-        mechanisms = {
-            (
-                frozenset((sigma, q) for sigma, q, _ in engine.accountant.history),
-                float(engine._current.optimizer.max_grad_norm),
-                engine._current.settings.clip.name,
-            )
-            for engine in engines
-        }
-        if len(mechanisms) > 1:
-            told = [f"(σ, q) {sorted(noise)}, C = {norm:g}, {clip}" for noise, norm, clip in mechanisms]
+        told = sorted({engine._mechanism() for engine in engines})
+        if len(told) > 1:
             raise ValueError(
-                f"runs to average must share noise, clipping and subsampling; got {'; '.join(sorted(told))}"
+                "runs to average must share noise, clipping, subsampling, the number of steps and what is private; got "
+                + "; ".join(told)
             )
         return average
+
+    def _mechanism(self) -> str:
+        """What must be the same in repetitions of a run, in words."""
+        run = self._current
+        steps: Counter[tuple[float, float]] = Counter()
+        for sigma, q, count in self.accountant.history:
+            steps[sigma, q] += count
+        noise = ", ".join(f"{count} steps of σ = {sigma}, q = {q}" for (sigma, q), count in sorted(steps.items()))
+        private = run.settings.private or Private()
+        private = replace(private, coordinates=_listed(private.coordinates))
+        clipping = f"C = {float(run.optimizer.max_grad_norm)}, clip {run.settings.clip.name!r}"
+        return f"{noise}, {clipping}, amplification {run.settings.amplification!r}, {private}"
 
     def save_run(
         self,
@@ -635,3 +642,10 @@ def _refuse_untrained_parameters(module: nn.Module, optimizer: optim.Optimizer) 
 def _check_delta(delta: float) -> None:
     if not 0 < delta < 1:
         raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
+
+
+def _listed(coordinates: Any) -> Any:
+    """Tensors and arrays as lists, whose text is complete."""
+    if isinstance(coordinates, Mapping):
+        return {key: _listed(value) for key, value in coordinates.items()}
+    return coordinates.tolist() if hasattr(coordinates, "tolist") else coordinates

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import math
 import platform
-from collections.abc import Hashable, Mapping, Sequence
+import random
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +68,12 @@ def build_saved_run(
                 "torchfil.validate(engine, attack).record()"
             )
     attributes = _attributes(leakage, attribute_names, attribute_units)
+    if groups is not None and not isinstance(groups, Mapping):
+        raise TypeError(f"groups is a {type(groups).__name__}; name the grouping: groups={{'clinic': labels}}")
     labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
     columns = {name: np.asarray(values) for name, values in leakage.columns()[1].items() if name != "fil_kind"}
     columns["epsilon"] = engine.get_individual_epsilon(delta=delta).value.cpu().numpy()
-    with torch.random.fork_rng(devices=[]):
+    with _global_generators_as_they_were():
         about = _about(engine, run, leakage, delta, hash_data)
         shown = thumbnails(run, columns["fil"], columns["participations"], pictures) if pictures else None
     about["title"] = title if title is not None else f"{about['model']['name']} on {len(columns['fil']):,} examples"
@@ -86,6 +90,18 @@ def build_saved_run(
         bounds=_bounds(engine, leakage, input_range),
         attacks=list(attacks),
     )
+
+
+@contextlib.contextmanager
+def _global_generators_as_they_were() -> Iterator[None]:
+    """Reading data that are augmented draws from them."""
+    plain, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(plain)
+        np.random.set_state(numpys)
 
 
 def _about(engine: FILPrivacyEngine, run: Run, leakage: Leakage, delta: float, hash_data: bool) -> dict[str, Any]:
@@ -145,6 +161,9 @@ def _attributes(leakage: Leakage, names: Sequence[str] | None, units: Sequence[s
     for what, given in (("attribute_names", names), ("attribute_units", units)):
         if given is not None and len(given) != d:
             raise ValueError(f"{what} has {len(given)} entries for {d} private coordinates; give one each, in order")
+        strange = [entry for entry in given or () if not isinstance(entry, str)]
+        if strange:
+            raise TypeError(f"{what} holds {strange[0]!r}, a {type(strange[0]).__name__}; give texts")
     if not {"diagonal", "fim"} & leakage.ledger.sums.keys():
         if names is not None:
             raise ValueError(

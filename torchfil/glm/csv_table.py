@@ -192,7 +192,7 @@ def leakage_table(
     for name in private:
         require_column(name, list(table.attributes))
     if not math.isfinite(sigma) or not sigma > 0:
-        raise ValueError(f"sigma={sigma} must be positive: without noise the release gives everything away")
+        raise ValueError(f"sigma={sigma} must be positive and finite: without noise the release gives everything away")
     X, y = table.inputs.view(_NamedColumns), _targets_for(model, table.targets)
     X.columns = list(table.columns)
     fitted: GeneralizedLinearModel = MODELS[model](l2=l2, fit_intercept=intercept).fit(X, y)

@@ -79,8 +79,8 @@ class GeneralizedLinearModel(BaseEstimator):
             SingularHessianError: Collinear columns with l2 = 0, by name or number.
             NotConvergedError: No minimum was found (separable data with l2 = 0).
         """
-        if not self.l2 >= 0:
-            raise ValueError(f"l2={self.l2} must be ≥ 0")
+        if not 0 <= self.l2 < float("inf"):
+            raise ValueError(f"l2={self.l2} must be a finite number ≥ 0")
         names = list(X.columns) if hasattr(X, "columns") else None
         inputs, targets, weights = self._tensors(X, y, sample_weight)
         num_inputs = inputs.shape[1] - int(self.fit_intercept)

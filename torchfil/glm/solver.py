@@ -16,6 +16,7 @@ from torchfil.glm.losses import Loss
 __all__ = ["Fit", "NotConvergedError", "Objective", "SingularHessianError", "Solver", "minimise"]
 
 Solver = Literal["newton", "lbfgs"]
+_LARGEST_MARGIN = 1e8
 
 
 class NotConvergedError(ValueError):
@@ -62,6 +63,20 @@ class Objective:
         """[p, K]."""
         residual = self.loss.residual(self.X @ weights, self.y)
         return self.X.mT @ (self.sample_weight[:, None] * residual) + self.ridge * weights
+
+    def margins_over_targets(self, weights: Tensor) -> Tensor:
+        """The largest margin, over the largest target where that exceeds 1; a scalar."""
+        return (self.X @ weights).abs().max() / self.y.abs().max().clamp(min=1)
+
+    def gradient_terms(self, weights: Tensor) -> Tensor:
+        """The sizes of what the gradient's entries are sums of, of which rounding leaves a share, [p, K].
+
+        A margin's own terms count, too: by the curvature, their rounding reaches the residual.
+        """
+        margin, sizes = self.X @ weights, self.X.abs()
+        curvature = self.loss.curvature(margin, self.y).abs()
+        inner = self.loss.residual(margin, self.y).abs() + torch.einsum("nkl,nl->nk", curvature, sizes @ weights.abs())
+        return sizes.mT @ (self.sample_weight[:, None] * inner) + self.ridge * weights.abs()
 
     def hessian(self, weights: Tensor) -> Tensor:
         """H = Σ ω_i x_i x_iᵀ ⊗ M_i + nλP ⊗ I, [pK, pK]; parameter (a, k) is row aK + k."""
@@ -110,7 +125,8 @@ def minimise(
 
     Args:
         objective: What to minimise.
-        tolerance: The largest entry of the gradient over n at which to stop.
+        tolerance: Where to stop: at entries of the gradient over n of this size, or of this share of the sizes of their
+            own terms where those exceed 1 (columns in metres and dollars).
         max_iterations: Newton steps at most.
         solver: "newton"; "lbfgs" runs L-BFGS first, so that only the last few steps need a Hessian (many columns).
         names: The columns' names, for messages.
@@ -128,12 +144,12 @@ def minimise(
     value = float(objective.value(weights))
     for iteration in range(max_iterations + 1):
         gradient = objective.gradient(weights)
-        size = float(gradient.abs().max()) / n
+        size = float((gradient.abs() / (objective.gradient_terms(weights) / n).clamp(min=1)).max()) / n
         hessian = objective.hessian(weights)
         factor = _factor(hessian, objective, names)
         step = torch.cholesky_solve(gradient.flatten()[:, None], factor).view_as(weights)
         if size <= tolerance and float(step.abs().max()) <= 1e-5 * (1 + float(weights.abs().max())):
-            return Fit(weights, hessian, size, iteration)
+            return Fit(weights, hessian, float(gradient.abs().max()) / n, iteration)
         decrease = float((gradient * step).sum())
         length = 1.0
         while length > 1e-10:
@@ -143,7 +159,7 @@ def minimise(
             length /= 2
         weights = weights - length * step
         value = float(objective.value(weights))
-        if not np.isfinite(value) or float(weights.abs().max()) > 1e8:
+        if not np.isfinite(value) or not float(objective.margins_over_targets(weights)) <= _LARGEST_MARGIN:
             break
     raise NotConvergedError(_why_not_converged(objective, weights, step, size, tolerance, iteration))
 
@@ -153,17 +169,23 @@ def _why_not_converged(
 ) -> str:
     largest = float(weights.abs().max())
     what = f"the {objective.loss.name} model did not converge: after {iteration} Newton steps"
-    if size <= tolerance or not largest <= 1e8:
+    if size <= tolerance or not float(objective.margins_over_targets(weights)) <= _LARGEST_MARGIN:
         remedy = "Set l2 > 0" if objective.l2 == 0 else "The intercept has no penalty: leave it out, or raise l2"
         return (
             f"{what} the largest weight is {largest:.2g} and still moves by {float(step.abs().max()):.2g} a step "
             f"while the gradient is {size:.2g}: the weights diverge, as on separable data, where l2={objective.l2:g} "
             f"leaves no minimum. {remedy}; raise max_iterations only if the classes overlap."
         )
+    no_minimum = (
+        "With l2=0 a minimum exists only if the classes overlap (separable data drive the weights to infinity): set "
+        "l2 > 0. "
+        if objective.l2 == 0 and objective.loss.lipschitz is not None
+        else ""
+    )
     return (
-        f"{what} the gradient is {size:.2g}, above tolerance={tolerance:g}. With l2=0 a minimum exists only if the "
-        "classes overlap (separable data drive the weights to infinity): set l2 > 0, or raise max_iterations. Where "
-        "rounding keeps the gradient up (columns or targets of very different size), scale them, or raise tolerance."
+        f"{what} the gradient is {size:.2g} (where its terms exceed 1, as a share of them), above "
+        f"tolerance={tolerance:g}. {no_minimum}Raise max_iterations or, where rounding keeps the gradient up (columns "
+        "or targets of very different size), scale them, or raise tolerance."
     )
 
 

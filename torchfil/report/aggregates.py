@@ -108,7 +108,8 @@ def histogram(
     Args:
         values: [n].
         smallest: The least count of a bin; counts are rounded to a multiple of it.
-        log: Whether the grid has ``fineness`` bins a factor of ten; otherwise about 5 · fineness bins in all.
+        log: Whether the grid has ``fineness`` bins a factor of ten; otherwise about 5 · fineness bins in all or, with
+            ``smallest`` > 1 and an origin, between 0 and that: the range of the values would tell the outermost.
         fineness: See ``log``.
         origin: A point of the grid; a value that equals it is counted below it.
     """
@@ -118,7 +119,8 @@ def histogram(
         return None
     scaled = np.log10(inside) if log else inside
     zero = 0.0 if origin is None else math.log10(origin) if log else origin
-    step = 1 / fineness if log else _round_step(float(np.ptp(scaled)) / (5 * fineness))
+    width = abs(origin) if origin and smallest > 1 else float(np.ptp(scaled))
+    step = 1 / fineness if log else _round_step(width / (5 * fineness))
     step *= max(1, math.ceil(float(np.ptp(scaled)) / step / 400))
     places = np.ceil((scaled - zero) / step - 1e-9).astype(np.int64) - 1  # bins are closed at the right
     first = int(places.min())

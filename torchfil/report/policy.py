@@ -95,13 +95,18 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return not math.isnan(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 TEMPLATE = """\
 # A policy for `torchfil gate RUN --policy policy.toml`. Remove or comment out what you do not ask for.
 # Left out, max_violated_bounds, max_share_not_measured and max_examples_missed still apply, at their strictest: 0.
-# Rules take the conservative end of every 95 % interval.
+# Rules on single examples take the conservative end of every 95 % interval.
 
 # No example's MSE bound may be smaller. Per private coordinate, in the squared unit of the inputs: an attacker who
 # knows everything else guesses a coordinate with at least this mean squared error.

@@ -46,6 +46,14 @@ class Attributes:
     error: np.ndarray
     error_low: np.ndarray | None = None
 
+    def __post_init__(self) -> None:
+        twice = sorted({name for name in self.names if self.names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"attribute {twice[0]!r} is named {self.names.count(twice[0])} times; names must differ, such as "
+                f"'{twice[0]} = …' for each level of a one-hot attribute"
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
