@@ -211,14 +211,15 @@ def test_too_few_examples_give_nothing(tmp_path: Path) -> None:
         write_report(made_up(), tmp_path / "public", redacted=True, min_group=1)
 
 
-@pytest.mark.parametrize("count", [1, 9, 10, 25, 31, 500])
+@pytest.mark.parametrize("count", [1, 9, 10, 11, 19, 20, 25, 31, 500])
 @pytest.mark.parametrize("smallest", [1, 10])
 def test_windows_are_whole_and_disjoint(count: int, smallest: int) -> None:
     found = windows(count, (0.0, 0.5, 0.05, 0.95), smallest)
     members = [i for window in found.values() for i in range(window.start, window.stop)]
     assert len(members) == len(set(members)) == smallest * len(found)
     assert all(0 <= i < count for i in members)
-    assert (0.0 in found) == (count >= smallest)
+    assert (0.0 in found) == (count == smallest or count >= 2 * smallest)
+    assert not found or not 0 < count - len(members) < smallest
 
 
 def test_the_grid_of_a_public_histogram_does_not_tell_the_range() -> None:

@@ -76,7 +76,9 @@ def geometric_mean(values: np.ndarray) -> float:
 def windows(count: int, levels: Sequence[float], smallest: int) -> dict[float, slice]:
     """Disjoint runs of ``smallest`` consecutive ranks around each level of a sorted list of ``count``.
 
-    A level whose window would overlap an earlier one's is left out: two overlapping means differ by few examples.
+    A level whose window would overlap an earlier one's is left out: two overlapping means differ by few examples. So is
+    one that would leave fewer than ``smallest`` ranks outside all windows, and not none: the mean of everybody, beside
+    those of the windows, would tell theirs.
 
     Args:
         count: The list's length.
@@ -90,7 +92,9 @@ def windows(count: int, levels: Sequence[float], smallest: int) -> dict[float, s
     found: dict[float, slice] = {}
     for level in levels:
         start = min(max(math.floor(level * (count - 1) - (smallest - 1) / 2 + 0.5), 0), count - smallest)
-        if start < 0 or any(start < other.stop and other.start < start + smallest for other in found.values()):
+        left = count - smallest * (len(found) + 1)
+        overlaps = any(start < other.stop and other.start < start + smallest for other in found.values())
+        if start < 0 or overlaps or 0 < left < smallest:
             continue
         found[level] = slice(start, start + smallest)
     return dict(sorted(found.items(), key=lambda item: item[1].start))
