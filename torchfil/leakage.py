@@ -133,7 +133,8 @@ class Leakage:
         found = self._estimate(sums["trace"][rows], sums["variance"][rows], rows)
         if self.degrees_of_freedom is not None:
             return found
-        return replace(found, chi_square=2 * found.value.square() / sums["variance_limit"][rows])
+        certain, limit = sums["certain"][rows], sums["variance_limit"][rows]
+        return replace(found, certain=certain, chi_square=2 * (found.value - certain).square() / limit)
 
     def get_fil(
         self,

@@ -35,6 +35,7 @@ class Contribution:
             (Welch and Satterthwaite).
         variance_limit: A variance that is not too small in the mean, whatever the probes, [batch]; None: not known, and
             infinite from then on.
+        certain: The part of ``trace`` that was not sampled, [batch]; None: 0.
         square: An estimate of (tr I_t)², [batch]; summed, it gives the variance due to random participation.
         diagonal: diag I_t, [batch, d]; with its variance.
         diagonal_variance: [batch, d].
@@ -50,6 +51,7 @@ class Contribution:
     variance: Tensor | None = None
     variance_spread: Tensor | None = None
     variance_limit: Tensor | None = None
+    certain: Tensor | None = None
     square: Tensor | None = None
     diagonal: Tensor | None = None
     diagonal_variance: Tensor | None = None
@@ -114,6 +116,7 @@ class Ledger:
             "variance",
             "variance_spread",
             "variance_limit",
+            "certain",
             "square",
             "diagonal",
             "diagonal_variance",
@@ -173,6 +176,7 @@ def _layout(
         "variance": ((n,), torch.float64),
         "variance_spread": ((n,), torch.float64),
         "variance_limit": ((n,), torch.float64),
+        "certain": ((n,), torch.float64),
         "square": ((n,), torch.float64),
         "squared_norm": ((n,), torch.float64),
         "participations": ((n,), torch.int64),

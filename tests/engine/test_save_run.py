@@ -122,9 +122,7 @@ def test_arguments_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> 
 
     with pytest.raises(ValueError, match="attribute_names has 2 entries for 5 private coordinates"):
         saved(attribute_names=["a", "b"])
-    with pytest.raises(
-        ValueError, match="attribute 'region' is named 2 times; names must differ, such as"
-    ):
+    with pytest.raises(ValueError, match="attribute 'region' is named 2 times; names must differ, such as"):
         saved(attribute_names=["region", "b", "region", "d", "e"])
     with pytest.raises(TypeError, match="attribute_units holds None, a NoneType; give texts"):
         saved(attribute_units=["cm", None, "", "", ""])

@@ -43,6 +43,7 @@ class Moments:
     """A mean over draws and the variance of that mean, with the degrees of freedom of the variance.
 
     ``limit`` is another variance, which is not too small in the mean whatever is sampled; None where none is known.
+    ``certain`` is the part of the mean that was not sampled; None: 0.
     """
 
     mean: Tensor
@@ -50,26 +51,30 @@ class Moments:
     degrees_of_freedom: float
     exact: bool = False
     limit: Tensor | None = None
+    certain: Tensor | None = None
 
     @classmethod
     def joined(cls, parts: Sequence[Moments]) -> Moments:
         """Those of several chunks of a batch, one after the other."""
         limits = [part.limit for part in parts if part.limit is not None]
+        certain = [part.certain for part in parts if part.certain is not None]
         return cls(
             torch.cat([part.mean for part in parts]),
             torch.cat([part.variance for part in parts]),
             parts[0].degrees_of_freedom,
             exact=all(part.exact for part in parts),
             limit=torch.cat(limits) if limits else None,
+            certain=torch.cat(certain) if certain else None,
         )
 
     def estimate(self, *, positive: bool) -> Estimate:
         """The mean, with all that is known of its error."""
         if self.exact:
             return Estimate.exact(self.mean)
-        chi_square = 2 * self.mean.square() / self.limit if self.limit is not None else None
+        sampled = self.mean if self.certain is None else self.mean - self.certain
+        chi_square = 2 * sampled.square() / self.limit if self.limit is not None else None
         error = self.variance.clamp(min=0).sqrt()
-        return Estimate(self.mean, error, "estimate", self.degrees_of_freedom, positive, chi_square)
+        return Estimate(self.mean, error, "estimate", self.degrees_of_freedom, positive, self.certain, chi_square)
 
 
 class Estimator(Protocol):
@@ -218,10 +223,11 @@ def _with_parallel_part(
     for name, moments in perpendicular.items():
         parallel = read[name]()
         shape = (-1,) + (1,) * (parallel.ndim - 1)
-        mean = perp.reshape(shape) * moments.mean + par.reshape(shape) * parallel
+        certain = par.reshape(shape) * parallel
+        mean = perp.reshape(shape) * moments.mean + certain
         factor = perp.reshape(shape).square()
         limit = factor * moments.limit if moments.limit is not None else None
-        result[name] = replace(moments, mean=mean, variance=factor * moments.variance, limit=limit)
+        result[name] = replace(moments, mean=mean, variance=factor * moments.variance, limit=limit, certain=certain)
     return result
 
 

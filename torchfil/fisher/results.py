@@ -26,9 +26,10 @@ class Estimate:
             not itself estimated from a few probes.
         positive: Whether the quantity cannot be negative (a trace, a diagonal); its interval is then
             multiplicative.
-        chi_square: ν, of the value's shape: whatever was sampled, the value over the truth spreads no more than about
-            (χ²_ν/ν)^exponent. None: no such limit is known.
-        exponent: 1, or what such a value was raised to.
+        certain: The part of the value that was not sampled, same shape; None: 0.
+        chi_square: ν, same shape: the sampled part over its truth spreads no more than about χ²_ν/ν, whatever it is
+            that was sampled. None: no such limit is known.
+        source: (estimate, exponent, unit) where this one is (estimate/unit)^exponent.
 
     Example:
         >>> e = Estimate(torch.tensor([2.0]), torch.tensor([0.1]), "estimate")
@@ -42,8 +43,9 @@ class Estimate:
     kind: Kind
     degrees_of_freedom: float | Tensor = float("inf")
     positive: bool = False
+    certain: Tensor | None = None
     chi_square: Tensor | None = None
-    exponent: float = 1.0
+    source: tuple[Estimate, float, float] | None = None
 
     @classmethod
     def exact(cls, value: Tensor) -> Estimate:
@@ -53,25 +55,30 @@ class Estimate:
     def interval(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
         """An interval that covers the truth with that probability, approximately.
 
-        With t the Student quantile for the degrees of freedom: value ± t·standard_error, or for a positive
-        quantity value · exp(± t·standard_error/value), which covers better for the skewed distribution of a
-        squared probe. Few probes say little of their own spread (t = 12.7 for two), so that such an interval is cut to
-        value · (ν/χ²)^(± exponent) where the largest spread is known, χ² being the lower quantile.
+        With t the Student quantile for the degrees of freedom: value ± t·standard_error, or for a positive quantity
+        certain + sampled · exp(± t·standard_error/sampled), which covers better for the skewed distribution of a
+        squared probe. Few probes say little of their own spread (t = 12.7 for two), so that such a factor is cut to
+        (ν/χ²)^(±1) where the largest spread is known, χ² being the lower quantile.
         """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
+        if self.source is not None:
+            estimate, exponent, unit = self.source
+            low, high = (_raised(end, exponent, unit) for end in estimate.interval(confidence))
+            return (low, high) if exponent > 0 else (high, low)
         width = self._quantile(0.5 + confidence / 2) * self.standard_error
         if not self.positive:
             return self.value - width, self.value + width
-        width = width / self.value.where(self.value > 0, torch.ones_like(self.value))
+        certain = torch.zeros_like(self.value) if self.certain is None else self.certain
+        sampled = self.value - certain
+        width = width / sampled.where(sampled > 0, torch.ones_like(sampled))
         if self.chi_square is not None:
-            largest = abs(self.exponent) * _log_ratio(self.chi_square, 0.5 - confidence / 2).to(self.value)
-            width = torch.minimum(width, largest)
-        return self.value / width.exp(), self.value * width.exp()
+            width = torch.minimum(width, _log_ratio(self.chi_square, 0.5 - confidence / 2).to(width))
+        return certain + sampled / width.exp(), certain + sampled * width.exp()
 
     def raised(self, exponent: float, unit: float = 1.0) -> Estimate:
         """(value/unit)^exponent of a positive estimate; a negative exponent turns a bound round."""
-        value = (self.value.clamp(min=0) / unit) ** exponent
+        value = _raised(self.value, exponent, unit)
         relative = torch.where(self.value > 0, self.standard_error / self.value, torch.zeros_like(self.value))
         error = torch.where(self.value > 0, abs(exponent) * value * relative, relative)
         turned: dict[Kind, Kind] = {"lower bound": "upper bound", "upper bound": "lower bound"}
@@ -81,7 +88,9 @@ class Estimate:
             standard_error=error,
             kind=turned.get(self.kind, self.kind) if exponent < 0 else self.kind,
             positive=True,
-            exponent=self.exponent * exponent,
+            certain=None,
+            chi_square=None,
+            source=(replace(self, positive=True), exponent, unit),
         )
 
     def _quantile(self, level: float) -> float | Tensor:
@@ -91,6 +100,11 @@ class Estimate:
             return float(stats.t.ppf(level, freedom))
         quantile = torch.from_numpy(stats.t.ppf(level, freedom.cpu().numpy())).to(self.value)
         return quantile.reshape(-1, *(1,) * (self.value.ndim - 1))
+
+
+def _raised(value: Tensor, exponent: float, unit: float) -> Tensor:
+    """(value/unit)^exponent."""
+    return (value.clamp(min=0) / unit) ** exponent
 
 
 def _log_ratio(freedom: Tensor, level: float) -> Tensor:
