@@ -101,6 +101,10 @@ def test_functions_called_in_forward_are_seen_by_running_the_model() -> None:
 def test_dilated_max_pooling_and_unknown_activations_are_refused() -> None:
     with pytest.raises(NonSmoothModuleError, match="dilated max pooling has no average-pooling counterpart"):
         SmoothnessValidator.fix(nn.MaxPool2d(2, dilation=2))
+    model = nn.Sequential(nn.MaxPool2d(2, dilation=2), nn.ReLU())
+    found = SmoothnessValidator.validate(model, example_inputs=torch.rand(2, 1, 8, 8))
+    assert [str(error).split(":")[0] for error in found][:2] == ["0 (MaxPool2d)", "1 (ReLU)"]
+    assert not SmoothnessValidator.is_valid(model, example_inputs=torch.rand(2, 1, 8, 8))
     with pytest.raises(ValueError, match=r"activation='relu' is not known; use one of tanh, gelu, softplus, silu"):
         SmoothnessValidator.fix(nn.ReLU(), activation="relu")
 

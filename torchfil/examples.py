@@ -91,9 +91,9 @@ class _Slot:
         part = part.to(base.dtype)
         batch = part.shape[:-1]
         if self.index is None:
-            return part.reshape(*batch, *self.shape)
-        flat = base.reshape(*batch, self.shape.numel())
-        return flat.index_copy(-1, self.index, part).reshape(*batch, *self.shape)
+            return part.reshape((*batch, *self.shape))
+        flat = base.reshape((*batch, self.shape.numel()))
+        return flat.index_copy(-1, self.index, part).reshape((*batch, *self.shape))
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,10 @@ class Examples:
         named: dict[Key, Any] = dict(enumerate(args))
         named.update(kwargs)
         chosen = _private_inputs(named, private)
+        if isinstance(private.coordinates, Mapping):
+            unknown = [key for key in private.coordinates if key not in (*chosen, private.submodule)]
+            if unknown:
+                raise ValueError(f"coordinates are given for {unknown}, but what is private is {[*chosen]}")
         for key in chosen:
             shape = named[key].shape[1:]
             slot = _Slot("input", key, shape, _flat_index(private, key, shape, device))
@@ -366,6 +370,8 @@ def _private_inputs(named: dict[Key, Any], private: Private) -> list[Key]:
     if private.inputs is None:
         return [] if private.submodule is not None else floating
     wanted = [private.inputs] if isinstance(private.inputs, (int, str)) else list(private.inputs)
+    if len(set(wanted)) < len(wanted):
+        raise ValueError(f"private inputs {wanted} name one input twice, whose coordinates would count twice")
     for key in wanted:
         if key not in named:
             raise ValueError(f"private input {key!r} is not among the inputs {list(named)}")
@@ -407,6 +413,9 @@ def _flat_index(private: Private, key: Key, shape: torch.Size, device: torch.dev
             raise ValueError(f"input {key!r} is one number per example; it has no columns to choose from")
         columns = chosen.tolist() if isinstance(chosen, Tensor) else [chosen] if isinstance(chosen, int) else chosen
         if not isinstance(columns, slice):
+            strange = [column for column in columns if int(column) != column or isinstance(column, bool)]
+            if strange:
+                raise TypeError(f"columns {strange} of input {key!r} are no column numbers; a mask is a boolean tensor")
             wrong = [column for column in columns if not -shape[-1] <= column < shape[-1]]
             if wrong:
                 raise ValueError(f"columns {wrong} are out of range for input {key!r} with {shape[-1]} columns")

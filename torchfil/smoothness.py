@@ -104,7 +104,7 @@ class SmoothnessValidator:
                     )
                 )
         if example_inputs is not None:
-            smooth_model = SmoothnessValidator.fix(model)
+            smooth_model = _fixed(copy.deepcopy(model), "tanh", {}, lenient=True)
             for operator in sorted(non_smooth_operators(smooth_model, *as_call(example_inputs))):
                 errors.append(
                     NonSmoothModuleError(
@@ -131,6 +131,9 @@ class SmoothnessValidator:
         Args:
             model: Any module.
             activation: "tanh", "gelu", "softplus" or "silu", or a name added to ``ACTIVATIONS``.
+
+        Raises:
+            NonSmoothModuleError: Dilated max pooling.
         """
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r} is not known; use one of {', '.join(ACTIVATIONS)}")
@@ -147,19 +150,26 @@ def _reason(module: nn.Module) -> str | None:
     return None
 
 
-def _fixed(module: nn.Module, activation: str, done: dict[int, nn.Module]) -> nn.Module:
+def _fixed(module: nn.Module, activation: str, done: dict[int, nn.Module], *, lenient: bool = False) -> nn.Module:
+    """The module with its non-smooth parts replaced; where ``lenient``, what cannot be replaced is left."""
     if id(module) in done:
         return done[id(module)]
     rule = _RULES.get(type(module))
     if rule is not None and rule[1] is not None and rule[2](module):
-        replacement = rule[1](module, activation).train(module.training)
+        try:
+            replacement = rule[1](module, activation).train(module.training)
+        except NonSmoothModuleError:
+            if not lenient:
+                raise
+            done[id(module)] = module
+            return module
         logger.info("replaced %s by %s", module, replacement)
         done[id(module)] = replacement
         return replacement
     done[id(module)] = module
     for name, child in list(module._modules.items()):
         if child is not None:
-            module._modules[name] = _fixed(child, activation, done)
+            module._modules[name] = _fixed(child, activation, done, lenient=lenient)
     if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)) and module.activation is F.relu:
         module.activation = ACTIVATIONS[activation]()
     return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -140,7 +141,10 @@ def test_a_scaled_loss_is_named_with_its_factor() -> None:
 def test_class_weights_raise_even_when_declared_because_their_mean_mixes_examples() -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]).double().to(DEVICE))
     check_unchanged_after(LossMismatchError, "none of the standard ones", loss_fn=weighted)
-    check_unchanged_after(LossMismatchError, "one that mixes examples", loss_fn=weighted, criterion=weighted)
+    mean = partial(F.cross_entropy, weight=weighted.weight)
+    check_unchanged_after(LossMismatchError, "one that mixes examples", loss_fn=mean, criterion=mean)
+    with pytest.raises(ValueError, match="divides by the weights of the whole batch"):
+        train(data(40), steps=3, loss_fn=weighted, criterion=weighted)
     summed = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]).double().to(DEVICE), reduction="sum")
     run = train(data(40), steps=3, loss_fn=summed, criterion=summed, loss_reduction="sum")
     assert run.engine.get_fil().value.max() > 0

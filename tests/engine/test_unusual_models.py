@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine, Private, fisher
+from torchfil.engine.losses import LossMismatchError
 
 
 class _WithScalar(nn.Module):
@@ -375,3 +377,98 @@ def test_no_step_is_taken_after_detach() -> None:
     engine.detach()
     with pytest.raises(RuntimeError, match="no further step can be taken"):
         engine.train_step(*next(batches))
+
+
+WEIGHTS = torch.tensor([1.0, 20.0])
+
+
+def test_class_weights_that_are_averaged_are_refused() -> None:
+    for criterion in (nn.CrossEntropyLoss(WEIGHTS), nn.NLLLoss(WEIGHTS)):
+        with pytest.raises(ValueError, match="with class weights and reduction='mean' divides by the weights"):
+            start(mlp(), examples(), criterion=criterion)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, weight=WEIGHTS),
+        nn.CrossEntropyLoss(ignore_index=1),
+    ],
+)
+def test_train_step_refuses_a_criterion_that_weights_examples_by_others(criterion: Any) -> None:
+    """On single examples the weights cancel: the model would be trained by another loss than was given."""
+    module = mlp()
+    engine, *_, loader = start(module, examples(), criterion=criterion)
+    x, y = next(iter(loader))
+    assert len(y.unique()) == 2
+    with pytest.raises(LossMismatchError, match=r"neither|on single examples have the mean .* no example has a loss"):
+        engine.train_step(x, y)
+    assert engine._current.ledger is None
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.CrossEntropyLoss(WEIGHTS, reduction="sum"),
+        lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1),
+        lambda outputs, targets: -outputs.log_softmax(dim=1)[torch.arange(len(targets)), targets].sum(),
+    ],
+)
+def test_train_step_takes_sums_and_means(criterion: Any) -> None:
+    engine, *_, loader = start(mlp(), examples(), criterion=criterion)
+    for x, y in loader:
+        engine.train_step(x, y)
+    assert bool((engine.get_fil().value > 0).all())
+
+
+def test_a_checkpoint_that_does_not_fit_the_optimizer_changes_nothing() -> None:
+    engine, model, optimizer, loader = start(mlp(), examples())
+    for x, y in loader:
+        step(engine, model, optimizer, x, y, "hooks")
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=model, optimizer=optimizer)
+    other = FILPrivacyEngine()
+    module = mlp()
+    groups = [{"params": [value]} for value in module.parameters()]
+    model, optimizer, loader = other.make_private(
+        module,
+        torch.optim.Adam(groups, lr=0.1),
+        DataLoader(TensorDataset(*examples()), batch_size=6),
+        poisson_sampling=False,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        criterion=LOSS,
+    )
+    x, y = next(iter(loader))
+    step(other, model, optimizer, x, y, "hooks")
+    weights, fil = [value.clone() for value in module.parameters()], other.get_fil().value
+    moments = {key: value["exp_avg"].clone() for key, value in optimizer.original_optimizer.state.items()}
+    file.seek(0)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        other.load_checkpoint(path=file, module=model, optimizer=optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(weights, module.parameters(), strict=True))
+    assert torch.equal(other.get_fil().value, fil)
+    assert all(torch.equal(optimizer.original_optimizer.state[key]["exp_avg"], value) for key, value in moments.items())
+
+
+@pytest.mark.parametrize("damage", ["pace", "accountant", "generator"])
+def test_a_damaged_state_changes_nothing(damage: str) -> None:
+    engine, model, optimizer, loader = start(mlp(), examples())
+    states = []
+    for x, y in loader:
+        step(engine, model, optimizer, x, y, "hooks")
+        states.append(engine.state_dict())
+    state = copy.deepcopy(states[0])
+    if damage == "pace":
+        del state["run"]["pace"]["rate"]
+    elif damage == "accountant":
+        del state["accountant"]["history"]
+    else:
+        state["run"]["generator"] = state["run"]["generator"][:3]
+    fil, epsilon = engine.get_fil().value, engine.get_epsilon(1e-4)
+    with pytest.raises((ValueError, RuntimeError)):
+        engine.load_state_dict(state)
+    assert torch.equal(engine.get_fil().value, fil)
+    assert engine.get_epsilon(1e-4) == epsilon
+    engine.load_state_dict(states[0])
+    assert engine.get_epsilon(1e-4) < epsilon

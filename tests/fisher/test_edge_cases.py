@@ -376,3 +376,64 @@ def test_layers_that_cannot_be_mapped_are_named_with_a_remedy(layer: nn.Module, 
 def test_a_lack_of_memory_is_not_blamed_on_a_layer() -> None:
     with pytest.raises(torch.OutOfMemoryError), _explain_layers(nn.GRU(3, 3)):
         raise torch.OutOfMemoryError
+
+
+class _Flat(nn.Module):
+    """Takes a number for each example, and gives one, [batch] both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As said."""
+        return self.inner(x.reshape(-1, 1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("private", [Private(), Private(target=True), Private(inputs=(), target=True)])
+@pytest.mark.parametrize("estimator", ["exact", "weight-probes", "input-probes"])
+def test_one_number_per_example(private: Private, estimator: str) -> None:
+    """Inputs and targets of shape [n] are those of shape [n, 1]."""
+    torch.manual_seed(0)
+    flat = _Flat()
+    x, y = torch.randn(5).double(), torch.randn(5).double()
+    found = [
+        fisher.fim_trace(
+            model,
+            nn.MSELoss(),
+            *data,
+            private=private,
+            estimator=estimator,
+            max_grad_norm=1.0,
+            noise_multiplier=1.0,
+            generator=torch.Generator().manual_seed(1),
+        ).value
+        for model, data in ((flat, (x, y)), (flat.inner, (x[:, None], y[:, None])))
+    ]
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_what_is_private_is_named_once_and_right() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 2)
+
+        def forward(self, age: torch.Tensor) -> torch.Tensor:
+            """One input with a name."""
+            result: torch.Tensor = self.inner(age)
+            return result
+
+    x, y = torch.randn(3, 4), torch.tensor([0, 1, 1])
+
+    def measured(private: Private, inputs: Any) -> None:
+        model = Named() if isinstance(inputs, dict) else nn.Linear(4, 2)
+        fisher.exact_fim(model, nn.CrossEntropyLoss(), inputs, y, private=private, **SETTINGS)
+
+    with pytest.raises(ValueError, match=r"coordinates are given for \['Age'\], but what is private is \['age'\]"):
+        measured(Private(coordinates={"Age": [1]}), {"age": x})
+    with pytest.raises(ValueError, match=r"private inputs \[0, 0\] name one input twice"):
+        measured(Private(inputs=(0, 0)), x)
+    for columns in ([2.9], [True, False, True, False]):
+        with pytest.raises(TypeError, match="are no column numbers"):
+            measured(Private(coordinates=columns), x)  # type: ignore[arg-type]

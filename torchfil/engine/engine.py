@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import warnings
 from collections import Counter
@@ -32,6 +33,7 @@ from torchfil.engine.settings import BatchToInputs, Settings, choose_amplificati
 from torchfil.examples import Private
 from torchfil.files import replaced_when_complete
 from torchfil.fisher.amplification import Amplification
+from torchfil.fisher.gradients import refuse_weighted_mean
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.results import Estimate
 from torchfil.leakage import Leakage, as_table
@@ -198,6 +200,8 @@ class FILPrivacyEngine(PrivacyEngine):
         count = len(data_loader.dataset)  # type: ignore[arg-type]
         keys = [id_of(i) for i in range(count)] if callable(id_of) else id_of
         generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63 if seed is None else seed)
+        if criterion is not None:
+            refuse_weighted_mean(criterion)
         run = Run(module, settings, criterion, count, keys, generator)
         run.accountant_history = lambda: self.accountant.history  # type: ignore[method-assign]
         self._preparing = run
@@ -551,6 +555,18 @@ class FILPrivacyEngine(PrivacyEngine):
         saved = state_dict["accountant"].get("mechanism")
         if saved != self.accountant.mechanism():
             raise ValueError(f"the state is of accountant {saved!r}, this engine's is {self.accountant.mechanism()!r}")
+        before = None if run.inside_logical_batch else self.state_dict()
+        try:
+            self._set_state(state_dict)
+        except Exception as error:
+            if before is not None:
+                self._set_state(before)
+            if isinstance(error, KeyError):
+                raise ValueError(f"the state lacks {error.args[0]!r}; was it saved by another version?") from error
+            raise
+
+    def _set_state(self, state_dict: Mapping[str, Any]) -> None:
+        run = self._current
         run.load_state_dict(state_dict["run"])
         self.accountant.load_state_dict(state_dict["accountant"])
         generators = {"loader": self._loader.generator, "noise": run.optimizer.generator}
@@ -592,24 +608,37 @@ class FILPrivacyEngine(PrivacyEngine):
         kwargs = module_load_dict_kwargs or {}
         _refuse_other_module(module, checkpoint["module_state_dict"], strict=kwargs.get("strict", True))
         accounting = checkpoint.pop(_STATE_KEY)
-        self.load_state_dict(accounting)
-        for name, scheduler in (("noise_multiplier", noise_scheduler), ("max_grad_norm", grad_clip_scheduler)):
-            if scheduler is not None and name in accounting.get("noise", {}):  # a scheduler goes on from where it was
-                setattr(self._current.optimizer, name, accounting["noise"][name])
-        module.load_state_dict(checkpoint["module_state_dict"], **kwargs)
         parts = {
             "optimizer_state_dict": optimizer,
             "noise_scheduler_state_dict": noise_scheduler,
             "grad_clip_scheduler_state_dict": grad_clip_scheduler,
         }
-        for key, part in parts.items():
-            state = checkpoint.pop(key, None)
-            if part is not None and state:
-                part.load_state_dict(state)
+        with _all_or_nothing(module, *parts.values()):
+            module.load_state_dict(checkpoint["module_state_dict"], **kwargs)
+            for key, part in parts.items():
+                state = checkpoint.pop(key, None)
+                if part is not None and state:
+                    part.load_state_dict(state)
+            self.load_state_dict(accounting)
+        for name, scheduler in (("noise_multiplier", noise_scheduler), ("max_grad_norm", grad_clip_scheduler)):
+            if scheduler is not None and name in accounting.get("noise", {}):  # a scheduler goes on from where it was
+                setattr(self._current.optimizer, name, accounting["noise"][name])
         saved = checkpoint.pop(_RANDOM_KEY, None)
         if restore_random_state and saved is not None:
             set_random_state(saved)
         return checkpoint
+
+
+@contextlib.contextmanager
+def _all_or_nothing(*parts: Any) -> Iterator[None]:
+    """What is loaded into these parts inside is taken back where an error comes up."""
+    before = [(part, copy.deepcopy(part.state_dict())) for part in parts if part is not None]
+    try:
+        yield
+    except BaseException:
+        for part, state in before:
+            part.load_state_dict(state)
+        raise
 
 
 def _refuse_other_module(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:

@@ -20,7 +20,14 @@ from torch.utils import _pytree as pytree
 
 from torchfil.trees import map_tensors, tensors_of
 
-__all__ = ["IdentifiedLoss", "LossMismatchError", "check_loss", "identify_loss", "output_gradients"]
+__all__ = [
+    "IdentifiedLoss",
+    "LossMismatchError",
+    "check_loss",
+    "identify_loss",
+    "output_gradients",
+    "refuse_unequal_weights",
+]
 
 LossFunction = Callable[[Any, Any], Tensor]
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -132,6 +139,25 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
         f"with reduction='mean' do). {hint} Pass the loss you use to make_private as criterion=, and make it "
         "sum or average over examples with equal weight. This step was not taken; nothing was recorded."
     )
+
+
+def refuse_unequal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any, losses: Tensor) -> None:
+    """Raise :class:`LossMismatchError` where a batch's loss is neither the mean nor the sum of those, [batch]."""
+    try:
+        whole = loss(outputs, targets)
+    except (RuntimeError, ValueError, TypeError, IndexError):  # it takes single examples only
+        return
+    if whole.numel() != 1:
+        return
+    value, size = float(whole), float(losses.abs().mean())
+    mean, total = float(losses.mean()), float(losses.sum())
+    if not any(abs(value - one) <= _tolerance(losses) * max(size, abs(one)) for one in (mean, total)):
+        raise LossMismatchError(
+            f"the criterion ({loss.name}) gives {value:.6g} for this batch, but its values on single examples have the "
+            f"mean {mean:.6g} and the sum {total:.6g}: it weights examples by others of "
+            "the batch, as class weights and ignore_index with reduction='mean' do, and no example has a loss of its "
+            "own. Use reduction='sum' (divided by the expected batch size, if you like). This step was not taken."
+        )
 
 
 def _candidates(outputs: Tensor, targets: Tensor) -> Iterator[IdentifiedLoss]:

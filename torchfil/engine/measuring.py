@@ -18,7 +18,7 @@ from torchfil.deferred import read_later
 from torchfil.engine.contributions import additions
 from torchfil.engine.fused import FusedPass, FusedResult, Wanted
 from torchfil.engine.loader import split_batch
-from torchfil.engine.losses import IdentifiedLoss, check_loss, identify_loss
+from torchfil.engine.losses import IdentifiedLoss, check_loss, identify_loss, refuse_unequal_weights
 from torchfil.engine.observer import ForwardPass
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.pace import Pace
@@ -198,6 +198,7 @@ class Measurer:
 
         Raises:
             RuntimeError: They differ: something outside the modules' own forward methods changes the output.
+            LossMismatchError: The criterion's value on the batch is neither their mean nor their sum.
         """
         self._until_look -= 1
         if self._until_look >= 0 or self.draws_masks():
@@ -214,6 +215,7 @@ class Measurer:
                 f"the model's losses on this batch are at most {size:.4g}, "
                 f"{_COPY_DIFFERS.format(f'some that differ by up to {apart:.3g}')}"
             )
+        refuse_unequal_weights(loss, outputs, targets, found)
 
     def write_buffers(self, gradients: ExampleGradients) -> None:
         """Bring into the live model what a pass that stands for its forward pass has written into buffers."""
@@ -310,7 +312,7 @@ class Measurer:
         if not self.fits_one_pass(batch):
             raise RuntimeError(
                 f"one pass does not fit this model ({batch.known.reason if batch.known else 'no plan'}); use "
-                "grad_sample_mode='hooks'. This step was not taken."
+                "grad_sample_mode='hooks', which serves any model whose examples do not mix. This step was not taken."
             )
         settings = self.settings
         seeds = Draws.seeds_from(pace.num_probes, self.generator) if measured else ()

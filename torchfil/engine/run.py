@@ -581,6 +581,11 @@ class Run:
 
     state_dict_keys = ("ledger", "history", "timeline", "test_matrix", "drew_masks", "generator", "pace")
 
+    @property
+    def inside_logical_batch(self) -> bool:
+        """Whether something is staged that is not booked yet."""
+        return bool(self._staged)
+
     def state_dict(self) -> dict[str, Any]:
         """Ledger, norm history, timeline, test matrix and the probes' generator."""
         if self._staged:
