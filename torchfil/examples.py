@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -369,7 +370,8 @@ def _private_inputs(named: dict[Key, Any], private: Private) -> list[Key]:
     floating = [key for key, leaf in named.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if private.inputs is None:
         return [] if private.submodule is not None else floating
-    wanted = [private.inputs] if isinstance(private.inputs, (int, str)) else list(private.inputs)
+    given = [private.inputs] if isinstance(private.inputs, int | str | Integral) else private.inputs
+    wanted: list[Key] = [int(key) if isinstance(key, Integral) else key for key in given]
     if len(set(wanted)) < len(wanted):
         raise ValueError(f"private inputs {wanted} name one input twice, whose coordinates would count twice")
     for key in wanted:
@@ -411,7 +413,8 @@ def _flat_index(private: Private, key: Key, shape: torch.Size, device: torch.dev
     else:
         if not shape:
             raise ValueError(f"input {key!r} is one number per example; it has no columns to choose from")
-        columns = chosen.tolist() if isinstance(chosen, Tensor) else [chosen] if isinstance(chosen, int) else chosen
+        columns = chosen.tolist() if hasattr(chosen, "tolist") else chosen
+        columns = [columns] if isinstance(columns, int) else columns
         if not isinstance(columns, slice):
             strange = [column for column in columns if int(column) != column or isinstance(column, bool)]
             if strange:

@@ -92,12 +92,13 @@ class Validation:
             ids: The run's examples in their order; None: 0, 1, 2, ….
         """
         places = None if ids is None else {key: row for row, key in enumerate(ids)}
-        unknown = [key for key in self.attack.ids if not (isinstance(key, int) if places is None else key in places)]
+        attacked = [key.item() if isinstance(key, np.generic) else key for key in self.attack.ids]
+        unknown = [key for key in attacked if not (isinstance(key, int) if places is None else key in places)]
         if unknown:
             raise ValueError(
                 f"attacked examples {unknown[:5]} are not among the run's ids; pass ids as the run has them"
             )
-        rows = [key if places is None else places[key] for key in self.attack.ids]
+        rows = [key if places is None else places[key] for key in attacked]
         return saved_run.AttackResult(
             self.attack.name,
             self.attack.threat_model,
@@ -185,6 +186,8 @@ def validate(
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
     level = 1 - (1 - confidence) / (len(attack.ids) if simultaneous else 1)
+    if bool(np.isnan(attack.achieved).any()):
+        raise ValueError("the attack's achieved error is NaN for some examples: it says nothing about their bounds")
     predicted, low, largest = _bounds(source, attack, level, options)
     width = np.full(len(predicted), np.inf)
     if attack.standard_error is not None and attack.trials > 1:

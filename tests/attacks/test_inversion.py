@@ -91,3 +91,17 @@ def test_refusals() -> None:
         invert_gradients(
             model, loss, observed_gradients(model, loss, images, labels), labels, shape=(1, 6, 6), steps=1
         ).result(images, measure="psnr")
+
+
+def test_images_one_pixel_high_are_searched_for_and_nothing_else_is_told_as_such() -> None:
+    """No neighbours, no variation: its mean over none was NaN, and the random start came back."""
+    model, loss, images, labels = case()
+    flat = images.reshape(len(images), 1, 1, -1)
+    seen = observed_gradients(model, loss, flat, labels)
+    found = invert_gradients(model, loss, seen, labels, shape=(1, 1, 36), steps=120, restarts=1, seed=0)
+    assert bool(found.objective.isfinite().all())
+    assert found.result(flat, measure="mse").achieved.max() < 0.02
+    with pytest.raises(ValueError, match="the truth has shape .*, the images"):
+        found.result(flat[:, 0], measure="mse")
+    with pytest.raises(ValueError, match="was NaN or infinite at every step"):
+        invert_gradients(model, loss, seen * torch.nan, labels, shape=(1, 1, 36), steps=3, restarts=2, seed=0)

@@ -114,3 +114,15 @@ def test_random_scores_are_right_half_of_the_time(targets: int, n: int) -> None:
         result = MembershipResult("loss threshold", rng.normal(size=(targets, n)), members, 0.5, 0.0)
         means.append(result.by_example().achieved.mean())
     assert np.mean(means) == pytest.approx(0.5, abs=4 * np.std(means) / 300**0.5 + 0.5 / n)
+
+
+def test_runs_that_diverged_are_refused() -> None:
+    """One NaN made the pooled variance NaN, and the ratio a coin."""
+    members = torch.rand(6, 20) < 0.5
+    for wrong in (torch.nan, torch.inf):
+        log_odds = torch.randn(6, 20)
+        log_odds[4, 3] = wrong
+        with pytest.raises(ValueError, match=r"the log-odds of runs \[4\] are NaN or infinite"):
+            ShadowRuns(log_odds, members)
+    with pytest.raises(TypeError, match=r"members is of torch.uint8; give booleans"):
+        ShadowRuns(torch.randn(6, 20), members.to(torch.uint8))

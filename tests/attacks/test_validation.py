@@ -128,6 +128,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
         torchfil.validate([1.0], result([1.0], None, measure="accuracy"))
     with pytest.raises(ValueError, match=r"\[2\] bounds for 1 attacked"):
         torchfil.validate([1.0, 2.0], result([1.0], None))
+    with pytest.raises(ValueError, match="achieved error is NaN"):
+        torchfil.validate([1.0], result([float("nan")], None))
     for wrong in (float("nan"), -1.0):
         with pytest.raises(ValueError, match=f"a bound is {wrong}; bounds on squared errors"):
             torchfil.validate([wrong], result([1.0], None))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import DEVICE, SIGMA, TinyTransformer, build, relative_error
@@ -437,3 +438,9 @@ def test_what_is_private_is_named_once_and_right() -> None:
     for columns in ([2.9], [True, False, True, False]):
         with pytest.raises(TypeError, match="are no column numbers"):
             measured(Private(coordinates=columns), x)  # type: ignore[arg-type]
+    ones: tuple[Any, ...] = (np.int64(1), torch.tensor(1), np.array([1]))
+    for one in ones:
+        assert Examples.build(x, y, Private(coordinates=one)).num_coordinates == 1
+    zeros: tuple[Any, ...] = (np.int64(0), [np.int64(0)], np.array([0]))
+    for first in zeros:
+        assert Examples.build(x, y, Private(inputs=first)).num_coordinates == 4

@@ -44,6 +44,8 @@ class Inversion:
         judges = {"ssim": ssim, "haarpsi": haarpsi, "mse": lambda a, b: (a - b).square().flatten(1).mean(dim=1)}
         if measure not in judges:
             raise ValueError(f"measure={measure!r} must be one of {', '.join(judges)}")
+        if truth.shape != self.images.shape:
+            raise ValueError(f"the truth has shape {list(truth.shape)}, the images {list(self.images.shape)}")
         return AttackResult(
             name="gradient inversion",
             threat_model="sees one example's gradient (noisy or not), knows the weights and the label",
@@ -156,6 +158,12 @@ def invert_gradients(
         with torch.no_grad():
             x.clamp_(low, high)
     winner = least.reshape(restarts, n).argmin(dim=0)
+    lost = (~least.reshape(restarts, n).isfinite().any(dim=0)).nonzero().flatten().tolist()
+    if lost:
+        raise ValueError(
+            f"the objective of examples {lost[:5]} was NaN or infinite at every step, so nothing was searched for; are "
+            "the observed gradients and the weights finite?"
+        )
     places = winner * n + torch.arange(n, device=winner.device)
     return Inversion(best[places], least[places])
 
@@ -167,7 +175,8 @@ def total_variation(x: Tensor) -> Tensor:
         >>> total_variation(torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
         tensor(1.)
     """
-    return (x[..., 1:, :] - x[..., :-1, :]).abs().mean() + (x[..., 1:] - x[..., :-1]).abs().mean()
+    steps = [x.diff(dim=dim).abs().mean() for dim in (-2, -1) if x.ndim >= -dim and x.shape[dim] > 1]
+    return torch.stack(steps).sum() if steps else x.new_zeros(())
 
 
 def _gradient(model: nn.Module, loss_fn: LossFunction, weights: dict[str, Tensor], constants: dict[str, Tensor]) -> Any:

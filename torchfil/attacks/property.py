@@ -138,7 +138,9 @@ def property_inference(
     """AUC of an attacker who sees one layer's gradient, for each layer, with a 95 % bootstrap interval over batches.
 
     Threat model: the attacker takes part in FedSGD with one other client, sees that client's gradient of a layer and
-    has data of its own with known property. 0.5: guessing; 1: every batch told right.
+    has data of its own with known property. 0.5: guessing; 1: every batch told right. Intervals are over batches of the
+    clients at hand: with few examples a client (100), whose own differences a gradient shows, an unrelated property was
+    told with an interval that misses 0.5 in a quarter to a half of the repetitions; with 3,000 in none to a tenth.
 
     Args:
         seen: As :func:`federated_gradients` gives.

@@ -409,12 +409,16 @@ class FILPrivacyEngine(PrivacyEngine):
         run = self._current
         steps: Counter[tuple[float, float]] = Counter()
         for sigma, q, count in self.accountant.history:
-            steps[sigma, q] += count
+            steps[float(sigma), float(q)] += count
         noise = ", ".join(f"{count} steps of σ = {sigma}, q = {q}" for (sigma, q), count in sorted(steps.items()))
         private = run.settings.private or Private()
         private = replace(private, coordinates=_listed(private.coordinates))
         clipping = f"C = {float(run.optimizer.max_grad_norm)}, clip {run.settings.clip.name!r}"
-        return f"{noise}, {clipping}, amplification {run.settings.amplification!r}, {private}"
+        amplification = run.measurer.mechanism(run.optimizer).amplification
+        factors = ", ".join(
+            f"{value:.6g}" for value in torch.cat(amplification.factors(torch.tensor([0.1, 1.0, 10.0])))
+        )
+        return f"{noise}, {clipping}, amplification by {factors}, {private}"
 
     def save_run(
         self,
@@ -555,12 +559,16 @@ class FILPrivacyEngine(PrivacyEngine):
         saved = state_dict["accountant"].get("mechanism")
         if saved != self.accountant.mechanism():
             raise ValueError(f"the state is of accountant {saved!r}, this engine's is {self.accountant.mechanism()!r}")
-        before = None if run.inside_logical_batch else self.state_dict()
+        if run.inside_logical_batch:
+            raise RuntimeError(
+                "a state can be loaded only between logical batches; finish the batch first, or call "
+                "optimizer.discard_partial_batch()"
+            )
+        before = self.state_dict()
         try:
             self._set_state(state_dict)
         except Exception as error:
-            if before is not None:
-                self._set_state(before)
+            self._set_state(before)
             if isinstance(error, KeyError):
                 raise ValueError(f"the state lacks {error.args[0]!r}; was it saved by another version?") from error
             raise
@@ -568,7 +576,7 @@ class FILPrivacyEngine(PrivacyEngine):
     def _set_state(self, state_dict: Mapping[str, Any]) -> None:
         run = self._current
         run.load_state_dict(state_dict["run"])
-        self.accountant.load_state_dict(state_dict["accountant"])
+        self.accountant.load_state_dict(copy.deepcopy(state_dict["accountant"]))
         generators = {"loader": self._loader.generator, "noise": run.optimizer.generator}
         for key, generator in generators.items():
             if generator is not None and key in state_dict["generators"]:
@@ -619,13 +627,18 @@ class FILPrivacyEngine(PrivacyEngine):
                 state = checkpoint.pop(key, None)
                 if part is not None and state:
                     part.load_state_dict(state)
-            self.load_state_dict(accounting)
+            saved = checkpoint.pop(_RANDOM_KEY, None)
+            before = random_state()
+            try:
+                if restore_random_state and saved is not None:
+                    set_random_state(saved)
+                self.load_state_dict(accounting)
+            except BaseException:
+                set_random_state(before)
+                raise
         for name, scheduler in (("noise_multiplier", noise_scheduler), ("max_grad_norm", grad_clip_scheduler)):
             if scheduler is not None and name in accounting.get("noise", {}):  # a scheduler goes on from where it was
                 setattr(self._current.optimizer, name, accounting["noise"][name])
-        saved = checkpoint.pop(_RANDOM_KEY, None)
-        if restore_random_state and saved is not None:
-            set_random_state(saved)
         return checkpoint
 
 
@@ -677,4 +690,5 @@ def _listed(coordinates: Any) -> Any:
     """Tensors and arrays as lists, whose text is complete."""
     if isinstance(coordinates, Mapping):
         return {key: _listed(value) for key, value in coordinates.items()}
-    return coordinates.tolist() if hasattr(coordinates, "tolist") else coordinates
+    listed = coordinates.tolist() if hasattr(coordinates, "tolist") else coordinates
+    return list(listed) if isinstance(listed, tuple | range) else listed

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
+from torchfil.deferred import read_later
 from torchfil.trees import map_tensors, tensors_of
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "LossMismatchError",
     "check_loss",
     "identify_loss",
+    "ignored_targets_check",
     "output_gradients",
     "refuse_unequal_weights",
 ]
@@ -145,19 +147,45 @@ def refuse_unequal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any, los
     """Raise :class:`LossMismatchError` where a batch's loss is neither the mean nor the sum of those, [batch]."""
     try:
         whole = loss(outputs, targets)
-    except (RuntimeError, ValueError, TypeError, IndexError):  # it takes single examples only
+    except Exception:  # it takes single examples only
         return
-    if whole.numel() != 1:
+    if whole.numel() != 1 or bool(whole.isinf()):  # a sum in half precision
         return
+    losses = losses.double()
     value, size = float(whole), float(losses.abs().mean())
     mean, total = float(losses.mean()), float(losses.sum())
-    if not any(abs(value - one) <= _tolerance(losses) * max(size, abs(one)) for one in (mean, total)):
+    if not any(abs(value - one) <= _tolerance(whole) * max(size, abs(one)) for one in (mean, total)):
         raise LossMismatchError(
             f"the criterion ({loss.name}) gives {value:.6g} for this batch, but its values on single examples have the "
             f"mean {mean:.6g} and the sum {total:.6g}: it weights examples by others of "
             "the batch, as class weights and ignore_index with reduction='mean' do, and no example has a loss of its "
             "own. Use reduction='sum' (divided by the expected batch size, if you like). This step was not taken."
         )
+
+
+def ignored_targets_check(loss: IdentifiedLoss, targets: Any) -> Callable[[], None]:
+    """Begin to look whether a mean leaves out more targets of some examples than of others; what is returned raises.
+
+    The batch's mean then weights examples by how many of their targets count.
+    """
+    criterion = loss.function
+    if not isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) or criterion.reduction != "mean":
+        return lambda: None
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or len(targets) < 2:
+        return lambda: None
+    ignored = (targets == criterion.ignore_index).reshape(len(targets), -1).sum(dim=1)
+    uneven = read_later((ignored != ignored[0]).any())
+
+    def confirm() -> None:
+        if bool(uneven()):
+            raise LossMismatchError(
+                f"some targets of this batch are {criterion.ignore_index} (ignore_index), of some examples more than "
+                "of others: a mean over what is left weights examples by others of the batch, and no example has a "
+                "loss of its own. Use reduction='sum' (divided by the expected batch size, if you like). This step was "
+                "not taken."
+            )
+
+    return confirm
 
 
 def _candidates(outputs: Tensor, targets: Tensor) -> Iterator[IdentifiedLoss]:

@@ -203,7 +203,7 @@ class Measurer:
         self._until_look -= 1
         if self._until_look >= 0 or self.draws_masks():
             return
-        self._until_look = _STEPS_BETWEEN_LOOKS
+        self._until_look = 0  # again at the next step, unless this look ends well
         few = range(min(len(found), _EXAMPLES_TO_LOOK_AT))
         with torch.no_grad(), _kept_buffers(self.module):
             outputs = self.module(*args, **kwargs)
@@ -216,6 +216,7 @@ class Measurer:
                 f"{_COPY_DIFFERS.format(f'some that differ by up to {apart:.3g}')}"
             )
         refuse_unequal_weights(loss, outputs, targets, found)
+        self._until_look = _STEPS_BETWEEN_LOOKS
 
     def write_buffers(self, gradients: ExampleGradients) -> None:
         """Bring into the live model what a pass that stands for its forward pass has written into buffers."""

@@ -21,7 +21,7 @@ from torchfil.deferred import read_later
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.fused import FusedResult, Wanted, joined
 from torchfil.engine.loader import BatchTracker, FILDataLoader, plain, split_batch
-from torchfil.engine.losses import IdentifiedLoss
+from torchfil.engine.losses import IdentifiedLoss, ignored_targets_check
 from torchfil.engine.measuring import NOT_FINITE, Measurer
 from torchfil.engine.observer import ForwardPass, Observer
 from torchfil.engine.one_pass import OnePassModule, OnePassOptimizer
@@ -372,12 +372,14 @@ class Run:
         self.measurer.check_coordinates(gradients.num_coordinates, ledger)
         seeds = Draws.seeds_from(self.pace.num_probes, self.generator) if measured else ()
         wanted = Wanted(settings.quantities, seeds, self.pace.rate, True, "plis" in settings.track)
+        assert self.loss is not None
+        even = ignored_targets_check(self.loss, targets)
         step = self.measurer.run_once(batch, wanted, optimizer)
         rows = self._rows(ids)
         finite()
         current()
+        even()
         self._look_at_norms(step.norm)
-        assert self.loss is not None
         self.measurer.confirm_losses(forward.args, forward.kwargs, targets, self.loss, step.losses)
         self.ledger = ledger
         self._stage(ids, rows, step)

@@ -14,6 +14,7 @@ from torchfil.fisher.gradients import (
     ExampleGradients,
     LossFunction,
     refuse_unsupported_modules,
+    refuse_weighted_mean,
     trainable_and_constant,
     without_opacus,
 )
@@ -92,6 +93,7 @@ def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any)
     """As ExampleGradients.build, for gradients alone: nothing need be private, so integer inputs will do."""
     live, model = without_opacus(model)
     refuse_unsupported_modules(model)
+    refuse_weighted_mean(loss_fn)
     args, kwargs = as_call(x)
     n = _batch_size(args, kwargs, y)
     if n == 0:
