@@ -18,7 +18,7 @@ from torch import Tensor
 from torchfil.fisher.results import Estimate, Kind
 from torchfil.ledger import Ledger
 
-__all__ = ["ExampleIds", "Leakage", "as_table"]
+__all__ = ["ExampleIds", "Leakage", "as_table", "plain_key"]
 
 
 class ExampleIds:
@@ -32,7 +32,7 @@ class ExampleIds:
     def __init__(self, num_examples: int, keys: Sequence[Hashable] | None = None) -> None:
         self.num_examples = num_examples
         given = keys.tolist() if isinstance(keys, Tensor) else keys
-        self.keys = [_as_plain(key) for key in given] if given is not None else None
+        self.keys = [plain_key(key) for key in given] if given is not None else None
         self._row_of: dict[Hashable, int] = {}
         if self.keys is not None:
             if len(self.keys) != num_examples:
@@ -56,7 +56,7 @@ class ExampleIds:
         """The ids as a list and their rows, in the order asked for; an id asked for twice is answered twice."""
         if ids is None:
             return self.all(), torch.arange(self.num_examples)
-        wanted = [_as_plain(key) for key in (ids.tolist() if isinstance(ids, Tensor) else ids)]
+        wanted = [plain_key(key) for key in (ids.tolist() if isinstance(ids, Tensor) else ids)]
         if self.keys is not None:
             unknown = [key for key in wanted if key not in self._row_of]
             rows = [self._row_of[key] for key in wanted] if not unknown else []
@@ -69,7 +69,7 @@ class ExampleIds:
         return wanted, torch.tensor(rows, dtype=torch.long)
 
 
-def _as_plain(key: Hashable) -> Hashable:
+def plain_key(key: Hashable) -> Hashable:
     """NumPy's numbers and texts, and tensors of one number, as Python's."""
     return key.item() if isinstance(key, np.generic) or (isinstance(key, Tensor) and key.ndim == 0) else key
 
@@ -133,8 +133,7 @@ class Leakage:
         found = self._estimate(sums["trace"][rows], sums["variance"][rows], rows)
         if self.degrees_of_freedom is not None:
             return found
-        certain, limit = sums["certain"][rows], sums["variance_limit"][rows]
-        return replace(found, certain=certain, chi_square=2 * (found.value - certain).square() / limit)
+        return replace(found, certain=sums["certain"][rows], variance_limit=sums["variance_limit"][rows])
 
     def get_fil(
         self,

@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from torchfil.attacks.base import AttackResult
-from torchfil.leakage import as_table
+from torchfil.leakage import as_table, plain_key
 from torchfil.report import saved_run
 from torchfil.viz.common import NEUTRAL, as_array, new_figure
 
@@ -92,7 +92,7 @@ class Validation:
             ids: The run's examples in their order; None: 0, 1, 2, ….
         """
         places = None if ids is None else {key: row for row, key in enumerate(ids)}
-        attacked = [key.item() if isinstance(key, np.generic) else key for key in self.attack.ids]
+        attacked = [plain_key(key) for key in self.attack.ids]
         unknown = [key for key in attacked if not (isinstance(key, int) if places is None else key in places)]
         if unknown:
             raise ValueError(

@@ -111,23 +111,22 @@ def test_a_second_probe_does_not_loosen_the_smallest_bound(confidence: float) ->
 
 def test_no_limit_is_claimed_where_one_measurement_lacks_it() -> None:
     leakage, _ = run(2, 2, n=4)
-    limited = leakage.get_trace().chi_square
-    assert limited is not None
-    assert bool((limited > 0).all())
-    assert bool(limited.isfinite().all())
+    limit = leakage.get_trace().variance_limit
+    assert limit is not None
+    assert bool((limit > 0).all())
+    assert bool(limit.isfinite().all())
     leakage.ledger.add(Contribution(torch.tensor([1]), torch.ones(1)))  # took part in a step that was skipped
-    limited = leakage.get_trace().chi_square
-    assert limited is not None
-    assert (limited == 0).tolist() == [False, True, False, False]
     trace = leakage.get_trace()
+    assert trace.variance_limit is not None
+    assert trace.variance_limit.isinf().tolist() == [False, True, False, False]
     by_spread = Estimate(trace.value, trace.standard_error, "estimate", trace.degrees_of_freedom, positive=True)
     assert torch.equal(trace.interval()[1][1], by_spread.interval()[1][1])
 
 
 def test_raising_an_estimate_raises_its_interval() -> None:
     value, error = torch.tensor([2.0, 5.0, 0.0]).double(), torch.tensor([0.5, 1.0, 0.0]).double()
-    freedom, limit = torch.tensor([1.0, 30.0, 2.0]), torch.tensor([8.0, 20.0, torch.nan]).double()
-    estimate = Estimate(value, error, "lower bound", freedom, positive=True, chi_square=limit)
+    freedom, limit = torch.tensor([1.0, 30.0, 2.0]), torch.tensor([1.0, 2.5, 0.0]).double()
+    estimate = Estimate(value, error, "lower bound", freedom, positive=True, variance_limit=limit)
     low, high = estimate.interval(0.9)
     root, inverse = estimate.raised(0.5, 3.0), estimate.raised(-1.0, 3.0)
     for found, expected in zip(root.interval(0.9), (low, high), strict=True):

@@ -39,10 +39,12 @@ def additions(measurement: Measurement, rate: float | Tensor, *, skipping: bool)
         "variance_spread": variance.square() / freedom,
         "square": square / rate,
     }
-    if not skipping and (estimate.kind == "exact" or estimate.chi_square is not None):
-        certain = estimate.value if estimate.kind == "exact" else estimate.certain
-        result["certain"] = torch.zeros_like(trace) if certain is None else certain.double()
-        result["variance_limit"] = _largest_variance(trace - result["certain"], estimate.chi_square)
+    if not skipping and estimate.kind == "exact":
+        result |= {"certain": trace, "variance_limit": torch.zeros_like(trace)}
+    elif not skipping and estimate.variance_limit is not None:
+        result["variance_limit"] = estimate.variance_limit.double()
+        if estimate.certain is not None:
+            result["certain"] = estimate.certain.double()
     if "diagonal" in measurement.estimates:
         result["diagonal"], result["diagonal_variance"] = weighted("diagonal")
     if "matrix" in measurement.estimates:
@@ -52,10 +54,3 @@ def additions(measurement: Measurement, rate: float | Tensor, *, skipping: bool)
     if measurement.susceptibility is not None:
         result["plis"] = measurement.susceptibility / rate
     return result
-
-
-def _largest_variance(sampled: Tensor, chi_square: Tensor | None) -> Tensor:
-    """2 sampled²/ν, [batch]; 0 where nothing was sampled."""
-    if chi_square is None:
-        return torch.zeros_like(sampled)
-    return torch.where(sampled > 0, 2 * sampled.square() / chi_square.double(), torch.zeros_like(sampled))

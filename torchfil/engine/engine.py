@@ -400,7 +400,7 @@ class FILPrivacyEngine(PrivacyEngine):
         if len(told) > 1:
             raise ValueError(
                 "runs to average must share noise, clipping, subsampling, the number of steps and what is private; got "
-                + "; ".join(told)
+                + "; ".join(text if len(text) < 500 else f"{text[:500]} …" for text in told)
             )
         return average
 
@@ -564,14 +564,11 @@ class FILPrivacyEngine(PrivacyEngine):
                 "a state can be loaded only between logical batches; finish the batch first, or call "
                 "optimizer.discard_partial_batch()"
             )
-        before = self.state_dict()
         try:
-            self._set_state(state_dict)
-        except Exception as error:
-            self._set_state(before)
-            if isinstance(error, KeyError):
-                raise ValueError(f"the state lacks {error.args[0]!r}; was it saved by another version?") from error
-            raise
+            with _all_or_nothing((self.state_dict, self._set_state)):
+                self._set_state(state_dict)
+        except KeyError as error:
+            raise ValueError(f"the state lacks {error.args[0]!r}; was it saved by another version?") from error
 
     def _set_state(self, state_dict: Mapping[str, Any]) -> None:
         run = self._current
@@ -621,21 +618,17 @@ class FILPrivacyEngine(PrivacyEngine):
             "noise_scheduler_state_dict": noise_scheduler,
             "grad_clip_scheduler_state_dict": grad_clip_scheduler,
         }
-        with _all_or_nothing(module, *parts.values()):
+        loaded = [(part.state_dict, part.load_state_dict) for part in (module, *parts.values()) if part is not None]
+        with _all_or_nothing(*loaded, (random_state, set_random_state)):
             module.load_state_dict(checkpoint["module_state_dict"], **kwargs)
             for key, part in parts.items():
                 state = checkpoint.pop(key, None)
                 if part is not None and state:
                     part.load_state_dict(state)
             saved = checkpoint.pop(_RANDOM_KEY, None)
-            before = random_state()
-            try:
-                if restore_random_state and saved is not None:
-                    set_random_state(saved)
-                self.load_state_dict(accounting)
-            except BaseException:
-                set_random_state(before)
-                raise
+            if restore_random_state and saved is not None:
+                set_random_state(saved)
+            self.load_state_dict(accounting)
         for name, scheduler in (("noise_multiplier", noise_scheduler), ("max_grad_norm", grad_clip_scheduler)):
             if scheduler is not None and name in accounting.get("noise", {}):  # a scheduler goes on from where it was
                 setattr(self._current.optimizer, name, accounting["noise"][name])
@@ -643,14 +636,14 @@ class FILPrivacyEngine(PrivacyEngine):
 
 
 @contextlib.contextmanager
-def _all_or_nothing(*parts: Any) -> Iterator[None]:
-    """What is loaded into these parts inside is taken back where an error comes up."""
-    before = [(part, copy.deepcopy(part.state_dict())) for part in parts if part is not None]
+def _all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> Iterator[None]:
+    """What changes inside is taken back where an error comes up; a part is how to read its state, and how to set it."""
+    before = [(set_state, copy.deepcopy(read())) for read, set_state in parts]
     try:
         yield
     except BaseException:
-        for part, state in before:
-            part.load_state_dict(state)
+        for set_state, state in before:
+            set_state(state)
         raise
 
 

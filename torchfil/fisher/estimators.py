@@ -71,10 +71,8 @@ class Moments:
         """The mean, with all that is known of its error."""
         if self.exact:
             return Estimate.exact(self.mean)
-        sampled = self.mean if self.certain is None else self.mean - self.certain
-        chi_square = 2 * sampled.square() / self.limit if self.limit is not None else None
         error = self.variance.clamp(min=0).sqrt()
-        return Estimate(self.mean, error, "estimate", self.degrees_of_freedom, positive, self.certain, chi_square)
+        return Estimate(self.mean, error, "estimate", self.degrees_of_freedom, positive, self.certain, self.limit)
 
 
 class Estimator(Protocol):

@@ -27,8 +27,7 @@ class Estimate:
         positive: Whether the quantity cannot be negative (a trace, a diagonal); its interval is then
             multiplicative.
         certain: The part of the value that was not sampled, same shape; None: 0.
-        chi_square: ν, same shape: the sampled part over its truth spreads no more than about χ²_ν/ν, whatever it is
-            that was sampled. None: no such limit is known.
+        variance_limit: A variance that is not too small in the mean, whatever was sampled, same shape; None: not known.
         source: (estimate, exponent, unit) where this one is (estimate/unit)^exponent.
 
     Example:
@@ -44,7 +43,7 @@ class Estimate:
     degrees_of_freedom: float | Tensor = float("inf")
     positive: bool = False
     certain: Tensor | None = None
-    chi_square: Tensor | None = None
+    variance_limit: Tensor | None = None
     source: tuple[Estimate, float, float] | None = None
 
     @classmethod
@@ -58,7 +57,7 @@ class Estimate:
         With t the Student quantile for the degrees of freedom: value ± t·standard_error, or for a positive quantity
         certain + sampled · exp(± t·standard_error/sampled), which covers better for the skewed distribution of a
         squared probe. Few probes say little of their own spread (t = 12.7 for two), so that such a factor is cut to
-        (ν/χ²)^(±1) where the largest spread is known, χ² being the lower quantile.
+        (ν/χ²)^(±1) where the largest variance, 2 sampled²/ν, is known, χ² being the lower quantile of χ²_ν.
         """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
@@ -72,8 +71,9 @@ class Estimate:
         certain = torch.zeros_like(self.value) if self.certain is None else self.certain
         sampled = self.value - certain
         width = width / sampled.where(sampled > 0, torch.ones_like(sampled))
-        if self.chi_square is not None:
-            width = torch.minimum(width, _log_ratio(self.chi_square, 0.5 - confidence / 2).to(width))
+        if self.variance_limit is not None:
+            freedom = 2 * sampled.square() / self.variance_limit
+            width = torch.minimum(width, _log_ratio(freedom, 0.5 - confidence / 2).to(width))
         return certain + sampled / width.exp(), certain + sampled * width.exp()
 
     def raised(self, exponent: float, unit: float = 1.0) -> Estimate:
@@ -89,7 +89,7 @@ class Estimate:
             kind=turned.get(self.kind, self.kind) if exponent < 0 else self.kind,
             positive=True,
             certain=None,
-            chi_square=None,
+            variance_limit=None,
             source=(replace(self, positive=True), exponent, unit),
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -47,12 +48,12 @@ class Attributes:
     error_low: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        twice = sorted({name for name in self.names if self.names.count(name) > 1})
-        if twice:
-            raise ValueError(
-                f"attribute {twice[0]!r} is named {self.names.count(twice[0])} times; names must differ, such as "
-                f"'{twice[0]} = …' for each level of a one-hot attribute"
-            )
+        for name, count in Counter(self.names).most_common(1):
+            if count > 1:
+                raise ValueError(
+                    f"attribute {name!r} is named {count} times; names must differ, such as '{name} = …' for each "
+                    "level of a one-hot attribute"
+                )
 
 
 @dataclass(frozen=True, eq=False)
