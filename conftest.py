@@ -8,4 +8,4 @@ if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
 if find_spec("transformers") is None or find_spec("accelerate") is None:
     collect_ignore += ["torchfil/integrations/huggingface.py"]
 if find_spec("triton") is None:
-    collect_ignore += ["torchfil/fisher/ghost/kernels.py"]
+    collect_ignore += ["torchfil/fisher/rules/kernels.py"]

@@ -28,7 +28,7 @@ from benchmarks.matched import matched
 from benchmarks.measuring import attempt
 from benchmarks.precision import precision
 from benchmarks.tables import page
-from torchfil.files import replaced_when_complete
+from torchfil.utils.files import replaced_when_complete
 
 SECTIONS = ("models", "matched", "run", "growth", "precision")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine, Private, zoo
-from torchfil.datasets import DataNotFoundError, cifar10, mnist
+from torchfil.papers.datasets import DataNotFoundError, cifar10, mnist
 
 __all__ = ["MODELS", "UNIT", "Loop", "Model", "Variant", "variants"]
 

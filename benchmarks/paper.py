@@ -22,9 +22,9 @@ from benchmarks.loops import Model
 from benchmarks.measuring import peak_gigabytes, timed
 from torchfil.clipping import get_clip
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.ghost import plan
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.recording import plan
 
 __all__ = [
     "PAPER_COORDINATES",

@@ -15,10 +15,10 @@ from benchmarks.loops import MODELS, Model
 from benchmarks.measuring import attempt
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
-from torchfil.fisher.ghost import GhostJacobian, plan
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.recording import RecordedJacobian, plan
 
 __all__ = ["precision"]
 
@@ -124,7 +124,7 @@ def _recorded(batch: PrivateBatch, seeds: tuple[int, ...]) -> Outcome:
     found = plan(batch.gradients)
     if found.reason is not None:
         raise RuntimeError(found.reason)
-    jacobian = GhostJacobian(batch.gradients, batch.mechanism.clip, batch.mechanism.max_grad_norm)
+    jacobian = RecordedJacobian(batch.gradients, batch.mechanism.clip, batch.mechanism.max_grad_norm)
     traces = _traces(batch, jacobian, seeds)
     return Outcome(traces, _flat(jacobian.clipped_sum()), "recorded")
 

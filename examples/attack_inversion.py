@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torchfil import PLIS
 from torchfil.attacks.inversion import invert_gradients, observed_gradients
 from torchfil.attacks.similarity import haarpsi, require_ssim, ssim
-from torchfil.datasets import DataNotFoundError, chest_xrays
-from torchfil.zoo import mnist_cnn
+from torchfil.papers.datasets import DataNotFoundError, chest_xrays
+from torchfil.papers.zoo import mnist_cnn
 
 LOSS = nn.CrossEntropyLoss()
 READINGS = {"plis": "PLIS", "gradient_signal": "‖g‖²", "relative_plis": "‖∂ log ‖g‖²/∂x‖"}

@@ -18,9 +18,9 @@ from scipy.stats import spearmanr
 from torch import nn
 
 from torchfil.attacks.property import Client, federated_gradients, property_inference
-from torchfil.datasets import DataNotFoundError, mnist
-from torchfil.layers import LayerTable, jacobian_sensitivity, layer_gradients, v_information
-from torchfil.zoo import small_alexnet
+from torchfil.attribution import LayerTable, jacobian_sensitivity, layer_gradients, v_information
+from torchfil.papers.datasets import DataNotFoundError, mnist
+from torchfil.papers.zoo import small_alexnet
 
 
 def planted(images: torch.Tensor, digits: torch.Tensor, strength: float, seed: int) -> Client:

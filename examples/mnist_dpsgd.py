@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from torchfil import FILPrivacyEngine
-from torchfil.datasets import DataNotFoundError, ResidentDataset, mnist
-from torchfil.files import replaced_when_complete
-from torchfil.zoo import mnist_cnn
+from torchfil.papers.datasets import DataNotFoundError, ResidentDataset, mnist
+from torchfil.papers.zoo import mnist_cnn
+from torchfil.utils.files import replaced_when_complete
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
 DELTA = 1e-5

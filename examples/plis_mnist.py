@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import PLIS, FILPrivacyEngine, viz
-from torchfil.datasets import DataNotFoundError, chest_xrays, mnist
-from torchfil.exposure import AUROC, auroc
-from torchfil.zoo import mnist_cnn
+from torchfil.attribution.exposure import AUROC, auroc
+from torchfil.papers.datasets import DataNotFoundError, chest_xrays, mnist
+from torchfil.papers.zoo import mnist_cnn
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
 EPSILON, DELTA = 1.0, 1e-5

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.examples import Private
-from torchfil.zoo import mnist_cnn
+from torchfil.papers.zoo import mnist_cnn
+from torchfil.private import Private
 
 CLIPS = ("gelu", "gelu-paper", "hard", "rsqrt")
 SIGMA = 1.7

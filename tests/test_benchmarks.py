@@ -15,8 +15,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import __main__ as command
 from benchmarks import comparison, loops, matched, measuring, paper
 from benchmarks.tables import number, page
-from torchfil.datasets import DataNotFoundError
 from torchfil.fisher.operator import ClippedJacobian
+from torchfil.papers.datasets import DataNotFoundError
 
 
 def tiny() -> loops.Model:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchfil.datasets import DataNotFoundError, TabularTask, adult, cifar10, cifar_plane_car, data_folder, iwpc
 from torchfil.glm import LinearRegression, SingularHessianError
+from torchfil.papers.datasets import DataNotFoundError, TabularTask, adult, cifar10, cifar_plane_car, data_folder, iwpc
 
 IWPC = """race,age,height,weight,amiodarone,decr,cyp2c9,vkorc1,dose
 white,0.5,2.0,1.5,0,0,11,CT,1.1

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from torchfil import Private, zoo
-from torchfil.errors import UnsupportedModuleError
-from torchfil.layers import LayerTable, jacobian_sensitivity, layer_gradients, v_information
+from torchfil.attribution import LayerTable, jacobian_sensitivity, layer_gradients, v_information
+from torchfil.utils.errors import UnsupportedModuleError
 
 NORMS = ("fro", 1, math.inf)
 
@@ -349,7 +349,7 @@ def test_wide_gradients() -> None:
     whole, few = v_information({"l": X}, p), v_information({"l": X}, p, components=5)
     assert whole.value[0] > 0.4
     assert few.value[0] > 0.5
-    from torchfil.layers.information import _features
+    from torchfil.attribution.layer_information import _features
 
     inside, outside = _features(X[:60], X[60:], None, True)  # the rotation keeps every inner product
     mean, deviation = X[:60].mean(axis=0), X[:60].std(axis=0)

@@ -11,10 +11,10 @@ from cases import CASES, CLIPS, DEVICE, build
 from torch import Tensor, nn
 
 from torchfil import PLIS, Private, exposure, fisher, zoo
+from torchfil.attribution.plis import column_norms, subject_norms, superpixel_norms
 from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.operator import ClippedJacobian
-from torchfil.plis import column_norms, subject_norms, superpixel_norms
 
 STD, C = 0.7, 1.3
 

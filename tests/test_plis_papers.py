@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchfil.datasets import DataNotFoundError, chest_xrays, mnist
-from torchfil.zoo import mnist_cnn
+from torchfil.papers.datasets import DataNotFoundError, chest_xrays, mnist
+from torchfil.papers.zoo import mnist_cnn
 
 pytest.importorskip("matplotlib")
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

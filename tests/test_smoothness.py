@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchfil.papers.zoo import cifar_cnn, mnist_cnn
 from torchfil.smoothness import NonSmoothModuleError, SmoothnessValidator, register_smoothness_rule
-from torchfil.zoo import cifar_cnn, mnist_cnn
 
 
 def convnet() -> nn.Sequential:

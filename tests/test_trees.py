@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchfil.trees import form_of, map_tensors, tensors_of
+from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
 Pair = namedtuple("Pair", "left right")
 A, B, C = torch.zeros(2), torch.ones(3), torch.arange(4)

@@ -4,9 +4,7 @@ torchfil.FILPrivacyEngine  Opacus's engine, with every example's leakage beside 
 torchfil.fisher      Fisher information of a private step, per example, attribute or direction
 torchfil.bounds      what it means for an attacker
 torchfil.clipping    smooth gradient clipping
-torchfil.PLIS        which pixels or columns drive an example's loss of privacy
-torchfil.exposure    who is exposed most
-torchfil.layers      which layers leak
+torchfil.attribution  PLIS (which pixels or columns drive an example's loss of privacy), exposure, layers
 torchfil.viz         pictures of it
 torchfil.glm         generalised linear models with output perturbation, in closed form
 torchfil.attacks     what attackers achieve; torchfil.validate sets it beside the bounds
@@ -15,13 +13,14 @@ torchfil.smoothness  is the model smooth enough, and how to make it so
 
 from typing import TYPE_CHECKING, Any
 
-from torchfil import attacks, bounds, clipping, exposure, fisher, layers, smoothness, viz, zoo
+from torchfil import attacks, attribution, bounds, clipping, fisher, smoothness, viz
 from torchfil._version import __version__
+from torchfil.attacks.comparison import Validation, validate
+from torchfil.attribution import PLIS, exposure
 from torchfil.clipping import available_clips, register_clip
-from torchfil.examples import Private, superpixel
-from torchfil.plis import PLIS
+from torchfil.papers import datasets, zoo
+from torchfil.private import Private, superpixel
 from torchfil.smoothness import SmoothnessValidator
-from torchfil.validation import Validation, validate
 
 if TYPE_CHECKING:
     from torchfil.engine import FILPrivacyEngine
@@ -34,12 +33,13 @@ __all__ = [
     "Validation",
     "__version__",
     "attacks",
+    "attribution",
     "available_clips",
     "bounds",
     "clipping",
+    "datasets",
     "exposure",
     "fisher",
-    "layers",
     "register_clip",
     "smoothness",
     "superpixel",

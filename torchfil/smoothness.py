@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchfil.errors import UnsupportedModuleError
-from torchfil.examples import Inputs, as_call
+from torchfil.private import Inputs, as_call
+from torchfil.utils.errors import UnsupportedModuleError
 
 __all__ = [
     "ACTIVATIONS",

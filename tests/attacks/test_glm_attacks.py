@@ -19,12 +19,12 @@ from torchfil.attacks.attributes import (
     ideal_inversion,
     prior_inversion,
 )
+from torchfil.attacks.comparison import validate
 from torchfil.attacks.glm_bias import biased_bound
 from torchfil.attacks.glm_reconstruction import GLMReconstruction
 from torchfil.attacks.glm_slopes import believed_margins
 from torchfil.attacks.glm_view import GLMView, numbers_at_once
 from torchfil.attacks.refits import minimiser_changes
-from torchfil.datasets import DataNotFoundError, iwpc, mnist_zero_one
 from torchfil.glm import (
     GeneralizedLinearModel,
     LinearRegression,
@@ -33,7 +33,7 @@ from torchfil.glm import (
     SoftmaxRegression,
     iteratively_reweighted_fil,
 )
-from torchfil.validation import validate
+from torchfil.papers.datasets import DataNotFoundError, iwpc, mnist_zero_one
 
 COLUMNS = [1, 2]
 CODES = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchfil.engine.contributions import additions
+from torchfil.accounting.contributions import additions
+from torchfil.accounting.leakage import ExampleIds, Leakage
+from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.estimators import _probe_moments
 from torchfil.fisher.results import Estimate
-from torchfil.leakage import ExampleIds, Leakage
-from torchfil.ledger import Contribution, Ledger
 
 D = 5
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from torchfil import FILPrivacyEngine, Private
 from torchfil.clipping import get_clip
 from torchfil.fisher import ClippedJacobian, ExampleGradients, reference
-from torchfil.fisher.ghost import GhostJacobian
+from torchfil.fisher.recording import RecordedJacobian
 
 pytestmark = pytest.mark.torch_versions
 
@@ -202,7 +202,7 @@ def test_a_submodule_whose_output_changes_its_shape_is_refused() -> None:
     loss_fn, private = nn.CrossEntropyLoss(), Private(submodule="embedding")
     gradients = ExampleGradients.build(module, loss_fn, tokens, kinds, private)
     module.shorter = True
-    by_example, by_batch = (kind(gradients, get_clip("gelu"), 1.0) for kind in (ClippedJacobian, GhostJacobian))
+    by_example, by_batch = (kind(gradients, get_clip("gelu"), 1.0) for kind in (ClippedJacobian, RecordedJacobian))
     with pytest.raises(ValueError, match=r"'embedding' gave an output of shape \(1, 5, 4\) where \(6, 4\) was"):
         _ = by_example.norm_gradient
     with pytest.raises(ValueError, match=r"of shape \(5, 5, 4\) where \(5, 6, 4\) was expected"):

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 import torchfil
 from torchfil import FILPrivacyEngine, Private
 from torchfil.attacks import AttackResult
-from torchfil.errors import UnsupportedModuleError
+from torchfil.utils.errors import UnsupportedModuleError
 
 LOSS = nn.CrossEntropyLoss()
 WAYS = ("hooks", "one-pass", "train_step")

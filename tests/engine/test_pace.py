@@ -12,12 +12,12 @@ from loops import data, loader, network
 from torch import nn
 
 from torchfil import FILPrivacyEngine
-from torchfil.engine.contributions import additions
-from torchfil.engine.pace import Pace, choose
+from torchfil.accounting.contributions import additions
+from torchfil.accounting.leakage import ExampleIds, Leakage
+from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.pace import Pace, choose
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
-from torchfil.leakage import ExampleIds, Leakage
-from torchfil.ledger import Contribution, Ledger
 
 
 def test_the_choice_spends_just_what_is_allowed() -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import register_clip
-from torchfil.engine.settings import usual_memory
+from torchfil.engine.options import usual_memory
 from torchfil.report import load
 
 

@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from torchfil import FILPrivacyEngine
+from torchfil.accounting.timeline import MAX_POINTS, Timeline, summary
 from torchfil.engine.epsilon import epsilon_over_time
 from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.thumbnails import as_image
-from torchfil.engine.timeline import MAX_POINTS, Timeline, summary
 from torchfil.report import load
 
 DELTA = 1e-5

@@ -13,7 +13,7 @@ from cases import DEVICE
 from loops import SIGMA, C, data, loader, network, train
 
 from torchfil import FILPrivacyEngine
-from torchfil.leakage import Leakage
+from torchfil.accounting.leakage import Leakage
 
 OPTIONS: dict[str, Any] = {
     "noise_multiplier": SIGMA,

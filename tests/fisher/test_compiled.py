@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DEVICE, SIGMA, build, relative_error
-from test_ghost import LAYERS, Flat
+from test_recording import LAYERS, Flat
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,12 +20,12 @@ from torchfil.engine import fused
 from torchfil.engine.fused import FusedPass, FusedResult, Wanted, confirm
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.compiled import CompilationError, CompiledPass
-from torchfil.fisher.ghost import GhostJacobian
-from torchfil.fisher.ghost.products import exact_convolutions
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.tracing import being_traced
+from torchfil.fisher.recording import RecordedJacobian
+from torchfil.fisher.recording.compiled import CompilationError, CompiledPass
+from torchfil.fisher.rules.products import exact_convolutions
+from torchfil.fisher.rules.tracing import being_traced
 
 pytestmark = pytest.mark.torch_versions
 MECHANISM = Mechanism.build(1.0, SIGMA, "gelu", PoissonAmplification(0.1))
@@ -33,7 +33,7 @@ MECHANISM = Mechanism.build(1.0, SIGMA, "gelu", PoissonAmplification(0.1))
 
 def everything(gradients: ExampleGradients, probes: Tensor, at_once: int = 1) -> dict[str, Any]:
     """What a step asks for, by name."""
-    jacobian = GhostJacobian(gradients, MECHANISM.clip, 1.0)
+    jacobian = RecordedJacobian(gradients, MECHANISM.clip, 1.0)
     return {
         "norm": jacobian.norm,
         "slope": jacobian.clipped_norm_gradient,
@@ -125,7 +125,7 @@ def test_inductor_gives_the_same() -> None:
     before, after = passes_of(network.double(), (1, 9, 9))
 
     def run(gradients: ExampleGradients, probes: Tensor, at_once: int) -> list[Tensor]:
-        jacobian = GhostJacobian(gradients, MECHANISM.clip, 1.0)
+        jacobian = RecordedJacobian(gradients, MECHANISM.clip, 1.0)
         rows = torch.stack(list(jacobian.perpendicular_rows(probes, at_once)))
         return [jacobian.norm, jacobian.norm_gradient, rows]
 
@@ -264,13 +264,13 @@ def test_what_is_compiled_wrongly_is_not_used(
     monkeypatch.setattr(fused, "CompiledPass", partial(CompiledPass, backend="eager"))
     monkeypatch.setattr(fused, "_USES_BEFORE_COMPILING", 2)
     monkeypatch.setattr(FusedPass, "_memory", lambda self: None)
-    true = GhostJacobian.perpendicular_rows
+    true = RecordedJacobian.perpendicular_rows
 
-    def rows(self: GhostJacobian, probes: Any, at_once: int = 1) -> Any:
+    def rows(self: RecordedJacobian, probes: Any, at_once: int = 1) -> Any:
         spoilt = being_traced() and (wrong == "always" or (wrong == "together" and at_once > 1))
         return (row * 1.001 if spoilt else row for row in true(self, probes, at_once))
 
-    monkeypatch.setattr(GhostJacobian, "perpendicular_rows", rows)
+    monkeypatch.setattr(RecordedJacobian, "perpendicular_rows", rows)
     passes = FusedPass(8, compiled=True)
     with caplog.at_level("INFO", logger="torchfil.engine.fused"):
         plain, *_, last = [passes._replay(batch, wanted, room=1000) for _ in range(3)]

@@ -13,10 +13,10 @@ from cases import DEVICE, SIGMA, TinyTransformer, build, relative_error
 from torch import Tensor, nn
 
 from torchfil import PLIS, fisher
-from torchfil.errors import UnsupportedModuleError
-from torchfil.examples import Examples, Private, superpixel
 from torchfil.fisher import PoissonAmplification, reference
 from torchfil.fisher.gradients import _explain_layers
+from torchfil.private import Examples, Private, superpixel
+from torchfil.utils.errors import UnsupportedModuleError
 
 SETTINGS: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": SIGMA}
 FUNCTIONS: list[Callable[..., Any]] = [

@@ -11,9 +11,9 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-from torchfil.fisher.ghost import pooling
-from torchfil.fisher.ghost.products import gram
-from torchfil.fisher.ghost.substitutes import FastOnCPU, with_substitutes
+from torchfil.fisher.recording import pooling
+from torchfil.fisher.rules.products import gram
+from torchfil.fisher.rules.substitutes import FastOnCPU, with_substitutes
 
 pytestmark = pytest.mark.torch_versions
 

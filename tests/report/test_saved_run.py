@@ -16,10 +16,10 @@ import pytest
 from run_cases import made_up
 from safetensors.numpy import save as to_bytes
 
-from torchfil import files
-from torchfil.errors import RunFileError
 from torchfil.report import load, save
 from torchfil.report.saved_run import SavedRun
+from torchfil.utils import files
+from torchfil.utils.errors import RunFileError
 
 
 def same(a: Any, b: Any) -> bool:

@@ -20,8 +20,8 @@ from torchfil.attacks.refits import minimiser_changes
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
-    from torchfil.datasets import TabularTask
     from torchfil.glm import GeneralizedLinearModel
+    from torchfil.papers.datasets import TabularTask
 
 __all__ = [
     "BlackBoxInversion",

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.attacks.base import AttackResult, make_generator, with_progress
+from torchfil.attribution.layer_gradients import layer_gradients
+from torchfil.attribution.layer_table import LayerTable
 from torchfil.fisher.gradients import LossFunction
-from torchfil.layers.gradients import layer_gradients
-from torchfil.layers.table import LayerTable
 
 __all__ = ["Attacker", "Client", "FederatedGradients", "as_result", "auc", "federated_gradients", "property_inference"]
 

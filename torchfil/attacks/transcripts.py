@@ -11,10 +11,10 @@ from torch.func import grad, vmap
 
 from torchfil.attacks.base import make_generator, with_progress
 from torchfil.clipping import ClipFunction
-from torchfil.examples import Private
 from torchfil.fisher.gradients import ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.trees import map_tensors
+from torchfil.private import Private
+from torchfil.utils.trees import map_tensors
 
 __all__ = ["VALUES_AT_ONCE", "Transcripts", "record_dpsgd", "sum_of_clipped"]
 

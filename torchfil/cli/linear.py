@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from torchfil.cli.output import Output, number, table, with_output
-from torchfil.files import write_bytes
+from torchfil.utils.files import write_bytes
 
 __all__ = ["glm"]
 

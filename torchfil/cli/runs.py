@@ -10,11 +10,11 @@ import click
 import numpy as np
 
 from torchfil.cli.output import FAILED, Output, number, table, with_output
-from torchfil.files import write_bytes
 from torchfil.report.gate import Verdict, check
 from torchfil.report.policy import TEMPLATE, load_policy
 from torchfil.report.saved_run import SavedRun, load
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
+from torchfil.utils.files import write_bytes
 
 __all__ = ["gate", "inspect", "report", "summary"]
 

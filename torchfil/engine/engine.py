@@ -20,6 +20,8 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
+from torchfil.accounting.leakage import Leakage, as_table
+from torchfil.accounting.ledger import Track
 from torchfil.bounds import mse_from_rdp, replace_one_rdp
 from torchfil.clipping import ClipFunction, get_clip
 from torchfil.engine.checkpoint import random_state, set_random_state
@@ -27,18 +29,16 @@ from torchfil.engine.epsilon import individual_epsilon
 from torchfil.engine.loader import FILDataLoader, refuse_sampler
 from torchfil.engine.one_pass import OnePassModule, OnePassOptimizer
 from torchfil.engine.optimizer import FILOptimizer
+from torchfil.engine.options import BatchToInputs, Settings, choose_amplification, refuse_modes, usual_memory
 from torchfil.engine.run import Run
 from torchfil.engine.saving import Labels, build_saved_run
-from torchfil.engine.settings import BatchToInputs, Settings, choose_amplification, refuse_modes, usual_memory
-from torchfil.examples import Private
-from torchfil.files import replaced_when_complete
 from torchfil.fisher.amplification import Amplification
 from torchfil.fisher.gradients import refuse_weighted_mean
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.results import Estimate
-from torchfil.leakage import Leakage, as_table
-from torchfil.ledger import Track
+from torchfil.private import Private
 from torchfil.report.saved_run import AttackResult, save
+from torchfil.utils.files import replaced_when_complete
 
 __all__ = ["FILPrivacyEngine"]
 

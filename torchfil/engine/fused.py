@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.engine.contributions import additions
-from torchfil.examples import Examples
+from torchfil.accounting.contributions import additions
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.compiled import CompilationError, CompiledPass
 from torchfil.fisher.estimators import Draws, GivenDraws, Quantity, draw_bits, signs_of
-from torchfil.fisher.ghost import GhostJacobian
-from torchfil.fisher.ghost.products import exact_convolutions, product_precision
 from torchfil.fisher.gradients import ExampleGradients
-from torchfil.fisher.graphs import CapturedPass, signature
-from torchfil.trees import map_tensors
+from torchfil.fisher.recording import RecordedJacobian
+from torchfil.fisher.recording.compiled import CompilationError, CompiledPass
+from torchfil.fisher.recording.graphs import CapturedPass, signature
+from torchfil.fisher.rules.products import exact_convolutions, product_precision
+from torchfil.private import Examples
+from torchfil.utils.trees import map_tensors
 
 __all__ = ["FusedPass", "FusedResult", "Wanted", "confirm", "joined"]
 
@@ -135,7 +135,7 @@ class FusedPass:
         parts: list[FusedResult] = []
         at_once = batch.probes_at_once(len(wanted.seeds), max_memory)
         for rows, jacobian in batch.chunks(max_memory, 1, one_pass=True):
-            assert isinstance(jacobian, GhostJacobian)
+            assert isinstance(jacobian, RecordedJacobian)
             draws = Draws(wanted.seeds, rows, len(batch.gradients), 1, at_once)
             parts.append(_result(batch, jacobian, wanted, draws, wanted.rate))
         return joined(parts)
@@ -252,7 +252,7 @@ def _named(result: FusedResult) -> dict[str, Tensor]:
 
 def _result(
     batch: PrivateBatch,
-    jacobian: GhostJacobian,
+    jacobian: RecordedJacobian,
     wanted: Wanted,
     draws: Draws,
     rate: float | Tensor,
@@ -332,7 +332,7 @@ class _Captured:
         """The fields of the result."""
         all_bits, places, count, rate = inputs
         mechanism = self.batch.mechanism
-        jacobian = GhostJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
+        jacobian = RecordedJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
         probes = tuple(signs_of(bits, gradients.dtype) for bits in all_bits)
         draws = GivenDraws(self.wanted.seeds, slice(0, self.size), self.size, 1, probes_at_once, probes)
         mask = (places < count).to(gradients.dtype)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
-from torchfil.deferred import read_later
-from torchfil.trees import map_tensors, tensors_of
+from torchfil.utils.deferred import read_later
+from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = [
     "IdentifiedLoss",

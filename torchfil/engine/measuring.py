@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchfil.deferred import read_later
-from torchfil.engine.contributions import additions
+from torchfil.accounting.contributions import additions
+from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.pace import Pace
 from torchfil.engine.fused import FusedPass, FusedResult, Wanted
 from torchfil.engine.loader import split_batch
 from torchfil.engine.losses import IdentifiedLoss, check_loss, identify_loss, refuse_unequal_weights
 from torchfil.engine.observer import ForwardPass
 from torchfil.engine.optimizer import FILOptimizer
-from torchfil.engine.pace import Pace
-from torchfil.engine.settings import Settings
-from torchfil.examples import Examples, as_call
+from torchfil.engine.options import Settings
 from torchfil.fisher.amplification import (
     Amplification,
     NoAmplification,
@@ -32,7 +31,6 @@ from torchfil.fisher.amplification import (
 )
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
-from torchfil.fisher.ghost import Plan, UnsupportedCallError, plan
 from torchfil.fisher.gradients import (
     ExampleGradients,
     copy_without_weights,
@@ -42,9 +40,11 @@ from torchfil.fisher.gradients import (
     refuse_unsupported_modules,
 )
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.ledger import Ledger
+from torchfil.fisher.recording import Plan, UnsupportedCallError, plan
+from torchfil.private import Examples, as_call
 from torchfil.smoothness import non_smooth_operators
-from torchfil.trees import map_tensors, tensors_of
+from torchfil.utils.deferred import read_later
+from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["NOT_FINITE", "Measurer"]
 

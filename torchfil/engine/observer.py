@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchfil.engine.loader import BatchTracker, plain
-from torchfil.trees import map_tensors
+from torchfil.utils.trees import map_tensors
 
 __all__ = ["ForwardPass", "Observer"]
 

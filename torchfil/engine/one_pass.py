@@ -15,7 +15,7 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from torch import Tensor, nn
 
 from torchfil.engine.optimizer import FILOptimizer
-from torchfil.trees import tensors_of
+from torchfil.utils.trees import tensors_of
 
 __all__ = ["OnePassModule", "OnePassOptimizer"]
 

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.deferred import read_later
+from torchfil.accounting.leakage import ExampleIds, Leakage
+from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.timeline import Timeline
+from torchfil.attribution.plis import susceptibility
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.fused import FusedResult, Wanted, joined
 from torchfil.engine.loader import BatchTracker, FILDataLoader, plain, split_batch
@@ -26,17 +29,14 @@ from torchfil.engine.measuring import NOT_FINITE, Measurer
 from torchfil.engine.observer import ForwardPass, Observer
 from torchfil.engine.one_pass import OnePassModule, OnePassOptimizer
 from torchfil.engine.optimizer import FILOptimizer
-from torchfil.engine.settings import Settings
-from torchfil.engine.timeline import Timeline
-from torchfil.examples import as_call, finiteness_check
+from torchfil.engine.options import Settings
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
-from torchfil.fisher.ghost import UnsupportedCallError
 from torchfil.fisher.gradients import ExampleGradients, refuse_unsupported_modules
-from torchfil.leakage import ExampleIds, Leakage
-from torchfil.ledger import Contribution, Ledger
-from torchfil.plis import susceptibility
-from torchfil.trees import tensors_of
+from torchfil.fisher.recording import UnsupportedCallError
+from torchfil.private import as_call, finiteness_check
+from torchfil.utils.deferred import read_later
+from torchfil.utils.trees import tensors_of
 
 __all__ = ["Run"]
 

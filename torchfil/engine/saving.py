@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 from torchfil._version import __version__
+from torchfil.accounting.leakage import Leakage
 from torchfil.bounds import rero
 from torchfil.engine.epsilon import epsilon_over_time
 from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.loader import split_batch
 from torchfil.engine.run import Run
 from torchfil.engine.thumbnails import thumbnails
-from torchfil.examples import as_call
-from torchfil.leakage import Leakage
+from torchfil.private import as_call
 from torchfil.report.saved_run import AttackResult, Attributes, SavedRun
-from torchfil.trees import tensors_of
+from torchfil.utils.trees import tensors_of
 
 if TYPE_CHECKING:
     from torchfil.engine.engine import FILPrivacyEngine

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchfil.engine.loader import split_batch
 from torchfil.engine.run import Run
-from torchfil.examples import as_call
+from torchfil.private import as_call
 from torchfil.report.saved_run import Pictures
 
 __all__ = ["as_image", "thumbnails"]

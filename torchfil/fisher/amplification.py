@@ -24,7 +24,7 @@ from numpy.polynomial import chebyshev
 from scipy import optimize, special
 from torch import Tensor
 
-from torchfil.fisher.tracing import has_no_value_yet
+from torchfil.fisher.rules.tracing import has_no_value_yet
 
 __all__ = [
     "Adjacency",

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.clipping import ClipFunction
-from torchfil.examples import Inputs, Private
 from torchfil.fisher.amplification import Amplification
 from torchfil.fisher.estimators import Draws, Moments, Quantity, get_estimator
-from torchfil.fisher.ghost import GhostJacobian, Plan, UnsupportedCallError, plan
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.recording import Plan, RecordedJacobian, UnsupportedCallError, plan
 from torchfil.fisher.results import Estimate
+from torchfil.private import Inputs, Private
 
 __all__ = ["Measurement", "PrivateBatch"]
 
@@ -196,7 +196,7 @@ class PrivateBatch:
                 at_once = max(1, max_memory // max(1, found.bytes_per_example))
                 for rows, examples in self.gradients.examples.chunks(at_once):
                     part = replace(self.gradients, examples=examples)
-                    yield rows, GhostJacobian(part, self.mechanism.clip, self.mechanism.max_grad_norm)
+                    yield rows, RecordedJacobian(part, self.mechanism.clip, self.mechanism.max_grad_norm)
                 return
         for rows, part in self.gradients.chunks(max_memory, vectors):
             yield rows, ClippedJacobian(part, self.mechanism.clip, self.mechanism.max_grad_norm)

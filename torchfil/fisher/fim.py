@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.clipping import ClipFunction
-from torchfil.examples import Inputs, Private
 from torchfil.fisher.amplification import Amplification
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, LossFunction
 from torchfil.fisher.results import Estimate
 from torchfil.fisher.spectral import lanczos, power_iteration
+from torchfil.private import Inputs, Private
 
 __all__ = ["exact_fim", "fim_diagonal", "fim_matrix", "fim_spectral_norm", "fim_trace"]
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchfil.errors import UnsupportedModuleError
-from torchfil.examples import Examples, Inputs, Private, called_often, submodule_output
-from torchfil.trees import map_tensors
+from torchfil.private import Examples, Inputs, Private, called_often, submodule_output
+from torchfil.utils.errors import UnsupportedModuleError
+from torchfil.utils.trees import map_tensors
 
 __all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "copy_without_weights"]
 

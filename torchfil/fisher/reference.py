@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from torchfil.clipping import ClipFunction, get_clip
-from torchfil.examples import Examples, Inputs, Private
 from torchfil.fisher.gradients import LossFunction, call_with, output_of_one_example
+from torchfil.private import Examples, Inputs, Private
 
 __all__ = [
     "clipped_gradients",

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchfil.datasets import levels_of, one_hot
 from torchfil.glm.estimators import (
     GeneralizedLinearModel,
     LinearRegression,
@@ -24,6 +23,7 @@ from torchfil.glm.estimators import (
     PoissonRegression,
     SoftmaxRegression,
 )
+from torchfil.papers.datasets import levels_of, one_hot
 
 __all__ = ["MODELS", "EncodedTable", "LeakageTable", "encode", "leakage_table", "read_rows"]
 

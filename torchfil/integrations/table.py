@@ -6,7 +6,7 @@ import csv
 import os
 from typing import TYPE_CHECKING
 
-from torchfil.files import replaced_when_complete
+from torchfil.utils.files import replaced_when_complete
 
 if TYPE_CHECKING:
     from torchfil.engine import FILPrivacyEngine

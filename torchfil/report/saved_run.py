@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as from_bytes
 from safetensors.numpy import save as to_bytes
 
-from torchfil.errors import RunFileError
-from torchfil.files import write_bytes
+from torchfil.utils.errors import RunFileError
+from torchfil.utils.files import write_bytes
 
 __all__ = ["FORMAT", "SUFFIX", "VERSION", "AttackResult", "Attributes", "Pictures", "SavedRun", "load", "save"]
 

@@ -1,0 +1,794 @@
+"""Norms from one batched pass against plain autograd, example by example, in float64."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, CLIPS, DEVICE, build, relative_error
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchfil import PLIS, fisher, zoo
+from torchfil.fisher import PoissonAmplification
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.estimators import Draws, draw_bits, signs_of
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.recording import RecordedJacobian, norm_gradient, plan, trial
+from torchfil.fisher.rules.base import GenericRule, LinearRule, register_rule
+from torchfil.fisher.rules.products import convolution_precision, product_precision, products_in
+from torchfil.private import Private
+
+BATCH = 3
+pytestmark = pytest.mark.torch_versions
+
+
+def brute_force(model: nn.Module, loss_fn: Any, x: Tensor, y: Any) -> tuple[Tensor, Tensor]:
+    """‖g‖² and its gradient with respect to x, one example at a time."""
+    squares, slopes = [], []
+    weights = [p for p in model.parameters() if p.requires_grad]
+    for i in range(len(x)):
+        one = x[i : i + 1].detach().clone().requires_grad_()
+        loss = loss_fn(model(one * 1), y[i : i + 1])  # times one: a leaf must not be changed in place
+        gradients = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+        square = sum((g.square().sum() for g in gradients if g is not None), start=torch.zeros(()))
+        (slope,) = torch.autograd.grad(square, one, allow_unused=True)
+        squares.append(square.detach())
+        slopes.append(torch.zeros_like(one[0]) if slope is None else slope[0])
+    return torch.stack(squares), torch.stack(slopes)
+
+
+def check(model: nn.Module, x: Tensor, *, supported: bool = True, loss_fn: Any = None) -> None:
+    model = model.to(DEVICE).double()
+    x = x.to(DEVICE).double()
+    with torch.no_grad():
+        y = torch.randn_like(model(x.clone()))
+    loss_fn = loss_fn or nn.MSELoss()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    gradients = ExampleGradients.build(model, loss_fn, x, y, None)
+    found = plan(gradients)
+    assert (found.reason is None) == supported, found.reason
+    if not supported:
+        return
+    got = norm_gradient(gradients)
+    square, slope = brute_force(model, loss_fn, x, y)
+    assert torch.allclose(got.square, square, rtol=1e-10)
+    assert torch.allclose(got.gradient.reshape(slope.shape), slope, rtol=1e-8, atol=1e-10 * float(slope.abs().max()))
+    mechanism = Mechanism.build(1.0, 0.7, "gelu", PoissonAmplification(0.1))
+    ghost, mapped = (kind(gradients, mechanism.clip, 1.0) for kind in (RecordedJacobian, ClippedJacobian))
+    probes = torch.randn(3, gradients.num_parameters, dtype=torch.float64, device=DEVICE)
+    pairs = [(ghost.folded_row(mechanism, u), mapped.folded_row(mechanism, u)) for u in probes[:2]]
+    for at_once in (1, 2):
+        pairs += zip(ghost.perpendicular_rows(probes, at_once), mapped.perpendicular_rows(probes), strict=True)
+    assert len(pairs) == 8
+    for got_row, want in pairs:
+        assert torch.allclose(got_row, want, rtol=1e-8, atol=1e-10 * float(want.abs().max()))
+    mask = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64, device=DEVICE)
+    summed = torch.cat([part.flatten() for part in ghost.clipped_sum(mask).values()])
+    assert torch.allclose(summed, mask @ mapped.clipped_gradient, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(ghost.clipped_norm_gradient, mapped.clipped_norm_gradient, rtol=1e-8, atol=1e-12)
+    assert found.bytes_per_example > 0
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(isinstance(p, nn.Parameter) and p.grad is None for p in model.parameters())
+
+
+class Flat(nn.Module):
+    """A layer under a nonlinearity, so that its input and output gradient both depend on x."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.sin(x))).flatten(1)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(5, 4), (5,)),
+    "linear without bias": (lambda: nn.Linear(5, 4, bias=False), (5,)),
+    "linear on few tokens": (lambda: nn.Linear(20, 15), (2, 20)),
+    "linear on many tokens": (lambda: nn.Linear(3, 2), (9, 3)),
+    "linear on a grid": (lambda: nn.Linear(3, 2), (2, 4, 3)),
+    "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1), (2, 7)),
+    "conv2d": (lambda: nn.Conv2d(2, 3, 3), (2, 5, 6)),
+    "conv2d ghost": (lambda: nn.Conv2d(6, 8, 2), (6, 3, 2)),
+    "conv2d stride, padding": (lambda: nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2)), (2, 5, 6)),
+    "conv2d many channels": (lambda: nn.Conv2d(8, 3, (3, 2), padding=(2, 1)), (8, 4, 5)),
+    "conv2d kernel of whole strides": (lambda: nn.Conv2d(9, 2, (4, 2), stride=2, padding=(1, 0)), (9, 7, 6)),
+    "conv2d dilation": (lambda: nn.Conv2d(2, 3, 2, dilation=(2, 3), padding=1), (2, 6, 6)),
+    "conv2d groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (4, 4, 4)),
+    "conv2d groups, stride": (lambda: nn.Conv2d(4, 6, (3, 2), groups=2, stride=(2, 3), padding=1), (4, 6, 5)),
+    "conv2d depthwise": (lambda: nn.Conv2d(3, 6, 3, groups=3, bias=False), (3, 5, 5)),
+    "conv2d same": (lambda: nn.Conv2d(2, 3, (3, 4), padding="same"), (2, 5, 5)),
+    "conv2d circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 5, 5)),
+    "conv2d reflect": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 5, 5)),
+    "conv3d": (lambda: nn.Conv3d(2, 2, 2, stride=(1, 2, 1)), (2, 3, 4, 3)),
+    "transposed conv": (lambda: nn.ConvTranspose2d(2, 3, 2), (2, 3, 3)),
+    "layernorm": (lambda: nn.LayerNorm(5), (5,)),
+    "layernorm on tokens": (lambda: nn.LayerNorm((4, 3)), (2, 4, 3)),
+    "rmsnorm": (lambda: nn.RMSNorm(5), (3, 5)),
+    "groupnorm": (lambda: nn.GroupNorm(2, 4), (4, 3, 3)),
+    "instancenorm": (lambda: nn.InstanceNorm2d(3, affine=True), (3, 4, 4)),
+    "bilinear-like own parameters": (lambda: Scaled(), (4,)),
+    "prelu": (lambda: nn.PReLU(4), (4,)),
+}
+
+
+class Scaled(nn.Module):
+    """A plain parameter beside a child with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 0.5]))
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * torch.tanh(self.inner(x))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_layer_alone(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    layer = make()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    check(Flat(layer), torch.randn(BATCH, *shape))
+
+
+def test_layers_without_a_rule_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4), Scaled()).to(DEVICE)
+    gradients = ExampleGradients.build(
+        model, nn.MSELoss(), torch.randn(3, 4, device=DEVICE), torch.zeros(3, 3).to(DEVICE)
+    )
+    assert plan(gradients).generic == ("1 (PReLU)", "2 (Scaled)")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on GPUs probes are worked at together in compiled passes only")
+@pytest.mark.parametrize("name", [*LAYERS, *CASES])
+def test_probes_are_worked_at_together(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No layer forces them apart."""
+    if name in CASES:
+        case = build(name, BATCH)
+        gradients = ExampleGradients.build(*case.arguments, case.private)
+    else:
+        make, shape = LAYERS[name]
+        model, x = Flat(make()).double(), torch.randn(BATCH, *shape, dtype=torch.float64)
+        gradients = ExampleGradients.build(model, nn.MSELoss(), x, torch.zeros_like(model(x)).detach())
+    jacobian = RecordedJacobian(gradients, Mechanism.build(1.0, 0.7, "gelu").clip, 1.0)
+    probes = torch.randn(4, gradients.num_parameters, dtype=torch.float64)
+    with caplog.at_level("INFO"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        together = torch.stack(list(jacobian.perpendicular_rows(probes, 4)))
+    assert [record.message for record in caplog.records] == []
+    one_by_one = torch.stack(list(jacobian.perpendicular_rows(probes)))
+    assert torch.allclose(together, one_by_one, rtol=1e-9, atol=1e-11 * float(one_by_one.abs().max()))
+
+
+def test_probes_that_cannot_be_worked_at_together(caplog: pytest.LogCaptureFixture) -> None:
+    """A model that cannot be mapped meets one probe after the other, which is said once."""
+    case = build("mlp", BATCH)
+    gradients = ExampleGradients.build(*case.arguments, case.private)
+
+    class Stubborn(RecordedJacobian):
+        def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
+            if torch._C._functorch.is_batchedtensor(u):
+                raise RuntimeError("not so")
+            return super().perpendicular_rmatvec(u)
+
+    clip = Mechanism.build(1.0, 0.7, "gelu").clip
+    probes = torch.randn(3, gradients.num_parameters, dtype=torch.float64, device=DEVICE)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            found = list(Stubborn(gradients, clip, 1.0).perpendicular_rows(probes, 2))
+    assert [record.message for record in caplog.records] == ["probes are worked at one by one: not so"]
+    for row, want in zip(found, RecordedJacobian(gradients, clip, 1.0).perpendicular_rows(probes), strict=True):
+        assert torch.equal(row, want)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on GPUs probes are worked at together in compiled passes only")
+@pytest.mark.parametrize(
+    ("name", "passes", "at_once"),
+    [("transformer", 100, 5), ("transformer", 2, 2), ("transformer", 0.5, 1), ("mnist_cnn", 100, 1)],
+)
+def test_memory_and_layers_decide_how_many_probes_are_worked_at_together(
+    name: str, passes: float, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace is the same."""
+    case, found = build(name, 4), []
+    gradients = ExampleGradients.build(*case.arguments, case.private)
+    true, known = RecordedJacobian.perpendicular_rows, plan(gradients)
+
+    def rows(self: RecordedJacobian, probes: Any, at_once: int = 1) -> Any:
+        found.append(at_once)
+        return true(self, probes, at_once)
+
+    monkeypatch.setattr(RecordedJacobian, "perpendicular_rows", rows)
+    memory = int(passes * 4 * known.bytes_per_example)
+    batch, draw = PrivateBatch(gradients, Mechanism.build(1.0, 1.0)), lambda: torch.Generator().manual_seed(3)
+    estimate = batch.estimate("trace", "weight-probes", 5, draw(), memory)
+    assert set(found) == {at_once}
+    monkeypatch.undo()
+    jacobian, signs = RecordedJacobian(gradients, batch.mechanism.clip, 1.0), []
+    for seed in Draws.seeds_from(5, draw()):
+        signs.append(signs_of(draw_bits(seed, torch.empty(gradients.num_parameters, dtype=torch.int8)), torch.float64))
+    squares = torch.stack([jacobian.perpendicular_rmatvec(u).square().sum(dim=1) for u in signs])
+    want = squares.mean(dim=0) + jacobian.clipped_norm_gradient.square().sum(dim=1)
+    assert relative_error(estimate.value, want) < 1e-10
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_layer_with_a_frozen_parameter(name: str) -> None:
+    torch.manual_seed(1)
+    make, shape = LAYERS[name]
+    layer = make()
+    parameters = list(layer.parameters())
+    if len(parameters) < 2:
+        pytest.skip("it has one parameter only")
+    parameters[0].requires_grad_(False)
+    check(Flat(layer), torch.randn(BATCH, *shape))
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h.tanh_()
+        return self.second(h).tanh_()
+
+
+class RootParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)
+        return torch.tanh(self.layer(x)).mean(dim=1)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.never = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "a layer used twice": (Twice, (4,)),
+    "tied weights": (Tied, (4,)),
+    "in-place operations": (InPlace, (4,)),
+    "in-place ReLU": (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)), (4,)),
+    "a parameter of the model itself": (RootParameter, (2, 4)),
+    "a layer that is never called": (Unused, (4,)),
+    "frozen first layer": (
+        lambda: nn.Sequential(nn.Linear(4, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 2)),
+        (4,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unusual_models(name: str) -> None:
+    torch.manual_seed(2)
+    make, shape = MODELS[name]
+    check(make(), torch.randn(BATCH, *shape))
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(4), nn.RMSNorm(4), nn.Linear(4, 4), nn.GroupNorm(2, 4)])
+def test_a_loss_that_is_linear_in_the_outputs(layer: nn.Module) -> None:
+    """δ is a constant then."""
+    torch.manual_seed(3)
+    x = torch.randn(BATCH, 4, 3) if isinstance(layer, nn.GroupNorm) else torch.randn(BATCH, 4)
+    check(layer, x, loss_fn=lambda outputs, y: (outputs * y).sum())
+
+
+class BehindTheBack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.layer(x)), self.layer.weight)
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return torch.tanh(h - h.mean(dim=0))
+
+
+class Folded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x.reshape(-1, 4))).reshape(x.shape)
+
+
+@pytest.mark.parametrize("model", [BehindTheBack, Mixing, Folded])
+def test_what_one_pass_cannot_see_is_told(model: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(3)
+    shape = (BATCH, 2, 4) if model is Folded else (BATCH, 4)
+    check(model(), torch.randn(shape), supported=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases_against_vmap(name: str) -> None:
+    """Private columns, targets, embeddings and several inputs: ∇‖g‖² = 2Jᵀg."""
+    case = build(name, 5)
+    gradients = ExampleGradients.build(*case.arguments, case.private)
+    assert plan(gradients).reason is None
+    got = norm_gradient(gradients)
+    g = gradients.gradients()
+    assert torch.allclose(got.square, g.square().sum(dim=1), rtol=1e-10)
+    want = 2 * gradients.vjp(g)
+    assert torch.allclose(got.gradient, want, rtol=1e-8, atol=1e-10 * float(want.abs().max()))
+
+
+def test_repeated_tokens_and_padding() -> None:
+    torch.manual_seed(4)
+    model = zoo_like_embedding().to(DEVICE).double()
+    tokens = torch.tensor([[1, 2, 1, 0], [3, 3, 3, 3], [0, 0, 5, 0]], device=DEVICE)
+    y = torch.randn(3, 2, dtype=torch.float64, device=DEVICE)
+    gradients = ExampleGradients.build(model, nn.MSELoss(), tokens, y, Private(submodule="0"))
+    assert plan(gradients).reason is None
+    got = norm_gradient(gradients)
+    g = gradients.gradients()
+    assert torch.allclose(got.square, g.square().sum(dim=1), rtol=1e-10)
+    assert torch.allclose(got.gradient, 2 * gradients.vjp(g), rtol=1e-8, atol=1e-12)
+
+
+def zoo_like_embedding() -> nn.Module:
+    return nn.Sequential(nn.Embedding(6, 4, padding_idx=0), nn.Tanh(), nn.Flatten(), nn.Linear(16, 2))
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(
+            weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64), label_smoothing=0.1, reduction="sum"
+        ),
+        nn.CrossEntropyLoss(reduction="sum"),
+    ],
+    ids=["weighted", "sum"],
+)
+def test_losses(loss_fn: nn.Module) -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(DEVICE).double()
+    x = torch.randn(4, 4, dtype=torch.float64, device=DEVICE)
+    y = torch.tensor([0, 1, 2, 1], device=DEVICE)
+    loss_fn = loss_fn.to(DEVICE)
+    got = norm_gradient(ExampleGradients.build(model, loss_fn, x, y, None))
+    square, slope = brute_force(model, loss_fn, x, y)
+    assert torch.allclose(got.square, square, rtol=1e-10)
+    assert torch.allclose(got.gradient, slope, rtol=1e-8, atol=1e-12)
+
+
+def test_gradients_at_the_outputs_are_those_of_each_examples_loss() -> None:
+    """Two outputs, one of which the loss does not see."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), self.layer(x).sum(dim=1)
+
+    torch.manual_seed(8)
+    model = Two().double().to(DEVICE)
+    x, y = torch.randn(5, 3, dtype=torch.float64, device=DEVICE), torch.arange(5, device=DEVICE) % 4
+    gradients = ExampleGradients.build(model, lambda out, y: F.cross_entropy(out[0], y), x, y, None)
+    logits, unseen = RecordedJacobian(gradients, Mechanism.build(1.0, 1.0).clip, 1.0).output_gradients
+    softmax = model(x)[0].detach().softmax(dim=1)
+    torch.testing.assert_close(logits, softmax - F.one_hot(y, 4))
+    assert unseen.shape == (5,)
+    assert (unseen == 0).all()
+
+
+def test_precision_of_products_is_set_and_given_back() -> None:
+    before, legacy = product_precision(), torch.backends.cuda.matmul.allow_tf32
+    with pytest.raises(KeyError), products_in("tf32"):
+        assert product_precision() == "tf32"
+        raise KeyError
+    assert product_precision() == before
+    assert torch.backends.cuda.matmul.allow_tf32 == legacy
+    assert convolution_precision(torch.zeros(1)) == before
+
+
+def test_a_zero_gradient_has_a_zero_slope() -> None:
+    model = nn.Linear(2, 1, bias=False).to(DEVICE).double()
+    x = torch.tensor([[1.0, 1.0]], dtype=torch.float64, device=DEVICE)
+    got = norm_gradient(ExampleGradients.build(model, nn.MSELoss(), x, model(x).detach(), None))
+    assert (got.square == 0).all()
+    assert (got.gradient == 0).all()
+
+
+def test_single_precision() -> None:
+    torch.manual_seed(6)
+    model, x, y = zoo.mnist_cnn(), torch.rand(4, 1, 28, 28), torch.randint(10, (4,))
+    single = norm_gradient(ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y, None))
+    double = norm_gradient(ExampleGradients.build(model.double(), nn.CrossEntropyLoss(), x.double(), y, None))
+    assert torch.allclose(single.square.double(), double.square, rtol=1e-4)
+    assert torch.allclose(single.gradient.double(), double.gradient, atol=1e-4 * float(double.gradient.abs().max()))
+
+
+def test_the_memory_plan_does_not_depend_on_the_batch() -> None:
+    """A chunk's examples are views of the whole batch; only what belongs to them counts."""
+    model = zoo.mnist_cnn()
+    sizes = []
+    for batch in (2, 64):
+        x, y = torch.rand(batch, 1, 28, 28), torch.randint(10, (batch,))
+        sizes.append(plan(ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y, None)).bytes_per_example)
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("amplification", [None, PoissonAmplification(0.05)])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_one_folded_probe_has_the_whole_matrix_as_its_mean(clip: str, amplification: Any) -> None:
+    """Over all 2^p sign vectors, the mean of r rᵀ is the amplified Fisher information, clipping included."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1, bias=False)).to(DEVICE).double()
+    x, y = torch.randn(4, 2).to(DEVICE).double(), torch.randn(4, 1).to(DEVICE).double()
+    mechanism = Mechanism.build(1.5, 0.8, clip, amplification)
+    gradients = ExampleGradients.build(model, nn.MSELoss(), x, y, None)
+    jacobian = RecordedJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
+    p = gradients.num_parameters
+    mean = torch.zeros(4, 2, 2, dtype=torch.float64, device=DEVICE)
+    for bits in range(2**p):
+        u = torch.tensor([1.0 if bits >> k & 1 else -1.0 for k in range(p)], dtype=torch.float64, device=DEVICE)
+        r = jacobian.folded_row(mechanism, u)
+        mean += r[:, :, None] * r[:, None, :] / 2**p
+    want = fisher.exact_fim(
+        model,
+        nn.MSELoss(),
+        x,
+        y,
+        max_grad_norm=1.5,
+        noise_multiplier=0.8,
+        clip=clip,
+        amplification=amplification,
+    )
+    assert torch.allclose(mean, want, rtol=1e-8, atol=1e-12)
+
+
+def test_one_folded_probe_reports_a_conservative_error() -> None:
+    case = build("mlp", 5)
+    options: dict[str, Any] = {"max_grad_norm": case.C, "noise_multiplier": 1.0}
+    amplified = {**options, "amplification": PoissonAmplification(0.1)}
+    truth = fisher.fim_trace(*case.arguments, **amplified, estimator="exact").value
+    draws = [
+        fisher.fim_trace(*case.arguments, **amplified, num_probes=1, generator=torch.Generator().manual_seed(s))
+        for s in range(200)
+    ]
+    values = torch.stack([draw.value for draw in draws])
+    errors = torch.stack([draw.standard_error for draw in draws])
+    assert ((values.mean(dim=0) - truth).abs() < 4.5 * values.std(dim=0) / 200**0.5).all()
+    assert (errors.square().mean(dim=0) >= values.var(dim=0)).all()
+
+
+class LooksAtValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert bool((x.abs() < 1e6).all())
+        return torch.tanh(self.layer(x))
+
+
+def test_models_that_cannot_be_mapped_can_still_be_recorded() -> None:
+    """A forward pass that looks at values has no vmap, but one batched pass serves it."""
+    torch.manual_seed(8)
+    model, x, y = LooksAtValues().double(), torch.randn(3, 4).double(), torch.randn(3, 2).double()
+    gradients = ExampleGradients.build(model, nn.MSELoss(), x, y, None)
+    assert plan(gradients).reason is None
+    square, slope = brute_force(model, nn.MSELoss(), x, y)
+    got = norm_gradient(gradients)
+    assert torch.allclose(got.square, square, rtol=1e-10)
+    assert torch.allclose(got.gradient, slope, rtol=1e-8, atol=1e-12)
+    assert fisher.fim_trace(model, nn.MSELoss(), x, y, max_grad_norm=1.0, noise_multiplier=1.0).value.shape == (3,)
+
+
+def test_in_place_operations_on_what_does_not_depend_on_the_private_part() -> None:
+    """With only the target private, the first layer's output is a constant; ReLU may still overwrite it."""
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)).to(DEVICE).double()
+    x, y = torch.randn(3, 4).to(DEVICE).double(), torch.randn(3, 2).to(DEVICE).double()
+    gradients = ExampleGradients.build(model, nn.MSELoss(), x, y, Private(inputs=(), target=True))
+    assert plan(gradients).reason is None
+    got = norm_gradient(gradients)
+    g = gradients.gradients()
+    assert torch.allclose(got.square, g.square().sum(dim=1), rtol=1e-10)
+    assert torch.allclose(got.gradient, 2 * gradients.vjp(g), rtol=1e-8, atol=1e-12)
+
+
+class Unmappable(nn.Module):
+    """A parameter of its own in a forward pass that looks at values: neither rule nor vmap serves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.scale * x) if bool(x.sum() < 1e9) else x
+
+
+def test_a_failing_trial_is_a_reason_and_no_crash() -> None:
+    x, y = torch.randn(3, 4).to(DEVICE), torch.randn(3, 4).to(DEVICE)
+    found = plan(ExampleGradients.build(Unmappable().to(DEVICE), nn.MSELoss(), x, y, None))
+    assert found.reason is not None
+    assert "Unmappable" in found.reason
+
+
+def test_rules_that_are_none_are_refused() -> None:
+    with pytest.raises(TypeError, match="'Linear' is no class of modules"):
+        register_rule("Linear", GenericRule())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"is no layer rule; pass an instance of a LayerRule, BilinearRule\(\) say"):
+        register_rule(nn.Bilinear, GenericRule)  # type: ignore[arg-type]
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Queries, keys and values are one tensor."""
+        result: Tensor = self.head(self.attention(x, x, x, need_weights=False)[0].mean(dim=1))
+        return result
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.head = nn.Bilinear(3, 3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A layer of two inputs is given one."""
+        h = torch.tanh(x)
+        result: Tensor = self.head(torch.tanh(self.pair(h, h)))
+        return result
+
+
+@pytest.mark.parametrize(("model", "shape"), [(_Attention, (3, 4)), (_Twice, (3,))])
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_a_tensor_that_one_layer_is_given_twice(model: type[nn.Module], shape: tuple[int, ...], at_once: int) -> None:
+    torch.manual_seed(0)
+    module = model().double().to(DEVICE)
+    x = torch.randn(4, *shape, dtype=torch.float64, device=DEVICE)
+    y = torch.tensor([0, 1, 0, 1], device=DEVICE)
+    gradients = ExampleGradients.build(module, nn.CrossEntropyLoss(), x, y)
+    mechanism = Mechanism.build(1.0, 1.0)
+    probes = torch.randn(8, gradients.num_parameters, dtype=torch.float64, device=DEVICE)
+    fast = RecordedJacobian(gradients, mechanism.clip, 1.0)
+    slow = ClippedJacobian(gradients, mechanism.clip, 1.0)
+    for got, want in zip(fast.perpendicular_rows(probes, at_once), slow.perpendicular_rows(probes), strict=True):
+        assert relative_error(got, want) < 1e-10
+
+
+class _Doubled(nn.Linear):
+    """A linear layer for rules that are wrong."""
+
+
+class _WrongNormSlope(LinearRule):
+    def squared_norm(self, call: Any) -> Tensor:
+        """Right, with a wrong derivative."""
+        right = super().squared_norm(call)
+        return right + (right - right.detach())
+
+
+class _WrongInner(LinearRule):
+    def inner(self, call: Any, direction: Any, weight: Tensor) -> Any:
+        """Right, with wrong derivatives."""
+        value, derivatives = super().inner(call, direction, weight)
+        return value, [(leaf, 2 * part) for leaf, part in derivatives]
+
+
+class _WrongSum(LinearRule):
+    def weighted_sum(self, call: Any, weight: Tensor) -> dict[str, Tensor]:
+        """Half of it."""
+        return {name: value / 2 for name, value in super().weighted_sum(call, weight).items()}
+
+
+@pytest.mark.parametrize(
+    ("rule", "what"),
+    [
+        (LinearRule(), None),
+        (_WrongNormSlope(), "other derivatives of gradients' norms"),
+        (_WrongInner(), "other derivatives of gradients' products with a probe"),
+        (_WrongSum(), "other sums of gradients"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_trial_finds_rules_that_are_wrong(rule: LinearRule, what: str | None, dtype: torch.dtype) -> None:
+    register_rule(_Doubled, rule)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), _Doubled(4, 4), nn.Tanh(), nn.Linear(4, 2)).to(DEVICE, dtype)
+    x, y = torch.randn(BATCH, 3, device=DEVICE, dtype=dtype), torch.randn(BATCH, 2, device=DEVICE, dtype=dtype)
+    reason = plan(ExampleGradients.build(model, nn.MSELoss(), x, y, None)).reason
+    if what is None:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert what in reason
+
+
+def test_the_trial_takes_rounding_for_what_it_is() -> None:
+    """Gradients of 1e-6 times what cancels in them: in float32 the pass differs from plain passes by rounding alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 200), nn.GELU(), nn.Linear(200, 10)).to(DEVICE)
+    x = torch.randn(BATCH, 300, device=DEVICE)
+    with torch.no_grad():
+        y = model(x) * (1 + 1e-7)
+    gradients = ExampleGradients.build(model, nn.MSELoss(), x, y, None)
+    if trial._difference(gradients, trial._probe(gradients)) is None:
+        pytest.skip("the pass and plain passes round alike here")
+    assert plan(gradients).reason is None
+
+
+class _Sorted(nn.Module):
+    """Sorts the batch, works on it and puts it back, as packed sequences are; examples do not mix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As said."""
+        order = x[:, 0].detach().argsort()
+        result: Tensor = self.layers(x[order])[order.argsort()]
+        return result
+
+
+class _Behind(nn.Module):
+    """Uses a weight behind its module's back; the head may start from 0."""
+
+    def __init__(self, *, zero: bool = False) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+        if zero:
+            nn.init.zeros_(self.head.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As said."""
+        result: Tensor = self.head(torch.tanh(F.linear(torch.tanh(self.body(x)), self.body.weight)))
+        return result
+
+
+class _Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Subtracts the batch's mean."""
+        hidden = torch.tanh(self.body(x))
+        result: Tensor = self.head(hidden - hidden.mean(dim=0))
+        return result
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [3, 2, 1, 0]])
+def test_the_trial_finds_a_model_that_sorts(rows: list[int]) -> None:
+    torch.manual_seed(0)
+    x = torch.tensor([[1.0, 0, 0], [2, 0, 0], [3, 0, 0], [4, 0, 0]], device=DEVICE)[rows]
+    y = torch.randint(2, (4,), device=DEVICE)
+    assert plan(ExampleGradients.build(_Sorted().to(DEVICE), nn.CrossEntropyLoss(), x, y, None)).reason is not None
+
+
+@pytest.mark.parametrize("case", ["without gradient", "equal", "zero head"])
+def test_nothing_hides_from_the_trial(case: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 3, device=DEVICE), torch.tensor([0, 1, 0, 1, 1, 0], device=DEVICE)
+    model: nn.Module = _Behind(zero=case == "zero head") if case != "equal" else _Mixing()
+    if case == "equal":
+        x[1] = x[0]
+        y[1] = y[0]
+    elif case == "without gradient":
+        y[:2] = -100
+    gradients = ExampleGradients.build(model.to(DEVICE), nn.CrossEntropyLoss(), x, y, None)
+    assert plan(gradients).reason is not None
+
+
+def test_a_head_of_zeros_alone_is_no_reason() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(DEVICE)
+    nn.init.zeros_(model[2].weight)  # type: ignore[arg-type]
+    x, y = torch.randn(6, 3, device=DEVICE), torch.randint(2, (6,), device=DEVICE)
+    assert plan(ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y, None)).reason is None
+
+
+class _InHalves(nn.Module):
+    """Works on large batches in two halves, so that no call has a row for every example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As said."""
+        parts = x.tensor_split(2) if len(x) > 3 else (x,)
+        return torch.cat([self.inner(part) for part in parts])
+
+
+def test_a_batch_that_is_not_as_the_trials_is_mapped() -> None:
+    torch.manual_seed(0)
+    model = _InHalves().double().to(DEVICE)
+    x, y = torch.randn(8, 3, device=DEVICE, dtype=torch.float64), torch.randint(2, (8,), device=DEVICE)
+    assert plan(ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y, None)).reason is None
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    exact = fisher.fim_trace(model, nn.CrossEntropyLoss(), x, y, estimator="exact", **options).value
+    source = torch.Generator().manual_seed(0)
+    found = fisher.fim_trace(model, nn.CrossEntropyLoss(), x, y, num_probes=100, generator=source, **options)
+    assert bool(((found.value - exact).abs() < 5 * found.standard_error).all())
+    whole, parts = PLIS(model, nn.CrossEntropyLoss()), PLIS(model.inner, nn.CrossEntropyLoss())
+    assert relative_error(whole.attribute(x, y), parts.attribute(x, y)) < 1e-12
+
+
+class _Answer:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class _Answers(nn.Module):
+    """Outputs that are no tree of tensors, or hold a number for the whole batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inner = kind, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        """As said."""
+        logits = self.inner(x)
+        return _Answer(logits) if self.kind == "object" else {"logits": logits, "mean": logits.mean()}
+
+
+@pytest.mark.parametrize("kind", ["object", "number beside"])
+def test_outputs_of_other_kinds_are_mapped(kind: str) -> None:
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.logits if kind == "object" else outputs["logits"], targets)
+
+    torch.manual_seed(0)
+    model = _Answers(kind).double().to(DEVICE)
+    x, y = torch.randn(4, 3, device=DEVICE, dtype=torch.float64), torch.randint(2, (4,), device=DEVICE)
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    exact = fisher.fim_trace(model, loss, x, y, estimator="exact", **options).value
+    found = fisher.fim_trace(model, loss, x, y, num_probes=100, generator=torch.Generator().manual_seed(0), **options)
+    assert bool(((found.value - exact).abs() < 5 * found.standard_error).all())

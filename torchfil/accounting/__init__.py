@@ -1,0 +1,1 @@
+"""Sums of leakage by example over a run: kept, paced, read."""

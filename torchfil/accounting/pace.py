@@ -1,0 +1,137 @@
+r"""How much to measure: probes and step-skipping for a target of accuracy.
+
+One participation of an example, measured with probability π by k probes of relative variance v each, adds X² w to the
+variance of its sum, w = (1 + v/k)/π − 1. After m participations with relative variance e², R more to come, each c times
+the mean of the past ones (most examples leak less and less), reach the target r² at the end if
+
+    r² (m + cR)² = e² m² + h c² R w,
+
+where h = m Σx²/(Σx)² tells how unevenly an example's sum is made up (1: of equal parts). So w is known, and it is spent
+at the lowest cost by few probes on few steps: k = 2 (one probe tells nothing of its error) and π = (1 + v/k)/(1 + w);
+more probes only where π would exceed 1. What is chosen depends on the past alone, and the training does not
+depend on it, so every sum stays unbiased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfil.accounting.ledger import Contribution, Ledger
+
+__all__ = ["Pace", "choose"]
+
+_PROBES = (2, 3, 4, 6, 9, 13)
+_LOWEST_RATE = 1 / 32
+_SLACK = 0.03  # share of the final variance below which more probes are not worth their price
+_AIM = 0.9  # of the target, for what the trend does not tell
+_MOST_UNEVEN = 4.0  # h is not believed beyond
+_USUAL_SPREAD = 0.1  # v of a tanh network, until it is seen
+_CHANGING = ("num_probes", "rate", "spread", "level", "noted")
+_PASSES_AHEAD = 8.0  # how many passes over the data are expected to follow at least, where nobody says
+
+
+def choose(
+    target: float,
+    relative_variance: float,
+    passes: float,
+    remaining: float,
+    spread: float,
+    trend: float = 1.0,
+    unevenness: float = 1.0,
+) -> tuple[int, float]:
+    """K and π by the formulas above.
+
+    Args:
+        target: r.
+        relative_variance: e².
+        passes: m.
+        remaining: R.
+        spread: v.
+        trend: c.
+        unevenness: h.
+    """
+    final = target**2 * (passes + trend * remaining) ** 2
+    share = unevenness * trend**2 * remaining
+    allowed = max(final - relative_variance * passes**2, _SLACK * final) / share
+    probes = next((k for k in _PROBES if spread / k <= allowed), _PROBES[-1])
+    return probes, min(1.0, max(_LOWEST_RATE, (1 + spread / probes) / (1 + allowed)))
+
+
+@dataclass
+class Pace:
+    """The probes and the rate of the present step, fixed or steered towards a target.
+
+    Attributes:
+        num_probes: k.
+        rate: π.
+        target: r, the relative standard error of tr I that the median example is to have; None: k and π are fixed.
+        epochs: How many passes over the data are planned; None: at least eight more from any point.
+        spread: v, as seen lately.
+        level: The mean tr I of a participation, as seen lately; 0: not yet.
+        noted: Σ (tr I)², Σ variance and the mean tr I of the last batch measured at this pace, [3], where they were
+            computed, so that nothing waits for a GPU; None: no batch yet.
+    """
+
+    num_probes: int
+    rate: float
+    target: float | None = None
+    epochs: float | None = None
+    spread: float = _USUAL_SPREAD
+    level: float = 0.0
+    noted: Tensor | None = None
+
+    @classmethod
+    def steered(cls, target: float, epochs: float | None) -> Pace:
+        """Towards a target, from two probes at every step."""
+        return cls(_PROBES[0], 1.0, target, epochs)
+
+    def note(self, contribution: Contribution) -> None:
+        """See v and the level by what was measured at the present pace; nothing where the batch was not measured."""
+        trace, variance = contribution.trace, contribution.variance
+        if self.target is not None and trace is not None and variance is not None:
+            self.noted = torch.stack([trace.square().sum(), variance.sum(), trace.mean()])
+
+    def update(self, ledger: Ledger, passes: float) -> None:
+        """Steer by the sums so far and what was noted.
+
+        Args:
+            ledger: The sums.
+            passes: Steps times sampling rate: the expected number of participations of an example.
+        """
+        if self.target is None:
+            return
+        if self.noted is not None:
+            square, variance, mean = self.noted.tolist()
+            self.noted = None
+            if square > 0:
+                probes = variance / square - (1 - self.rate)  # the variance of the probes' mean, over π² and its square
+                seen_spread = self.num_probes * probes / self.rate
+                self.spread = min(2.0, max(1e-4, 0.7 * self.spread + 0.3 * seen_spread))
+                self.level = 0.7 * self.level + 0.3 * self.rate * mean if self.level else self.rate * mean
+        trace = ledger.sums["trace"]
+        seen = trace > 0
+        if not bool(seen.any()):
+            return
+        relative = float((ledger.sums["variance"][seen] / trace[seen].square()).median())
+        ahead = max(_PASSES_AHEAD, passes / 4) if self.epochs is None else max(0.5, self.epochs - passes)
+        usual = float(trace.mean()) / passes
+        trend = min(1.0, max(0.1, self.level / usual)) if self.level else 1.0
+        uneven = ledger.sums["participations"][seen] * ledger.sums["square"][seen] / trace[seen].square()
+        unevenness = min(_MOST_UNEVEN, max(1.0, float(uneven.median())))
+        self.num_probes, self.rate = choose(
+            _AIM * self.target, relative, max(passes, 1.0), ahead, self.spread, trend, unevenness
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes."""
+        return {name: getattr(self, name) for name in _CHANGING}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        for name in _CHANGING:
+            setattr(self, name, state[name])

@@ -1,0 +1,252 @@
+"""Bounds beside attacks: by example, the error that the theory allows and the error that an attack achieved."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy import stats
+from torch import Tensor
+
+from torchfil.accounting.leakage import as_table, plain_key
+from torchfil.attacks.base import AttackResult
+from torchfil.report import saved_run
+from torchfil.viz.common import NEUTRAL, as_array, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Validation", "validate"]
+
+HELD, BROKEN = "#0072B2", "#D55E00"
+
+
+@dataclass(frozen=True, eq=False)
+class Validation:
+    """What :func:`validate` found, by attacked example, [m] each. Confidential: it depends on private data.
+
+    Attributes:
+        attack: The attack's result.
+        predicted: The bound on the mean squared error per coordinate of an unbiased attacker.
+        predicted_low: The lower end of its interval where it is an estimate, otherwise the bound itself.
+        predicted_high: The upper end of it.
+        achieved_low: The lower end of the interval of the achieved error.
+        achieved_high: Its upper end; infinite where one trial does not tell.
+        violated: Whether ``achieved_high`` lies below ``predicted_low``: below the bound beyond chance.
+        confidence: Of the intervals.
+    """
+
+    attack: AttackResult
+    predicted: np.ndarray
+    predicted_low: np.ndarray
+    predicted_high: np.ndarray
+    achieved_low: np.ndarray
+    achieved_high: np.ndarray
+    violated: np.ndarray
+    confidence: float
+
+    @property
+    def ratio(self) -> np.ndarray:
+        """Achieved over predicted: 1 meets the bound, [m]."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self.attack.achieved / self.predicted
+
+    @property
+    def ratio_interval(self) -> tuple[np.ndarray, np.ndarray]:
+        """From the ends of both intervals, [m] each; below 1 as a whole where the bound is violated.
+
+        It covers with the confidence of the achieved error where the bound is exact; where that is an estimate both
+        intervals cover with 1 − 2·(1 − confidence) at least.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self.achieved_low / self.predicted_high, self.achieved_high / self.predicted_low
+
+    @property
+    def violations(self) -> float:
+        """The share of examples whose bound was broken beyond chance."""
+        return float(self.violated.mean())
+
+    def table(self) -> Any:
+        """A pandas DataFrame by example id, or a dict of lists where pandas is not installed."""
+        columns = {
+            "predicted": self.predicted,
+            "achieved": self.attack.achieved,
+            "achieved_low": self.achieved_low,
+            "achieved_high": self.achieved_high,
+            "ratio": self.ratio,
+            "ratio_low": self.ratio_interval[0],
+            "ratio_high": self.ratio_interval[1],
+            "violated": self.violated,
+        }
+        if self.attack.squared_bias is not None:
+            columns["squared_bias"] = self.attack.squared_bias
+        return as_table(self.attack.ids, {name: values.tolist() for name, values in columns.items()})
+
+    def record(self, ids: Sequence[Hashable] | None = None) -> saved_run.AttackResult:
+        """The result as a saved run keeps it, for ``engine.save_run(attacks=[…])`` and the report.
+
+        Args:
+            ids: The run's examples in their order; None: 0, 1, 2, ….
+        """
+        places = None if ids is None else {key: row for row, key in enumerate(ids)}
+        attacked = [plain_key(key) for key in self.attack.ids]
+        unknown = [key for key in attacked if not (isinstance(key, int) if places is None else key in places)]
+        if unknown:
+            raise ValueError(
+                f"attacked examples {unknown[:5]} are not among the run's ids; pass ids as the run has them"
+            )
+        rows = [key if places is None else places[key] for key in attacked]
+        return saved_run.AttackResult(
+            self.attack.name,
+            self.attack.threat_model,
+            np.asarray(rows, dtype=np.int64),
+            self.predicted.astype(np.float64),
+            self.attack.achieved.astype(np.float64),
+            self.violated,
+        )
+
+    def plot(self, *, title: str | None = None, blind: float | None = None) -> Figure:
+        """Achieved error over bound, one dot an example, as Guo et al. 2022, Figure 3; needs matplotlib.
+
+        Args:
+            title: Over the figure; None: the attack's name.
+            blind: The error of guessing without the model, drawn as a line.
+        """
+        achieved = self.attack.achieved
+        drawn = np.isfinite(self.predicted) & np.isfinite(achieved) & (self.predicted > 0) & (achieved > 0)
+        if not drawn.any():
+            raise ValueError("no example has a finite, positive bound and achieved error to draw")
+        figure = new_figure(6.4, 4.6, "constrained")
+        axis = figure.subplots()
+        for chosen, colour, marker, label in (
+            (drawn & ~self.violated, HELD, "o", "bound held"),
+            (drawn & self.violated, BROKEN, "^", "below the bound beyond chance"),
+        ):
+            if chosen.any():
+                text = f"{label} ({int(chosen.sum()):,})"
+                axis.scatter(
+                    self.predicted[chosen],
+                    achieved[chosen],
+                    s=7,
+                    marker=marker,
+                    color=colour,
+                    linewidths=0,
+                    alpha=0.5,
+                    label=text,
+                    rasterized=True,
+                )
+        ends = [float(self.predicted[drawn].min()), float(self.predicted[drawn].max())]
+        axis.plot(ends, ends, color=NEUTRAL, linewidth=1.3, label="the bound")
+        if blind is not None:
+            axis.axhline(blind, color=NEUTRAL, linestyle=":", linewidth=1.3, label=f"blind guess ({blind:.3g})")
+        axis.set(xscale="log", yscale="log", xlabel="bound on the MSE", ylabel="MSE that the attack achieved")
+        axis.set_title(self.attack.name if title is None else title, loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize="small", loc="best")
+        return figure
+
+
+def validate(
+    source: Any,
+    attack: AttackResult,
+    *,
+    confidence: float = 0.95,
+    simultaneous: bool = False,
+    **options: Any,
+) -> Validation:
+    """Set the bound of every attacked example beside the error that the attack achieved.
+
+    An example that a run has not measured has no bound that could be violated, and an infinite one in the table.
+
+    The bound speaks of unbiased attackers. A biased one (who guesses the mean of all, or keeps to a range) can go below
+    it, most of all where the bound exceeds the spread of the data; ``squared_bias`` in the table tells.
+
+    Args:
+        source: What gives the bounds: a :class:`FILPrivacyEngine` or :class:`Leakage`, a fitted generalised linear
+            model (with ``X``, ``y`` and more options of its ``mse_bound``), or the bounds themselves: a mapping by id,
+            or one number for each attacked example, in order.
+        attack: A result whose measure is "mse".
+        confidence: Of the intervals, each for itself.
+        simultaneous: Whether the intervals shall hold for all examples together (Bonferroni): then a single violation
+            means something.
+        **options: Of the linear model's ``mse_bound``. ``sigma`` is the attack's own where that is known;
+            ``private_target`` is False unless given, because a reconstruction's error is that of the inputs.
+
+    Raises:
+        ValueError: The attack's measure is not "mse", or the bounds do not fit its examples.
+    """
+    if attack.measure != "mse":
+        raise ValueError(
+            f"the attack's measure is {attack.measure!r}, a Fisher bound speaks of the mean squared error; validate an "
+            "attack whose measure is 'mse'"
+        )
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
+    level = 1 - (1 - confidence) / (len(attack.ids) if simultaneous else 1)
+    if bool(np.isnan(attack.achieved).any()):
+        raise ValueError("the attack's achieved error is NaN for some examples: it says nothing about their bounds")
+    predicted, low, largest = _bounds(source, attack, level, options)
+    width = np.full(len(predicted), np.inf)
+    if attack.standard_error is not None and attack.trials > 1:
+        width = float(stats.t.ppf(0.5 + level / 2, attack.trials - 1)) * attack.standard_error
+    high = attack.achieved + width
+    achieved_low = np.maximum(attack.achieved - width, 0)
+    return Validation(attack, predicted, low, largest, achieved_low, high, high < low, confidence)
+
+
+def _bounds(
+    source: Any, attack: AttackResult, level: float, options: Mapping[str, Any]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The bounds of the attacked examples and the ends of their intervals, [m] each."""
+    if hasattr(source, "mse_bound"):
+        values = _of_linear_model(source, attack, dict(options))
+        return values, values, values
+    if options:
+        raise ValueError(f"unknown options {list(options)}: they are for linear models only")
+    if hasattr(source, "get_mse_bound"):
+        estimate = source.get_mse_bound(attack.ids)
+        low, high = estimate.interval(level)
+        known = as_array(source.was_measured(attack.ids))
+        return as_array(estimate.value), np.where(known, as_array(low), 0.0), as_array(high)
+    if isinstance(source, Mapping):
+        unknown = [key for key in attack.ids if key not in source]
+        if unknown:
+            raise ValueError(f"no bound is given for the attacked examples {unknown[:5]}")
+        source = [float(source[key]) for key in attack.ids]
+    if not isinstance(source, Sequence | np.ndarray | Tensor) or isinstance(source, str):
+        raise TypeError(
+            f"a {type(source).__name__} gives no bounds; validate(…) takes a FILPrivacyEngine or its leakage, a fitted "
+            "linear model, a mapping from ids to bounds, or one bound for each attacked example"
+        )
+    values = as_array(source).astype(np.float64)
+    if values.shape != (len(attack.ids),):
+        raise ValueError(f"{list(values.shape)} bounds for {len(attack.ids)} attacked examples; give one each")
+    if not bool((values >= 0).all()):
+        raise ValueError(f"a bound is {values[~(values >= 0)][0]}; bounds on squared errors are not negative, nor NaN")
+    return values, values, values
+
+
+def _of_linear_model(model: Any, attack: AttackResult, options: dict[str, Any]) -> np.ndarray:
+    """The bounds of the attacked rows of the training set, [m]."""
+    has_sigma = "sigma" in signature(model.mse_bound).parameters  # a composition of releases brings its own
+    if has_sigma and attack.sigma is not None and options.setdefault("sigma", attack.sigma) != attack.sigma:
+        raise ValueError(
+            f"sigma={options['sigma']}, but the attack was on releases of sigma={attack.sigma}; leave sigma out"
+        )
+    missing = [name for name in ("X", "y", "sigma") if name not in options and (has_sigma or name != "sigma")]
+    if missing:
+        raise ValueError(f"the bounds of a linear model need {missing}: validate(model, attack, X=…, y=…, sigma=…)")
+    for name in ("attributes", "groups"):
+        if options.get(name) is not None:
+            raise ValueError(f"{name} asks for other bounds than those of whole examples, which the attack guessed")
+    options.setdefault("private_target", False)
+    values = as_array(model.mse_bound(**options))
+    wrong = [key for key in attack.ids if not (isinstance(key, int) and 0 <= key < len(values))]
+    if wrong:
+        raise ValueError(
+            f"attacked examples {wrong[:5]} are not rows of X, which has {len(values)}; ids must be row numbers"
+        )
+    return values[np.asarray(attack.ids, dtype=np.int64)]

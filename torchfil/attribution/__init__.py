@@ -1,0 +1,20 @@
+"""Where the leakage lies: in which coordinates of an input, in which examples, in which layers.
+
+    PLIS                  which pixels or columns drive an example's loss of privacy
+    exposure              who is exposed most
+    jacobian_sensitivity  how much a layer's gradient moves with the target or the input; no attacker assumed
+    v_information         what a family of classifiers learns from a layer's gradient about a property
+    layer_gradients       the gradients by layer that the latter takes
+
+The layer measures (Mo et al. 2021) compare layers of one network; none is a guarantee. All values depend on private
+data.
+"""
+
+from torchfil.attribution import exposure
+from torchfil.attribution.layer_gradients import layer_gradients
+from torchfil.attribution.layer_information import v_information
+from torchfil.attribution.layer_sensitivity import jacobian_sensitivity
+from torchfil.attribution.layer_table import LayerTable
+from torchfil.attribution.plis import PLIS
+
+__all__ = ["PLIS", "LayerTable", "exposure", "jacobian_sensitivity", "layer_gradients", "v_information"]

@@ -1,0 +1,97 @@
+"""Who is exposed most: examples ranked by a score such as their subject-level PLIS, and how well it finds outliers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+from torch import Tensor
+
+from torchfil.accounting.leakage import as_table
+
+__all__ = ["AUROC", "auroc", "rank_by_exposure"]
+
+
+@dataclass(frozen=True)
+class AUROC:
+    """The chance that a random outlier scores above a random other example, ties counting half.
+
+    Attributes:
+        value: In [0, 1]; 0.5 is chance.
+        standard_error: DeLong's.
+        low: The lower end of the 95 % interval, on the logit scale; where the separation is perfect, 3 over the size
+            of the smaller class away from it.
+        high: The upper end.
+    """
+
+    value: float
+    standard_error: float
+    low: float
+    high: float
+
+
+def auroc(scores: Any, is_outlier: Any) -> AUROC:
+    """How well scores tell known outliers from the rest.
+
+    Args:
+        scores: [n]; higher: more exposed.
+        is_outlier: [n] booleans, some true and some false.
+
+    Example:
+        >>> auroc([0.1, 0.2, 0.8, 0.9], [False, False, True, True]).value
+        1.0
+    """
+    values, outlier = _array(scores).astype(float), _array(is_outlier).astype(bool)
+    if values.ndim != 1 or values.shape != outlier.shape:
+        raise ValueError(f"scores {list(values.shape)} and is_outlier {list(outlier.shape)} must both be [n]")
+    if np.isnan(values).any():
+        raise ValueError(f"scores has NaN at {np.flatnonzero(np.isnan(values))[:5].tolist()}")
+    if not (outlier.any() and (~outlier).any()):
+        raise ValueError(f"is_outlier must hold both: {outlier.sum()} of {len(outlier)} are outliers")
+    inside, outside = values[~outlier], values[outlier]
+    everything = stats.rankdata(values)
+    above = (everything[outlier] - stats.rankdata(outside)) / len(inside)  # of each outlier: the share below it
+    below = 1 - (everything[~outlier] - stats.rankdata(inside)) / len(outside)
+    value = float(above.mean())
+    parts = [part.var(ddof=1) / len(part) if len(part) > 1 else np.nan for part in (above, below)]
+    error = float(np.sqrt(sum(parts)))
+    if 0 < value < 1 and np.isfinite(error):
+        centre, width = np.log(value / (1 - value)), 1.96 * error / (value * (1 - value))
+        low, high = (float(1 / (1 + np.exp(-edge))) for edge in (centre - width, centre + width))
+    else:
+        rare = min(1.0, 3 / min(len(inside), len(outside)))
+        low, high = max(0.0, value - rare), min(1.0, value + rare)
+    return AUROC(value, error, low, high)
+
+
+def rank_by_exposure(scores: Any, ids: Sequence[Hashable] | None = None, *, name: str = "plis") -> Any:
+    """A table by id, the most exposed first: the score, its rank from 1 (ties share the best) and its quantile.
+
+    Args:
+        scores: [n]; higher: more exposed.
+        ids: n names; None: 0 … n − 1.
+        name: The score's column.
+
+    Returns:
+        A pandas DataFrame where pandas is installed, else a dict of lists.
+    """
+    values = _array(scores).astype(float)
+    if values.ndim != 1:
+        raise ValueError(f"scores has shape {list(values.shape)}; it must be one number per example")
+    if np.isnan(values).any():
+        raise ValueError(f"scores has NaN at {np.flatnonzero(np.isnan(values))[:5].tolist()}")
+    names = list(range(len(values))) if ids is None else list(ids)
+    if len(names) != len(values):
+        raise ValueError(f"ids has {len(names)} names for {len(values)} scores")
+    order = np.argsort(-values, kind="stable")
+    rank = stats.rankdata(-values, method="min").astype(int)
+    quantile = stats.rankdata(values, method="max") / max(1, len(values))
+    columns = {name: values[order].tolist(), "rank": rank[order].tolist(), "quantile": quantile[order].tolist()}
+    return as_table([names[i] for i in order], columns)
+
+
+def _array(values: Any) -> np.ndarray:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

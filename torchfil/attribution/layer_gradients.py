@@ -1,0 +1,111 @@
+"""The gradient of every example, taken apart by layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfil.fisher.gradients import (
+    DEFAULT_MAX_MEMORY,
+    ExampleGradients,
+    LossFunction,
+    refuse_unsupported_modules,
+    refuse_weighted_mean,
+    trainable_and_constant,
+    without_opacus,
+)
+from torchfil.private import Examples, Inputs, _batch_size, _refuse_non_finite, as_call
+from torchfil.utils.trees import map_tensors
+
+__all__ = ["layer_gradients", "layer_index"]
+
+
+def layer_gradients(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    x: Inputs,
+    y: Any,
+    batch: int | None = None,
+    *,
+    bias: bool = True,
+) -> dict[str, Tensor]:
+    """g_l = ∂ℓ/∂θ_l by layer, [n, N_l], or its mean over groups of examples, [n / batch, N_l].
+
+    A layer is a module with trainable parameters of its own, named as in ``model.named_modules()`` ("" for the model
+    itself) and in that order; layers without are left out. A parameter that modules share counts once, for the first.
+
+    Args:
+        model: Any module without batch normalisation and active dropout; it is left unchanged.
+        loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss; mean and sum reduction give the same.
+        x: Inputs [n, …], or a tuple or dict of them.
+        y: Targets [n, …].
+        batch: Average over groups of this many consecutive examples, as a client does that sends one gradient for its
+            batch. To look for a property of the group, put its examples side by side.
+        bias: Whether a layer's gradient holds its biases. Mo et al. define it with them (A.2) and give it the shape of
+            the weights alone (eq. 2); an attacker sees both.
+
+    Example:
+        >>> gradients = layer_gradients(nn.Linear(2, 1), nn.MSELoss(), torch.ones(3, 2), torch.zeros(3, 1))
+        >>> {layer: tuple(value.shape) for layer, value in gradients.items()}
+        {'': (3, 3)}
+    """
+    whole = _without_private(model, loss_fn, x, y)
+    n, size = len(whole), 1 if batch is None else batch
+    if size < 1:
+        raise ValueError(f"batch={batch} must be at least 1")
+    if n % size:
+        raise ValueError(f"batch={batch} must divide the {n} examples into whole groups; drop the last {n % size}")
+    index = layer_index(whole.parameters, bias=bias)
+    parts: dict[str, list[Tensor]] = {layer: [] for layer in index}
+    rows_at_once = max(1, DEFAULT_MAX_MEMORY // (4 * size * whole.num_parameters * whole.dtype.itemsize))
+    for _, piece in whole.examples.chunks(rows_at_once * size):
+        gradients = replace(whole, examples=piece).gradients()  # [rows, p]
+        means = gradients.unflatten(0, (-1, size)).mean(dim=1)
+        for layer, columns in index.items():
+            parts[layer].append(means[:, columns])
+    return {layer: torch.cat(pieces) for layer, pieces in parts.items()}
+
+
+def layer_index(parameters: dict[str, Tensor], *, bias: bool = True) -> dict[str, Tensor]:
+    """Layer ↦ the places of its entries in the flat vector of all trainable parameters, [N_l].
+
+    Example:
+        >>> layer_index({"0.weight": torch.zeros(1, 2), "0.bias": torch.zeros(1)}, bias=False)
+        {'0': tensor([0, 1])}
+    """
+    pieces: dict[str, list[Tensor]] = {}
+    start = 0
+    for name, value in parameters.items():
+        layer, _, own = name.rpartition(".")
+        places = torch.arange(start, start + value.numel(), device=value.device)
+        start += value.numel()
+        if bias or "bias" not in own:
+            pieces.setdefault(layer, []).append(places)
+    if not pieces:
+        raise ValueError(f"every trainable parameter is a bias ({', '.join(parameters)}); use bias=True")
+    return {layer: torch.cat(places) for layer, places in pieces.items()}
+
+
+def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> ExampleGradients:
+    """As ExampleGradients.build, for gradients alone: nothing need be private, so integer inputs will do."""
+    live, model = without_opacus(model)
+    refuse_unsupported_modules(model)
+    refuse_weighted_mean(loss_fn)
+    args, kwargs = as_call(x)
+    n = _batch_size(args, kwargs, y)
+    if n == 0:
+        raise ValueError("there is no example; pass at least one")
+    _refuse_non_finite(args, kwargs, y)
+    parameters, constants = trainable_and_constant(live)
+    if not parameters:
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameter (requires_grad=True), so it has no gradient; unfreeze "
+            "the layers to look at"
+        )
+    first = next(iter(parameters.values()))
+    nothing = torch.zeros(n, 0, dtype=first.dtype, device=first.device)
+    public = map_tensors(Tensor.detach, (args, kwargs, y))
+    return ExampleGradients(model, loss_fn, Examples(nothing, public, None, ()), parameters, constants)

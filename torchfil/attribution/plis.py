@@ -1,0 +1,284 @@
+r"""Privacy-loss input susceptibility: which attributes of an example drive its loss of privacy (PLIS, 2022).
+
+    PL = ‖g‖²/s²,      PLIS = ∂PL/∂z = 2 Jᵀg / s²,      J = ∂g/∂z.
+
+Under DP-SGD g is the clipped gradient g̃ and s = σC the noise's standard deviation; then PLIS = 2‖g̃‖ a / s², a = ∂‖g̃‖/∂z
+being the direction that exact Poisson accounting weighs by κ∥ (:mod:`torchfil.fisher.operator`). Without noise, s = 1:
+the "gradient signal".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfil.clipping import ClipFunction, get_clip
+from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
+from torchfil.fisher.recording.graphs import CapturedPass, signature
+from torchfil.fisher.recording.norms import NormGradient, norm_gradient
+from torchfil.fisher.recording.passes import UnsupportedCallError
+from torchfil.fisher.recording.trial import Plan, plan
+from torchfil.private import Inputs, Private
+
+__all__ = ["PLIS", "Susceptibility", "column_norms", "subject_norms", "superpixel_norms", "susceptibility"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_GRAPHS = 8
+_WORKING_VECTORS = 6  # vectors of length p per example, where gradients have to be formed
+
+
+@dataclass(frozen=True)
+class Susceptibility:
+    """PL, [batch], and PLIS = ∂PL/∂z, [batch, d]."""
+
+    privacy_loss: Tensor
+    gradient: Tensor
+
+
+def susceptibility(
+    gradients: ExampleGradients,
+    *,
+    noise_std: float | None = None,
+    max_grad_norm: float | None = None,
+    clip: str | ClipFunction = "gelu",
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    known: Plan | None = None,
+    one_pass: Callable[[ExampleGradients], NormGradient] = norm_gradient,
+) -> Susceptibility:
+    """PL and PLIS of every example of a batch.
+
+    One batched pass without per-example gradients where the layers allow (:mod:`torchfil.fisher.recording`), else from
+    gradients mapped over examples; in chunks either way.
+
+    Args:
+        gradients: The examples with model and loss.
+        noise_std: s; None: 1.
+        max_grad_norm: C; None: no clipping.
+        clip: The clip function.
+        max_memory: Bytes that a chunk's graph or gradients may take; at least one example is worked on.
+        known: What :func:`torchfil.fisher.recording.plan` found for such a batch before.
+        one_pass: How ‖g‖² and its gradient are computed where the layers allow.
+    """
+    if len(gradients) == 0:
+        empty = torch.zeros(0, gradients.num_coordinates, dtype=gradients.dtype, device=gradients.device)
+        return Susceptibility(empty.new_zeros(0), empty)
+    known = known if known is not None else plan(gradients)
+    parts = []
+    if known.reason is None:
+        rows_at_once = max(1, max_memory // max(1, known.bytes_per_example))
+        chunks = gradients.examples.chunks(rows_at_once)
+        with contextlib.suppress(UnsupportedCallError):  # of a batch that is not as the trial's
+            parts = [one_pass(replace(gradients, examples=examples)) for _, examples in chunks]
+    if not parts:
+        parts = [_from_gradients(part) for _, part in gradients.chunks(max_memory, _WORKING_VECTORS)]
+    square = torch.cat([part.square for part in parts])
+    slope = torch.cat([part.gradient for part in parts])
+    factor = torch.full_like(square, 1.0 if noise_std is None else noise_std**-2)
+    weight = factor
+    if max_grad_norm is not None:
+        clip, norm = get_clip(clip), square.sqrt()
+        scale = clip.scale(norm, max_grad_norm)
+        weight = factor * scale * (scale + norm * clip.scale_derivative(norm, max_grad_norm))
+        factor = factor * scale.square()
+    return Susceptibility(factor * square, weight[:, None] * slope)
+
+
+def _from_gradients(gradients: ExampleGradients) -> NormGradient:
+    g = gradients.gradients()
+    return NormGradient(g.square().sum(dim=1), 2 * gradients.vjp(g))
+
+
+class _GraphedNorms:
+    """:func:`norm_gradient`, on a GPU as a CUDA graph from the second batch of a kind on."""
+
+    def __init__(self) -> None:
+        self.usable = True
+        self._seen: set[Hashable] = set()
+        self._captured: dict[Hashable, CapturedPass[NormGradient]] = {}
+
+    def __call__(self, gradients: ExampleGradients) -> NormGradient:
+        if not self.usable or gradients.device.type != "cuda":
+            return norm_gradient(gradients)
+        training = tuple(module.training for module in gradients.model.modules())
+        key = (len(gradients), signature(gradients), training)
+        if key not in self._seen:
+            if len(self._seen) >= _MOST_GRAPHS:
+                self._seen.clear()
+                self._captured.clear()
+            self._seen.add(key)
+            return norm_gradient(gradients)
+        try:
+            if key not in self._captured:
+                self._captured[key] = CapturedPass(gradients, len(gradients), norm_gradient)
+            found = self._captured[key].replay(gradients.examples)
+        except RuntimeError as error:
+            logger.warning("PLIS could not be captured in a CUDA graph and runs eagerly: %s", error)
+            self.usable = False
+            self._captured.clear()
+            return norm_gradient(gradients)
+        return NormGradient(found.square.clone(), found.gradient.clone())
+
+
+class PLIS:
+    """An attribution of each example's privacy loss to its input, in the shape of the input.
+
+    Positive where a larger value would raise the example's privacy loss, negative where it would lower it; its size
+    tells how fast.
+
+    Guarantees:
+        * Examples do not mix: a model that mixes them in a batched pass is found out and worked on one by one.
+        * A zero gradient gives a map of zeros.
+        * The model is left as it was; no ``.grad`` is touched.
+
+    Args:
+        model: Any module without batch normalisation and active dropout, on any device.
+        loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss; mean or sum reduction.
+        noise_std: s = σC, the standard deviation of DP-SGD's noise; None: without noise, s = 1.
+        max_grad_norm: C; None: no clipping.
+        clip: The clip function, where there is one.
+        private: Which coordinates to attribute to; None: every floating-point input. ``Private(submodule="embedding")``
+            attributes to the output of an embedding, for integer inputs.
+        max_memory: Bytes that the computation may hold beside the model and the result, as far as it can be told
+            beforehand from two examples.
+        cuda_graphs: Whether batches of a size that was seen before run as CUDA graphs on a GPU.
+
+    Attributes:
+        method: How the last batch was worked on: "one pass", or "mapped gradients" with the reason.
+
+    Example:
+        For ℓ = (wx)² with w = 2 at x = 3: g = 2wx², PL = 4w²x⁴, PLIS = 16w²x³.
+
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.constant_(model.weight, 2.0)
+        >>> PLIS(model, nn.MSELoss()).attribute(torch.tensor([[3.0]]), torch.zeros(1, 1))
+        tensor([[1728.]])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        noise_std: float | None = None,
+        max_grad_norm: float | None = None,
+        clip: str | ClipFunction = "gelu",
+        *,
+        private: Private | None = None,
+        max_memory: int = DEFAULT_MAX_MEMORY,
+        cuda_graphs: bool = True,
+    ) -> None:
+        for name, value in (("noise_std", noise_std), ("max_grad_norm", max_grad_norm), ("max_memory", max_memory)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value} must be positive; leave it out for none")
+        self.model = model
+        self.loss_fn = loss_fn
+        self.noise_std = noise_std
+        self.max_grad_norm = max_grad_norm
+        self.clip = get_clip(clip)
+        self.private = private
+        self.max_memory = max_memory
+        self.method: str | None = None
+        self._plans: dict[Hashable, Plan] = {}
+        self._one_pass = _GraphedNorms() if cuda_graphs else norm_gradient
+
+    def attribute(self, inputs: Inputs, targets: Any) -> Any:
+        """The PLIS of every example, in the shape of the inputs.
+
+        Args:
+            inputs: A tensor, a tuple of positional inputs or a dict of keyword inputs, [batch, …] each.
+            targets: What ``loss_fn`` compares with, [batch, …].
+
+        Returns:
+            For one private tensor (the usual case) a tensor of its shape; for several a dict by position or name, with
+            the key "target" for a private target. Coordinates that are not private are NaN.
+        """
+        gradients = self._bound(inputs, targets)
+        maps = gradients.examples.maps(self._measured(gradients).gradient)
+        return next(iter(maps.values())) if len(maps) == 1 else maps
+
+    def privacy_loss(self, inputs: Inputs, targets: Any) -> Tensor:
+        """PL = ‖g̃‖²/s² of every example, [batch]."""
+        return self._measured(self._bound(inputs, targets)).privacy_loss
+
+    def subject(self, inputs: Inputs, targets: Any) -> Tensor:
+        """The subject-level PLIS of every example: the norm over all its private coordinates, [batch]."""
+        return torch.linalg.vector_norm(self._measured(self._bound(inputs, targets)).gradient, dim=1)
+
+    def _bound(self, inputs: Inputs, targets: Any) -> ExampleGradients:
+        return ExampleGradients.build(self.model, self.loss_fn, inputs, targets, self.private)
+
+    def _measured(self, gradients: ExampleGradients) -> Susceptibility:
+        found = self._plan(gradients) if len(gradients) else None
+        if found is not None:
+            self.method = "one pass" if found.reason is None else f"mapped gradients: {found.reason}"
+        return susceptibility(
+            gradients,
+            noise_std=self.noise_std,
+            max_grad_norm=self.max_grad_norm,
+            clip=self.clip,
+            max_memory=self.max_memory,
+            known=found,
+            one_pass=self._one_pass,
+        )
+
+    def _plan(self, gradients: ExampleGradients) -> Plan:
+        training = tuple(module.training for module in gradients.model.modules())
+        kind = (gradients.examples.form, gradients.num_coordinates, gradients.dtype, gradients.device)
+        key = (*kind, training, tuple(gradients.parameters))
+        if key in self._plans:
+            return self._plans[key]
+        found = plan(gradients)
+        if len(gradients) > 1:  # one example cannot show whether examples mix
+            self._plans[key] = found
+        return found
+
+
+def subject_norms(attribution: Tensor) -> Tensor:
+    """‖PLIS‖₂ of every example over all coordinates, [batch]; NaN (not private) counts as nothing.
+
+    Example:
+        >>> subject_norms(torch.tensor([[[3.0], [4.0]]]))
+        tensor([5.])
+    """
+    return torch.linalg.vector_norm(attribution.nan_to_num(nan=0.0).flatten(1), dim=1)
+
+
+def column_norms(attribution: Tensor) -> Tensor:
+    """The PLIS's size by column of a table [batch, columns], or the norm over all but the last dimension.
+
+    Example:
+        >>> column_norms(torch.tensor([[-1.0, 2.0]]))
+        tensor([[1., 2.]])
+    """
+    values = attribution.nan_to_num(nan=0.0)
+    return torch.linalg.vector_norm(values.reshape(len(values), -1, values.shape[-1]), dim=1)
+
+
+def superpixel_norms(attribution: Tensor, segments: Tensor) -> Tensor:
+    """The norm over each superpixel, [batch, labels], in the order of the sorted labels.
+
+    Args:
+        attribution: [batch, …, H, W].
+        segments: Integer labels, [H, W] for all examples or [batch, H, W].
+
+    Example:
+        >>> superpixel_norms(torch.tensor([[[3.0, 1.0], [4.0, 2.0]]]), torch.tensor([[0, 7], [0, 7]]))
+        tensor([[5.0000, 2.2361]])
+    """
+    height_and_width = attribution.shape[-2:]
+    if segments.is_floating_point() or segments.shape[-2:] != height_and_width or segments.ndim not in (2, 3):
+        raise ValueError(
+            f"segments of dtype {segments.dtype} and shape {tuple(segments.shape)} must be integer labels of shape "
+            f"{tuple(height_and_width)}, or one such map per example"
+        )
+    labels, numbers = segments.unique(return_inverse=True)
+    batch = len(attribution)
+    squares = attribution.nan_to_num(nan=0.0).square().reshape(batch, -1, height_and_width.numel()).sum(dim=1)
+    numbers = numbers.reshape(-1, height_and_width.numel()).expand(batch, -1).to(squares.device)
+    return squares.new_zeros(batch, len(labels)).scatter_add(1, numbers, squares).sqrt()

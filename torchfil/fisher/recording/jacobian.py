@@ -1,0 +1,152 @@
+"""The clipped Jacobian's products with weight probes, from one recorded pass over the batch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from torchfil.fisher.gradients import differentiable_twice
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.operator import ClippedJacobian, safe_reciprocal
+from torchfil.fisher.recording.norms import inner_products, squared_norms, weighted_sum
+from torchfil.fisher.recording.passes import CutRecording, Recording, UnsupportedCallError, cut, record
+
+__all__ = ["RecordedJacobian"]
+
+logger = logging.getLogger(__name__)
+
+_not_mapped: WeakSet[nn.Module] = WeakSet()  # models whose probes cannot be worked at together
+
+
+class RecordedJacobian(ClippedJacobian):
+    """A :class:`ClippedJacobian` that forms no gradient for norms and shared weight probes.
+
+    One forward and one backward pass are recorded; ‖g‖² and ⟨u, g⟩ are functions of what each layer saw in them, and
+    one more backward pass through both gives ∇‖g‖², or Jᵀu, for the whole batch. Other products come from mapped
+    gradients.
+    """
+
+    @cached_property
+    def _z(self) -> Tensor:
+        return self.gradients.examples.z.detach().requires_grad_()
+
+    @cached_property
+    def _recording(self) -> Recording:
+        with torch.enable_grad():
+            return record(self.gradients, self._z)
+
+    @cached_property
+    def _cut(self) -> CutRecording:
+        return cut(self._recording)
+
+    @cached_property
+    def _square(self) -> tuple[Tensor, list[Tensor | None]]:
+        """‖g‖², [batch], and its derivative at the leaves of the cut."""
+        with differentiable_twice():
+            return self._cut.differentiated(squared_norms(self._cut.recording))
+
+    @cached_property
+    def norm(self) -> Tensor:
+        """N = ‖g‖, [batch]."""
+        return self._square[0].sqrt()
+
+    @cached_property
+    def norm_gradient(self) -> Tensor:
+        """∇n = ∇(n²)/(2n), 0 where g = 0, [batch, d]."""
+        return 0.5 * safe_reciprocal(self.norm)[:, None] * self._pulled_back(self._square[1])
+
+    def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
+        """φJᵀPu, [batch, d], for u of shape [p]."""
+        products, cotangents = self._products(u, self.scale)
+        along = self.scale * products * safe_reciprocal(self.norm)
+        return self._pulled_back(cotangents) - along[:, None] * self.norm_gradient
+
+    def perpendicular_rows(self, probes: Iterable[Tensor], at_once: int = 1) -> Iterator[Tensor]:
+        """As in :class:`ClippedJacobian`; those of ``at_once`` probes by the same, larger operations."""
+        if at_once == 1:
+            yield from super().perpendicular_rows(probes)
+            return
+        given, model = torch.stack(list(probes)), self.gradients.model
+        _ = self.scale, self.norm_gradient  # the same for all, so not inside the map
+        for part in given.tensor_split(-(-len(given) // at_once)):
+            rows: Iterable[Tensor] = super().perpendicular_rows(part)
+            if model not in _not_mapped:
+                try:
+                    with _maps_that_pay():
+                        rows = vmap(self.perpendicular_rmatvec)(part)
+                except (RuntimeError, UnsupportedCallError) as error:
+                    logger.info("probes are worked at one by one: %s", error)
+                    _not_mapped.add(model)
+            yield from rows
+
+    def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
+        r"""R = J̃ᵀM^{1/2}u/s, [batch, d], for u of shape [p]; E[r rᵀ] = I: one derivative for everything.
+
+        With w = M^{1/2}u = sqrt(κ⊥)u + βĝ, β = (sqrt(κ∥) − sqrt(κ⊥))(ĝ·u), it is ∇_z⟨h, g⟩ for the fixed vector
+        h = φw + φ′(g·w)ĝ = φ sqrt(κ⊥) u + (φβ + φ′n(sqrt(κ⊥)(ĝ·u) + β)) ĝ, where ∇_z⟨g, g⟩/2 = ∇(n²)/2.
+        """
+        perpendicular, parallel = mechanism.weights(self.clipped_norm)
+        root, reciprocal = perpendicular.sqrt(), safe_reciprocal(self.norm)
+        products, cotangents = self._products(u, self.scale * root)
+        along = products * reciprocal
+        beta = (parallel.sqrt() - root) * along
+        extra = self.scale * beta + self.scale_derivative * self.norm * (root * along + beta)
+        share = 0.5 * extra * reciprocal
+        cotangents.reverse()  # each is let go as soon as its sum stands
+        return self._pulled_back([_plus(cotangents.pop(), share, b) for b in self._square[1]])
+
+    def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
+        """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 where unused."""
+        weight = self.scale if mask is None else self.scale * mask
+        found = weighted_sum(self._recording, weight.to(self.gradients.dtype))
+        return {
+            name: found[name] if name in found else torch.zeros_like(value)
+            for name, value in self.gradients.parameters.items()
+        }
+
+    @property
+    def losses(self) -> Tensor:
+        """ℓ of every example, [batch]."""
+        return self._recording.losses.detach()
+
+    @property
+    def output_gradients(self) -> tuple[Tensor, ...]:
+        """∂ℓ_i/∂output_i of every example, for every tensor of the model's output."""
+        return self._recording.output_gradients
+
+    def _products(self, u: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """⟨g, u⟩, [batch], and the derivative of Σ_i weight_i⟨g_i, u⟩ at the leaves of the cut."""
+        with differentiable_twice():
+            return inner_products(self._cut, self.gradients.unflatten(u), weight)
+
+    def _pulled_back(self, cotangents: Sequence[Tensor | None]) -> Tensor:
+        with differentiable_twice():
+            return self._cut.pulled_back(cotangents, self._z)
+
+
+@contextlib.contextmanager
+def _maps_that_pay() -> Iterator[None]:
+    """Inside, an operation that could only be mapped by a loop, with a warning, cannot be mapped."""
+    functorch: Any = torch._C._functorch
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)
+
+
+def _plus(a: Tensor | None, weight: Tensor, b: Tensor | None) -> Tensor | None:
+    """A + weight·b, for weights [batch]."""
+    if b is None:
+        return a
+    weight = weight.reshape(-1, *[1] * (b.ndim - 1))
+    return weight * b if a is None else torch.addcmul(a, weight, b)

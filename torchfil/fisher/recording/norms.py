@@ -1,0 +1,154 @@
+"""‖g‖² of every example and its gradient with respect to the private coordinates, in one batched pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
+from torchfil.fisher.recording.passes import (
+    Call,
+    CutRecording,
+    Part,
+    Recording,
+    cut,
+    record,
+)
+from torchfil.fisher.rules.base import GenericRule, rule_for, total_square
+
+__all__ = ["Held", "NormGradient", "inner_products", "norm_gradient", "squared_norms", "weighted_sum"]
+
+
+@dataclass(frozen=True)
+class NormGradient:
+    """‖g‖², [batch], and ∇_z‖g‖² = 2Jᵀg, [batch, d]."""
+
+    square: Tensor
+    gradient: Tensor
+
+
+class Held:
+    """Bytes that autograd keeps for backward passes, the weights aside.
+
+    Attributes:
+        total: What is kept together.
+    """
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.total = 0
+        self._known = {weight.untyped_storage().data_ptr() for weight in weights}
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is kept inside."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            pointer = tensor.untyped_storage().data_ptr()
+            if pointer not in self._known:
+                self._known.add(pointer)
+                self.total += min(tensor.untyped_storage().nbytes(), tensor.numel() * tensor.itemsize)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    def counted(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """The same parts; the largest of them counts, because each is let go before the next."""
+        largest = 0
+        for part in parts:
+            before = self.total
+            yield Part(part.calls, partial(self._count, part))
+            largest, self.total = max(largest, self.total - before), before
+        self.total += largest
+
+    def _count(self, part: Part) -> Tensor:
+        generic = [call for call in part.calls if isinstance(rule_for(call.module), GenericRule)]
+        if generic:  # it takes no such hooks: two gradients per example
+            for call in generic:
+                size = sum(value.numel() * value.itemsize for value in call.parameters.values())
+                self.total += 2 * size * len(call.delta)
+            return part.value()
+        with self.counting():
+            return part.value()
+
+
+def squared_norms(recording: Recording) -> Iterator[Part]:
+    """What adds up to ‖g‖² of every example, [batch], each of calls that no other one looks at.
+
+    The gradient of a parameter that several calls use is formed and summed over them first.
+    """
+    uses = Counter(name for call in recording.calls for name in call.shared_names.values())
+    sharing: list[Call] = []
+    for call in recording.calls:
+        if all(uses[name] == 1 for name in call.shared_names.values()):
+            yield Part((call,), partial(rule_for(call.module).squared_norm, call))
+        else:
+            sharing.append(call)
+    if sharing:
+        yield Part(tuple(sharing), partial(_shared_squared_norm, sharing, recording.losses))
+
+
+def _shared_squared_norm(calls: Sequence[Call], like: Tensor) -> Tensor:
+    summed: dict[str, Tensor] = {}
+    for call in calls:
+        for local, gradient in rule_for(call.module).gradients(call).items():
+            name = call.shared_names[local]
+            summed[name] = summed[name] + gradient if name in summed else gradient
+    return total_square(summed.values(), like)
+
+
+def inner_products(
+    attached: CutRecording, direction: Mapping[str, Tensor], weight: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """⟨g, u⟩ of every example, [batch], for u by the model's parameter names, and its derivative at the cut's leaves.
+
+    The derivative is that of Σ_i weight_i⟨g_i, u⟩.
+    """
+    total = torch.zeros_like(attached.recording.losses)
+    cotangents: list[Tensor | None] = [None] * len(attached.leaves)
+    for call in attached.recording.calls:
+        part = {local: direction[name] for local, name in call.shared_names.items()}
+        value, derivatives = rule_for(call.module).inner(call, part, weight)
+        total = total + value
+        for leaf, derivative in derivatives:
+            attached.put(cotangents, leaf, derivative)
+    return total, cotangents
+
+
+def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
+    """Σ_i weight_i g_i by the model's parameter names, for weights [batch]; not differentiable."""
+    result: dict[str, Tensor] = {}
+    for call in recording.calls:
+        for local, part in rule_for(call.module).weighted_sum(call, weight).items():
+            name = call.shared_names[local]
+            result[name] = result[name] + part if name in result else part
+    return result
+
+
+def norm_gradient(gradients: ExampleGradients, held: Held | None = None) -> NormGradient:
+    """‖g‖² and its gradient with respect to z, by one forward pass, one backward pass, and the backward pass of both.
+
+    Args:
+        gradients: The examples with model and loss.
+        held: Counts what the graphs keep, where given.
+
+    Raises:
+        UnsupportedCallError: See :func:`torchfil.fisher.recording.record`; ``recording.plan`` tells beforehand.
+    """
+    z = gradients.examples.z.detach().requires_grad_()
+    with torch.enable_grad(), differentiable_twice():
+        with held.counting() if held is not None else nullcontext():
+            recording = record(gradients, z)
+        attached = cut(recording)
+        parts = squared_norms(attached.recording)
+        square, cotangents = attached.differentiated(parts if held is None else held.counted(parts))
+        if held is not None:
+            held.total += sum(leaf.numel() * leaf.itemsize for leaf in attached.leaves)
+        gradient = attached.pulled_back(cotangents, z)
+    return NormGradient(square, gradient.detach())

@@ -1,0 +1,50 @@
+"""Whether the GPU kernels of :mod:`torchfil.fisher.rules.kernels` serve a tensor; everything else computes in torch.
+
+A pass that is traced, to be compiled, is made of torch's operations only: the compiler makes kernels of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfil.fisher.rules.tracing import being_traced
+
+__all__ = ["kernels_for"]
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+def kernels_for(tensor: Tensor) -> Any:
+    """The module of kernels, or None where torch has to do: on CPUs, without Triton, for other dtypes or GPUs.
+
+    Triton launches on the current GPU, whatever its tensors lie on.
+    """
+    if (
+        being_traced()
+        or not tensor.is_cuda
+        or tensor.dtype not in _DTYPES
+        or tensor.device.index != torch.cuda.current_device()
+    ):
+        return None
+    return _kernels(tensor.device)
+
+
+@functools.cache
+def _kernels(device: torch.device) -> Any:
+    """Tried once: Triton may be missing, lack a compiler, or not know the GPU."""
+    try:
+        from torchfil.fisher.rules import kernels
+
+        probe = torch.ones(8, device=device)
+        kernels.tanh_pulled_twice(probe, probe, probe)
+    except Exception as error:
+        logger.info("Triton does not serve %s, and second derivatives are slower: %s", device, error)
+        return None
+    return kernels

@@ -1,0 +1,199 @@
+r"""Normalisation whose second derivative has a closed form.
+
+With m(·) the mean over one group of M numbers, s = (m((x − m(x))²) + eps)^{-1/2} and x̂ = s(x − m(x)),
+
+    ⟨v, ∂x̂⟩ = ⟨P(v), ∂x⟩,       P(v) = s (v − m(v) − x̂ m(v x̂)),
+    ⟨w, ∂P(v)⟩ = ⟨P(w), ∂v⟩ − s ⟨m(w x̂) P(v) + m(v x̂) P(w) + m(v P(w)) x̂, ∂x⟩.
+
+So a second derivative costs two first ones and three inner products per group, where torch's own is a graph of a
+hundred elementary operations. A GPU that Triton serves does each in one kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from torchfil.fisher.rules.accelerated import kernels_for
+from torchfil.fisher.rules.function import Function
+
+__all__ = ["group_norm", "layer_norm", "normalised_sums"]
+
+
+class _GroupNorm(Function):
+    """X ↦ x̂·weight + bias over groups of channels, by torch's own kernels; [batch, channels, positions]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor:
+        batch, channels, positions = x.shape
+        result, mean, scale = torch.native_group_norm(x, weight, bias, batch, channels, positions, groups, eps)
+        ctx.save_for_backward(x, mean, scale, weight)
+        ctx.groups = groups
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _GroupPulled.apply(gradients[0].contiguous(), *ctx.saved_tensors, ctx.groups), None, None, None, None
+
+
+class _GroupPulled(Function):
+    """(γ, x) ↦ P(v) for v = γ·weight."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gamma: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int) -> Tensor:
+        return _pulled_by_group(gamma, x, mean, scale, weight, groups)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.groups = inputs
+        ctx.save_for_backward(*tensors, output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gamma, x, mean, scale, weight, pulled_v = ctx.saved_tensors
+        w, groups = gradients[0].contiguous(), ctx.groups
+        kernels = kernels_for(x)
+        if kernels is not None:
+            both_derivatives = kernels.group_pulled_twice(gamma, w, x, mean, scale, weight, groups)
+            return (*both_derivatives, None, None, None, None)
+        batch, channels, positions = x.shape
+        pulled_w = _pulled_by_group(w, x, mean, scale, None, groups)
+        to_gamma = pulled_w if weight is None else pulled_w * weight[:, None]
+        if not ctx.needs_input_grad[1]:
+            return to_gamma, None, None, None, None, None
+        size = channels // groups * positions
+
+        def along(value: Tensor, factor: Tensor | None) -> Tensor:
+            """M(value · factor · x̂), [batch, groups]."""
+            centred = _dot(value, x) - mean.repeat_interleave(channels // groups, dim=1) * value.sum(dim=2)
+            centred = centred if factor is None else centred * factor
+            return centred.reshape(batch, groups, -1).sum(dim=2) * scale / size
+
+        rows = (batch, groups, -1)
+        both = _dot(gamma.reshape(rows), to_gamma.reshape(rows)) * scale.square() / size
+        from_v, from_w = -scale * along(w, None), -scale * along(gamma, weight)
+        to_x = pulled_v.reshape(rows) * from_v[:, :, None]
+        to_x = torch.addcmul(to_x, pulled_w.reshape(rows), from_w[:, :, None])
+        to_x = torch.addcmul(to_x, x.reshape(rows), both[:, :, None], value=-1).add_((both * mean)[:, :, None])
+        return to_gamma, to_x.reshape(x.shape), None, None, None, None
+
+
+def _pulled_by_group(
+    value: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
+) -> Tensor:
+    batch, channels, positions = x.shape
+    kernels = kernels_for(x)
+    if kernels is not None:
+        pulled: Tensor = kernels.group_pulled(value, x, mean, scale, weight, groups)
+        return pulled
+    result: Tensor = torch.ops.aten.native_group_norm_backward(
+        value, x, mean, scale, weight, batch, channels, positions, groups, [True, False, False]
+    )[0]
+    return result
+
+
+class _NormalisedSums(Function):
+    """(δ, x) ↦ Σ_t δ_t x̂_t and Σ_t δ_t over positions, [batch, channels] each, by GPU kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, delta: Tensor, x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+        variance, mean = torch.var_mean(x.reshape(len(x), groups, -1), dim=2, correction=0)
+        scale = (variance + eps).rsqrt()
+        sums: tuple[Tensor, Tensor] = kernels_for(x).normalised_sums(delta, x, mean, scale)
+        ctx.save_for_backward(delta, x, mean, scale, *sums)
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        delta, x, mean, scale, *sums = ctx.saved_tensors
+        to_delta, to_x = kernels_for(x).normalised_sums_back(delta, x, mean, scale, sums, gradients)
+        return to_delta, to_x, None, None
+
+
+def normalised_sums(module: nn.GroupNorm, delta: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Σ_t δ_t x̂_t and Σ_t δ_t over the positions of [batch, channels, …]; None where torch has to compute them."""
+    if kernels_for(x) is None or x.ndim < 3:
+        return None
+    flat_delta, flat_x = (value.reshape(*x.shape[:2], -1).contiguous() for value in (delta, x))
+    sums: tuple[Tensor, Tensor] = _NormalisedSums.apply(flat_delta, flat_x, module.num_groups, module.eps)
+    return sums
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner products over the last dimension."""
+    return (a * b).sum(dim=-1)
+
+
+class _LayerNorm(Function):
+    """X ↦ x̂ over the last dimension, by torch's own kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        result, mean, scale = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+        ctx.save_for_backward(x, result, mean, scale)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        x, x_hat, mean, scale = ctx.saved_tensors
+        return _LayerPulled.apply(gradients[0], x, x_hat.detach(), mean, scale), None
+
+
+class _LayerPulled(Function):
+    """(v, x) ↦ P(v), with x̂, m(x) and s of x at hand."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(v: Tensor, x: Tensor, x_hat: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+        return _pulled(v, x, mean, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        v, x, x_hat, mean, scale, pulled_v = ctx.saved_tensors
+        w, size = gradients[0], x.shape[-1]
+        pulled_w = _pulled(w, x, mean, scale)
+        if not ctx.needs_input_grad[1]:
+            return pulled_w, None, None, None, None
+        along_v, along_w, both = (
+            (_dot(one, other).unsqueeze(-1) * scale).div_(-size)
+            for one, other in ((v, x_hat), (w, x_hat), (v, pulled_w))
+        )
+        to_x = torch.addcmul(torch.addcmul(pulled_v * along_w, pulled_w, along_v), x_hat, both)
+        return pulled_w, to_x, None, None, None
+
+
+def _pulled(v: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """P(v)."""
+    result: Tensor = torch.ops.aten.native_layer_norm_backward(
+        v, x, x.shape[-1:], mean, scale, None, None, [True, False, False]
+    )[0]
+    return result
+
+
+def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
+    """``module(x)`` for inputs [batch, channels, …]; differentiable twice in x, its weights being constants."""
+    flat = x.reshape(*x.shape[:2], -1).contiguous()
+    result: Tensor = _GroupNorm.apply(flat, module.weight, module.bias, module.num_groups, module.eps)
+    return result.reshape(x.shape)
+
+
+def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
+    """``module(x)`` for inputs […, *normalized_shape]; differentiable twice in x, its weights being constants."""
+    flat = x.flatten(-len(module.normalized_shape))
+    result: Tensor = _LayerNorm.apply(flat, module.eps).reshape(x.shape)
+    if module.weight is not None:
+        result = result * module.weight
+    return result if module.bias is None else result + module.bias

@@ -1,0 +1,221 @@
+"""Products of batches of small matrices: how precise they are, and forms of them that are fast to differentiate."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchfil.fisher.rules.function import Function
+from torchfil.fisher.rules.tracing import being_traced
+
+__all__ = [
+    "batched_product",
+    "convolution_precision",
+    "exact_convolutions",
+    "gram",
+    "outer_square",
+    "product_precision",
+    "products_in",
+    "products_of_patches",
+]
+
+
+def convolution_precision(tensor: Tensor) -> str:
+    """How precise the user lets convolutions of such tensors be, for :func:`products_in`.
+
+    A product of patches is a convolution, which torch computes in TF32 on GPUs unless told otherwise; other matrix
+    products it does not.
+    """
+    in_tf32 = tensor.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    return "tf32" if in_tf32 else product_precision()
+
+
+def product_precision() -> str:
+    """How precise products of float32 matrices are on GPUs at present."""
+    precision: str = torch.backends.cuda.matmul.fp32_precision
+    return precision
+
+
+@contextlib.contextmanager
+def products_in(precision: str) -> Iterator[None]:
+    """Inside, products of float32 matrices on GPUs have this precision."""
+    before = product_precision()
+    if precision == before:
+        yield
+        return
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@contextlib.contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Inside, convolutions of float32 tensors on GPUs are not rounded to TF32."""
+    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = convolutions.fp32_precision
+    convolutions.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        convolutions.fp32_precision = before
+
+
+_of_patches: ContextVar[bool] = ContextVar("of_patches", default=False)
+
+
+def _are_of_patches() -> bool:
+    """Whether products are computed for a convolution at present."""
+    return _of_patches.get()
+
+
+@contextlib.contextmanager
+def products_of_patches(like: Tensor, really: bool = True) -> Iterator[None]:
+    """Inside, products are as precise as the user lets convolutions of such tensors be; ``really`` False: as before."""
+    if not really:
+        yield
+        return
+    token = _of_patches.set(True)
+    try:
+        with products_in(convolution_precision(like)):
+            yield
+    finally:
+        _of_patches.reset(token)
+
+
+@torch.library.custom_op("torchfil::product", mutates_args=())
+def _product_in_trace(a: Tensor, b: Tensor, of_patches: bool) -> Tensor:
+    with products_of_patches(a, of_patches):
+        return a @ b
+
+
+@_product_in_trace.register_fake
+def _(a: Tensor, b: Tensor, of_patches: bool) -> Tensor:
+    return a @ b
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """A @ b, where a trace leaves the precision to the time when it runs."""
+    if being_traced() and a.is_cuda:
+        result: Tensor = _product_in_trace(a, b, _are_of_patches())
+        return result
+    return a @ b
+
+
+@torch.library.custom_op("torchfil::outer_product", mutates_args=())
+def _outer_product_in_trace(a: Tensor, delta: Tensor, of_patches: bool) -> tuple[Tensor, Tensor, Tensor]:
+    with products_of_patches(a, of_patches):
+        total = a.mT @ delta
+        return total, delta @ total.mT, a @ total
+
+
+@_outer_product_in_trace.register_fake
+def _(a: Tensor, delta: Tensor, of_patches: bool) -> tuple[Tensor, Tensor, Tensor]:
+    total = a.mT @ delta
+    return total, delta @ total.mT, a @ total
+
+
+def _outer_product(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """W = Σ_t a_t δ_tᵀ, and the derivatives of ‖W‖²/2 with respect to a and δ, as one operation of a trace.
+
+    A compiler lays operands out for each operation anew.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = _outer_product_in_trace(a, delta, _are_of_patches())
+    return result
+
+
+class _BatchedProduct(Function):
+    """A @ b over leading dimensions, with a transposed right factor copied first on CPUs.
+
+    Their batched products of small matrices are several times slower with one, and autograd's own derivative has one.
+    The derivative is as precise as the product.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return _product_of_any(a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.of_patches = _are_of_patches()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        (gradient,) = gradients
+        with products_of_patches(gradient, ctx.of_patches):
+            left = batched_product(gradient, b.mT) if ctx.needs_input_grad[0] else None
+            right = batched_product(a.mT, gradient) if ctx.needs_input_grad[1] else None
+        return left, right
+
+
+def _product_of_any(a: Tensor, b: Tensor) -> Tensor:
+    return _product(a, b.contiguous() if b.device.type == "cpu" else b)
+
+
+def batched_product(a: Tensor, b: Tensor) -> Tensor:
+    """A @ b over leading dimensions, differentiable as often as one likes."""
+    if not torch.is_grad_enabled():
+        return _product_of_any(a, b)
+    result: Tensor = _BatchedProduct.apply(a, b)
+    return result
+
+
+class _Gram(Function):
+    """X ↦ x xᵀ over leading dimensions, whose derivative, (γ + γᵀ)x, is one product."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return _product_of_any(x, x.mT)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.of_patches = _are_of_patches()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        ((x,), (gradient,)) = ctx.saved_tensors, gradients
+        with products_of_patches(gradient, ctx.of_patches):
+            return batched_product(gradient + gradient.mT, x)
+
+
+def gram(x: Tensor) -> Tensor:
+    """X xᵀ of factors […, T, p], […, T, T], differentiable as often as one likes."""
+    result: Tensor = _Gram.apply(x)
+    return result
+
+
+class _OuterSquare(Function):
+    """‖Σ_t a_t δ_tᵀ‖² over groups, [batch], in the form for traces."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, delta: Tensor) -> Tensor:
+        total, to_a, to_delta = _outer_product(a, delta)
+        ctx.save_for_backward(to_a, to_delta)
+        return total.square().sum(dim=(1, 2, 3))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        to_a, to_delta = ctx.saved_tensors
+        twice = 2 * gradients[0][:, None, None, None]
+        return twice * to_a, twice * to_delta
+
+
+def outer_square(a: Tensor, delta: Tensor) -> Tensor:
+    """‖Σ_t a_t δ_tᵀ‖² of factors [batch, groups, T, …], [batch], differentiable once; for passes that are traced."""
+    result: Tensor = _OuterSquare.apply(a, delta)
+    return result

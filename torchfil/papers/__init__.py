@@ -1,0 +1,1 @@
+"""The papers' networks and data; the library itself needs neither."""
