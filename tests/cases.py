@@ -5,6 +5,7 @@ With TORCHFIL_TEST_DEVICE=cuda in the environment the same tests run on a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torchfil.papers.zoo import mnist_cnn
 from torchfil.private import Private
 
-CLIPS = ("gelu", "gelu-paper", "hard", "rsqrt")
+CLIPS = ("smooth", "gelu", "gelu-paper", "hard", "rsqrt")
 SIGMA = 1.7
 DEVICE = os.environ.get("TORCHFIL_TEST_DEVICE", "cpu")
 
@@ -136,3 +137,15 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
     """‖value − truth‖ / ‖truth‖ over all entries."""
     value, truth = value.double().cpu(), truth.double().cpu()
     return ((value - truth).norm() / truth.norm()).item()
+
+
+def grouped(**options: Any) -> dict[str, Any]:
+    """Options of ``make_private`` with those of the accounting and of the execution put where they belong."""
+    from torchfil import Accounting, Execution
+
+    def taken(kind: Any) -> dict[str, Any]:
+        return {f.name: options.pop(f.name) for f in dataclasses.fields(kind) if f.name in options}
+
+    execution = Execution(**taken(Execution))
+    accounting = Accounting(**{"execution": execution, **taken(Accounting)})
+    return {**options, "accounting": accounting}

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from cases import relative_error
+from cases import grouped, relative_error
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -159,10 +159,7 @@ def test_the_fused_step_falls_back_by_itself(module: nn.Module) -> None:
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             loader,
-            criterion=nn.CrossEntropyLoss(),
-            noise_generator=noise,
-            seed=3,
-            cuda_graphs=graphs,
+            **grouped(criterion=nn.CrossEntropyLoss(), noise_generator=noise, seed=3, cuda_graphs=graphs),
         )
         for x, y in private:
             engine.train_step(x, y)

@@ -23,10 +23,12 @@ from torchfil.private import Private, superpixel
 from torchfil.smoothness import SmoothnessValidator
 
 if TYPE_CHECKING:
-    from torchfil.engine import FILPrivacyEngine
+    from torchfil.engine import Accounting, Execution, FILPrivacyEngine
 
 __all__ = [
     "PLIS",
+    "Accounting",
+    "Execution",
     "FILPrivacyEngine",
     "Private",
     "SmoothnessValidator",
@@ -51,8 +53,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The engine is imported when asked for, so that the functional core stands without Opacus."""
-    if name == "FILPrivacyEngine":
-        from torchfil.engine import FILPrivacyEngine
+    if name in ("Accounting", "Execution", "FILPrivacyEngine"):
+        from torchfil import engine
 
-        return FILPrivacyEngine
+        return getattr(engine, name)
     raise AttributeError(f"module 'torchfil' has no attribute {name!r}")

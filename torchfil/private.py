@@ -102,13 +102,15 @@ class Examples:
     """A batch of examples with their private coordinates laid out as z, of shape [batch, d].
 
     Build one with :meth:`build`. ``public`` holds what a per-example function needs besides z; both are
-    batched pytrees and can be mapped over by ``torch.func.vmap`` with :attr:`in_dims`.
+    batched pytrees and can be mapped over by ``torch.func.vmap`` with :attr:`in_dims`. ``masks`` are the random
+    numbers that the model's forward pass draws for them (:mod:`torchfil.fisher.masks`).
     """
 
     z: Tensor
     public: tuple[tuple[Any, ...], dict[str, Any], Any]  # positional inputs, keyword inputs, targets
     submodule: str | None
     _slots: tuple[_Slot, ...]
+    masks: tuple[Tensor, ...] = ()
 
     @classmethod
     def build(
@@ -203,8 +205,13 @@ class Examples:
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of ``public``, in its order."""
-        return tuple(tensors_of(self.public))
+        """The tensors of ``public``, in its order, then the masks."""
+        return (*tensors_of(self.public), *self.masks)
+
+    @property
+    def shares_masks(self) -> bool:
+        """Whether a mask does not run over the examples."""
+        return any(mask.shape[:1] != (len(self),) for mask in self.masks)
 
     @cached_property
     def form(self) -> Hashable:
@@ -219,7 +226,8 @@ class Examples:
     def __getitem__(self, rows: slice | Tensor) -> Examples:
         """The examples of those rows, a slice or numbers [k]."""
         public = map_tensors(lambda leaf: leaf[rows], self.public)
-        return replace(self, z=self.z[rows], public=public)
+        masks = tuple(mask[rows] if mask.shape[:1] == (len(self),) else mask for mask in self.masks)
+        return replace(self, z=self.z[rows], public=public, masks=masks)
 
     def chunks(self, size: int) -> Iterator[tuple[slice, Examples]]:
         """Pairs (rows, examples of those rows) of at most ``size`` examples each."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cases import DEVICE, relative_error
+from cases import DEVICE, grouped, relative_error
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine, Private, zoo
+from torchfil.clipping import DEFAULT_CLIP
 from torchfil.fisher import reference
 
 SIGMA, C = 0.9, 0.8
@@ -70,7 +71,7 @@ def train(
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
     torch.manual_seed(4)
     plain = loader(dataset, batch_size, num_workers=workers)
-    model, optimizer, private = engine.make_private(module, optimizer, plain, **options)
+    model, optimizer, private = engine.make_private(module, optimizer, plain, **grouped(**options))
     recorded: list[Step] = []
     run = Trained(engine, model, optimizer, private, recorded)
 
@@ -107,7 +108,7 @@ def assert_same_run(
     """Weights, ledger, ε and individual ε are the same within the tolerance; what counts is equal."""
     for ours, theirs in zip(one[1].parameters(), other[1].parameters(), strict=True):
         assert relative_error(ours.detach(), theirs.detach()) < tolerance
-    ledgers = [engine._current.ledger for engine, _ in (one, other)]
+    ledgers = [engine.ledger for engine, _ in (one, other)]
     found, expected = (ledger.sums for ledger in ledgers if ledger is not None)
     assert set(found) == set(expected)
     for name, value in expected.items():
@@ -130,7 +131,7 @@ def tokens() -> tuple[nn.Module, TensorDataset, Private]:
 
 
 def truth(
-    run: Trained, dataset: TensorDataset, *, q: float | None, module: nn.Module, clip: str = "gelu", **more: Any
+    run: Trained, dataset: TensorDataset, *, q: float | None, module: nn.Module, clip: str = DEFAULT_CLIP, **more: Any
 ) -> tuple[Tensor, Tensor]:
     """Σ_t I_t by jacrev at the recorded weights and batches, [n, d, d], and participations [n]."""
     inputs = dataset.tensors[0]

@@ -70,7 +70,7 @@ def test_make_private_with_epsilon_spends_its_target() -> None:
             F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
             optimizer.step()
     assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
-    assert engine._current.settings.num_probes == 2
+    assert engine._training.run.settings.num_probes == 2
 
 
 def rounded_epsilon(ratios: list[float], q: float, sigma: float, delta: float, grid: float = 1.05) -> float:
@@ -152,7 +152,7 @@ def test_an_example_that_always_hits_the_clip_spends_the_engines_epsilon() -> No
         clip="hard",
     )
     engine = run.engine
-    assert engine._current.history.ratio[0].item() == pytest.approx(1.0, abs=1e-6)
+    assert engine._training.run.history.ratio[0].item() == pytest.approx(1.0, abs=1e-6)
     value = engine.get_individual_epsilon([0], delta=1e-5).value.item()
     assert value == pytest.approx(engine.get_epsilon(1e-5), rel=1e-9)
 
@@ -161,19 +161,19 @@ def test_norm_refresh_looks_everybody_up() -> None:
     dataset = data(40)
     stale = train(dataset, steps=6).engine
     fresh = train(dataset, steps=6, norm_refresh=1).engine
-    assert (fresh._current.history.ratio < 1).all(), "nobody keeps the stand-in"
-    assert (stale._current.history.ratio == 1).any()
+    assert (fresh._training.run.history.ratio < 1).all(), "nobody keeps the stand-in"
+    assert (stale._training.run.history.ratio == 1).any()
     fresh_epsilon = fresh.get_individual_epsilon(delta=1e-5).value
     assert fresh_epsilon.mean() < stale.get_individual_epsilon(delta=1e-5).value.mean()
     fresh.refresh_norms()
     module = network()
-    module.load_state_dict(fresh._current.module.state_dict())
-    from torchfil.clipping import get_clip
+    module.load_state_dict(fresh._training.run.module.state_dict())
+    from torchfil.clipping import DEFAULT_CLIP, get_clip
     from torchfil.fisher import ClippedJacobian, ExampleGradients
 
     gradients = ExampleGradients.build(module, nn.CrossEntropyLoss(), *(t.to(DEVICE) for t in dataset.tensors))
-    want = ClippedJacobian(gradients, get_clip("gelu"), C).clipped_norm / C
-    assert torch.allclose(fresh._current.history.ratio.double(), want, rtol=1e-5)
+    want = ClippedJacobian(gradients, get_clip(DEFAULT_CLIP), C).clipped_norm / C
+    assert torch.allclose(fresh._training.run.history.ratio.double(), want, rtol=1e-5)
 
 
 def test_rdp_bound_from_the_accountants_history() -> None:

@@ -11,31 +11,31 @@ from loops import SIGMA, C, data, loader, network, train, truth
 from torch import nn
 
 from torchfil import FILPrivacyEngine
-from torchfil.clipping import get_clip
+from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import ClippedJacobian, ExampleGradients, Theorem4Amplification
 
 EXACT: dict[str, Any] = {"estimator": "exact", "track": ("diagonal", "fim", "sketch"), "sketch_rank": 5}
 pytestmark = pytest.mark.torch_versions
 
 
-def check(run: Any, dataset: Any, q: float | None, clip: str = "gelu") -> None:
+def check(run: Any, dataset: Any, q: float | None, clip: str = DEFAULT_CLIP) -> None:
     fim, participations = truth(run, dataset, q=q, module=network(), clip=clip)
     engine = run.engine
     diagonal = fim.diagonal(dim1=1, dim2=2)
     seen = participations > 0
-    trace = engine._current.leakage.get_trace()
+    trace = engine._training.run.leakage.get_trace()
     assert trace.kind == "exact"
     assert relative_error(trace.value, diagonal.sum(dim=1)) < 1e-6
     assert relative_error(engine.get_fil().value, (diagonal.sum(dim=1) / fim.shape[1]).sqrt()) < 1e-6
     assert relative_error(engine.get_attribute_fil().value, diagonal.sqrt()) < 1e-6
     norm = torch.linalg.eigvalsh(fim)[:, -1].clamp(min=0).sqrt()
     assert relative_error(engine.get_fil(kind="spectral").value, norm) < 1e-6
-    assert torch.equal(engine._current.ledger.sums["participations"].cpu(), participations)
+    assert torch.equal(engine.ledger.sums["participations"].cpu(), participations)
     bound = engine.get_mse_bound().value.cpu()
     assert relative_error(bound[seen], fim.shape[1] / diagonal.sum(dim=1)[seen]) < 1e-6
     assert torch.isinf(bound[~seen]).all()
-    sketch = engine._current.ledger.sums["sketch"]
-    assert relative_error(sketch, fim @ engine._current.test_matrix.cpu()) < 1e-6
+    sketch = engine.ledger.sums["sketch"]
+    assert relative_error(sketch, fim @ engine._training.run.test_matrix.cpu()) < 1e-6
 
 
 @pytest.mark.parametrize("amplification", ["none", "poisson"])
@@ -78,7 +78,7 @@ def test_empty_batches() -> None:
     run = train(dataset, batch_size=1, steps=25, **EXACT)
     sizes = [len(torch.cat(step.x)) for step in run.steps]
     assert 0 in sizes, "this seed must give empty batches"
-    assert run.engine._current.ledger.steps == 25
+    assert run.engine.ledger.steps == 25
     check(run, dataset, run.loader.sample_rate)
 
 
@@ -95,15 +95,17 @@ def test_shuffled_loader_without_poisson_sampling() -> None:
     dataset = data(40)
     run = train(dataset, steps=10, **EXACT, poisson_sampling=False)
     check(run, dataset, None)
-    assert run.engine._current.ledger.sums["participations"].tolist() == [2] * 40
+    assert run.engine.ledger.sums["participations"].tolist() == [2] * 40
 
 
 def test_theorem_4_on_request() -> None:
     dataset = data(40)
     run = train(dataset, steps=6, estimator="exact", amplification="theorem4", theorem4_delta=1e-6)
     fim, _ = truth(run, dataset, q=None, module=network())
-    kappa = Theorem4Amplification(1 / 5, SIGMA, 1e-6).kappa
-    assert relative_error(run.engine._current.leakage.get_trace().value, kappa * torch.einsum("bii->b", fim)) < 1e-6
+    kappa = Theorem4Amplification(delta=1e-6).kappa(1 / 5, SIGMA)
+    assert (
+        relative_error(run.engine._training.run.leakage.get_trace().value, kappa * torch.einsum("bii->b", fim)) < 1e-6
+    )
 
 
 def test_sum_reduction() -> None:
@@ -149,7 +151,7 @@ def test_what_is_released_is_what_is_accounted() -> None:
         x, y = x.to(DEVICE), y.to(DEVICE)
         reference_model.load_state_dict(module.state_dict())
         gradients = ExampleGradients.build(reference_model, nn.CrossEntropyLoss(), x, y)
-        clipped = ClippedJacobian(gradients, get_clip("gelu"), C).clipped_gradient
+        clipped = ClippedJacobian(gradients, get_clip(DEFAULT_CLIP), C).clipped_gradient
         assert (clipped.norm(dim=1) <= C).all()
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE
+from cases import DEVICE, grouped
 from loops import data, loader, network, train
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -56,8 +56,8 @@ def test_the_three_argument_call_identifies_standard_losses(
         loss_fn=lambda o, t: function(o, t, reduction=reduction),
         loss_reduction=reduction,
     )
-    assert run.engine._current.loss is not None
-    assert run.engine._current.loss.name == f"{name}(reduction={reduction!r})"
+    assert run.engine._training.run.loss is not None
+    assert run.engine._training.run.loss.name == f"{name}(reduction={reduction!r})"
     assert run.engine.get_fil().value.max() > 0
 
 
@@ -70,8 +70,8 @@ def test_targets_that_the_loop_reshapes() -> None:
         module=network(classes=1),
         loss_fn=lambda o, t: F.binary_cross_entropy_with_logits(o, t.unsqueeze(1).double()),
     )
-    assert run.engine._current.loss is not None
-    assert run.engine._current.loss.name.startswith("BCEWithLogitsLoss")
+    assert run.engine._training.run.loss is not None
+    assert run.engine._training.run.loss.name.startswith("BCEWithLogitsLoss")
 
 
 def test_summed_squares_over_the_batch_size() -> None:
@@ -81,8 +81,8 @@ def test_summed_squares_over_the_batch_size() -> None:
         module=network(classes=2),
         loss_fn=lambda o, t: F.mse_loss(o, t, reduction="sum") / len(o),
     )
-    assert run.engine._current.loss is not None
-    assert run.engine._current.loss.name == "MSELoss(reduction='sum')"
+    assert run.engine._training.run.loss is not None
+    assert run.engine._training.run.loss.name == "MSELoss(reduction='sum')"
 
 
 def check_unchanged_after(error: type[Exception], match: str, **options: Any) -> FILPrivacyEngine:
@@ -92,9 +92,9 @@ def check_unchanged_after(error: type[Exception], match: str, **options: Any) ->
     dataset = options.pop("dataset", data(40))
     engine = FILPrivacyEngine()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
-    model, optimizer, private = engine.make_private(module, optimizer, loader(dataset), **options)
+    model, optimizer, private = engine.make_private(module, optimizer, loader(dataset), **grouped(**options))
     before = {k: v.clone() for k, v in module.state_dict().items()}
-    state = engine._current.generator.get_state()
+    state = engine._training.run.generator.get_state()
     x, y = next(iter(private))
     assert len(x) > 1
     loss_fn(model(x.to(DEVICE)), y.to(DEVICE)).backward()
@@ -102,9 +102,9 @@ def check_unchanged_after(error: type[Exception], match: str, **options: Any) ->
         optimizer.step()
     assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
     assert len(engine.accountant) == 0
-    assert engine._current.ledger is None
-    assert engine._current.history.steps == 0
-    assert torch.equal(engine._current.generator.get_state(), state)
+    assert engine.ledger is None
+    assert engine._training.run.history.steps == 0
+    assert torch.equal(engine._training.run.generator.get_state(), state)
     assert all(p.summed_grad is None for p in module.parameters())
     return engine
 
@@ -171,10 +171,10 @@ def test_a_loss_that_changes_later_raises_then() -> None:
         if step < 2:
             optimizer.step()
             continue
-        taken = engine._current.leakage.get_trace().value.clone()
+        taken = engine._training.run.leakage.get_trace().value.clone()
         with pytest.raises(LossMismatchError, match=r"label_smoothing=0\.1.*This step was not taken"):
             optimizer.step()
-        assert torch.equal(engine._current.leakage.get_trace().value, taken)
+        assert torch.equal(engine._training.run.leakage.get_trace().value, taken)
         break
 
 

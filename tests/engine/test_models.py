@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE, GroupNormResidual, TinyTransformer, relative_error
+from cases import DEVICE, GroupNormResidual, TinyTransformer, grouped, relative_error
 from loops import SIGMA, C, loader, network
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -31,7 +31,7 @@ def account(
     optimizer: Any = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.3)
     options = {"noise_multiplier": SIGMA, "max_grad_norm": C, "estimator": "exact", "amplification": "none", **options}
     plain = copy.deepcopy(module)
-    model, optimizer, private = engine.make_private(module, optimizer, loader(dataset, 4), **options)
+    model, optimizer, private = engine.make_private(module, optimizer, loader(dataset, 4), **grouped(**options))
     traces = torch.zeros(len(dataset), dtype=torch.float64)
     for step, batch in enumerate(private):
         if step == steps:
@@ -72,13 +72,13 @@ def test_sequential_cnn() -> None:
         nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 3)
     ).double()
     engine, want = account(module, images(), classify, tuple)
-    assert relative_error(engine._current.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
 
 
 def test_group_norm_residual_net() -> None:
     torch.manual_seed(0)
     engine, want = account(GroupNormResidual().double(), images(), classify, tuple)
-    assert relative_error(engine._current.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
 
 
 class Keywords(nn.Module):
@@ -118,8 +118,8 @@ def test_keyword_inputs_and_dict_batches(private: Private | None) -> None:
         batch_to_inputs=split,
         private=private,
     )
-    assert relative_error(engine._current.leakage.get_trace().value, want) < 1e-6
-    assert engine._current.leakage.num_coordinates == (2 if private else 5)
+    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
+    assert engine._training.run.leakage.num_coordinates == (2 if private else 5)
 
 
 def test_positional_and_keyword_inputs_together() -> None:
@@ -132,7 +132,7 @@ def test_positional_and_keyword_inputs_together() -> None:
         split,
         batch_to_inputs=split,
     )
-    assert relative_error(engine._current.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
 
 
 def test_dict_batches_without_a_split_raise_with_the_remedy() -> None:
@@ -152,8 +152,8 @@ def test_transformer_on_integer_tokens() -> None:
 
     module = ModuleValidator.fix(TinyTransformer()).double()  # Opacus's own attention
     engine, want = account(module, dataset, classify, tuple, private=Private(submodule="embedding"))
-    assert relative_error(engine._current.leakage.get_trace().value, want) < 1e-6
-    assert engine._current.leakage.num_coordinates == 32
+    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
+    assert engine._training.run.leakage.num_coordinates == 32
 
 
 class Tokens(nn.Module):
@@ -187,7 +187,7 @@ def test_the_shape_of_a_submodules_output_is_read_once_for_every_length() -> Non
 
     def calls(length: int) -> int:
         before = module.calls
-        given = engine._current.measurer.lay_out((tokens[:5, :length].to(DEVICE),), {}, kinds[:5].to(DEVICE))
+        given = engine._training.run.measurer.lay_out((tokens[:5, :length].to(DEVICE),), {}, kinds[:5].to(DEVICE))
         assert given.z.shape == (5, 4 * length)
         return module.calls - before
 
@@ -222,7 +222,7 @@ def test_frozen_backbone_with_a_trainable_head() -> None:
     module[0].requires_grad_(False)
     dataset = TensorDataset(torch.randn(20, 5).double(), torch.randint(3, (20,)))
     engine, want = account(module, dataset, classify, tuple)
-    assert relative_error(engine._current.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
 
 
 class LoRALinear(nn.Module):
@@ -241,7 +241,7 @@ def test_lora_style_partial_training() -> None:
     module = nn.Sequential(LoRALinear(nn.Linear(5, 6), 2), nn.Tanh(), LoRALinear(nn.Linear(6, 3), 2)).double()
     dataset = TensorDataset(torch.randn(20, 5).double(), torch.randint(3, (20,)))
     engine, want = account(module, dataset, classify, tuple)
-    assert relative_error(engine._current.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
 
 
 def test_private_regression_target() -> None:
@@ -255,8 +255,8 @@ def test_private_regression_target() -> None:
         private=Private(target=True),
         criterion=nn.MSELoss(),
     )
-    assert relative_error(engine._current.leakage.get_trace().value, want) < 1e-6
-    assert engine._current.leakage.num_coordinates == 7
+    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
+    assert engine._training.run.leakage.num_coordinates == 7
 
 
 def test_unwrapped_model() -> None:
@@ -264,7 +264,7 @@ def test_unwrapped_model() -> None:
     module = network()
     dataset = TensorDataset(torch.randn(20, 5).double(), torch.randint(3, (20,)))
     engine, want = account(module, dataset, lambda _hooks, batch: classify(module, batch), tuple, wrap_model=False)
-    assert relative_error(engine._current.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
 
 
 def test_gradients_accumulated_over_two_batches() -> None:
@@ -278,10 +278,7 @@ def test_gradients_accumulated_over_two_batches() -> None:
         module,
         optimizer,
         loader(dataset, 4),
-        noise_multiplier=SIGMA,
-        max_grad_norm=C,
-        poisson_sampling=False,
-        estimator="exact",
+        **grouped(noise_multiplier=SIGMA, max_grad_norm=C, poisson_sampling=False, estimator="exact"),
     )
     want = torch.zeros(16, dtype=torch.float64)
     for step, (x, y) in enumerate(private):
@@ -293,7 +290,7 @@ def test_gradients_accumulated_over_two_batches() -> None:
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
-    assert relative_error(engine._current.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
 
 
 class TestDropout:
@@ -335,18 +332,16 @@ class TestDropout:
                 trained,
                 optimizer,
                 loader(TensorDataset(x, y), 1),
-                noise_multiplier=SIGMA,
-                max_grad_norm=C,
-                estimator="exact",
-                poisson_sampling=False,
-                seed=seed,
+                **grouped(
+                    noise_multiplier=SIGMA, max_grad_norm=C, estimator="exact", poisson_sampling=False, seed=seed
+                ),
             )
             for a, b in private:
                 F.cross_entropy(model(a.to(DEVICE)), b.to(DEVICE)).backward()
                 optimizer.step()
             trained.eval()
             assert engine.get_fil().kind == "estimate", "random masks, whatever mode the model is in when asked"
-            values.append(engine._current.leakage.get_trace().value.item())
+            values.append(engine._training.run.leakage.get_trace().value.item())
 
         class Masked(nn.Module):
             def __init__(self, mask: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""grad_sample_mode="one-pass" against hooks in the same loop: the same weights, the same ledger, the same ε."""
+"""grad_sample_mode="auto" against hooks in the same loop: the same weights, the same ledger, the same ε."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, relative_error
+from cases import DEVICE, grouped, relative_error
 from loops import SIGMA, C, assert_same_run, data, loader, network, tokens, train
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from torchfil import FILPrivacyEngine, zoo
 
-MODES = ("hooks", "one-pass")
+MODES = ("hooks", "auto")
 
 
 def compare(dataset: Any, module: nn.Module, tolerance: float = 1e-8, **options: Any) -> FILPrivacyEngine:
@@ -53,8 +53,8 @@ def test_the_same_run_with(options: dict[str, Any]) -> None:
 
 def test_empty_batches() -> None:
     engine = compare(data(12), network(), batch_size=1, steps=20)
-    assert engine._current.ledger is not None
-    assert engine._current.ledger.steps == 20
+    assert engine.ledger is not None
+    assert engine.ledger.steps == 20
 
 
 @pytest.mark.parametrize("name", ["mnist_cnn", "vit_tiny"])
@@ -78,8 +78,8 @@ def make(module: nn.Module | None = None, **options: Any) -> Any:
     module = module if module is not None else network()
     engine = FILPrivacyEngine()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
-    given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "grad_sample_mode": "one-pass", "seed": 3, **options}
-    return engine, module, *engine.make_private(module, optimizer, loader(data(40)), **given)
+    given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "grad_sample_mode": "auto", "seed": 3, **options}
+    return engine, module, *engine.make_private(module, optimizer, loader(data(40)), **grouped(**given))
 
 
 def forward(model: Any, batch: Any) -> Tensor:
@@ -225,8 +225,8 @@ def test_pausing_and_train_step_and_detaching() -> None:
     batch = next(batches)
     with pytest.warns(UserWarning, match="paused"), engine.paused():
         attempt(model, optimizer, forward(model, batch))
-    assert engine._current.ledger is not None
-    assert engine._current.ledger.missed_steps == 1
+    assert engine.ledger is not None
+    assert engine.ledger.missed_steps == 1
     batch = next(batches)
     engine.train_step(*batch)
     engine.detach()

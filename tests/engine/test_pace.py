@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE
+from cases import DEVICE, grouped
 from loops import data, loader, network
 from torch import nn
 
@@ -120,10 +120,7 @@ def run(seed: int, *, fused: bool = True, epochs: int = 8, **options: Any) -> FI
         module,
         torch.optim.SGD(module.parameters(), lr=0.1),
         loader(data(93), 8),
-        criterion=nn.CrossEntropyLoss(),
-        noise_generator=noise,
-        seed=seed,
-        **options,
+        **grouped(criterion=nn.CrossEntropyLoss(), noise_generator=noise, seed=seed, **options),
     )
     for _ in range(epochs):
         for x, y in private:
@@ -140,7 +137,7 @@ def test_in_the_engine_the_sums_stay_unbiased() -> None:
     """The training does not depend on what is measured, so all runs share one truth."""
     truth = run(0, estimator="exact").get_fil().value.square()
     engines = [run(seed, rel_error=0.2, epochs=8) for seed in range(10)]
-    assert any(engine._current.pace.rate < 0.7 for engine in engines)
+    assert any(engine._training.run.pace.rate < 0.7 for engine in engines)
     drawn = truth > 0
     ratio = torch.stack([engine.get_fil().value.square()[drawn] / truth[drawn] for engine in engines])
     by_run = ratio.mean(dim=1)
@@ -151,7 +148,7 @@ def test_in_the_engine_the_sums_stay_unbiased() -> None:
 
 def test_loop_and_fused_step_keep_the_same_pace() -> None:
     loop, fused = (run(3, fused=fused, rel_error=0.15, epochs=4) for fused in (False, True))
-    paces = [engine._current.pace for engine in (loop, fused)]
+    paces = [engine._training.run.pace for engine in (loop, fused)]
     assert paces[0].num_probes == paces[1].num_probes
     assert paces[0].rate == pytest.approx(paces[1].rate, rel=1e-6)
     assert torch.allclose(loop.get_fil().value, fused.get_fil().value, rtol=1e-5)
@@ -159,12 +156,12 @@ def test_loop_and_fused_step_keep_the_same_pace() -> None:
 
 def test_the_pace_is_part_of_the_state() -> None:
     engine = run(3, rel_error=0.15, epochs=3)
-    engine._current.pace.noted = torch.tensor([4.0, 3.0, 2.0], dtype=torch.float64)  # as between two looks
+    engine._training.run.pace.noted = torch.tensor([4.0, 3.0, 2.0], dtype=torch.float64)  # as between two looks
     again = run(4, rel_error=0.15, epochs=0)
     again.load_state_dict(engine.state_dict())
-    paces = [e._current.pace for e in (again, engine)]
+    paces = [e._training.run.pace for e in (again, engine)]
     for pace, e in zip(paces, (again, engine), strict=True):
-        pace.update(e._current.ledger, 3.0)
+        pace.update(e._training.run.ledger, 3.0)
     assert paces[0] == paces[1]
     assert paces[0].noted is None
 
@@ -187,7 +184,7 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -
 def _make(options: dict[str, Any]) -> None:
     module = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    FILPrivacyEngine().make_private(module, optimizer, loader(data(93), 8), **options)
+    FILPrivacyEngine().make_private(module, optimizer, loader(data(93), 8), **grouped(**options))
 
 
 def test_a_run_that_is_stopped_between_two_looks_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -198,7 +195,7 @@ def test_a_run_that_is_stopped_between_two_looks_resumes_bit_for_bit(tmp_path: P
         optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
         noise = torch.Generator(device=DEVICE).manual_seed(8)
         options = {"criterion": nn.CrossEntropyLoss(), "rel_error": 0.45, "noise_generator": noise, "seed": 5}
-        return engine, *engine.make_private(module, optimizer, loader(data(188), 4), **options)
+        return engine, *engine.make_private(module, optimizer, loader(data(188), 4), **grouped(**options))
 
     def epoch(engine: FILPrivacyEngine, private: Any) -> None:
         for x, y in private:
@@ -215,6 +212,6 @@ def test_a_run_that_is_stopped_between_two_looks_resumes_bit_for_bit(tmp_path: P
     second, model, optimizer, private = start(9)
     second.load_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
     epoch(second, private)
-    assert second._current.pace.rate == whole._current.pace.rate
-    assert second._current.pace.spread == whole._current.pace.spread
+    assert second._training.run.pace.rate == whole._training.run.pace.rate
+    assert second._training.run.pace.spread == whole._training.run.pace.spread
     assert torch.equal(second.get_fil().value, whole.get_fil().value)

@@ -12,7 +12,7 @@ import pandas
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE
+from cases import DEVICE, grouped
 from loops import SIGMA, C, data, loader, network, train
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import register_clip
 from torchfil.engine.options import usual_memory
+from torchfil.fisher import NoAmplification
 from torchfil.report import load
 
 
@@ -29,7 +30,7 @@ def make(dataset: Any = None, module: nn.Module | None = None, batch_size: int =
     engine = FILPrivacyEngine()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
     plain = dataset if isinstance(dataset, DataLoader) else loader(dataset or data(40), batch_size)
-    return engine, module, *engine.make_private(module, optimizer, plain, **options)
+    return engine, module, *engine.make_private(module, optimizer, plain, **grouped(**options))
 
 
 def step(model: Any, optimizer: Any, batch: Any) -> None:
@@ -86,13 +87,13 @@ class TestBreakUnderBatchMemoryManager:
             for batch in batches:
                 step(model, optimizer, batch)
         assert all(torch.equal(weights[k], v) for k, v in module.state_dict().items())
-        assert engine._current.history.steps == len(engine.accountant.history) == 0
+        assert engine._training.run.history.steps == len(engine.accountant.history) == 0
         optimizer.discard_partial_batch()
         with BatchMemoryManager(**manager) as batches:
             for batch in batches:
                 step(model, optimizer, batch)
-        assert engine._current.history.steps == engine.accountant.history[-1][2] == len(private)
-        assert (engine._current.ledger.sums["participations"] <= len(private)).all()
+        assert engine._training.run.history.steps == engine.accountant.history[-1][2] == len(private)
+        assert (engine.ledger.sums["participations"] <= len(private)).all()
 
     def test_leaving_at_the_end_of_a_logical_batch_is_fine_even_with_prefetched_batches(self) -> None:
         dataset = data(93)
@@ -107,7 +108,7 @@ class TestBreakUnderBatchMemoryManager:
                     if not optimizer.inside_logical_batch:
                         break
                 assert len(seen) == len(set(seen))
-        assert engine._current.history.steps == 3
+        assert engine._training.run.history.steps == 3
 
 
 def test_a_skipped_batch_does_not_shift_the_ids() -> None:
@@ -121,7 +122,7 @@ def test_a_skipped_batch_does_not_shift_the_ids() -> None:
         step(model, optimizer, (x, y))
         used += [int((dataset.tensors[0] == row).all(dim=1).nonzero()) for row in x]
     counts = torch.bincount(torch.tensor(used), minlength=60)
-    assert torch.equal(engine._current.ledger.sums["participations"].cpu(), counts)
+    assert torch.equal(engine.ledger.sums["participations"].cpu(), counts)
 
 
 def test_batches_touched_by_another_thread_do_not_become_current() -> None:
@@ -135,7 +136,7 @@ def test_batches_touched_by_another_thread_do_not_become_current() -> None:
     thread.start()
     thread.join()
     step(model, optimizer, (x, y))
-    seen = engine._current.ledger.sums["participations"].nonzero().flatten().tolist()
+    seen = engine.ledger.sums["participations"].nonzero().flatten().tolist()
     assert seen == sorted(now._ids)
     assert seen != sorted(later._ids)
 
@@ -151,7 +152,7 @@ def test_workers_that_are_spawned() -> None:
         used += [int((dataset.tensors[0] == row.cpu()).all(dim=1).nonzero()) for row in x]
         step(model, optimizer, (x, y))
     counts = torch.bincount(torch.tensor(used), minlength=60)
-    assert torch.equal(engine._current.ledger.sums["participations"].cpu(), counts)
+    assert torch.equal(engine.ledger.sums["participations"].cpu(), counts)
 
 
 def test_second_make_private_is_refused() -> None:
@@ -280,8 +281,8 @@ def test_weighted_samplers_are_refused() -> None:
     )
     for batch in private:
         step(model, optimizer, batch)
-    assert engine._current.settings.amplification == "none"
-    assert engine._current.ledger.sums["participations"].tolist() == [1] * 40
+    assert engine._training.run.settings.amplification == NoAmplification()
+    assert engine.ledger.sums["participations"].tolist() == [1] * 40
 
 
 def test_data_without_numbered_examples_is_refused() -> None:
@@ -303,7 +304,10 @@ def test_data_without_numbered_examples_is_refused() -> None:
         ({"grad_sample_mode": "ghost"}, "clips inside the module with Opacus's own hard formula"),
         ({"clip": "gelu-paper"}, "lets gradients exceed max_grad_norm by a factor of 1.11522"),
         ({"clip": "soft"}, "is not a registered clip function"),
-        ({"amplification": "magic"}, "must be 'poisson', 'none', 'theorem4' or an object"),
+        (
+            {"amplification": "magic"},
+            "amplification='magic' is not known; use one of none, poisson, theorem4",
+        ),
         ({"amplification": "poisson", "poisson_sampling": False}, "needs poisson_sampling=True"),
         ({"amplification": "theorem4", "poisson_sampling": False}, "needs poisson_sampling=True"),
         ({"estimator": "magic"}, "is not known"),
@@ -362,7 +366,7 @@ def test_forward_passes_that_do_not_train_are_ignored() -> None:
         model(x)
         model.train()
         step(model, optimizer, (x, y))
-    assert engine._current.history.steps == len(private)
+    assert engine._training.run.history.steps == len(private)
 
 
 def test_the_usual_order_with_zero_grad_after_the_forward_pass() -> None:
@@ -378,8 +382,8 @@ def test_the_usual_order_with_zero_grad_after_the_forward_pass() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert engine._current.history.steps == 5
-    assert torch.equal(engine._current.ledger.sums["participations"], first._current.ledger.sums["participations"])
+    assert engine._training.run.history.steps == 5
+    assert torch.equal(engine.ledger.sums["participations"], first._training.run.ledger.sums["participations"])
 
 
 def test_loops_that_clear_gradients_through_the_model_or_throw_them_away() -> None:
@@ -393,8 +397,8 @@ def test_loops_that_clear_gradients_through_the_model_or_throw_them_away() -> No
             continue  # the gradients of this batch are never used
         optimizer.step()
         seen[batch._ids] += 1
-    assert torch.equal(engine._current.ledger.sums["participations"].cpu(), seen)
-    assert engine._current.history.steps == len(private) - 1
+    assert torch.equal(engine.ledger.sums["participations"].cpu(), seen)
+    assert engine._training.run.history.steps == len(private) - 1
 
 
 def test_non_finite_inputs_are_named_and_stop_the_step() -> None:
@@ -434,7 +438,7 @@ def test_custom_batches_need_the_main_process() -> None:
     engine, _, model, optimizer, private = make(DataLoader(dataset, batch_size=8, collate_fn=Bag), **options)
     for bag in private:
         step(model, optimizer, (bag.x, bag.y))
-    assert engine._current.ledger.sums["participations"].tolist() == [1] * 40
+    assert engine.ledger.sums["participations"].tolist() == [1] * 40
     *_, private = make(DataLoader(dataset, batch_size=8, collate_fn=_bag, num_workers=1), **options)
     with pytest.raises(TypeError, match="cannot carry example ids out of a worker"):
         next(iter(private))
@@ -467,11 +471,7 @@ def test_a_clip_of_ones_own_and_schedulers(monkeypatch: pytest.MonkeyPatch) -> N
         module,
         inner,
         loader(dataset),
-        noise_multiplier=SIGMA,
-        max_grad_norm=C,
-        clip="quartic",
-        estimator="exact",
-        amplification="none",
+        **grouped(noise_multiplier=SIGMA, max_grad_norm=C, clip="quartic", estimator="exact", amplification="none"),
     )
     rates = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     noise, threshold = ExponentialNoise(optimizer, gamma=0.9), ExponentialGradClip(optimizer, gamma=0.95)
@@ -492,7 +492,7 @@ def test_a_clip_of_ones_own_and_schedulers(monkeypatch: pytest.MonkeyPatch) -> N
         rates.step()
         noise.step()
         threshold.step()
-    assert torch.allclose(engine._current.leakage.get_trace().value.cpu(), want, rtol=1e-6)
+    assert torch.allclose(engine._training.run.leakage.get_trace().value.cpu(), want, rtol=1e-6)
     assert [round(h[0] / SIGMA, 6) for h in engine.accountant.history] == [round(0.9**k, 6) for k in range(5)]
     assert engine.get_individual_epsilon(delta=1e-5).value.max() <= engine.get_epsilon(1e-5) + 1e-9
 

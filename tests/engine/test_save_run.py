@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE
+from cases import DEVICE, grouped
 from loops import data, loader, network, train
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -155,7 +155,7 @@ def test_pictures_of_the_most_and_least_exposed(tmp_path: Path) -> None:
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
     dataset = TensorDataset(images, torch.randint(3, (30,)))
     _, optimizer, private = engine.make_private(
-        module, optimizer, loader(dataset), criterion=nn.CrossEntropyLoss(), seed=1
+        module, optimizer, loader(dataset), **grouped(criterion=nn.CrossEntropyLoss(), seed=1)
     )
     for x, y in private:
         engine.train_step(x, y)
@@ -215,7 +215,7 @@ class TestTimeline:
         optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
         second.make_private(module, optimizer, loader(data(40)))
         second.load_state_dict(first.state_dict())
-        assert second._current.timeline.steps == [1, 2, 3, 4, 5]
+        assert second._training.run.timeline.steps == [1, 2, 3, 4, 5]
 
 
 def test_epsilon_over_time_composes_unequal_steps() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE
+from cases import DEVICE, grouped
 from loops import SIGMA, C, data, loader, network, train
 
 from torchfil import FILPrivacyEngine
@@ -30,7 +30,9 @@ def start(seed: int = 0) -> Any:
     engine = FILPrivacyEngine()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
     noise = torch.Generator(device=DEVICE).manual_seed(8)
-    return engine, *engine.make_private(module, optimizer, loader(data(60)), noise_generator=noise, **OPTIONS)
+    return engine, *engine.make_private(
+        module, optimizer, loader(data(60)), **grouped(noise_generator=noise, **OPTIONS)
+    )
 
 
 def epochs(model: Any, optimizer: Any, private: Any, count: int) -> None:
@@ -129,7 +131,7 @@ class TestMerge:
         engines = [
             train(data(40), steps=6, estimator="exact", seed=s, module=network(seed=s)).engine for s in (1, 2, 3)
         ]
-        traces = torch.stack([e._current.leakage.get_trace().value for e in engines])
+        traces = torch.stack([e._training.run.leakage.get_trace().value for e in engines])
         merged = FILPrivacyEngine.merge(engines)
         assert torch.allclose(merged.get_trace().value, traces.mean(dim=0))
         assert torch.allclose(merged.get_trace().standard_error, traces.std(dim=0) / math.sqrt(3))
@@ -154,15 +156,15 @@ class TestPaused:
     def test_totals_become_lower_bounds_loudly(self) -> None:
         engine, model, optimizer, private = start()
         epochs(model, optimizer, private, 1)
-        complete = engine._current.leakage.get_trace().value.clone()
+        complete = engine._training.run.leakage.get_trace().value.clone()
         with pytest.warns(UserWarning, match="Fisher accounting is paused"), engine.paused():
             epochs(model, optimizer, private, 1)
-        missed = engine._current.ledger.sums["missed"]
+        missed = engine.ledger.sums["missed"]
         assert missed.sum() > 0
         with pytest.warns(UserWarning, match="took part in steps that were paused"):
             fil = engine.get_fil()
         assert fil.kind == "lower bound"
-        assert torch.equal(engine._current.ledger.sums["trace"], complete)
+        assert torch.equal(engine.ledger.sums["trace"], complete)
         with pytest.warns(UserWarning):
             assert engine.get_mse_bound().kind == "upper bound"
         untouched = (missed == 0).nonzero().flatten().tolist()
@@ -170,7 +172,7 @@ class TestPaused:
         with pytest.warns(UserWarning):
             kinds = engine.leakage()["fil_kind"]
         assert [kind == "lower bound" for kind in kinds] == (missed > 0).tolist()
-        assert engine.accountant.history[-1][2] == engine._current.history.steps == 2 * len(private)
+        assert engine.accountant.history[-1][2] == engine._training.run.history.steps == 2 * len(private)
 
     def test_pausing_from_the_first_step_and_in_a_pause(self) -> None:
         engine, model, optimizer, private = start()
@@ -181,8 +183,8 @@ class TestPaused:
         with pytest.warns(UserWarning):
             assert engine.get_fil().value.max() == 0
         epochs(model, optimizer, private, 1)
-        assert engine._current.ledger.sums["trace"].max() > 0
-        assert engine._current.ledger.missed_steps == len(private)
+        assert engine.ledger.sums["trace"].max() > 0
+        assert engine.ledger.missed_steps == len(private)
 
 
 class TestTables:
@@ -256,13 +258,13 @@ def test_probed_runs_are_unbiased_and_their_errors_calibrated(options: dict[str,
         engine = FILPrivacyEngine()
         optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.0)
         model, optimizer, private = engine.make_private(
-            module, optimizer, loader(dataset, 12), noise_multiplier=SIGMA, max_grad_norm=C, **more
+            module, optimizer, loader(dataset, 12), **grouped(noise_multiplier=SIGMA, max_grad_norm=C, **more)
         )
         epochs(model, optimizer, private, 8)
         return engine
 
-    truth = run(estimator="exact")._current.leakage.get_trace().value
-    results = [run(seed=s, **options)._current.leakage.get_trace() for s in range(60)]
+    truth = run(estimator="exact")._training.run.leakage.get_trace().value
+    results = [run(seed=s, **options)._training.run.leakage.get_trace() for s in range(60)]
     values = torch.stack([r.value for r in results])
     z = (values.mean(dim=0) - truth) / (values.std(dim=0) / math.sqrt(60))
     assert (z.abs() < 4).all()
@@ -282,20 +284,20 @@ def test_sampling_error_is_the_spread_over_batches() -> None:
         optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.0)
         plain = loader(dataset, 6, generator=torch.Generator().manual_seed(seed))
         model, optimizer, private = engine.make_private(
-            module, optimizer, plain, noise_multiplier=SIGMA, max_grad_norm=C, estimator="exact"
+            module, optimizer, plain, **grouped(noise_multiplier=SIGMA, max_grad_norm=C, estimator="exact")
         )
         epochs(model, optimizer, private, 4)
         return engine
 
     engines = [run(seed) for seed in range(60)]
-    traces = torch.stack([e._current.leakage.get_trace().value for e in engines])
-    reported = torch.stack([(1 - 1 / 4) * e._current.ledger.sums["square"] for e in engines]).mean(dim=0).sqrt()
+    traces = torch.stack([e._training.run.leakage.get_trace().value for e in engines])
+    reported = torch.stack([(1 - 1 / 4) * e._training.run.ledger.sums["square"] for e in engines]).mean(dim=0).sqrt()
     assert torch.allclose(reported.mean(), traces.std(dim=0).mean(), rtol=0.1)
-    leakage = engines[0]._current.leakage
+    leakage = engines[0]._training.run.leakage
     error = leakage.get_sampling_error()
     never = leakage.ledger.sums["participations"] == 0
     assert torch.equal(torch.isinf(error), never)
-    public = train(dataset, steps=4, poisson_sampling=False).engine._current.leakage
+    public = train(dataset, steps=4, poisson_sampling=False).engine._training.run.leakage
     assert torch.equal(public.get_sampling_error(), torch.zeros(24, dtype=torch.float64, device=public.ledger.device))
 
 
@@ -304,7 +306,7 @@ def test_accounting_leaves_the_training_alone() -> None:
     finals = []
     for options in ({"estimator": "exact"}, {"num_probes": 1}, {"fil_rate": 0.3}):
         run = train(data(40), steps=6, **options)
-        finals.append((torch.get_rng_state(), [p.clone() for p in run.engine._current.module.parameters()]))
+        finals.append((torch.get_rng_state(), [p.clone() for p in run.engine._training.run.module.parameters()]))
     for state, weights in finals[1:]:
         assert torch.equal(state, finals[0][0])
         assert all(torch.equal(a, b) for a, b in zip(weights, finals[0][1], strict=True))

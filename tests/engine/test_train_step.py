@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE
+from cases import DEVICE, grouped
 from loops import SIGMA, C, assert_same_run, data, loader, network, tokens
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -27,7 +27,7 @@ def trained(
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.5)
     noise = torch.Generator(device=DEVICE).manual_seed(5)
     model, optimizer, private = engine.make_private(
-        module, optimizer, loader(dataset, batch_size), noise_generator=noise, **options
+        module, optimizer, loader(dataset, batch_size), **grouped(noise_generator=noise, **options)
     )
     losses: list[Tensor] = []
     while len(losses) < steps:
@@ -79,8 +79,8 @@ def test_the_same_run_with(options: dict[str, Any]) -> None:
 def test_empty_batches() -> None:
     dataset = data(12)
     engine = compare(dataset, network(), batch_size=1, steps=20)
-    assert engine._current.ledger is not None
-    assert engine._current.ledger.steps == 20
+    assert engine.ledger is not None
+    assert engine.ledger.steps == 20
 
 
 def images(n: int = 12, classes: int = 3, size: int = 28, channels: int = 1) -> TensorDataset:
@@ -140,12 +140,12 @@ class TestRefusals:
     def test_a_batch_that_is_not_the_loaders(self) -> None:
         engine, module, _ = trained(True, data(16), network(), steps=2)
         before = copy.deepcopy(module.state_dict())
-        sums = {k: v.clone() for k, v in engine._current.ledger.sums.items()}
+        sums = {k: v.clone() for k, v in engine.ledger.sums.items()}
         epsilon = engine.get_epsilon(1e-5)
         with pytest.raises(RuntimeError, match="per-example gradients"):
             engine.train_step(torch.randn(3, 5).double(), torch.zeros(3, dtype=torch.long))
         assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
-        assert all(torch.equal(v, sums[k]) for k, v in engine._current.ledger.sums.items())
+        assert all(torch.equal(v, sums[k]) for k, v in engine.ledger.sums.items())
         assert engine.get_epsilon(1e-5) == epsilon
 
     def test_pausing(self) -> None:
@@ -154,4 +154,4 @@ class TestRefusals:
             for x, y in engine._loader:
                 engine.train_step(x, y)
                 break
-        assert int(engine._current.ledger.sums["missed"].sum()) == len(x)
+        assert int(engine.ledger.sums["missed"].sum()) == len(x)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import grouped
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from test_other_loops import LOSS, WAYS, examples, mlp, start, step
@@ -152,7 +153,7 @@ def test_a_gpu_that_has_not_finished_tells_at_the_next_step() -> None:
     engine, *_, loader = start(mlp(), examples())
     batches = iter(loader)
     engine.train_step(*next(batches))
-    engine._current._look_at_norms(OnGPU())  # type: ignore[arg-type]
+    engine._training.run._look_at_norms(OnGPU())  # type: ignore[arg-type]
     batch = next(batches)
     with pytest.raises(RuntimeError, match="batch of the last step, which was taken"):
         engine.train_step(*batch)
@@ -189,7 +190,7 @@ def test_a_tuple_that_was_read_before_is_told_from_the_last_one() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     loader = DataLoader(TensorDataset(*examples()), batch_size=6, collate_fn=as_tuple)
     options: dict[str, Any] = {"poisson_sampling": False, "noise_multiplier": 1.0, "max_grad_norm": 1.0}
-    _, _, private = engine.make_private(module, optimizer, loader, criterion=LOSS, **options)
+    _, _, private = engine.make_private(module, optimizer, loader, **grouped(criterion=LOSS, **options))
     batches = iter(private)
     x, y = next(batches)
     _, _ = next(batches)
@@ -233,7 +234,7 @@ def test_the_loaders_own_dict_as_the_models_argument(way: str) -> None:
         max_grad_norm=1.0,
         criterion=LOSS,
         private=Private(submodule="inner.0"),
-        grad_sample_mode="one-pass" if way == "one-pass" else "hooks",
+        grad_sample_mode="auto" if way == "auto" else "hooks",
     )
     for batch in private:
         if way == "train_step":
@@ -281,12 +282,12 @@ class _ByHalves(nn.Module):
 
 
 def test_a_loop_of_one_pass_refuses_a_batch_that_it_does_not_fit() -> None:
-    engine, model, optimizer, loader = start(_ByHalves(), examples(), "one-pass")
+    engine, model, optimizer, loader = start(_ByHalves(), examples(), "auto")
     x, y = next(iter(loader))
     LOSS(model(x), y).backward()
     with pytest.raises(RuntimeError, match="does not fit this batch.*grad_sample_mode='hooks'"):
         optimizer.step()
-    assert engine._current.ledger is None
+    assert engine.ledger is None
 
 
 class _Forgetful(nn.Module):
@@ -361,7 +362,7 @@ def test_schedules_go_on_from_where_a_checkpoint_was_taken() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("options", [{"estimator": "exact"}, {"track": ["sketch"]}, {"norm_refresh": 2}], ids=str)
 def test_buffers_that_are_written_where_gradients_are_mapped(way: str, options: dict[str, Any]) -> None:
-    if way == "one-pass" and "norm_refresh" not in options:
+    if way == "auto" and "norm_refresh" not in options:
         pytest.skip("one pass serves weight probes alone")
     module = _Counting()
     engine, model, optimizer, loader = start(module, examples(), way, **options)
@@ -405,7 +406,7 @@ def test_train_step_refuses_a_criterion_that_weights_examples_by_others(criterio
     for _ in range(2):  # trying again does not help
         with pytest.raises(LossMismatchError, match="no example has a loss of its own"):
             engine.train_step(x, y)
-    assert engine._current.ledger is None
+    assert engine.ledger is None
 
 
 class _PerToken(nn.Module):

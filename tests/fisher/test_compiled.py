@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, DEVICE, SIGMA, build, relative_error
+from cases import CASES, DEVICE, SIGMA, build, grouped, relative_error
 from test_recording import LAYERS, Flat
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchfil.engine.fused import FusedPass, FusedResult, Wanted, confirm
 
 from torchfil import FILPrivacyEngine, zoo
 from torchfil.engine import fused
-from torchfil.engine.fused import FusedPass, FusedResult, Wanted, confirm
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients
@@ -318,10 +318,7 @@ def test_compiling_needs_graphs() -> None:
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             DataLoader(dataset, batch_size=4),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            cuda_graphs=False,
-            compile=True,
+            **grouped(noise_multiplier=1.0, max_grad_norm=1.0, cuda_graphs=False, compile=True),
         )
 
 
@@ -341,17 +338,19 @@ def test_a_compiled_run_is_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None
             model,
             torch.optim.SGD(model.parameters(), lr=0.3),
             DataLoader(dataset, batch_size=16, generator=torch.Generator().manual_seed(2)),
-            noise_multiplier=SIGMA,
-            max_grad_norm=1.0,
-            criterion=nn.CrossEntropyLoss(),
-            noise_generator=torch.Generator(device=DEVICE).manual_seed(3),
-            seed=4,
-            compile=compiled,
+            **grouped(
+                noise_multiplier=SIGMA,
+                max_grad_norm=1.0,
+                criterion=nn.CrossEntropyLoss(),
+                noise_generator=torch.Generator(device=DEVICE).manual_seed(3),
+                seed=4,
+                compile=compiled,
+            ),
         )
         losses = [engine.train_step(x, y) for _ in range(4) for x, y in private]
         weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         runs.append((torch.stack(losses), weights, engine.get_fil().value))
-        captured = engine._current.measurer._fused_pass._captured.values()
+        captured = engine._training.run.measurer._fused_pass._captured.values()
         assert any(known.compiled for known in captured) == compiled
     for plain, other in zip(*runs, strict=True):
         assert relative_error(other, plain) < 1e-8

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import grouped
 from ledgers import assert_same_run
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
@@ -92,7 +93,7 @@ def plain_loop(trainer: Any) -> tuple[FILPrivacyEngine, nn.Module]:
     engine = FILPrivacyEngine()
     loader: Any = DataLoader(data, batch_size=6, collate_fn=default_collate)  # type: ignore[arg-type]
     wrapped, optimizer, loader = engine.make_private(
-        network, optimizer, loader, max_grad_norm=C, criterion=by_logits, **privacy()
+        network, optimizer, loader, **grouped(max_grad_norm=C, criterion=by_logits, **privacy())
     )
     loader.batch_sampler._on_start()
     for rows in trainer.batches:

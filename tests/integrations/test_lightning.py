@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import grouped
 from ledgers import assert_same_run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -106,7 +107,7 @@ def plain_loop(kind: type = TensorDataset, workers: int = 0, epochs: int = 2) ->
     engine = FILPrivacyEngine()
     batches: Any = loader(kind, num_workers=workers)
     torch.empty((), dtype=torch.int64).random_(generator=batches.generator)  # Lightning opens the plain loader once
-    model, optimizer, batches = engine.make_private(network, optimizer, batches, **options())
+    model, optimizer, batches = engine.make_private(network, optimizer, batches, **grouped(**options()))
     for _ in range(epochs):
         for batch in batches:
             x, y = batch.values() if isinstance(batch, dict) else batch

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +101,7 @@ class _GraphedNorms:
     def __init__(self) -> None:
         self.usable = True
         self._seen: set[Hashable] = set()
-        self._captured: dict[Hashable, CapturedPass[NormGradient]] = {}
+        self._captured: dict[Hashable, CapturedPass] = {}
 
     def __call__(self, gradients: ExampleGradients) -> NormGradient:
         if not self.usable or gradients.device.type != "cuda":
@@ -116,14 +116,18 @@ class _GraphedNorms:
             return norm_gradient(gradients)
         try:
             if key not in self._captured:
-                self._captured[key] = CapturedPass(gradients, len(gradients), norm_gradient)
-            found = self._captured[key].replay(gradients.examples)
+                self._captured[key] = CapturedPass(gradients, len(gradients), _as_one_stage)
+            (found,) = self._captured[key].replay(gradients.examples)
         except RuntimeError as error:
             logger.warning("PLIS could not be captured in a CUDA graph and runs eagerly: %s", error)
             self.usable = False
             self._captured.clear()
             return norm_gradient(gradients)
         return NormGradient(found.square.clone(), found.gradient.clone())
+
+
+def _as_one_stage(gradients: ExampleGradients) -> Iterator[NormGradient]:
+    yield norm_gradient(gradients)
 
 
 class PLIS:

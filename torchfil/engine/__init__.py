@@ -4,5 +4,6 @@ from torchfil.engine.engine import FILPrivacyEngine
 from torchfil.engine.loader import FILDataLoader
 from torchfil.engine.losses import LossMismatchError
 from torchfil.engine.optimizer import FILOptimizer
+from torchfil.engine.options import Accounting, Execution
 
-__all__ = ["FILDataLoader", "FILOptimizer", "FILPrivacyEngine", "LossMismatchError"]
+__all__ = ["Accounting", "Execution", "FILDataLoader", "FILOptimizer", "FILPrivacyEngine", "LossMismatchError"]

@@ -1,9 +1,13 @@
-"""Opacus's optimizer with a clip function of choice, and two moments at which the engine is told."""
+"""Opacus's optimizer with a clip function of choice; clipping is told to the engine, and so is each release.
+
+Noise is added here and nowhere else: ``step()`` is clip and accumulate → noise → scale → update, and
+:meth:`FILOptimizer.release` the same from sums that are given.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from opacus.optimizers import DPOptimizer
@@ -12,68 +16,89 @@ from torch import Tensor, optim
 
 from torchfil.clipping import ClipFunction
 
-__all__ = ["FILOptimizer"]
+__all__ = ["FILOptimizer", "GradSampleOptimizer", "StepSource"]
+
+
+class _Computed(Protocol):
+    """See :class:`torchfil.engine.step.pipeline.Computed`."""
+
+    @property
+    def sums(self) -> Mapping[str, Tensor] | None: ...
+
+    @property
+    def backward_passes(self) -> int: ...
+
+    @property
+    def confirm_and_stage(self) -> Callable[[], None]: ...
+
+
+class StepSource(Protocol):
+    """What the optimizer is wired to."""
+
+    def take(self, optimizer: FILOptimizer, norms: Tensor | None = None) -> _Computed:
+        """Compute and check the present physical batch; ``norms`` are given where Opacus has the gradients."""
+        ...
+
+    def book(self, optimizer: FILOptimizer) -> None:
+        """The logical batch has been released."""
+        ...
+
+    def forget(self) -> None:
+        """Gradients were thrown away."""
+        ...
 
 
 class FILOptimizer(DPOptimizer):
-    """A :class:`DPOptimizer` that clips by g̃ = φ(‖g‖) g with a registered clip function.
+    """A :class:`DPOptimizer` whose clipped sums come from the engine: no per-example gradient is formed.
 
     The sensitivity of the noisy sum is ``clip.max_norm(max_grad_norm)``: ``max_grad_norm`` for calibrated clips.
 
     Args:
         optimizer: The wrapped torch optimizer.
         clip: The clip function.
+        source: Gives the sums, and is told of releases.
+        names: The parameters' names by identity.
         **settings: As in :class:`DPOptimizer`.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, *, clip: ClipFunction, **settings: Any) -> None:
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        *,
+        clip: ClipFunction,
+        source: StepSource,
+        names: Mapping[int, str],
+        **settings: Any,
+    ) -> None:
         super().__init__(optimizer, **settings)
         self.clip = clip
-        self.measure: Callable[[FILOptimizer, Tensor], Callable[[], None]] | None = None
-        self.on_logical_step: Callable[[FILOptimizer], None] | None = None
-        self.on_zero_grad: Callable[[], None] | None = None
-        self._whole_batch = False
+        self._source = source
+        self._names = names
+        self._backward_passes = 1
 
-    def per_sample_norms(self) -> Tensor:
-        """‖g‖ of each example of the present physical batch, [batch]."""
-        samples = self.grad_samples
-        device = samples[0].device
-        if len(samples[0]) == 0:
-            return torch.zeros(0, device=device, dtype=samples[0].dtype)
-        sizes = {len(sample) for sample in samples}
-        if len(sizes) > 1:
-            shapes = [
-                tuple(p.shape) for p, sample in zip(self.params, samples, strict=True) if len(sample) == min(sizes)
-            ]
-            raise RuntimeError(
-                f"per-example gradients of {min(sizes)} and of {max(sizes)} examples in one step: the parameters of "
-                f"shape {shapes} saw one row for the whole batch (position embeddings do). Give them a row per example "
-                "(position_ids in the batch), or freeze them (requires_grad_(False))."
-            )
-        parts = [torch.linalg.vector_norm(sample.reshape(len(sample), -1), dim=1).to(device) for sample in samples]
-        return torch.linalg.vector_norm(torch.stack(parts, dim=1), dim=1)
+    @property
+    def grad_samples(self) -> list[Tensor]:
+        """None are formed: each parameter has an empty one."""
+        return [p.new_zeros(0) for p in self.params]
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """As in Opacus: backward passes since the last step."""
+        return self._backward_passes
 
     def clip_and_accumulate(self) -> None:
-        """Clip every example's gradient and add it to ``p.summed_grad``.
-
-        The engine measures, then confirms and records, before anything is added; a GPU sums meanwhile.
-        """
+        """Add the clipped sums of the present physical batch to ``p.summed_grad``; a refusal changes nothing."""
         self.drop_released_sums()
+        computed = self._source.take(self)
+        computed.confirm_and_stage()
+        self._backward_passes = computed.backward_passes
         for p in self.params:
-            _check_processed_flag(p.grad_sample)
-        norms = self.per_sample_norms()
-        record = self.measure(self, norms) if self.measure is not None else None
-        scale = self.clip.scale(norms, self.max_grad_norm)
-        sums = []
-        for p in self.params:
-            grad_sample = self._get_flat_grad_sample(p).to(p.dtype)
-            weight = scale.to(grad_sample.device, p.dtype)
-            sums.append((weight @ grad_sample[:, None].flatten(1)).reshape(grad_sample.shape[1:]))
-        if record is not None:
-            record()
-        for p, summed in zip(self.params, sums, strict=True):
-            p.summed_grad = summed if p.summed_grad is None else p.summed_grad + summed
-            _mark_as_processed(p.grad_sample)
+            summed = computed.sums[self._names[id(p)]].view_as(p) if computed.sums is not None else torch.zeros_like(p)
+            if p.summed_grad is not None:
+                summed = p.summed_grad + summed
+            elif self._check_skip_next_step(pop_next=False):
+                summed = summed.clone()  # the next physical batch's pass may be laid over it
+            p.summed_grad = summed
 
     def drop_released_sums(self) -> None:
         """Forget sums of a step that was taken, where nothing has cleared them: added to, they would be released again.
@@ -87,8 +112,8 @@ class FILOptimizer(DPOptimizer):
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         """As in Opacus; tells the engine when a logical batch has been released."""
         proceed: bool | None = super().pre_step(closure)
-        if proceed and self.on_logical_step is not None:
-            self.on_logical_step(self)
+        if proceed:
+            self._source.book(self)
         return proceed
 
     def add_noise(self) -> None:
@@ -112,11 +137,6 @@ class FILOptimizer(DPOptimizer):
         if self.loss_reduction == "mean" and self.params:
             torch._foreach_div_([p.grad for p in self.params], self.expected_batch_size * self.accumulated_iterations)
 
-    @property
-    def accumulated_iterations(self) -> int:
-        """As in Opacus: backward passes since the last step; 1 where sums were given."""
-        return 1 if self._whole_batch else int(super().accumulated_iterations)
-
     def release(self, sums: Sequence[Tensor]) -> None:
         """Take a whole step from given sums of clipped gradients, one for each of ``params``: noise, scale, update."""
         for group in self.original_optimizer.param_groups:
@@ -124,16 +144,12 @@ class FILOptimizer(DPOptimizer):
                 p.grad = None
         for p, summed in zip(self.params, sums, strict=True):
             p.summed_grad = summed
-        self._whole_batch = True
-        try:
-            self.add_noise()
-            self.scale_grad()
-            if self.step_hook is not None:
-                self.step_hook(self)
-        finally:
-            self._whole_batch = False
-        if self.on_logical_step is not None:
-            self.on_logical_step(self)
+        self._backward_passes = 1
+        self.add_noise()
+        self.scale_grad()
+        if self.step_hook is not None:
+            self.step_hook(self)
+        self._source.book(self)
         self.original_optimizer.step()
         for p in self.params:
             p.summed_grad = None
@@ -141,8 +157,7 @@ class FILOptimizer(DPOptimizer):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """As in Opacus."""
         super().zero_grad(set_to_none)
-        if self.on_zero_grad is not None:
-            self.on_zero_grad()
+        self._source.forget()
 
     @property
     def inside_logical_batch(self) -> bool:
@@ -157,5 +172,56 @@ class FILOptimizer(DPOptimizer):
         self._step_skip_queue.clear()
         self._is_last_step_skipped = False
         self.original_optimizer.zero_grad()
-        if self.on_zero_grad is not None:
-            self.on_zero_grad()
+        self._source.forget()
+
+
+class GradSampleOptimizer(FILOptimizer):
+    """A :class:`FILOptimizer` that clips the per-example gradients of Opacus's hooks, g̃ = φ(‖g‖) g."""
+
+    @property
+    def grad_samples(self) -> list[Tensor]:
+        """As in Opacus."""
+        return [self._get_flat_grad_sample(p) for p in self.params]
+
+    def clip_and_accumulate(self) -> None:
+        """Clip every example's gradient and add it to ``p.summed_grad``.
+
+        The engine measures, then confirms and records, before anything is added; a GPU sums meanwhile.
+        """
+        self.drop_released_sums()
+        for p in self.params:
+            _check_processed_flag(p.grad_sample)
+        norms = self.per_sample_norms()
+        computed = self._source.take(self, norms)
+        self._backward_passes = int(DPOptimizer.accumulated_iterations.fget(self))  # type: ignore[attr-defined]
+
+        scale = self.clip.scale(norms, self.max_grad_norm)
+        sums = []
+        for p in self.params:
+            grad_sample = self._get_flat_grad_sample(p).to(p.dtype)
+            weight = scale.to(grad_sample.device, p.dtype)
+            sums.append((weight @ grad_sample[:, None].flatten(1)).reshape(grad_sample.shape[1:]))
+
+        computed.confirm_and_stage()
+        for p, summed in zip(self.params, sums, strict=True):
+            p.summed_grad = summed if p.summed_grad is None else p.summed_grad + summed
+            _mark_as_processed(p.grad_sample)
+
+    def per_sample_norms(self) -> Tensor:
+        """‖g‖ of each example of the present physical batch, [batch]."""
+        samples = self.grad_samples
+        device = samples[0].device
+        if len(samples[0]) == 0:
+            return torch.zeros(0, device=device, dtype=samples[0].dtype)
+        sizes = {len(sample) for sample in samples}
+        if len(sizes) > 1:
+            shapes = [
+                tuple(p.shape) for p, sample in zip(self.params, samples, strict=True) if len(sample) == min(sizes)
+            ]
+            raise RuntimeError(
+                f"per-example gradients of {min(sizes)} and of {max(sizes)} examples in one step: the parameters of "
+                f"shape {shapes} saw one row for the whole batch (position embeddings do). Use grad_sample_mode="
+                "'auto', give them a row per example (position_ids in the batch), or freeze them (requires_grad_(False))."
+            )
+        parts = [torch.linalg.vector_norm(sample.reshape(len(sample), -1), dim=1).to(device) for sample in samples]
+        return torch.linalg.vector_norm(torch.stack(parts, dim=1), dim=1)

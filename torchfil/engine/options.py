@@ -1,55 +1,112 @@
-"""How a run is accounted for, checked before anything is touched."""
+"""How a run is accounted for and how it is run: frozen options that check themselves before anything is touched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 
-from torchfil.accounting.ledger import TRACKABLE, Track
+from torchfil.accounting.ledger import TRACKABLE
 from torchfil.accounting.pace import Pace
 from torchfil.clipping import ClipFunction
-from torchfil.fisher.amplification import Amplification
-from torchfil.fisher.estimators import Quantity, get_estimator
+from torchfil.fisher.amplification import Amplification, get_amplification
+from torchfil.fisher.estimators import Quantity, available_estimators, get_estimator
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
 from torchfil.private import Private
 
-__all__ = ["BatchToInputs", "Settings", "choose_amplification", "refuse_modes", "usual_memory"]
+__all__ = ["SHORTCUTS", "Accounting", "BatchToInputs", "Execution", "RunOptions", "check_modes", "check_parameters"]
 
 _USUAL_PROBES = 3
+SHORTCUTS = ("num_probes", "rel_error", "track")  # of Accounting, taken by make_private itself
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a run is accounted for; see :meth:`FILPrivacyEngine.make_private`."""
+class Execution:
+    """How the passes of the accounting run; none of it changes a number beyond rounding.
 
-    clip: ClipFunction
-    private: Private | None
-    amplification: str | Amplification
-    theorem4_delta: float
-    estimator: str
-    num_probes: int | None
-    fil_rate: float
-    track: tuple[Track, ...]
-    sketch_rank: int
-    loss_reduction: str
-    batch_to_inputs: BatchToInputs | None
-    norm_refresh: int | None
-    max_memory: int
-    max_ledger_memory: int
+    Attributes:
+        max_memory: Of the accounting's temporary tensors, in bytes; see :mod:`torchfil.fisher.fim`. None: 1 GiB, or a
+            quarter of what is free on the model's GPU when the run begins, if that is more.
+        cuda_graphs: Whether recorded passes are captured in CUDA graphs on a GPU.
+        compile: Whether those that are used often are compiled first (``torch.compile``), on a GPU: the run waits half
+            a minute or more for each, and steps with many probes take half as long afterwards, or less. Probes are then
+            worked at together, as many as ``max_memory`` holds.
+
+    Example:
+        >>> Execution(max_memory=2**30).cuda_graphs
+        True
+    """
+
+    max_memory: int | None = None
     cuda_graphs: bool = True
     compile: bool = False
-    one_pass: bool = False
-    rel_error: float | None = None
-    epochs: float | None = None
 
     def __post_init__(self) -> None:
-        get_estimator(self.estimator)
+        if self.max_memory is not None and self.max_memory <= 0:
+            raise ValueError(f"max_memory={self.max_memory} must be a positive number of bytes")
+        if self.compile and not self.cuda_graphs:
+            raise ValueError("compile=True compiles the passes of CUDA graphs; leave out cuda_graphs=False")
+
+    def memory_on(self, device: torch.device) -> int:
+        """The ceiling for temporary tensors, in bytes."""
+        if self.max_memory is not None:
+            return self.max_memory
+        if device.type != "cuda":
+            return DEFAULT_MAX_MEMORY
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(DEFAULT_MAX_MEMORY, free // 4)
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """How the leakage of each example is accounted for.
+
+    Attributes:
+        num_probes: Probes per step and example; None: 3. One suffices for long runs, with conservative errors.
+        rel_error: The relative standard error of its FIL that the median example is to have at the end (that of tr I
+            and of the MSE bound is twice as large): probes and skipped steps are chosen as the run goes, at the lowest
+            cost.
+        track: What to keep beside the trace: "diagonal" for attributes, "fim" or "sketch" for the spectral norm, "plis"
+            for the privacy loss's derivative.
+        estimator: "weight-probes", "input-probes", "coordinates", "exact", or a registered one.
+        fil_rate: The probability with which a step is measured (and then weighted by its inverse), in (0, 1].
+        epochs: With ``rel_error``, the planned number of passes over the data; None: at least eight more are expected
+            at any time, so that a shorter run ends above the target.
+        amplification: What the attacker does not know of the batches: "poisson" (exact; the default with Poisson
+            sampling), "none" (the default without), "theorem4", a registered name or an object with
+            ``factors(rho, q, sigma)``.
+        sketch_rank: Columns of the sketch.
+        norm_refresh: Every so many steps, look up every example's gradient norm for ``get_individual_epsilon``.
+        seed: Of the probes; None: taken from torch's seed without drawing from its stream.
+        max_ledger_memory: The largest ledger, in bytes, that is made without asking.
+        execution: How the passes run.
+
+    Example:
+        >>> Accounting(num_probes=1, track=("diagonal",)).quantities
+        ('trace', 'diagonal')
+    """
+
+    num_probes: int | None = None
+    rel_error: float | None = None
+    track: Collection[str] = ()
+    estimator: str = "weight-probes"
+    fil_rate: float = 1.0
+    epochs: float | None = None
+    amplification: str | Amplification | None = None
+    sketch_rank: int = 4
+    norm_refresh: int | None = None
+    seed: int | None = None
+    max_ledger_memory: int = 2**32
+    execution: Execution = field(default_factory=Execution)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track))
         if self.num_probes is not None and self.num_probes < 1:
             raise ValueError(f"num_probes={self.num_probes} must be at least 1")
         self._check_target()
@@ -59,31 +116,9 @@ class Settings:
             raise ValueError(f"sketch_rank={self.sketch_rank} must be at least 1")
         if self.norm_refresh is not None and self.norm_refresh < 1:
             raise ValueError(f"norm_refresh={self.norm_refresh} must be at least 1 step")
-        if self.loss_reduction not in ("mean", "sum"):
-            raise ValueError(f"loss_reduction={self.loss_reduction!r} must be 'mean' or 'sum'")
-        if self.one_pass and (self.estimator != "weight-probes" or "sketch" in self.track):
-            raise ValueError(
-                f"grad_sample_mode='one-pass' has weight probes only, and no sketch; with estimator={self.estimator!r} "
-                f"and track={self.track} use grad_sample_mode='hooks'"
-            )
-        if self.compile and not self.cuda_graphs:
-            raise ValueError("compile=True compiles the passes of CUDA graphs; leave out cuda_graphs=False")
-        if not self.clip.calibrated:
-            raise ValueError(
-                f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of {self.clip.norm_bound:g}, "
-                "so the accountant's ε would be too small. Use a calibrated clip: 'gelu' for the smooth one."
-            )
-        unknown = set(self.track) - set(TRACKABLE)
-        if unknown:
-            raise ValueError(f"track={sorted(unknown)} is not known; choose from {', '.join(TRACKABLE)}")
-        needs_rows = {"diagonal", "fim"} & set(self.track)
-        if needs_rows and self.estimator in ("coordinates", "input-probes"):
-            raise ValueError(
-                f"track={self.track} needs estimator='weight-probes' or 'exact'; {self.estimator!r} gives the trace "
-                "only"
-            )
-        if "fim" in self.track and self.estimator == "weight-probes" and self.num_probes == 1:
-            raise ValueError("track=('fim',) with weight probes needs num_probes of at least 2")
+        if self.amplification is not None:
+            get_amplification(self.amplification)
+        self._check_tracked()
 
     def _check_target(self) -> None:
         if self.epochs is not None and not self.epochs > 0:
@@ -97,19 +132,25 @@ class Settings:
                 f"rel_error={self.rel_error} chooses the probes and the share of steps by itself; leave out num_probes="
                 f"{self.num_probes} and fil_rate={self.fil_rate}"
             )
-        if self.estimator != "weight-probes":
+        if not get_estimator(self.estimator).one_pass:
             raise ValueError(f"rel_error needs estimator='weight-probes', not {self.estimator!r}")
 
-    def pace(self) -> Pace:
-        """The pace to begin with."""
-        if self.rel_error is not None:
-            return Pace.steered(2 * self.rel_error, self.epochs)  # η̄ ∝ sqrt(tr I): half of tr I's relative error
-        return Pace(_USUAL_PROBES if self.num_probes is None else self.num_probes, self.fil_rate)
-
-    @property
-    def exact(self) -> bool:
-        """Whether nothing is sampled."""
-        return self.estimator == "exact" and self.fil_rate == 1
+    def _check_tracked(self) -> None:
+        """Raise for what is not known, and for what the estimator does not give."""
+        estimator = get_estimator(self.estimator)
+        unknown = set(self.track) - set(TRACKABLE)
+        if unknown:
+            raise ValueError(f"track={sorted(unknown)} is not known; choose from {', '.join(TRACKABLE)}")
+        missing = [quantity for quantity in self.quantities if quantity not in estimator.quantities]
+        if missing:
+            able = [name for name in available_estimators() if set(missing) <= set(get_estimator(name).quantities)]
+            raise ValueError(
+                f"track={self.track} needs the {' and the '.join(missing)} of the Fisher information; "
+                f"{self.estimator!r} gives the {', '.join(estimator.quantities)} only. Use estimator="
+                + " or ".join(map(repr, able))
+            )
+        if "matrix" in self.quantities and not estimator.exact and self.num_probes == 1:
+            raise ValueError("track=('fim',) with weight probes needs num_probes of at least 2")
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
@@ -121,49 +162,128 @@ class Settings:
             wanted += ("matrix",)
         return wanted
 
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is sampled."""
+        return get_estimator(self.estimator).exact and self.fil_rate == 1
 
-def usual_memory(device: torch.device) -> int:
-    """The ceiling for temporary tensors, in bytes, where nobody gives one."""
-    if device.type != "cuda":
-        return DEFAULT_MAX_MEMORY
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(DEFAULT_MAX_MEMORY, free // 4)
+    @property
+    def skips_steps(self) -> bool:
+        """Whether some steps are left out at random."""
+        return self.rel_error is not None or self.fil_rate < 1
 
+    def pace(self) -> Pace:
+        """The pace to begin with."""
+        if self.rel_error is not None:
+            return Pace.steered(2 * self.rel_error, self.epochs)  # η̄ ∝ sqrt(tr I): half of tr I's relative error
+        return Pace(_USUAL_PROBES if self.num_probes is None else self.num_probes, self.fil_rate)
 
-def choose_amplification(amplification: str | Amplification | None, poisson_sampling: bool) -> str | Amplification:
-    """The user's choice, or the exact factors with Poisson sampling and none without."""
-    if amplification is None:
-        return "poisson" if poisson_sampling else "none"
-    if isinstance(amplification, str):
-        if amplification not in ("poisson", "none", "theorem4"):
-            raise ValueError(f"amplification={amplification!r} must be 'poisson', 'none', 'theorem4' or an object")
-        if amplification != "none" and not poisson_sampling:
+    def amplification_for(self, *, poisson_sampling: bool) -> Amplification:
+        """The chosen one, or the exact factors with Poisson sampling and none without."""
+        if self.amplification is None:
+            return get_amplification("poisson" if poisson_sampling else "none")
+        chosen = get_amplification(self.amplification)
+        if chosen.secret_batches and not poisson_sampling:
             raise ValueError(
-                f"amplification={amplification!r} needs poisson_sampling=True: it holds for batches drawn at random, "
-                "not for passes over a shuffled data set. Use 'none'."
+                f"amplification={self.amplification!r} needs poisson_sampling=True: it holds for batches drawn at "
+                "random, not for passes over a shuffled data set. Use 'none'."
             )
-    return amplification
+        return chosen
+
+    def with_shortcuts(self, shortcuts: Mapping[str, Any]) -> Accounting:
+        """The same with the options that ``make_private`` was given beside it.
+
+        Raises:
+            TypeError: An option that is not known, with the place where it belongs.
+            ValueError: One that is given twice.
+        """
+        usual = {part.name: part.default for part in dataclasses.fields(self)}
+        for name in shortcuts:
+            if name not in SHORTCUTS:
+                raise _unknown_option(name)
+            if getattr(self, name) != usual[name]:
+                raise ValueError(f"{name} is given twice, beside accounting= and in it; keep one of both")
+        return replace(self, **shortcuts)
 
 
-def refuse_modes(
-    clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module, *, wrap_model: bool = True
-) -> None:
-    """Raise for options of Opacus whose release the accounting would not describe."""
-    reasons = {
-        "adaptive": "it moves the threshold by counting factors below 1, which a smooth clip always has",
-        "per_layer": "its Jacobian has one clip factor per layer, which the accounting does not differentiate yet",
-    }
-    if clipping != "flat":
-        raise ValueError(
-            f"clipping={clipping!r} cannot be accounted for: {reasons.get(clipping, 'it is not known')}. Use 'flat'."
+_OF_ADACLIP = (
+    "target_unclipped_quantile",
+    "clipbound_learning_rate",
+    "max_clipbound",
+    "min_clipbound",
+    "unclipped_num_std",
+)
+
+
+def _unknown_option(name: str) -> TypeError | ValueError:
+    """The error for an option of ``make_private`` that it does not take."""
+    if name in _OF_ADACLIP:
+        return ValueError(
+            f"{name} belongs to Opacus's adaptive clipping, which cannot be accounted for: "
+            f"{_REASONS_OF_CLIPPING['adaptive']}. Leave it out, with clipping='flat'."
         )
-    if grad_sample_mode not in ("hooks", "functorch", "ew", "one-pass"):
+    places = {Accounting: "Accounting({}=…)", Execution: "Accounting(execution=Execution({}=…))"}
+    for kind, where in places.items():
+        if name in {part.name for part in dataclasses.fields(kind)}:
+            return TypeError(
+                f"make_private takes {name} as accounting={where.format(name)}; see torchfil.{kind.__name__}"
+            )
+    known = ", ".join(part.name for kind in (Accounting, Execution) for part in dataclasses.fields(kind))
+    return TypeError(f"make_private got an unexpected option {name!r}; accounting=Accounting(…) takes {known}")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """All that is fixed for a run.
+
+    Attributes:
+        accounting: How to account.
+        clip: The clip function, calibrated.
+        amplification: What the attacker does not know of the batches.
+        sample_rate: q with Poisson sampling, else None.
+        max_memory: For temporary tensors, in bytes.
+        private: What is private; None: every floating-point input.
+        loss_reduction: "mean" or "sum".
+        batch_to_inputs: Maps a batch to (inputs, targets).
+    """
+
+    accounting: Accounting
+    clip: ClipFunction
+    amplification: Amplification
+    sample_rate: float | None
+    max_memory: int
+    private: Private | None = None
+    loss_reduction: str = "mean"
+    batch_to_inputs: BatchToInputs | None = None
+
+    def __post_init__(self) -> None:
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction={self.loss_reduction!r} must be 'mean' or 'sum'")
+        if not self.clip.calibrated:
+            raise ValueError(
+                f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of {self.clip.norm_bound:g}, "
+                "so the accountant's ε would be too small. Use a calibrated clip: 'smooth', the default, or 'gelu'."
+            )
+
+
+_REASONS_OF_CLIPPING = {
+    "adaptive": "it moves the threshold by counting factors below 1, which a smooth clip always has",
+    "per_layer": "its Jacobian has one clip factor per layer, which the accounting does not differentiate yet",
+}
+MODES = ("auto", "hooks", "functorch", "ew")
+
+
+def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module) -> None:
+    """Raise for options of Opacus whose release the accounting would not describe."""
+    if clipping != "flat":
+        reason = _REASONS_OF_CLIPPING.get(clipping, "it is not known")
+        raise ValueError(f"clipping={clipping!r} cannot be accounted for: {reason}. Use 'flat'.")
+    if grad_sample_mode not in MODES:
         raise ValueError(
             f"grad_sample_mode={grad_sample_mode!r} clips inside the module with Opacus's own hard formula, which is "
-            "not the one that is accounted for. Use 'hooks', 'functorch' or 'one-pass'."
+            f"not the one that is accounted for. Use {', '.join(map(repr, MODES))}; 'auto' forms no per-example "
+            "gradients either."
         )
-    if grad_sample_mode == "one-pass" and not wrap_model:
-        raise ValueError("grad_sample_mode='one-pass' hands out other outputs than the module's; leave out wrap_model")
     if not batch_first:
         raise ValueError("batch_first=False is not supported: the first dimension must run over examples")
     if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__ in (
@@ -171,6 +291,8 @@ def refuse_modes(
         "FSDPModule",
     ):
         raise ValueError("distributed training is not supported by FILPrivacyEngine yet; train on one device")
+
+    # Opacus's hooks give the padding row a gradient that torch does not.
     padded = [
         name
         for name, part in module.named_modules()
@@ -179,6 +301,26 @@ def refuse_modes(
     if padded and grad_sample_mode == "hooks":
         raise ValueError(
             f"the embeddings {padded} have a padding_idx, for whose row torch's gradient is zero and Opacus's is not, "
-            "so what is released is not what is accounted for. Set padding_idx = None on them (the row is then trained "
-            "as any other), or freeze them (requires_grad_(False))."
+            "so what is released is not what is accounted for. Use grad_sample_mode='auto', set padding_idx = None on "
+            "them (the row is then trained as any other), or freeze them (requires_grad_(False))."
+        )
+
+
+def check_parameters(module: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Raise unless the optimizer holds the module's trainable parameters, and no others."""
+    own = {id(p): name for name, p in module.named_parameters()}
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    strange = len(given - own.keys())
+    if strange:
+        raise ValueError(
+            f"Module parameters are different than optimizer Parameters: {strange} of the optimizer's {len(given)} are "
+            "not the module's. Was a layer replaced after the optimizer was made (ModuleValidator.fix, a new head)? "
+            "Make the optimizer from the parameters of the module that you pass here."
+        )
+    left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in given]
+    if left:
+        raise ValueError(
+            f"the optimizer does not hold {len(left)} trainable parameters ({', '.join(left[:5])}"
+            f"{', …' if len(left) > 5 else ''}): freeze what is not trained (requires_grad_(False)), or give it to the "
+            "optimizer"
         )

@@ -108,7 +108,7 @@ class PrivateBatch:
         if num_probes < 1:
             raise ValueError(f"num_probes={num_probes} must be at least 1")
         get_estimator(estimator)
-        columns, vectors = self._columns_at_once(max_memory) if estimator == "exact" else (1, _WORKING_VECTORS)
+        columns, vectors = self.working_vectors(estimator, max_memory)
         seeds = () if estimator == "exact" else Draws.seeds_from(num_probes, generator)
         one_pass = estimator == "weight-probes" and test_matrix is None
         batch = replace(self, known=self.known or plan(self.gradients)) if one_pass and len(self.gradients) else self
@@ -212,8 +212,10 @@ class PrivateBatch:
 
         return matvec
 
-    def _columns_at_once(self, max_memory: int) -> tuple[int, int]:
-        """How many Jacobian columns to hold per example, and how many vectors of length p that makes."""
+    def working_vectors(self, estimator: str, max_memory: int) -> tuple[int, int]:
+        """How many Jacobian columns to hold per example, and how many vectors of length p the work takes."""
+        if estimator != "exact":
+            return 1, _WORKING_VECTORS
         vector = self.gradients.num_parameters * self.gradients.dtype.itemsize
         room = max_memory // vector - _WORKING_VECTORS
         columns = min(self.gradients.num_coordinates, max(1, room // _COPIES_OF_COLUMNS))

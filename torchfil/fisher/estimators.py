@@ -313,3 +313,12 @@ class _RunningMoments:
         if self.count == 1 and self.spread is not None:
             return Moments(self.mean, self.spread / (1 + self.spread) * self.mean.square(), 1.0, limit=limit)
         return Moments(self.mean, self.squares / (self.count * (self.count - 1)), self.count - 1.0, limit=limit)
+
+
+for _f, _q, _e, _o in (
+    (exact, ("trace", "diagonal", "matrix"), True, False),
+    (coordinates, ("trace",), False, False),
+    (input_probes, ("trace",), False, False),
+    (weight_probes, ("trace", "diagonal", "matrix"), False, True),
+):
+    _f.quantities, _f.exact, _f.one_pass = _q, _e, _o  # TEMP

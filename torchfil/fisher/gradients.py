@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchfil.fisher.masks import replayed_masks
 from torchfil.private import Examples, Inputs, Private, called_often, submodule_output
 from torchfil.utils.errors import UnsupportedModuleError
 from torchfil.utils.trees import map_tensors
@@ -47,12 +48,10 @@ class ExampleGradients:
         model: Any module; it is called functionally and left unchanged. Of a model that Opacus has made private, a
             copy without hooks is called, with the present weights.
         loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss.
-        examples: The batch with its private coordinates laid out.
+        examples: The batch with its private coordinates laid out, and the masks that active dropout is to use: without
+            any, a model that draws random numbers is refused.
         parameters: The trainable parameters by name, detached.
         constants: Frozen parameters and buffers by name.
-        dropout_seed: Where given, active dropout is allowed: each example draws its own mask, the same one in
-            every pass over the same batch. The Fisher information is then that of a step whose masks the
-            attacker knows; its mean over masks bounds that of the step from above (convexity).
     """
 
     model: nn.Module
@@ -60,7 +59,6 @@ class ExampleGradients:
     examples: Examples
     parameters: dict[str, Tensor]
     constants: dict[str, Tensor]
-    dropout_seed: int | None = None
 
     @classmethod
     def build(
@@ -157,7 +155,7 @@ class ExampleGradients:
         one = self.examples[slice(i, i + 1)]
         public = map_tensors(lambda leaf: leaf[0], one.public)
         z = one.z[0].detach().requires_grad_()
-        with torch.enable_grad(), differentiable_twice():
+        with torch.enable_grad(), differentiable_twice(), replayed_masks(one.masks):
             loss = self.loss_of_one(parameters, z, public)
             found = torch.autograd.grad(
                 loss, list(parameters.values()), create_graph=True, allow_unused=True, materialize_grads=True
@@ -200,7 +198,7 @@ class ExampleGradients:
         """The columns ``coordinates`` of J, [batch, p, columns]."""
         basis = torch.eye(self.num_coordinates, dtype=self.examples.z.dtype, device=self.device)[coordinates]
         # Inside two vmaps dropout, where one shares masks, crashes on CUDA, and PReLU is wrong or fails (torch 2.13).
-        if self.dropout_seed is not None or any(isinstance(module, nn.PReLU) for module in self.model.modules()):
+        if self.examples.masks or any(isinstance(module, nn.PReLU) for module in self.model.modules()):
             return torch.stack([self.jvp(e.expand(len(self), -1)) for e in basis], dim=2)
 
         def one(z: Tensor, public: Any) -> Tensor:
@@ -245,12 +243,9 @@ class ExampleGradients:
         in_dims = (0, self.examples.in_dims, *(dim for _, dim in extra))
         arguments = (self.examples.z, self.examples.public, *(t for t, _ in extra))
         with differentiable_twice():
-            if self.dropout_seed is None:
-                with _explain_randomness(), _explain_layers(self.model):
-                    result: Tensor = vmap(one, in_dims=in_dims, randomness="error")(*arguments)
-            else:
-                with _seeded(self.dropout_seed, self.device):
-                    result = vmap(one, in_dims=in_dims, randomness="different")(*arguments)
+            randomness = "different" if self.examples.masks else "error"
+            with _explain_randomness(), _explain_layers(self.model), replayed_masks(self.examples.masks):
+                result: Tensor = vmap(one, in_dims=in_dims, randomness=randomness)(*arguments)
         return result.detach()
 
     def unflatten(self, u: Tensor) -> dict[str, Tensor]:
@@ -378,14 +373,6 @@ def differentiable_twice() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, the global random numbers follow the seed; outside they go on as if nothing had happened."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 @contextlib.contextmanager

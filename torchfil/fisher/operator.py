@@ -92,6 +92,21 @@ class ClippedJacobian:
         """A = ∂‖g̃‖/∂z = (φ + nφ′) ∇n, [batch, d]."""
         return (self.scale + self.norm * self.scale_derivative)[:, None] * self.norm_gradient
 
+    @cached_property
+    def losses(self) -> Tensor:
+        """ℓ of every example, [batch]."""
+        return self.gradients.losses()
+
+    @property
+    def output_gradients(self) -> tuple[Tensor, ...] | None:
+        """∂ℓ_i/∂output_i of every example, for every tensor of the model's output; None: not known."""
+        return None
+
+    def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
+        """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps."""
+        weight = self.scale if mask is None else self.scale * mask
+        return self.gradients.unflatten(weight.to(self.gradient.dtype) @ self.gradient)
+
     def matvec(self, v: Tensor) -> Tensor:
         """J̃v, [batch, p], for v of shape [batch, d]."""
         along = (self.norm_gradient * v).sum(dim=1)

@@ -2,7 +2,14 @@
 
 from torchfil.fisher.recording.jacobian import RecordedJacobian
 from torchfil.fisher.recording.norms import NormGradient, norm_gradient
-from torchfil.fisher.recording.passes import Call, Recording, UnsupportedCallError, record
+from torchfil.fisher.recording.passes import (
+    Call,
+    RecordedForward,
+    Recording,
+    UnsupportedCallError,
+    forward_pass,
+    record,
+)
 from torchfil.fisher.recording.trial import Plan, plan
 from torchfil.fisher.rules.base import LayerRule, register_rule, rule_for
 

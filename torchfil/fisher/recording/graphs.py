@@ -1,10 +1,10 @@
-"""A pass over a batch of fixed size as a CUDA graph: small networks spend most of their time on launching kernels."""
+"""A pass over a batch of fixed size as CUDA graphs: small networks spend most of their time on launching kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ from torchfil.utils.trees import map_tensors
 
 __all__ = ["CapturedPass", "signature"]
 
-Result = TypeVar("Result")
-
 
 def signature(gradients: ExampleGradients) -> Hashable:
     """What a captured pass depends on, the batch's size and contents and the modes of modules aside."""
@@ -24,62 +22,92 @@ def signature(gradients: ExampleGradients) -> Hashable:
     return gradients.examples.form, weights
 
 
-class CapturedPass(Generic[Result]):
-    """``run`` over ``size`` examples as a CUDA graph; the weights are read anew, where they lie, at each replay.
+class CapturedPass:
+    """``stages`` over ``size`` examples as CUDA graphs; the weights are read anew, where they lie, at each replay.
+
+    Each stage is a graph of its own, so that the results of one can be looked at while the next is still running.
 
     Args:
         gradients: A batch to begin with; smaller ones are filled up with copies of the first example.
         size: How many examples the pass takes.
-        run: What to capture: a function of the examples' gradients whose results stay where they are.
+        stages: What to capture: of the examples' gradients, the results of one stage after the other, which stay where
+            they are.
         pool: Memory shared with other graphs, which then must not be replayed while this one's results are in use. It
             ends with the last of its graphs.
-        warm_ups: How often ``run`` is called before it is captured.
+        warm_ups: How often the stages are run before they are captured.
+        num_stages: How many there are.
 
     Raises:
-        RuntimeError: ``run`` cannot be captured.
+        RuntimeError: A stage cannot be captured.
     """
 
     def __init__(
         self,
         gradients: ExampleGradients,
         size: int,
-        run: Callable[[ExampleGradients], Result],
+        stages: Callable[[ExampleGradients], Iterator[Any]],
         pool: Any = None,
         warm_ups: int = 3,
+        num_stages: int = 1,
     ) -> None:
         examples = gradients.examples
         self.size = size
         self.examples = replace(
-            examples, z=_filled(examples.z, size), public=map_tensors(lambda leaf: _filled(leaf, size), examples.public)
+            examples,
+            z=_filled(examples.z, size),
+            public=map_tensors(lambda leaf: _filled(leaf, size), examples.public),
+            masks=tuple(_filled(mask, size) for mask in examples.masks),
         )
         self.gradients = replace(gradients, examples=self.examples)
+        self._warm_up(stages, warm_ups)
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.results: list[Any] = []
+        self._capture(stages(self.gradients), num_stages, pool)
+
+    def _warm_up(self, stages: Callable[[ExampleGradients], Iterator[Any]], times: int) -> None:
+        """Run the stages on a stream of their own, as a capture needs it."""
         device = self.examples.z.device
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for _ in range(warm_ups):
-                run(self.gradients)
+            for _ in range(times):
+                for _ in stages(self.gradients):
+                    pass
         torch.cuda.current_stream(device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
+
+    def _capture(self, stages: Iterator[Any], num_stages: int, pool: Any) -> None:
+        device = self.examples.z.device
         generator = torch.cuda.default_generators[device.index or 0]
         intact = generator.clone_state()
-        try:
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                self.result = run(self.gradients)
-        except RuntimeError:
-            generator.graphsafe_set_state(intact)  # a broken capture leaves it unusable
-            raise
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool  # a stage reads what the one before has left
+        for _ in range(num_stages):
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    self.results.append(next(stages))
+            except RuntimeError:
+                generator.graphsafe_set_state(intact)  # a broken capture leaves it unusable
+                raise
+            self.graphs.append(graph)
 
-    def replay(self, examples: Examples) -> Result:
-        """The result for these examples, at most ``size``; overwritten by the next replay."""
+    def replay(self, examples: Examples, look: Callable[[Any], None] | None = None) -> list[Any]:
+        """The results of the stages for these examples, at most ``size``; overwritten by the next replay.
+
+        Args:
+            examples: The examples.
+            look: Is given the result of each stage but the last before the next is started.
+        """
         count = len(examples)
         pairs = zip(self.examples.tensors, examples.tensors, strict=True)
         for static, given in ((self.examples.z, examples.z), *pairs):
             static[:count] = given
             if count < self.size:
                 static[count:] = given[:1]
-        self.graph.replay()
-        return self.result
+        for graph, result in zip(self.graphs, self.results, strict=True):
+            graph.replay()
+            if look is not None and result is not self.results[-1]:
+                look(result)
+        return self.results
 
 
 def _filled(value: Tensor, size: int) -> Tensor:

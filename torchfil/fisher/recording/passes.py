@@ -25,6 +25,7 @@ from torchfil.fisher.gradients import (
     differentiable_twice,
     has_active_dropout,
 )
+from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
 from torchfil.fisher.rules.substitutes import FastOnCPU, with_substitutes
 from torchfil.utils.trees import map_tensors, tensors_of
@@ -163,7 +164,7 @@ def record(gradients: ExampleGradients, z: Tensor) -> Recording:
         UnsupportedCallError: Active dropout; a module whose output is no tensor or does not run over the examples.
     """
     for name, module in gradients.model.named_modules():
-        if has_active_dropout(module):
+        if has_active_dropout(module) and not gradients.examples.masks:
             raise UnsupportedCallError(f"{name}: active dropout draws one mask for a batch")
     with differentiable_twice():
         seen, losses, outputs = _forward(gradients, z, clone=False)
@@ -214,6 +215,7 @@ def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[li
         stack.enter_context(with_substitutes(gradients.model))
         if z.device.type == "cpu":
             stack.enter_context(FastOnCPU())
+        stack.enter_context(replayed_masks(examples.masks))
         weights = {**gradients.parameters, **gradients.constants}
         outputs = call_with(gradients.model, weights, args, kwargs)
     outputs = map_tensors(lambda leaf: leaf.view_as(leaf), outputs)  # one may be made from another
@@ -263,3 +265,11 @@ def _call(gradients: ExampleGradients, seen: _Seen, name: str, delta: Tensor, sh
     local_weights = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
     constants = {local: value for local, value in local_weights.items() if local not in parameters}
     return Call(name, seen.module, seen.args, seen.kwargs, delta, parameters, constants, names)
+
+
+class RecordedForward:  # TEMP
+    outputs: Any
+
+
+def forward_pass(gradients: Any, z: Any) -> RecordedForward:
+    raise UnsupportedCallError("TEMP")

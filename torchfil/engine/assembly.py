@@ -1,0 +1,148 @@
+"""The parts of a private training run, put together: each is handed what it needs when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+from torchfil.engine.loader import BatchTracker, FILDataLoader
+from torchfil.engine.looks import DatasetLooks
+from torchfil.engine.losses import IdentifiedLoss
+from torchfil.engine.module import RecordedModule
+from torchfil.engine.optimizer import FILOptimizer, GradSampleOptimizer
+from torchfil.engine.options import RunOptions
+from torchfil.engine.replica import Replica
+from torchfil.engine.run import Run
+from torchfil.engine.step.checks import StepChecks
+from torchfil.engine.step.evaluation import Evaluator
+from torchfil.engine.step.forwards import HookedForward, LoopForward, Observer
+from torchfil.engine.step.pipeline import StepPipeline
+
+__all__ = ["PrivateTraining", "assemble"]
+
+
+@dataclass(frozen=True)
+class PrivateTraining:
+    """What ``make_private`` has put together.
+
+    Attributes:
+        run: Sums and state.
+        replica: The model and its weightless copy.
+        checks: What is compared at each step.
+        pipeline: Takes the steps.
+        looks: Looks at examples outside steps.
+        module: The private model that the loop calls (the hooks object with ``wrap_model=False``).
+        optimizer: The private optimizer.
+        loader: The private loader.
+        watcher: Watches the model under Opacus's hooks; None in mode "auto".
+    """
+
+    run: Run
+    replica: Replica
+    checks: StepChecks
+    pipeline: StepPipeline
+    looks: DatasetLooks
+    module: Any
+    optimizer: FILOptimizer
+    loader: FILDataLoader
+    watcher: HookedForward | None
+
+    def detach(self) -> None:
+        """Take all hooks off the model."""
+        if self.watcher is not None:
+            self.watcher.remove()
+        self.pipeline.close()
+        self.module.remove_hooks()
+
+
+def assemble(
+    module: nn.Module,
+    optimizer: optim.Optimizer,
+    prepared: DataLoader[Any],
+    options: RunOptions,
+    criterion: Callable[[Any, Any], torch.Tensor] | None,
+    keys: Sequence[Hashable] | None,
+    generator: torch.Generator,
+    accounted_rate: Callable[[], float],
+    with_hooks: Callable[[], Any] | None,
+    wrapper_settings: dict[str, Any],
+    optimizer_settings: dict[str, Any],
+) -> PrivateTraining:
+    """The parts of a run, each made from the ones before.
+
+    Args:
+        module: The user's module.
+        optimizer: The user's optimizer.
+        prepared: The loader as Opacus has prepared it.
+        options: How to account.
+        criterion: The loss; None: to be identified.
+        keys: The examples' own ids.
+        generator: Source of the probes.
+        accounted_rate: Gives the sampling rate of the DP accountant's last step.
+        with_hooks: Gives the module under Opacus's hooks; None: mode "auto", where none are needed.
+        wrapper_settings: Of the private model in mode "auto".
+        optimizer_settings: Of Opacus's optimizer.
+    """
+    num_examples = len(prepared.dataset)  # type: ignore[arg-type]
+    loss = IdentifiedLoss(_name_of(criterion), criterion) if criterion is not None else None
+    replica = Replica(module)
+    tracker = BatchTracker()
+    observer = Observer(tracker)
+    expected_batch = optimizer_settings["expected_batch_size"]
+    run = Run(options, loss, num_examples, keys, replica.device, generator, accounted_rate, expected_batch)
+    looks = DatasetLooks(run, replica, prepared.dataset, prepared.collate_fn)
+    checks = StepChecks(replica, options, tracker)
+    execution = options.accounting.execution
+    evaluator = Evaluator(
+        replica,
+        expected_batch,
+        options.max_memory,
+        cuda_graphs=execution.cuda_graphs,
+        compiled=execution.compile,
+    )
+    pipeline = StepPipeline(run, replica, evaluator, checks, observer, looks)
+
+    # The model comes last of all that could be refused: from here on it carries hooks.
+    watcher, private_module = None, None
+    if with_hooks is None:
+        loop_forward = LoopForward(replica, observer, pipeline.record_forward)
+        private_module = RecordedModule(module, loop_forward=loop_forward, **wrapper_settings)
+    else:
+        private_module = with_hooks()
+        watcher = HookedForward(replica, observer)
+    names = {id(value): name for name, value in module.named_parameters()}
+    kind = FILOptimizer if with_hooks is None else GradSampleOptimizer
+    private_optimizer = kind(optimizer, clip=options.clip, source=pipeline, names=names, **optimizer_settings)
+
+    def begin_pass() -> None:
+        tracker.begin_pass()
+        _check_pass(run, private_optimizer, len(prepared.dataset))  # type: ignore[arg-type]
+
+    loader = FILDataLoader(prepared, tracker, begin_pass)
+    return PrivateTraining(run, replica, checks, pipeline, looks, private_module, private_optimizer, loader, watcher)
+
+
+def _check_pass(run: Run, optimizer: FILOptimizer, dataset_length: int) -> None:
+    """A new pass over the loader starts: refuse leftovers of the last one."""
+    if dataset_length != run.ids.num_examples:
+        raise ValueError(
+            f"the data set had {run.ids.num_examples} examples when make_private was called and has "
+            f"{dataset_length} now; the ids would shift. Make a new engine for the new data set."
+        )
+    if optimizer.inside_logical_batch:
+        raise RuntimeError(
+            "the last pass over the loader was left in the middle of a logical batch (a break under "
+            "BatchMemoryManager?): going on would add the next batch to it under one draw of noise. Call "
+            "optimizer.discard_partial_batch() to forget the unfinished batch (nothing of it was released)."
+        )
+    run.drop_staged()
+    optimizer._step_skip_queue.clear()
+
+
+def _name_of(criterion: Any) -> str:
+    return repr(criterion) if isinstance(criterion, nn.Module) else getattr(criterion, "__name__", repr(criterion))

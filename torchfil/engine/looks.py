@@ -1,0 +1,81 @@
+"""Looks at examples of the data set at the present weights, outside any step: their norms, their PLIS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfil.attribution.plis import susceptibility
+from torchfil.engine.loader import split_batch
+from torchfil.engine.losses import IdentifiedLoss
+from torchfil.engine.optimizer import FILOptimizer
+from torchfil.engine.replica import Replica
+from torchfil.engine.run import Run
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.private import as_call
+from torchfil.utils.trees import map_tensors
+
+__all__ = ["DatasetLooks"]
+
+_BATCH = 256
+
+
+class DatasetLooks:
+    """Reads examples from the data set itself and differentiates at the present weights.
+
+    Args:
+        run: Whose examples they are.
+        replica: The model.
+        dataset: The user's data set.
+        collate_fn: Makes a batch of its items.
+    """
+
+    def __init__(self, run: Run, replica: Replica, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.run = run
+        self.replica = replica
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+
+    def refresh_norms(self, optimizer: FILOptimizer) -> None:
+        """Look up every example's clipped gradient norm, for individual ε."""
+        options, limit = self.run.options, float(optimizer.max_grad_norm)
+        for rows, gradients in self._batches(range(self.run.ids.num_examples)):
+            chunks = gradients.chunks(options.max_memory, 4)
+            norms = torch.cat([torch.linalg.vector_norm(part.gradients(), dim=1) for _, part in chunks])
+            ratio = norms * options.clip.scale(norms, limit) / limit
+            self.run.history.replace(torch.tensor(rows, device=self.run.device), ratio)
+
+    def plis(self, rows: Sequence[int], optimizer: FILOptimizer, *, private: bool) -> dict[Hashable, Tensor]:
+        """The PLIS of these examples, by private tensor, [rows, …]."""
+        options, limit = self.run.options, float(optimizer.max_grad_norm)
+        parts: dict[Hashable, list[Tensor]] = {}
+        for _, gradients in self._batches(rows):
+            maps = susceptibility(
+                gradients,
+                noise_std=float(optimizer.noise_multiplier) * limit if private else None,
+                max_grad_norm=limit if private else None,
+                clip=options.clip,
+                max_memory=options.max_memory,
+            )
+            for key, part in gradients.examples.maps(maps.gradient).items():
+                parts.setdefault(key, []).append(part)
+        return {key: torch.cat(pieces) for key, pieces in parts.items()}
+
+    def _batches(self, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], ExampleGradients]]:
+        loss = self.run.loss
+        if loss is None:
+            raise RuntimeError("the loss is not known before the first step; pass criterion= to make_private")
+        for start in range(0, len(rows), _BATCH):
+            part = rows[start : start + _BATCH]
+            yield part, self._gradients(self.collate_fn([self.dataset[row] for row in part]), loss)
+
+    def _gradients(self, batch: Any, loss: IdentifiedLoss) -> ExampleGradients:
+        options = self.run.options
+        inputs, targets = map_tensors(
+            lambda leaf: leaf.to(self.replica.device), split_batch(batch, options.batch_to_inputs)
+        )
+        args, kwargs = as_call(inputs)
+        return self.replica.gradients(self.replica.lay_out(args, kwargs, targets, options.private), loss)

@@ -1,0 +1,81 @@
+"""The loop's model in grad_sample_mode="auto": its outputs are leaves in training, so that ``backward()`` ends there.
+
+At ``optimizer.step()`` the engine compares the gradient that arrived with that of its loss and computes the rest by
+itself: no gradient of an example is formed by hooks, and ``p.grad_sample`` stays empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opacus.grad_sample.gsm_base import AbstractGradSampleModule
+from torch import Tensor, nn
+
+from torchfil.engine.step.forwards import LoopForward
+from torchfil.utils.trees import tensors_of
+
+__all__ = ["RecordedModule"]
+
+
+class RecordedModule(AbstractGradSampleModule):
+    """A module whose outputs are leaves in training.
+
+    Args:
+        m: The module.
+        loop_forward: Runs its forward passes in training; None: it is a plain wrapper.
+        **settings: As in Opacus's wrappers.
+    """
+
+    def __init__(self, m: nn.Module, *, loop_forward: LoopForward, **settings: Any) -> None:
+        super().__init__(m, **settings)
+        self._loop_forward: LoopForward | None = loop_forward
+        self._observer = loop_forward.observer
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._note(name))
+            for name, p in m.named_parameters()
+            if p.requires_grad
+        ]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's outputs; in training cut from the graph.
+
+        Raises:
+            ValueError: An input of a training pass requires a gradient, which would not arrive there.
+        """
+        if self._loop_forward is None or not (self._module.training and torch.is_grad_enabled()):
+            return self._module(*args, **kwargs)
+        if any(leaf.requires_grad for leaf in tensors_of((args, kwargs))):
+            raise ValueError(
+                "an input of the model requires a gradient, which grad_sample_mode='auto' does not bring there: the "
+                "loop's backward pass ends at the model's outputs. Detach the input, or use grad_sample_mode='hooks'."
+            )
+        return self._loop_forward(args, kwargs)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """As in Opacus."""
+        super().zero_grad(set_to_none)
+        self._observer.forget_finished()
+
+    def forbid_grad_accumulation(self) -> None:
+        """As in Opacus."""
+        self._observer.accumulates = False
+
+    def allow_grad_accumulation(self) -> None:
+        """As in Opacus."""
+        self._observer.accumulates = True
+
+    def remove_hooks(self) -> None:
+        """Become a plain wrapper."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._loop_forward = None
+
+    def _close(self) -> None:
+        super()._close()
+        self.remove_hooks()
+
+    def _note(self, name: str) -> Callable[[Tensor], None]:
+        return lambda _: self._observer.touched.add(name)

@@ -1,0 +1,284 @@
+"""Reading a run: every example's leakage, tables, reports."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from opacus import PrivacyEngine
+from opacus.accountants.analysis.rdp import compute_rdp
+from torch import Tensor
+
+from torchfil.accounting.leakage import Leakage, as_table
+from torchfil.accounting.ledger import Ledger
+from torchfil.bounds import mse_from_rdp, replace_one_rdp
+from torchfil.engine.assembly import PrivateTraining
+from torchfil.engine.epsilon import individual_epsilon
+from torchfil.engine.run import Noise
+from torchfil.engine.run_view import RunView
+from torchfil.engine.saving import Labels, build_saved_run
+from torchfil.fisher.results import Estimate
+from torchfil.private import Private
+from torchfil.report.saved_run import AttackResult, save
+
+__all__ = ["LeakageReading"]
+
+
+class LeakageReading(PrivacyEngine):
+    """The part of the engine that reads: FIL, bounds, attributes, groups, individual ε, run files."""
+
+    _made: PrivateTraining | None
+
+    @property
+    def _training(self) -> PrivateTraining:
+        if self._made is None:
+            raise RuntimeError("call make_private first: there is no run to account for")
+        return self._made
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The sums by example so far; None before the first private step."""
+        return self._training.run.ledger
+
+    def get_fil(
+        self,
+        example_ids: Iterable[Hashable] | Tensor | None = None,
+        *,
+        kind: Literal["trace", "spectral"] = "trace",
+    ) -> Estimate:
+        """Fisher information loss per example: η̄ = sqrt(tr(I)/d), or η = sqrt(‖I‖₂); see :meth:`Leakage.get_fil`."""
+        return self._training.run.leakage.get_fil(example_ids, kind=kind)
+
+    def was_measured(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
+        """Whether the run says anything about an example, bool [ids]: its FIL of 0 means no leakage only then."""
+        return self._training.run.leakage.was_measured(example_ids)
+
+    def get_mse_bound(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
+        """1/η̄², the MSE per coordinate that no unbiased attacker can get below."""
+        return self._training.run.leakage.get_mse_bound(example_ids)
+
+    def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
+        """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``."""
+        return self._training.run.leakage.get_attribute_fil(example_ids)
+
+    def get_plis(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
+        """The PLIS summed over the run, [ids, d]; needs ``track=("plis",)``."""
+        return self._training.run.leakage.get_plis(example_ids)
+
+    def plis(self, example_ids: Iterable[Hashable] | Tensor | None = None, *, private: bool = True) -> Any:
+        """Which coordinates drive these examples' privacy loss at the present weights; see :class:`torchfil.PLIS`.
+
+        Args:
+            example_ids: None: all of the data set.
+            private: Whether to take the clipped norm and the run's noise; otherwise the plain gradient signal ‖g‖².
+
+        Returns:
+            A tensor [ids, …] in the shape of the private input; for several a dict by position or name.
+        """
+        training = self._training
+        rows = training.run.ids.rows(example_ids)[1].tolist()
+        maps = training.looks.plis(rows, training.optimizer, private=private)
+        return next(iter(maps.values())) if len(maps) == 1 else maps
+
+    def get_individual_epsilon(
+        self, example_ids: Iterable[Hashable] | Tensor | None = None, *, delta: float
+    ) -> Estimate:
+        """Each example's own ε at δ, from its own clipped norms; never above :meth:`get_epsilon`.
+
+        An estimate: between participations the last seen norm stands in, ``max_grad_norm`` where none was seen;
+        ``norm_refresh`` looks the norms up more often. Its error is not a sampling error and is given as NaN.
+        """
+        run = self._training.run
+        _check_delta(delta)
+        _, rows = run.ids.rows(example_ids)
+        value = individual_epsilon(run.history, rows.to(run.history.ratio.device), delta)
+        if run.history.steps:
+            value = value.clamp(max=float(self.get_epsilon(delta)))
+        return Estimate(value, torch.full_like(value, float("nan")), "estimate")
+
+    def get_rdp_mse_bound(
+        self,
+        diameters: float | Sequence[float] | Tensor = 1.0,
+        *,
+        reading: Literal["replace-one", "paper"] = "replace-one",
+    ) -> float:
+        """Theorem 1 of Guo et al. 2022: one MSE bound for all, from the run's Rényi divergence of order 2.
+
+        Args:
+            diameters: The range of each private coordinate; one number for all.
+            reading: "replace-one" converts the accountant's add/remove RDP rigorously (:func:`replace_one_rdp`);
+                "paper" takes ε_RDP(2) as it is.
+        """
+        if reading not in ("replace-one", "paper"):
+            raise ValueError(f"reading={reading!r} must be 'replace-one' or 'paper'")
+        leakage = self._training.run.leakage
+
+        def rdp(order: float) -> float:
+            return sum(
+                float(compute_rdp(q=q, noise_multiplier=sigma, steps=steps, orders=order))
+                for sigma, q, steps in self.accountant.history
+            )
+
+        epsilon = replace_one_rdp(rdp) if reading == "replace-one" else rdp(2.0)
+        ranges = torch.as_tensor(diameters, dtype=torch.float64)
+        return mse_from_rdp(epsilon, ranges.expand(leakage.num_coordinates))
+
+    def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None, *, delta: float | None = None) -> Any:
+        """One table by id (pandas where installed); see :meth:`Leakage.leakage`. With δ also ``individual_epsilon``."""
+        return as_table(*self.leakage_columns(example_ids, delta=delta))
+
+    def leakage_columns(
+        self, example_ids: Iterable[Hashable] | Tensor | None = None, *, delta: float | None = None
+    ) -> tuple[list[Hashable], dict[str, list[Any]]]:
+        """The ids and columns of :meth:`leakage`."""
+        names, columns = self._training.run.leakage.columns(example_ids)
+        if delta is not None:
+            columns["individual_epsilon"] = self.get_individual_epsilon(names, delta=delta).value.tolist()
+        return names, columns
+
+    def group_leakage(self, group_of: Mapping[Hashable, Hashable], **options: Any) -> Any:
+        """Summaries of η̄ by group; see :meth:`Leakage.groups`."""
+        return self._training.run.leakage.groups(group_of, **options)
+
+    @classmethod
+    def merge(cls, engines: Sequence[LeakageReading]) -> Leakage:
+        """The average over repeated runs on the same data, with the run-to-run standard error, for reading."""
+        if not engines:
+            raise ValueError("merge needs at least one engine")
+        if len(set(map(id, engines))) < len(engines):
+            raise ValueError("merge was given one engine twice: a run agrees with itself, whatever its error")
+        average = Leakage.average([engine._training.run.leakage for engine in engines])
+        told = sorted({engine._mechanism() for engine in engines})
+        if len(told) > 1:
+            raise ValueError(
+                "runs to average must share noise, clipping, subsampling, the number of steps and what is private; got "
+                + "; ".join(text if len(text) < 500 else f"{text[:500]} …" for text in told)
+            )
+        return average
+
+    def _mechanism(self) -> str:
+        """What must be the same in repetitions of a run, in words."""
+        training = self._training
+        options = training.run.options
+        steps: Counter[tuple[float, float]] = Counter()
+        for sigma, q, count in self.accountant.history:
+            steps[float(sigma), float(q)] += count
+        noise = ", ".join(f"{count} steps of σ = {sigma}, q = {q}" for (sigma, q), count in sorted(steps.items()))
+        private = options.private or Private()
+        private = replace(private, coordinates=_listed(private.coordinates))
+        clipping = f"C = {float(training.optimizer.max_grad_norm)}, clip {options.clip.name!r}"
+
+        # An amplification may be any object, so that what it does is compared, not what it is called.
+        mechanism = training.pipeline.mechanism(Noise.of(training.optimizer))
+        factors = torch.cat(mechanism.weights(mechanism.noise_std * torch.tensor([0.1, 1.0, 10.0])))
+        amplification = ", ".join(f"{value:.6g}" for value in factors * mechanism.noise_std**2)
+        return f"{noise}, {clipping}, amplification by {amplification}, {private}"
+
+    def save_run(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        delta: float,
+        title: str | None = None,
+        attribute_names: Sequence[str] | None = None,
+        attribute_units: Sequence[str] | None = None,
+        unit_of_inputs: str = "",
+        input_range: tuple[float, float] | None = None,
+        groups: Mapping[str, Labels] | None = None,
+        pictures: int = 8,
+        attacks: Sequence[AttackResult] = (),
+        hash_data: bool = True,
+    ) -> Path:
+        """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
+
+        The file is safe to load, holds neither model nor data (but for the pictures), is replaced only when complete
+        and readable by its owner only; its content is **confidential**. The run can go on afterwards, unchanged.
+
+        Args:
+            path: The file; its suffix is .fil by custom.
+            delta: δ of ε and of the examples' own ε.
+            title: Of the report; None: the model's name and the number of examples.
+            attribute_names: One per private coordinate, in order; needs ``track=("diagonal",)``.
+            attribute_units: One per private coordinate, e.g. "years".
+            unit_of_inputs: Of all coordinates together, e.g. "grey value, 0 to 1".
+            input_range: Between which values every private coordinate lies, known without looking at the data; gives
+                the report a blind guess and the bound from ε to compare with.
+            groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
+            pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, where
+                inputs are images of 1 or 3 channels; 0: none.
+            attacks: Results of attacks on the run.
+            hash_data: Whether to read through the data set for its checksum.
+        """
+        run = build_saved_run(
+            self._view(delta),
+            title=title,
+            attribute_names=attribute_names,
+            attribute_units=attribute_units,
+            unit_of_inputs=unit_of_inputs,
+            input_range=input_range,
+            groups=groups,
+            pictures=pictures,
+            attacks=attacks,
+            hash_data=hash_data,
+        )
+        return save(run, path)
+
+    def report(
+        self, directory: str | os.PathLike[str], *, delta: float, redacted: bool = False, **options: Any
+    ) -> Path:
+        """Write the run's report into a folder and return the path of its page.
+
+        Args:
+            directory: The folder.
+            delta: δ of ε and of the examples' own ε.
+            redacted: Whether to leave out what speaks of single examples; see :func:`torchfil.report.write_report`.
+            **options: Of :meth:`save_run`; ``min_group`` of ``write_report``.
+        """
+        from torchfil.report.writer import write_report
+
+        writing = {name: options.pop(name) for name in ("min_group",) if name in options}
+        return write_report(build_saved_run(self._view(delta), **options), directory, redacted=redacted, **writing)
+
+    def _view(self, delta: float) -> RunView:
+        """The run so far, for saving."""
+        training = self._training
+        run, looks, optimizer = training.run, training.looks, training.optimizer
+        return RunView(
+            leakage=run.leakage,
+            timeline=run.timeline,
+            module=training.replica.live,
+            dataset=looks.dataset,
+            collate_fn=looks.collate_fn,
+            options=run.options,
+            noise_multiplier=float(optimizer.noise_multiplier),
+            max_grad_norm=float(optimizer.max_grad_norm),
+            num_probes=run.pace.num_probes,
+            loss=run.loss.name if run.loss is not None else None,
+            generator=run.generator,
+            accountant=self.accountant.mechanism(),
+            releases=self.accountant.history,
+            delta=delta,
+            individual_epsilon=self.get_individual_epsilon(delta=delta).value,
+            epsilon=float(self.get_epsilon(delta)),
+            rdp_mse_bound=self.get_rdp_mse_bound,
+            plis=partial(looks.plis, optimizer=optimizer, private=True) if run.loss is not None else None,
+        )
+
+
+def _check_delta(delta: float) -> None:
+    if not 0 < delta < 1:
+        raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
+
+
+def _listed(coordinates: Any) -> Any:
+    """Tensors and arrays as lists, whose text is complete."""
+    if isinstance(coordinates, Mapping):
+        return {key: _listed(value) for key, value in coordinates.items()}
+    listed = coordinates.tolist() if hasattr(coordinates, "tolist") else coordinates
+    return list(listed) if isinstance(listed, tuple | range) else listed

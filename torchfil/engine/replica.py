@@ -1,0 +1,239 @@
+"""The weightless copy of the user's model that is differentiated, kept like the live one.
+
+``torch.func`` fails on modules with Opacus's hooks, and a pass of ours is none of the loop's: it must not count, log or
+write. So passes run on a copy without weights, hooks or memory, called with the live weights. Training flags and plain
+attributes (numbers, flags, texts) of the live modules are taken over before each pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchfil.fisher.gradients import (
+    ExampleGradients,
+    LossFunction,
+    copy_without_weights,
+    has_active_dropout,
+    may_drop,
+    output_of_one_example,
+    refuse_unsupported_modules,
+)
+from torchfil.private import Examples, Private
+
+__all__ = ["Replica", "buffers_kept"]
+
+_MOST_SHAPES = 256
+_CHANGES_OF_INTEGERS = 8  # that make a recorded pass anew; what changes more often is a counter
+_PLAIN = (int, float, bool, str, type(None))
+_OPAQUE = object()
+_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
+_Attributes = tuple[dict[str, Any], int, list[tuple[str, Any]]]
+
+
+class Replica:
+    """A copy of a module's structure, which follows the live one.
+
+    Args:
+        module: The user's module, before it is wrapped.
+
+    Attributes:
+        live: The user's module.
+        template: The copy, on the meta device.
+        device: Of the live parameters.
+        written: Buffers that a forward pass writes into, by name; None: not known yet.
+        changes: How often a plain attribute of the live modules has changed.
+        opaque_changes: How often one became something that cannot be taken over.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.live = module
+        self.template = copy_without_weights(module)
+        self.device = next(module.parameters()).device
+        self.written: set[str] | None = None
+        self.changes = 0
+        self.opaque_changes = 0
+        self._pairs = list(zip(module.modules(), self.template.modules(), strict=True))
+        self._flags = tuple(live.training for live, _ in self._pairs)
+        self._dropouts = [live for live, _ in self._pairs if may_drop(live)]
+        self._attributes: list[_Attributes] = []  # of the live modules, as last taken over
+        self._changed_integers = 0
+        self._buffers = {name for name, _ in module.named_buffers()}
+        self._places = _places_of_weights(module)
+        self._submodule_shapes: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
+
+    @property
+    def key(self) -> Hashable:
+        """What a recorded pass has built in of the modules: their modes and plain attributes."""
+        return self._flags, self.changes
+
+    def drops_now(self) -> bool:
+        """Whether a dropout layer is active."""
+        return any(map(has_active_dropout, self._dropouts))
+
+    def lay_out(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        targets: Any,
+        private: Private | None,
+        *,
+        check_values: bool = True,
+    ) -> Examples:
+        """These examples with their private coordinates laid out."""
+
+        def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
+            kind = (name, _kind(public), tuple(live.training for live, _ in self._pairs))
+            if kind not in self._submodule_shapes:
+                if len(self._submodule_shapes) >= _MOST_SHAPES:
+                    self._submodule_shapes.clear()
+                with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                    self._submodule_shapes[kind] = output_of_one_example(self.live, name, public)
+            return self._submodule_shapes[kind]
+
+        return Examples.from_call(
+            args, kwargs, targets, private, submodule_shape=submodule_shape, check_values=check_values
+        )
+
+    def gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
+        """The examples' gradients at the present weights, by the copy; buffers that are written are its own."""
+        self.follow()
+        parameters, constants = self._weights()
+        for name in self._buffers if self.written is None else self.written:
+            if name in constants:
+                constants[name] = constants[name].clone()
+        return ExampleGradients(self.template, loss, examples, parameters, constants)
+
+    def live_gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
+        """The same by the live module itself, for a pass that is the loop's own."""
+        self.follow()
+        return ExampleGradients(self.live, loss, examples, *self._weights())
+
+    def follow(self) -> None:
+        """Bring the copy's modules to where the live ones are: in training or not, with the same plain attributes.
+
+        A recorded pass has numbers and flags built in; it is tried and made anew where one has changed. An integer that
+        goes on changing counts something, and is not taken for a change any more.
+
+        Raises:
+            UnsupportedModuleError: A module that went into training mode mixes examples.
+        """
+        if self._attributes and _are_as(self._attributes):
+            return
+        flags = tuple(live.training for live, _ in self._pairs)
+        if flags != self._flags:
+            refuse_unsupported_modules(self.live, allow_dropout=True)
+            self._flags = flags
+
+        changed = counted = False
+        for live, copied in self._pairs:
+            other, integer = self._take_over(live.__dict__, copied.__dict__)
+            changed, counted = changed or other, counted or integer
+        self._changed_integers += counted
+        self._attributes = [_attributes(live) for live, _ in self._pairs]
+        self.changes += changed or (counted and self._changed_integers <= _CHANGES_OF_INTEGERS)
+
+    def _take_over(self, live: dict[str, Any], copied: dict[str, Any]) -> tuple[bool, bool]:
+        """Set one module's plain attributes; whether one changed that is no integer, and whether an integer did."""
+        gone = [name for name, value in copied.items() if type(value) in _PLAIN and name not in live]
+        for name in gone:
+            del copied[name]
+
+        changed, counted = bool(gone), False
+        for name, value in live.items():
+            kind, own = type(value), copied.get(name, copied)
+            if kind in _PLAIN and own is not value and (type(own) is not kind or own != value):
+                changed = changed or (kind is not int and name != "training")
+                counted = counted or kind is int
+                copied[name] = value
+            elif kind not in _PLAIN and type(own) in _PLAIN:
+                self.opaque_changes += 1
+        return changed, counted
+
+    def note_written(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The constants with copies of all buffers, to see in a trial which of them a pass writes into."""
+        return {name: value.clone() if name in self._buffers else value for name, value in constants.items()}
+
+    def learn_written(self, constants: Mapping[str, Tensor]) -> None:
+        """Take from the copies of :meth:`note_written` which buffers a pass has written into."""
+        seen = {name for name, value in constants.items() if name in self._buffers and value._version > 0}
+        self.written = seen | (self.written or set())
+
+    def write_buffers(self, gradients: ExampleGradients) -> None:
+        """Bring into the live model what a pass that stands for its forward pass has written into buffers."""
+        if not self.written:
+            return
+        live = dict(self.live.named_buffers())
+        with torch.no_grad():
+            for name in self.written:
+                live[name].copy_(gradients.constants[name])
+
+    def _weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The trainable parameters, and all else, by name, detached; without walking through the modules."""
+        trainable: dict[str, Tensor] = {}
+        constant: dict[str, Tensor] = {}
+        for name, holder, key in self._places:
+            value = holder[key]
+            if value is not None:
+                (trainable if value.requires_grad else constant)[name] = value.detach()
+        return trainable, constant
+
+
+@contextlib.contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Inside, the module may write into its buffers or replace them; afterwards they are as before."""
+    before = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+        for holder, entries in before:
+            holder.update(entries)
+
+
+def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
+    """Where each parameter, then each buffer lies, once for shared ones: its full name, the dict and the key."""
+    places: list[tuple[str, dict[str, Any], str]] = []
+    for kind in ("_parameters", "_buffers"):
+        seen: set[int] = set()
+        for prefix, part in module.named_modules():
+            holder: dict[str, Any] = getattr(part, kind)
+            for key, value in holder.items():
+                if value is not None and id(value) not in seen:
+                    seen.add(id(value))
+                    places.append((f"{prefix}.{key}" if prefix else key, holder, key))
+    return places
+
+
+def _attributes(module: nn.Module) -> _Attributes:
+    """A module's own attributes: where they lie, how many there are, and those that are plain, others as _OPAQUE."""
+    live = module.__dict__
+    own = [(name, value) for name, value in live.items() if name not in _OF_MODULES]
+    return live, len(live), [(name, value if type(value) in _PLAIN else _OPAQUE) for name, value in own]
+
+
+def _are_as(attributes_of_modules: Sequence[_Attributes]) -> bool:
+    """Whether all modules' attributes are the very ones they were, as far as they are plain."""
+    for live, size, attributes in attributes_of_modules:
+        if len(live) != size:
+            return False
+        for name, before in attributes:
+            now = live.get(name, live)
+            if now is not before and (before is not _OPAQUE or type(now) in _PLAIN):
+                return False
+    return True
+
+
+def _kind(tree: Any) -> Hashable:
+    """The shapes of one example's tensors, and what stands beside them."""
+    leaves, structure = pytree.tree_flatten(tree)
+    parts = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+    return tuple(parts), repr(structure)

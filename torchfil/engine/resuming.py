@@ -1,0 +1,149 @@
+"""Saving a run's state and going on from it, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from torchfil.engine.checkpoint import random_state, set_random_state
+from torchfil.engine.reading import LeakageReading
+from torchfil.engine.step.checks import nothing
+from torchfil.utils.files import replaced_when_complete
+
+__all__ = ["Resuming"]
+
+_STATE_KEY = "fil_engine_state_dict"
+_RANDOM_KEY = "random_state"
+
+
+class Resuming(LeakageReading):
+    """The part of the engine that keeps its state: state dicts and checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The accounting's state: DP accountant, ledger, norm history, generators; tensors and plain values only."""
+        run, optimizer = self._training.run, self._training.optimizer
+        generators = {"loader": self._training.loader.generator, "noise": optimizer.generator}
+        return {
+            "accountant": dict(self.accountant.state_dict()),
+            "run": run.state_dict(),
+            "generators": {k: g.get_state() for k, g in generators.items() if g is not None},
+            "noise": {name: float(getattr(optimizer, name)) for name in ("noise_multiplier", "max_grad_norm")},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`, on an engine whose make_private was called with the same settings."""
+        run = self._training.run
+        missing = [key for key in ("accountant", "run", "generators") if key not in state_dict]
+        if missing:
+            raise ValueError(f"the state lacks {missing}; was it saved by FILPrivacyEngine.state_dict?")
+        saved = state_dict["accountant"].get("mechanism")
+        if saved != self.accountant.mechanism():
+            raise ValueError(f"the state is of accountant {saved!r}, this engine's is {self.accountant.mechanism()!r}")
+        if run.inside_logical_batch:
+            raise RuntimeError(
+                "a state can be loaded only between logical batches; finish the batch first, or call "
+                "optimizer.discard_partial_batch()"
+            )
+        try:
+            with _all_or_nothing((self.state_dict, self._set_state)):
+                self._set_state(state_dict)
+        except KeyError as error:
+            raise ValueError(f"the state lacks {error.args[0]!r}; was it saved by another version?") from error
+
+    def _set_state(self, state_dict: Mapping[str, Any]) -> None:
+        training = self._training
+        training.run.load_state_dict(state_dict["run"])
+        training.checks.last_norms_were_finite = nothing
+        self.accountant.load_state_dict(copy.deepcopy(state_dict["accountant"]))
+        generators = {"loader": training.loader.generator, "noise": training.optimizer.generator}
+        for key, generator in generators.items():
+            if generator is not None and key in state_dict["generators"]:
+                generator.set_state(state_dict["generators"][key].cpu())
+
+    def save_checkpoint(self, *, path: str | os.PathLike[str] | IO[bytes], **options: Any) -> None:
+        """As in Opacus, with the accounting and torch's random state; a file is replaced only when complete."""
+        extra = dict(options.pop("checkpoint_dict", None) or {})
+        extra[_STATE_KEY] = self.state_dict()
+        extra[_RANDOM_KEY] = random_state()
+        if not isinstance(path, (str, os.PathLike)):
+            super().save_checkpoint(path=path, checkpoint_dict=extra, **options)
+            return
+        with replaced_when_complete(path) as temporary:
+            super().save_checkpoint(path=temporary, checkpoint_dict=extra, **options)
+
+    def load_checkpoint(
+        self,
+        *,
+        path: str | os.PathLike[str] | IO[bytes],
+        module: nn.Module,
+        optimizer: optim.Optimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+        restore_random_state: bool = True,
+    ) -> dict[str, Any]:
+        """As in Opacus, but loads tensors and plain values only (``weights_only=True``): safe on files from others.
+
+        A run that is stopped between epochs and resumed so goes on bit for bit as if it had not been stopped;
+        ``restore_random_state=False`` leaves torch's global random state alone.
+        """
+        checkpoint: dict[str, Any] = torch.load(path, weights_only=True, **(torch_load_kwargs or {}))
+        if _STATE_KEY not in checkpoint:
+            raise ValueError(f"{path} holds no Fisher accounting; it was not saved by FILPrivacyEngine.save_checkpoint")
+        kwargs = module_load_dict_kwargs or {}
+        _refuse_other_module(module, checkpoint["module_state_dict"], strict=kwargs.get("strict", True))
+        accounting = checkpoint.pop(_STATE_KEY)
+        parts = {
+            "optimizer_state_dict": optimizer,
+            "noise_scheduler_state_dict": noise_scheduler,
+            "grad_clip_scheduler_state_dict": grad_clip_scheduler,
+        }
+        loaded = [(part.state_dict, part.load_state_dict) for part in (module, *parts.values()) if part is not None]
+        with _all_or_nothing(*loaded, (random_state, set_random_state)):
+            module.load_state_dict(checkpoint["module_state_dict"], **kwargs)
+            for key, part in parts.items():
+                state = checkpoint.pop(key, None)
+                if part is not None and state:
+                    part.load_state_dict(state)
+            saved = checkpoint.pop(_RANDOM_KEY, None)
+            if restore_random_state and saved is not None:
+                set_random_state(saved)
+            self.load_state_dict(accounting)
+        for name, scheduler in (("noise_multiplier", noise_scheduler), ("max_grad_norm", grad_clip_scheduler)):
+            if scheduler is not None and name in accounting.get("noise", {}):  # a scheduler goes on from where it was
+                setattr(self._training.optimizer, name, accounting["noise"][name])
+        return checkpoint
+
+
+@contextlib.contextmanager
+def _all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> Iterator[None]:
+    """What changes inside is taken back where an error comes up; a part is how to read its state, and how to set it."""
+    before = [(set_state, copy.deepcopy(read())) for read, set_state in parts]
+    try:
+        yield
+    except BaseException:
+        for set_state, state in before:
+            set_state(state)
+        raise
+
+
+def _refuse_other_module(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise unless the weights are those of such a module; nothing is loaded before."""
+    own = module.state_dict()
+    renames = any(part._load_state_dict_pre_hooks for part in module.modules())
+    apart = sorted(own.keys() ^ state.keys()) if strict and not renames else []
+    shapes = [
+        f"{name} {list(value.shape)} instead of {list(own[name].shape)}"
+        for name, value in state.items()
+        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and own[name].shape != value.shape
+    ]
+    if apart or shapes:
+        found = "; ".join([*(f"only one of both has {name}" for name in apart[:5]), *shapes[:5]])
+        raise ValueError(f"the checkpoint is of another model ({found}); build the same one. Nothing was loaded.")

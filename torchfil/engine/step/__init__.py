@@ -1,0 +1,9 @@
+"""One private step: record → sums, norms and accounting → checks → stage → release → book.
+
+forwards    what went through the model: inputs, outputs, masks, the gradient at the outputs
+values      what a pass over a batch gives: losses, norms, clipped sums, what the ledger adds
+captured    that pass as a CUDA graph, compiled where it pays
+evaluation  which pass serves a batch: recorded, or mapped over examples
+checks      what the loop did beside what the engine computed
+pipeline    all of it in order; the user's loop and ``train_step`` are two ways in
+"""

@@ -1,0 +1,231 @@
+"""The recorded pass as CUDA graphs: which graph serves a batch, and which of them are compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfil.engine.step.values import StepValues, Wanted, check_compiled, values_of
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.estimators import GivenDraws, draw_bits, signs_of
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.recording import RecordedJacobian
+from torchfil.fisher.recording.compiled import CompilationError, CompiledPass
+from torchfil.fisher.recording.graphs import CapturedPass, signature
+from torchfil.fisher.rules.products import exact_convolutions
+from torchfil.private import Examples
+
+__all__ = ["CapturedPasses", "OutputLook"]
+
+logger = logging.getLogger(__name__)
+
+OutputLook = Callable[[tuple[Tensor, ...]], None]  # is given the gradients at the outputs as soon as they stand
+
+_MOST_GRAPHS = 48
+_BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected batch
+_USES_BEFORE_COMPILING = 16
+_SHARE_BEFORE_COMPILING = 0.125  # of the batches so far
+_FURTHER_PADDING = 1.25  # a compiled pass for up to so many times the size serves, too
+_MOST_PARTS_TO_COMPILE = 8  # of a pass's probes: each part is compiled by itself, whatever the number of its probes
+
+
+class CapturedPasses:
+    """Runs batches through recorded passes that are CUDA graphs.
+
+    A graph needs fixed shapes: a batch is padded with copies of its first example to the next multiple of an eighth of
+    the expected batch, and the copies are masked out of the sum. A graph that is used often is compiled, if wanted.
+
+    Args:
+        expected_batch: The mean batch size.
+        compiled: Whether to compile those that are used often.
+
+    Attributes:
+        bucket: Batches are padded to multiples of it.
+        works: Whether capturing has not failed yet.
+    """
+
+    def __init__(self, expected_batch: int, *, compiled: bool = False) -> None:
+        self.bucket = max(8, -(-expected_batch // _BUCKETS))
+        self.compiled = compiled
+        self.works = True
+        self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by kind and size
+        self._uses: Counter[tuple[Hashable, int]] = Counter()
+        self._pool: Any = None  # one memory for all graphs: they are replayed one after the other
+
+    def run(
+        self, batch: PrivateBatch, wanted: Wanted, room: int, mode: Hashable, look: OutputLook | None
+    ) -> StepValues | None:
+        """The pass over a batch; None where it cannot be captured. The next pass overwrites what it gives.
+
+        Args:
+            batch: At least one example.
+            wanted: What the pass is to give.
+            room: The examples whose pass the memory would hold.
+            mode: What of the model the pass has built in; a graph serves one.
+            look: Is given the gradients at the outputs before the rest is computed.
+        """
+        gradients = batch.gradients
+        size = -(-len(gradients) // self.bucket) * self.bucket
+        kind = (signature(gradients), mode, wanted.kind, batch.mechanism)
+        try:
+            captured = self._compiled_for(batch, wanted, kind, size, room) if self.compiled else None
+            captured = captured or self._captured.get((kind, size)) or self._capture(batch, wanted, size)
+            self._captured.pop((kind, captured.size), None)
+            self._captured[kind, captured.size] = captured  # the latest stands last
+            if len(self._captured) > _MOST_GRAPHS:  # a changing noise or threshold needs a graph each
+                oldest = next(iter(self._captured))
+                del self._captured[oldest], self._uses[oldest]
+        except RuntimeError as error:
+            logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", error)
+            self.works = False
+            self._captured.clear()
+            self._pool = None
+            return None
+        return captured.replay(gradients.examples, wanted, look)
+
+    def _compiled_for(
+        self, batch: PrivateBatch, wanted: Wanted, kind: Hashable, size: int, room: int
+    ) -> _Captured | None:
+        """A compiled pass for so many examples, made now where it is worth it; None: there is none."""
+        self._uses[kind, size] += 1
+        present = self._captured.get((kind, size))
+        if present is not None and present.compiled:
+            return present
+        uses = self._uses[kind, size]
+        of_kind = sum(count for (its_kind, _), count in self._uses.items() if its_kind == kind)
+        if uses >= _USES_BEFORE_COMPILING and uses >= _SHARE_BEFORE_COMPILING * of_kind:
+            return self._compile(batch, wanted, size, room)
+        larger = [n for (its_kind, n), other in self._captured.items() if its_kind == kind and other.compiled]
+        fitting = [n for n in larger if size <= n <= _FURTHER_PADDING * size]
+        return self._captured[kind, min(fitting)] if fitting else None
+
+    def _capture(
+        self, batch: PrivateBatch, wanted: Wanted, size: int, *, compiled: bool = False, probes_at_once: int = 1
+    ) -> _Captured:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        warm_ups = 1 if self._captured else 2
+        return _Captured(batch, size, wanted, self._pool, warm_ups, compiled=compiled, probes_at_once=probes_at_once)
+
+    def _compile(self, batch: PrivateBatch, wanted: Wanted, size: int, room: int) -> _Captured | None:
+        """A compiled pass; None where it cannot be compiled, which is not tried again."""
+        probes = len(wanted.seeds)
+        fitting = max(1, min(probes, room // size))
+        logger.info("compiling the pass over %d examples with %d probes", size, probes)
+        problem: Exception | str = (
+            f"it would have to be compiled in {-(-probes // fitting)} parts, since max_memory holds {fitting} of its "
+            f"{probes} probes at once; raise max_memory or take fewer probes"
+        )
+        for at_once in dict.fromkeys((fitting, 1)):
+            if probes > _MOST_PARTS_TO_COMPILE * at_once:
+                continue
+            try:
+                return self._capture(batch, wanted, size, compiled=True, probes_at_once=at_once)
+            except CompilationError as error:
+                problem = error
+                logger.info("compiling with %d probes at once failed: %s", at_once, error)
+        logger.warning("the step could not be compiled and goes on as it is: %s", problem)
+        self.compiled = False
+        return None
+
+
+class _Captured:
+    """One pass of fixed size as CUDA graphs, with the probes' bits, the batch's size and the rate that it reads.
+
+    Attributes:
+        size: How many examples it takes.
+        compiled: Whether it was compiled before it was captured.
+        probes_at_once: How many probes are worked at together.
+    """
+
+    def __init__(
+        self,
+        batch: PrivateBatch,
+        size: int,
+        wanted: Wanted,
+        pool: Any,
+        warm_ups: int,
+        *,
+        compiled: bool = False,
+        probes_at_once: int = 1,
+    ) -> None:
+        gradients, device = batch.gradients, batch.gradients.device
+        self.batch, self.wanted, self.size = batch, wanted, size
+        self.compiled, self.probes_at_once = compiled, probes_at_once
+
+        # What changes from replay to replay lies where the graph reads it.
+        self.bits = tuple(torch.zeros(gradients.num_parameters, dtype=torch.int8, device=device) for _ in wanted.seeds)
+        self.source = torch.Generator(device=device)
+        self.places = torch.arange(size, device=device)
+        self.count = torch.full((), size, dtype=torch.long, device=device)
+        self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=device)
+
+        self._compiled_pass: CompiledPass[dict[str, Any]] | None = None
+        if compiled:  # compared with the plain pass on probes that differ
+            for seed, bits in enumerate(self.bits):
+                draw_bits(seed, bits)
+        self.captured = CapturedPass(gradients, size, self._stages, pool, warm_ups, num_stages=1 if compiled else 2)
+
+    def replay(self, examples: Examples, wanted: Wanted, look: OutputLook | None) -> StepValues:
+        """The pass over these examples; the next replay overwrites what it gives."""
+        count = len(examples)
+        self.count.fill_(count)
+        if wanted.rate < 1:
+            self.rate.fill_(wanted.rate)
+        for bits, seed in zip(self.bits, wanted.seeds, strict=True):
+            draw_bits(seed, bits, self.source)
+        *early, values = self.captured.replay(examples, lambda stage: _show(stage, count, look))
+        result: StepValues = values.first(count)
+        if look is not None and not early:
+            look(result.output_gradients or ())
+        return result
+
+    def _stages(self, gradients: ExampleGradients) -> Iterator[Any]:
+        """The gradients at the outputs, then everything; a compiled pass gives everything at once."""
+        inputs = (self.bits, self.places, self.count, self.rate)
+        if self.compiled:
+            yield self._run_compiled(gradients, inputs)
+            return
+        jacobian = self._jacobian(gradients)
+        yield jacobian.output_gradients
+        yield StepValues(**self._pass(gradients, inputs, jacobian=jacobian))
+
+    def _run_compiled(self, gradients: ExampleGradients, inputs: Any) -> StepValues:
+        if self._compiled_pass is None:
+            compiled = CompiledPass(partial(self._pass, probes_at_once=self.probes_at_once), gradients, inputs)
+            with exact_convolutions():
+                ours, plain = (StepValues(**run(gradients, inputs)) for run in (compiled, self._pass))
+            check_compiled(ours, plain, gradients.dtype)
+            self._compiled_pass = compiled
+        return StepValues(**self._compiled_pass(gradients, inputs))
+
+    def _jacobian(self, gradients: ExampleGradients) -> RecordedJacobian:
+        mechanism = self.batch.mechanism
+        return RecordedJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
+
+    def _pass(
+        self,
+        gradients: ExampleGradients,
+        inputs: tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor],
+        probes_at_once: int = 1,
+        jacobian: RecordedJacobian | None = None,
+    ) -> dict[str, Any]:
+        """The fields of the result."""
+        all_bits, places, count, rate = inputs
+        probes = tuple(signs_of(bits, gradients.dtype) for bits in all_bits)
+        draws = GivenDraws(self.wanted.seeds, slice(0, self.size), self.size, 1, probes_at_once, probes)
+        mask = (places < count).to(gradients.dtype)
+        batch = replace(self.batch, gradients=gradients)
+        return vars(values_of(batch, jacobian or self._jacobian(gradients), self.wanted, draws, rate, mask))
+
+
+def _show(stage: Any, count: int, look: OutputLook | None) -> None:
+    if look is not None and isinstance(stage, tuple):
+        look(tuple(value[:count] for value in stage))

@@ -1,0 +1,201 @@
+"""Which pass serves a batch: a recorded one where a trial shows that it fits, one mapped over examples where not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+from torchfil.engine.replica import Replica
+from torchfil.engine.step.captured import CapturedPasses, OutputLook
+from torchfil.engine.step.values import StepValues, Wanted, joined, values_of
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.estimators import Draws, get_estimator
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.recording import (
+    Plan,
+    RecordedForward,
+    RecordedJacobian,
+    UnsupportedCallError,
+    forward_pass,
+    plan,
+)
+from torchfil.private import Examples
+
+__all__ = ["Evaluator"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_PLANS = 256
+
+
+class Evaluator:
+    """Computes what a step needs of a batch: losses, norms, clipped sums, Fisher information.
+
+    Args:
+        replica: The model.
+        expected_batch: The mean batch size.
+        max_memory: For temporary tensors, in bytes.
+        cuda_graphs: Whether recorded passes are captured on a GPU.
+        compiled: Whether those that are used often are compiled.
+    """
+
+    def __init__(
+        self, replica: Replica, expected_batch: int, max_memory: int, *, cuda_graphs: bool, compiled: bool
+    ) -> None:
+        self.replica = replica
+        self.max_memory = max_memory
+        self._expected_batch, self._compiled = expected_batch, compiled
+        self._graphs_wanted = cuda_graphs
+        self._graphs: CapturedPasses | None = None
+        self._graphs_made_at = replica.changes
+        self._plans: dict[Hashable, Plan] = {}
+
+    def has_plan(self, gradients: ExampleGradients) -> bool:
+        """Whether such examples were tried before."""
+        return self._key(gradients.examples, tuple(gradients.parameters)) in self._plans
+
+    def plan(self, gradients: ExampleGradients) -> Plan:
+        """Whether a recorded pass fits the model; tried once for every shape of examples."""
+        key = self._key(gradients.examples, tuple(gradients.parameters))
+        if key in self._plans or not len(gradients):
+            return self._plans.get(key, Plan(None, 1))
+        constants = self.replica.note_written(gradients.constants)
+        found = plan(replace(gradients, constants=constants))
+        self.replica.learn_written(constants)
+        if len(gradients) > 1:  # one example cannot show whether examples mix
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = found
+            _tell(found)
+        return found
+
+    def evaluate(
+        self,
+        batch: PrivateBatch,
+        wanted: Wanted,
+        look: OutputLook | None = None,
+        forward: RecordedForward | None = None,
+    ) -> StepValues:
+        """What is wanted of a batch of at least one example; the next pass may overwrite it.
+
+        Args:
+            batch: The examples, with their plan.
+            wanted: What to compute.
+            look: Is given the gradients at the model's outputs, where the pass has them, as early as possible.
+            forward: The forward half of a recorded pass over the same examples that ran before.
+        """
+        if not _fits(batch):
+            return self._mapped(batch, wanted)
+        one_pass = get_estimator(wanted.estimator).one_pass and wanted.test_matrix is None
+        recorded = wanted if one_pass or not wanted.seeds else replace(wanted, seeds=())
+        if recorded is not wanted and not wanted.summed:
+            return self._mapped(batch, wanted)
+        try:
+            values = self._recorded(batch, recorded, look, forward)
+        except UnsupportedCallError as error:  # of a batch that is not as the trial's
+            return self._mapped(replace(batch, known=self._give_up(batch.gradients, str(error))), wanted)
+
+        # Another estimator has its own products with each example's Jacobian.
+        if recorded is not wanted:
+            measured = self._mapped(batch, replace(wanted, summed=False))
+            return replace(values, additions=measured.additions)
+        return values
+
+    def recorded_forward(self, examples: Examples, gradients: ExampleGradients) -> RecordedForward | None:
+        """The forward half of a recorded pass of the live model; None where the whole pass will not follow from it."""
+        tried = self._plans.get(self._key(examples, tuple(gradients.parameters)))
+        if tried is None or tried.reason is not None or self.replica.written or self._uses_graphs(examples):
+            return None
+        if len(examples) > self._room(tried):
+            return None
+        try:
+            return forward_pass(gradients, examples.z.detach().requires_grad_())
+        except UnsupportedCallError:
+            return None
+
+    def runs_in_pieces(self, batch: PrivateBatch) -> bool:
+        """Whether a batch is mapped over or cut into chunks, so that the model's forward pass runs more than once."""
+        return not _fits(batch) or len(batch.gradients) > self._room(batch.known or Plan(None, 1))
+
+    def _recorded(
+        self, batch: PrivateBatch, wanted: Wanted, look: OutputLook | None, forward: RecordedForward | None
+    ) -> StepValues:
+        """A CUDA graph where the batch fits one, the rest of a pass that began in the loop, or a pass of its own."""
+        assert batch.known is not None
+        gradients, mechanism = batch.gradients, batch.mechanism
+        room, count = self._room(batch.known), len(batch.gradients)
+        if forward is None and self._uses_graphs(gradients.examples):
+            graphs = self._captured_passes()
+            if count + graphs.bucket <= room:
+                values = graphs.run(batch, wanted, room, self.replica.key, look)
+                if values is not None:
+                    return values
+
+        parts: list[StepValues] = []
+        at_once = batch.probes_at_once(len(wanted.seeds), self.max_memory)
+        chunks: Any = batch.chunks(self.max_memory, 1, one_pass=True)
+        if forward is not None:
+            live = replace(gradients, model=self.replica.live)
+            chunks = [(slice(0, count), RecordedJacobian(live, mechanism.clip, mechanism.max_grad_norm, forward))]
+        for rows, jacobian in chunks:
+            if look is not None and rows == slice(0, count):
+                look(jacobian.output_gradients)
+            draws = Draws(wanted.seeds, rows, count, 1, at_once)
+            parts.append(values_of(batch, jacobian, wanted, draws, wanted.rate))
+        values = joined(parts)
+        if look is not None and len(parts) > 1:
+            look(values.output_gradients or ())
+        return values
+
+    def _mapped(self, batch: PrivateBatch, wanted: Wanted) -> StepValues:
+        """By gradients that are mapped over examples, in chunks."""
+        columns, vectors = batch.working_vectors(wanted.estimator, self.max_memory)
+        parts = []
+        for rows, jacobian in batch.chunks(self.max_memory, vectors):
+            draws = Draws(wanted.seeds, rows, len(batch.gradients), columns)
+            parts.append(values_of(batch, jacobian, wanted, draws, wanted.rate))
+        return joined(parts)
+
+    def _captured_passes(self) -> CapturedPasses:
+        """The graphs of the model as it is; those of earlier attributes are let go."""
+        if self._graphs is None or self._graphs_made_at != self.replica.changes:
+            works = self._graphs is None or self._graphs.works
+            self._graphs = CapturedPasses(self._expected_batch, compiled=self._compiled)
+            self._graphs.works, self._graphs_made_at = works, self.replica.changes
+        return self._graphs
+
+    def _uses_graphs(self, examples: Examples) -> bool:
+        """Whether passes over such examples are captured; copies of written buffers lie elsewhere at each step."""
+        if not self._graphs_wanted or examples.z.device.type != "cuda" or self.replica.written or examples.shares_masks:
+            return False
+        return self._captured_passes().works
+
+    def _room(self, tried: Plan) -> int:
+        """How many examples a pass may hold at once."""
+        return max(1, self.max_memory // max(1, tried.bytes_per_example))
+
+    def _give_up(self, gradients: ExampleGradients, reason: str) -> Plan:
+        """From now on such examples are mapped over."""
+        self._plans[self._key(gradients.examples, tuple(gradients.parameters))] = found = Plan(reason, 0)
+        _tell(found)
+        return found
+
+    def _key(self, examples: Examples, parameters: tuple[str, ...]) -> Hashable:
+        return examples.form, self.replica.key, parameters
+
+
+def _fits(batch: PrivateBatch) -> bool:
+    return batch.known is not None and batch.known.reason is None
+
+
+def _tell(tried: Plan) -> None:
+    if tried.reason is not None:
+        logger.warning("gradients are mapped over examples (vmap), which is slower: %s", tried.reason)
+    elif tried.generic:
+        logger.info(
+            "no layer rule for %s: their gradients are formed example by example, which is slower "
+            "(CONTRIBUTING.md tells how to add one)",
+            ", ".join(tried.generic),
+        )

@@ -1,0 +1,156 @@
+"""What a pass over a batch is to give, and what it gives: losses, norms, clipped sums, what the ledger adds."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchfil.accounting.contributions import additions
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.estimators import Draws, Quantity
+from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.recording.compiled import CompilationError
+from torchfil.fisher.rules.products import product_precision
+from torchfil.utils.trees import map_tensors
+
+__all__ = ["StepValues", "Wanted", "check_compiled", "joined", "values_of"]
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What one pass over a batch gives.
+
+    Attributes:
+        losses: ℓ, [batch]; None where they are not wanted.
+        norm: ‖g‖ before clipping, [batch].
+        clipped_norm: ‖g̃‖, [batch].
+        sums: Σ_i g̃_i by parameter name; empty where it is not wanted.
+        additions: What the ledger adds, by name, [batch, …] each; None where the step is not measured.
+        output_gradients: ∂ℓ_i/∂output_i, for every tensor of the model's output; None where the pass has none.
+    """
+
+    losses: Tensor | None
+    norm: Tensor
+    clipped_norm: Tensor
+    sums: dict[str, Tensor]
+    additions: dict[str, Tensor] | None
+    output_gradients: tuple[Tensor, ...] | None = None
+
+    def kept(self, *, sums: bool) -> StepValues:
+        """The same, which later passes do not overwrite; ``sums`` says whether those are copied, too."""
+        copied = map_tensors(Tensor.clone, {**vars(self), "sums": self.sums if sums else None})
+        return StepValues(**copied if sums else {**copied, "sums": self.sums})
+
+    def first(self, count: int) -> StepValues:
+        """The same of so many examples; the sums are left as they are."""
+        cut = map_tensors(lambda value: value[:count], {**vars(self), "sums": None})
+        return StepValues(**{**cut, "sums": self.sums})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a pass is to give.
+
+    Attributes:
+        quantities: Of the Fisher information.
+        estimator: Its name.
+        seeds: Of the probes; none: the step is not measured.
+        rate: π, the probability with which such a step is measured.
+        summed: Whether the clipped sum is wanted.
+        losses: Whether the losses are.
+        susceptibility: Whether the PLIS is.
+        test_matrix: Ω, [d, r], where I Ω is wanted.
+    """
+
+    quantities: tuple[Quantity, ...]
+    estimator: str
+    seeds: tuple[int, ...]
+    rate: float = 1.0
+    summed: bool = True
+    losses: bool = False
+    susceptibility: bool = False
+    test_matrix: Tensor | None = None
+
+    @property
+    def kind(self) -> Hashable:
+        """All that a captured pass depends on."""
+        return (
+            self.quantities,
+            self.estimator,
+            len(self.seeds),
+            self.rate < 1,
+            self.summed,
+            self.losses,
+            self.susceptibility,
+            self.test_matrix is None,
+        )
+
+
+def values_of(
+    batch: PrivateBatch,
+    jacobian: ClippedJacobian,
+    wanted: Wanted,
+    draws: Draws,
+    rate: float | Tensor,
+    mask: Tensor | None = None,
+) -> StepValues:
+    """All that is wanted of one chunk; ``mask`` (1 or 0, [batch]) says which examples count in the sum."""
+    added = None
+    if wanted.seeds:
+        measurement = batch.measured(
+            [(draws.rows, jacobian)],
+            wanted.quantities,
+            wanted.estimator,
+            draws,
+            wanted.test_matrix,
+            wanted.susceptibility,
+        )
+        added = additions(measurement, rate, skipping=wanted.rate < 1)
+    sums = jacobian.clipped_sum(mask) if wanted.summed else {}
+    losses = jacobian.losses if wanted.losses else None
+    return StepValues(losses, jacobian.norm, jacobian.clipped_norm, sums, added, jacobian.output_gradients)
+
+
+def joined(parts: Sequence[StepValues]) -> StepValues:
+    """Several passes as one: their examples one after the other, their sums added."""
+    if len(parts) == 1:
+        return parts[0]
+    measured = [part.additions for part in parts if part.additions is not None]
+    at_outputs = [part.output_gradients for part in parts if part.output_gradients is not None]
+    losses = [part.losses for part in parts if part.losses is not None]
+    return StepValues(
+        torch.cat(losses) if losses else None,
+        torch.cat([part.norm for part in parts]),
+        torch.cat([part.clipped_norm for part in parts]),
+        {name: torch.stack([part.sums[name] for part in parts]).sum(dim=0) for name in parts[0].sums},
+        {name: torch.cat([part[name] for part in measured]) for name in measured[0]} if measured else None,
+        tuple(map(torch.cat, zip(*at_outputs, strict=True))) if len(at_outputs) == len(parts) else None,
+    )
+
+
+def check_compiled(compiled: StepValues, plain: StepValues, dtype: torch.dtype) -> None:
+    """Raise unless both agree, as compilers err; computed in that dtype with exact convolutions.
+
+    Raises:
+        CompilationError: With what differs, and by how much.
+    """
+    tolerance = 1e-8 if dtype == torch.float64 else 1e-2 if product_precision() == "tf32" else 1e-3
+    values = _named(compiled)
+    for name, truth in _named(plain).items():
+        apart, size = float((values[name] - truth).abs().max()), float(truth.abs().max())
+        if not apart <= tolerance * size:
+            raise CompilationError(f"{name} off by {apart:.3g}, the largest being {size:.3g}")
+
+
+def _named(result: StepValues) -> dict[str, Tensor]:
+    """Every part with a name; the clipped sum as a whole, of which parts may vanish but for rounding."""
+    named = {"norms": result.norm, "clipped norms": result.clipped_norm}
+    named |= {"losses": result.losses} if result.losses is not None else {}
+    named |= {f"addition {name!r}": value for name, value in (result.additions or {}).items()}
+    named |= {f"gradient at output {k}": value for k, value in enumerate(result.output_gradients or ())}
+    if result.sums:
+        named["clipped sum"] = torch.cat([part.flatten() for part in result.sums.values()])
+    return named
