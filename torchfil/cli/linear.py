@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 
 import click
 import numpy as np
 
 from torchfil.cli.output import Output, number, table, with_output
-from torchfil.utils.files import write_bytes
+from torchfil.utils.csv_files import write_csv
 
 __all__ = ["glm"]
 
@@ -85,7 +83,7 @@ def glm(
     encoded = csv_table.encode(rows, target, categorical=categorical, ignore=ignore)
     found = csv_table.leakage_table(encoded, private, model=model, l2=l2, sigma=sigma, intercept=intercept)  # type: ignore[arg-type]
     if out_file is not None:
-        write_bytes(out_file, _as_csv(ids, found.columns))
+        write_csv(out_file, {"id": ids, **found.columns})
     nominal = ", ".join(f"{name} ({len(levels)})" for name, levels in encoded.levels.items()) or "none"
     out.say(f"{len(rows):,} rows of {data}, {encoded.inputs.shape[1]} columns; one-hot: {nominal}")
     if encoded.few_values:
@@ -124,11 +122,3 @@ def glm(
     if out_file is not None:
         out.say(f"\nall rows: {out_file}")
     out.say("\nThese numbers depend on private data: keep them confidential.")
-
-
-def _as_csv(ids: list[str], columns: dict[str, np.ndarray]) -> bytes:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["id", *columns])
-    writer.writerows(zip(ids, *(values.tolist() for values in columns.values()), strict=True))
-    return text.getvalue().encode()

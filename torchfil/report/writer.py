@@ -21,7 +21,7 @@ from torchfil.report.page import render
 from torchfil.report.page.context import Report
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.summary import summarise
-from torchfil.report.tables import write_csv, write_parquet
+from torchfil.report.tables import write_leakage_csv, write_parquet
 
 __all__ = ["write_report"]
 
@@ -57,7 +57,7 @@ def write_report(
     with _replaced_folder(Path(directory)) as folder:
         files, notes, digests = dict[str, str](), list[str](), dict[str, str]()
         if not redacted:
-            write_csv(run, folder / "leakage.csv")
+            write_leakage_csv(run, folder / "leakage.csv")
             files["leakage.csv"] = "every example"
             digests["leakage.csv"] = _digest(folder / "leakage.csv")
             missing = write_parquet(run, folder / "leakage.parquet")
