@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -31,6 +32,7 @@ from torchfil.engine.one_pass import OnePassModule, OnePassOptimizer
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import BatchToInputs, Settings, choose_amplification, refuse_modes, usual_memory
 from torchfil.engine.run import Run
+from torchfil.engine.run_view import RunView
 from torchfil.engine.saving import Labels, build_saved_run
 from torchfil.fisher.amplification import Amplification
 from torchfil.fisher.gradients import refuse_weighted_mean
@@ -456,8 +458,7 @@ class FILPrivacyEngine(PrivacyEngine):
             hash_data: Whether to read through the data set for its checksum.
         """
         run = build_saved_run(
-            self,
-            delta=delta,
+            self._view(delta),
             title=title,
             attribute_names=attribute_names,
             attribute_units=attribute_units,
@@ -484,7 +485,32 @@ class FILPrivacyEngine(PrivacyEngine):
         from torchfil.report.writer import write_report
 
         writing = {name: options.pop(name) for name in ("min_group",) if name in options}
-        return write_report(build_saved_run(self, delta=delta, **options), directory, redacted=redacted, **writing)
+        return write_report(build_saved_run(self._view(delta), **options), directory, redacted=redacted, **writing)
+
+    def _view(self, delta: float) -> RunView:
+        """The run so far, for saving."""
+        run = self._current
+        return RunView(
+            leakage=run.leakage,
+            timeline=run.timeline,
+            module=run.module,
+            dataset=run.dataset,
+            collate_fn=run.collate_fn,
+            settings=run.settings,
+            noise_multiplier=float(run.optimizer.noise_multiplier),
+            max_grad_norm=float(run.optimizer.max_grad_norm),
+            sample_rate=run.measurer.sample_rate,
+            num_probes=run.pace.num_probes,
+            loss=run.loss.name if run.loss is not None else None,
+            generator=run.generator,
+            accountant=self.accountant.mechanism(),
+            releases=self.accountant.history,
+            delta=delta,
+            individual_epsilon=self.get_individual_epsilon(delta=delta).value,
+            epsilon=float(self.get_epsilon(delta)),
+            rdp_mse_bound=self.get_rdp_mse_bound,
+            plis=partial(run.plis, private=True) if run.loss is not None else None,
+        )
 
     # ------------------------------------------------------------------ control
 

@@ -10,7 +10,7 @@ import platform
 import random
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,15 +20,10 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.bounds import rero
 from torchfil.engine.epsilon import epsilon_over_time
 from torchfil.engine.fingerprint import data_sha256
-from torchfil.engine.loader import split_batch
-from torchfil.engine.run import Run
+from torchfil.engine.run_view import RunView
 from torchfil.engine.thumbnails import thumbnails
-from torchfil.private import as_call
 from torchfil.report.saved_run import AttackResult, Attributes, SavedRun
 from torchfil.utils.trees import tensors_of
-
-if TYPE_CHECKING:
-    from torchfil.engine.engine import FILPrivacyEngine
 
 __all__ = ["Labels", "build_saved_run"]
 
@@ -42,9 +37,8 @@ _RERO_SAMPLES = (10_000, 100_000)
 
 
 def build_saved_run(
-    engine: FILPrivacyEngine,
+    run: RunView,
     *,
-    delta: float,
     title: str | None = None,
     attribute_names: Sequence[str] | None = None,
     attribute_units: Sequence[str] | None = None,
@@ -55,8 +49,42 @@ def build_saved_run(
     attacks: Sequence[AttackResult] = (),
     hash_data: bool = True,
 ) -> SavedRun:
-    """Everything of an engine's run that a report needs; see :meth:`FILPrivacyEngine.save_run`."""
-    run, leakage = engine._current, engine._current.leakage
+    """Everything of a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`."""
+    check_parts(pictures, input_range, groups, attacks)
+    leakage = run.leakage
+    attributes = _attributes(leakage, attribute_names, attribute_units)
+    labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
+    columns = {name: np.asarray(values) for name, values in leakage.columns()[1].items() if name != "fil_kind"}
+    columns["epsilon"] = run.individual_epsilon.cpu().numpy()
+
+    # both read examples of the data set, whose augmentation would move the generators of a run that goes on
+    with _global_generators_as_they_were():
+        about = _about(run, hash_data)
+        shown = thumbnails(run, columns["fil"], columns["participations"], pictures) if pictures else None
+    about["title"] = title if title is not None else f"{about['model']['name']} on {len(columns['fil']):,} examples"
+    about["unit_of_inputs"] = unit_of_inputs
+    about["dataset"]["input_range"] = [float(end) for end in input_range] if input_range is not None else None
+
+    return SavedRun(
+        about=about,
+        ids=_ids(leakage.ids.all()),
+        columns=columns,
+        attributes=attributes,
+        groups=labels,
+        pictures=shown,
+        history=_history(run),
+        bounds=_bounds(run, input_range),
+        attacks=list(attacks),
+    )
+
+
+def check_parts(
+    pictures: int,
+    input_range: tuple[float, float] | None,
+    groups: Mapping[str, Labels] | None,
+    attacks: Sequence[AttackResult],
+) -> None:
+    """Refuse what does not fit any run."""
     if pictures < 0:
         raise ValueError(f"pictures={pictures} must be ≥ 0: how many of the most and of the least exposed to show")
     if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
@@ -67,29 +95,8 @@ def build_saved_run(
                 f"attacks holds a {type(attack).__name__}; set it beside the bounds first: "
                 "torchfil.validate(engine, attack).record()"
             )
-    attributes = _attributes(leakage, attribute_names, attribute_units)
     if groups is not None and not isinstance(groups, Mapping):
         raise TypeError(f"groups is a {type(groups).__name__}; name the grouping: groups={{'clinic': labels}}")
-    labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
-    columns = {name: np.asarray(values) for name, values in leakage.columns()[1].items() if name != "fil_kind"}
-    columns["epsilon"] = engine.get_individual_epsilon(delta=delta).value.cpu().numpy()
-    with _global_generators_as_they_were():
-        about = _about(engine, run, leakage, delta, hash_data)
-        shown = thumbnails(run, columns["fil"], columns["participations"], pictures) if pictures else None
-    about["title"] = title if title is not None else f"{about['model']['name']} on {len(columns['fil']):,} examples"
-    about["unit_of_inputs"] = unit_of_inputs
-    about["dataset"]["input_range"] = [float(end) for end in input_range] if input_range is not None else None
-    return SavedRun(
-        about=about,
-        ids=_ids(leakage.ids.all()),
-        columns=columns,
-        attributes=attributes,
-        groups=labels,
-        pictures=shown,
-        history=_history(engine, run, leakage, delta),
-        bounds=_bounds(engine, leakage, input_range),
-        attacks=list(attacks),
-    )
 
 
 @contextlib.contextmanager
@@ -104,38 +111,21 @@ def _global_generators_as_they_were() -> Iterator[None]:
         np.random.set_state(numpys)
 
 
-def _about(engine: FILPrivacyEngine, run: Run, leakage: Leakage, delta: float, hash_data: bool) -> dict[str, Any]:
-    settings, optimizer, name = run.settings, run.optimizer, type(run.module).__name__
-    inputs, _ = split_batch(run.collate_fn([run.dataset[0]]), settings.batch_to_inputs)
-    args, kwargs = as_call(inputs)
-    shapes = [list(leaf.shape[1:]) for leaf in tensors_of((args, kwargs))]
-    chosen = settings.amplification
+def _about(run: RunView, hash_data: bool) -> dict[str, Any]:
+    leakage, module = run.leakage, run.module
+    shapes = [list(leaf.shape[1:]) for leaf in tensors_of(list(run.inputs([0]).values()))]
     return {
-        "model": {"name": name, "num_parameters": sum(p.numel() for p in run.module.parameters())},
+        "model": {"name": type(module).__name__, "num_parameters": sum(p.numel() for p in module.parameters())},
         "dataset": {
             "num_examples": leakage.ids.num_examples,
             "num_coordinates": leakage.num_coordinates,
             "input_shape": shapes[0] if len(shapes) == 1 else shapes,
             "data_sha256": data_sha256(run.dataset) if hash_data else None,
         },
-        "mechanism": {
-            "noise_multiplier": float(optimizer.noise_multiplier),
-            "max_grad_norm": float(optimizer.max_grad_norm),
-            "clip": settings.clip.name,
-            "sample_rate": run.measurer.sample_rate,
-            "steps": leakage.ledger.steps,
-            "steps_paused": leakage.ledger.missed_steps,
-            "poisson": run.measurer.sample_rate is not None,
-            "amplification": chosen if isinstance(chosen, str) else repr(chosen),
-            "estimator": settings.estimator,
-            "num_probes": run.pace.num_probes if settings.rel_error is None else None,
-            "fil_rate": settings.fil_rate if settings.rel_error is None else None,
-            "rel_error": settings.rel_error,
-            "loss": run.loss.name if run.loss is not None else None,
-        },
-        "epsilon": float(engine.get_epsilon(delta)),
-        "delta": delta,
-        "accountant": engine.accountant.mechanism(),
+        "mechanism": _mechanism(run),
+        "epsilon": run.epsilon,
+        "delta": run.delta,
+        "accountant": run.accountant,
         "versions": {
             "torchfil": __version__,
             "torch": str(torch.__version__),
@@ -145,6 +135,27 @@ def _about(engine: FILPrivacyEngine, run: Run, leakage: Leakage, delta: float, h
         "seed": run.generator.initial_seed(),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "exact": leakage.exact,
+    }
+
+
+def _mechanism(run: RunView) -> dict[str, Any]:
+    settings, ledger = run.settings, run.leakage.ledger
+    amplification = settings.amplification
+    paced = settings.rel_error is not None  # then probes and rate change from step to step
+    return {
+        "noise_multiplier": run.noise_multiplier,
+        "max_grad_norm": run.max_grad_norm,
+        "clip": settings.clip.name,
+        "sample_rate": run.sample_rate,
+        "steps": ledger.steps,
+        "steps_paused": ledger.missed_steps,
+        "poisson": run.sample_rate is not None,
+        "amplification": amplification if isinstance(amplification, str) else repr(amplification),
+        "estimator": settings.estimator,
+        "num_probes": None if paced else run.num_probes,
+        "fil_rate": None if paced else settings.fil_rate,
+        "rel_error": settings.rel_error,
+        "loss": run.loss,
     }
 
 
@@ -192,49 +203,54 @@ def _labels(name: str, given: Labels, leakage: Leakage) -> np.ndarray:
     return np.asarray([str(label) for label in given], dtype=str)
 
 
-def _history(engine: FILPrivacyEngine, run: Run, leakage: Leakage, delta: float) -> dict[str, np.ndarray]:
-    ledger = leakage.ledger
+def _history(run: RunView) -> dict[str, np.ndarray]:
+    ledger = run.leakage.ledger
     steps, points = run.timeline.table(ledger.steps, ledger.sums["trace"], ledger.num_coordinates)
     names = ("fil_median", "fil_q95", "fil_max")
     history = {"step": np.asarray(steps, dtype=np.int64)}
     history |= {name: points[:, place].double().numpy() for place, name in enumerate(names)}
-    if engine.accountant.mechanism() == "rdp":
-        history["epsilon"] = epsilon_over_time(engine.accountant.history, steps, delta)
+    if run.accountant == "rdp":
+        history["epsilon"] = epsilon_over_time(run.releases, steps, run.delta)
     return history
 
 
-def _bounds(engine: FILPrivacyEngine, leakage: Leakage, input_range: tuple[float, float] | None) -> dict[str, Any]:
+def _bounds(run: RunView, input_range: tuple[float, float] | None) -> dict[str, Any]:
     """Theorem 1, where inputs are known to lie in a range, and reconstruction robustness at the run's worst σ and q."""
     bounds: dict[str, Any] = {}
     if input_range is not None:
         diameter = input_range[1] - input_range[0]
         bounds["rdp_mse_bound"] = {
             "diameter": diameter,
-            "replace_one": engine.get_rdp_mse_bound(diameter, reading="replace-one"),
-            "paper": engine.get_rdp_mse_bound(diameter, reading="paper"),
+            "replace_one": run.rdp_mse_bound(diameter, reading="replace-one"),
+            "paper": run.rdp_mse_bound(diameter, reading="paper"),
         }
-    history = engine.accountant.history
-    steps = sum(count for *_, count in history)
-    q = max(rate for _, rate, _ in history)
-    if engine._current.measurer.sample_rate is None:  # known batches: a step counts where the example takes part
-        q, steps = 1.0, int(leakage.ledger.sums["participations"].max())
+    rero_curve = _rero_curve(run)
+    return bounds if rero_curve is None else {**bounds, "rero": rero_curve}
+
+
+def _rero_curve(run: RunView) -> dict[str, list[float]] | None:
+    """Success with the model by success without it, at the smallest σ and the largest q; None if it takes too long."""
+    steps = sum(count for *_, count in run.releases)
+    q = max(rate for _, rate, _ in run.releases)
+    if run.sample_rate is None:  # known batches: a step counts where the example takes part
+        q, steps = 1.0, int(run.leakage.ledger.sums["participations"].max())
+
+    # fewer samples for longer runs, so that the work stays about the same
     samples = int(min(max(_RERO_WORK // max(1, steps), _RERO_SAMPLES[0]), _RERO_SAMPLES[1]))
     if not steps or steps * samples > 20 * _RERO_WORK:
         logger.info("reconstruction robustness of %d steps is left out: too long to sample", steps)
-        return bounds
-    sigma = min(noise for noise, *_ in history)
-    found = rero(
+        return None
+    success = rero(
         _PRIORS,
         q=q,
-        noise_multiplier=sigma,
+        noise_multiplier=min(sigma for sigma, *_ in run.releases),
         steps=steps,
         num_samples=samples,
         generator=torch.Generator().manual_seed(0),
     )
-    bounds["rero"] = {
+    return {
         "prior": list(_PRIORS),
-        "success": found.interval(0.95)[1].clamp(max=1).tolist(),
-        "estimate": found.value.tolist(),
-        "standard_error": found.standard_error.tolist(),
+        "success": success.interval(0.95)[1].clamp(max=1).tolist(),
+        "estimate": success.value.tolist(),
+        "standard_error": success.standard_error.tolist(),
     }
-    return bounds

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.engine.loader import split_batch
-from torchfil.engine.run import Run
-from torchfil.private import as_call
+from torchfil.engine.run_view import RunView
 from torchfil.report.saved_run import Pictures
 
 __all__ = ["as_image", "thumbnails"]
@@ -21,7 +19,7 @@ _LARGEST = 128  # pixels of a thumbnail's longer side
 _SMALLEST_IMAGE = 4
 
 
-def thumbnails(run: Run, fil: np.ndarray, participations: np.ndarray, count: int) -> Pictures | None:
+def thumbnails(run: RunView, fil: np.ndarray, participations: np.ndarray, count: int) -> Pictures | None:
     """The ``count`` most and least exposed examples, the most exposed first; None where the inputs are no images.
 
     Examples that were never drawn are left out: nothing is known about them. The maps are None where the loss is not
@@ -38,15 +36,12 @@ def thumbnails(run: Run, fil: np.ndarray, participations: np.ndarray, count: int
     rows = order if len(order) <= 2 * count else np.concatenate([order[:count], order[len(order) - count :]])
     if not len(rows):
         return None
-    inputs, _ = split_batch(run.collate_fn([run.dataset[int(row)] for row in rows]), run.settings.batch_to_inputs)
-    args, kwargs = as_call(inputs)
-    named: dict[Hashable, Any] = dict(enumerate(args))
-    named.update(kwargs)
-    key = next((key for key, value in named.items() if _is_image(value)), None)
+    inputs = run.inputs(rows.tolist())
+    key = next((key for key, value in inputs.items() if _is_image(value)), None)
     if key is None:
         return None
-    images = torch.stack([as_image(image) for image in named[key]])
-    return Pictures(rows.astype(np.int64), images.numpy(), _maps(run, rows, key, named[key].shape))
+    images = torch.stack([as_image(image) for image in inputs[key]])
+    return Pictures(rows.astype(np.int64), images.numpy(), _maps(run, rows, key, inputs[key].shape))
 
 
 def as_image(image: Tensor) -> Tensor:
@@ -62,18 +57,18 @@ def as_image(image: Tensor) -> Tensor:
     return small[0] if len(small) == 1 else small.permute(1, 2, 0).contiguous()
 
 
-def _maps(run: Run, rows: np.ndarray, key: Hashable, shape: torch.Size) -> np.ndarray | None:
-    """PLIS summed over channels, [rows, H, W]; the run's generators are left as they were."""
-    if run.loss is None:
+def _maps(run: RunView, rows: np.ndarray, key: Hashable, shape: torch.Size) -> np.ndarray | None:
+    """PLIS summed over channels, [rows, H, W]; the run's generator is left as it was."""
+    if run.plis is None:
         return None
     state = run.generator.get_state()
     try:
-        found: Mapping[Hashable, Tensor] = run.plis(rows.tolist(), private=True)
+        plis_by_input = run.plis(rows.tolist())
     finally:
         run.generator.set_state(state)
-    if key not in found or found[key].shape != shape:
+    if key not in plis_by_input or plis_by_input[key].shape != shape:
         return None
-    plis = found[key].detach().cpu().double().nan_to_num(0.0)
+    plis = plis_by_input[key].detach().cpu().double().nan_to_num(0.0)
     summed = plis.reshape(len(rows), -1, *shape[-2:]).sum(dim=1)
     return _shrunk(summed).float().numpy()
 

@@ -1,0 +1,73 @@
+"""What is saved of a run, apart from the engine that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfil.accounting.leakage import Leakage
+from torchfil.accounting.timeline import Timeline
+from torchfil.engine.loader import split_batch
+from torchfil.engine.options import Settings
+from torchfil.private import as_call
+
+__all__ = ["RunView"]
+
+
+@dataclass(frozen=True, eq=False)
+class RunView:
+    """A run so far, for reading, at one δ; reading it leaves the run as it was.
+
+    Attributes:
+        leakage: The ledger, with the examples' ids.
+        timeline: η̄ over training time.
+        module: The user's module.
+        dataset: The user's data set, whose examples are numbered from 0.
+        collate_fn: From a list of its examples to a batch.
+        settings: How the run is accounted for.
+        noise_multiplier: σ.
+        max_grad_norm: C.
+        sample_rate: q; None where the batches are known.
+        num_probes: Of a step.
+        loss: The loss's name; None before it is known.
+        generator: Source of the probes.
+        accountant: The name of the DP accountant.
+        releases: The accountant's history: (σ, q, how many steps).
+        delta: δ.
+        individual_epsilon: ε at δ of every example, [n].
+        epsilon: ε at δ for everybody.
+        rdp_mse_bound: From the range of a coordinate and ``reading=`` to the bound of Theorem 1.
+        plis: From row numbers to their PLIS by private tensor, [rows, …]; None before the loss is known.
+    """
+
+    leakage: Leakage
+    timeline: Timeline
+    module: nn.Module
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any]
+    settings: Settings
+    noise_multiplier: float
+    max_grad_norm: float
+    sample_rate: float | None
+    num_probes: int
+    loss: str | None
+    generator: torch.Generator
+    accountant: str
+    releases: Sequence[tuple[float, float, int]]
+    delta: float
+    individual_epsilon: Tensor
+    epsilon: float
+    rdp_mse_bound: Callable[..., float]
+    plis: Callable[[Sequence[int]], Mapping[Hashable, Tensor]] | None
+
+    def inputs(self, rows: Sequence[int]) -> dict[Hashable, Any]:
+        """What the model is called with for these examples, by place and by name, [rows, …] each."""
+        batch = self.collate_fn([self.dataset[row] for row in rows])
+        args, kwargs = as_call(split_batch(batch, self.settings.batch_to_inputs)[0])
+        named: dict[Hashable, Any] = dict(enumerate(args))
+        named.update(kwargs)
+        return named
