@@ -50,9 +50,9 @@ def step_costs(
     x, y = torch.rand(batch_size, 1, 28, 28), torch.randint(10, (batch_size,))
     variants = {
         "stock Opacus (hooks)": _opacus_step(x, y, device),
-        "training loop, 1 probe": _engine_step(x, y, device, num_probes=1, fused=False),
-        "engine.train_step, 1 probe": _engine_step(x, y, device, num_probes=1, fused=True),
-        "engine.train_step, 3 probes": _engine_step(x, y, device, num_probes=3, fused=True),
+        "training loop, 1 probe": _engine_step(x, y, device, num_probes=1, whole_step=False),
+        "engine.train_step, 1 probe": _engine_step(x, y, device, num_probes=1, whole_step=True),
+        "engine.train_step, 3 probes": _engine_step(x, y, device, num_probes=3, whole_step=True),
     }
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in progress(range(repeats + 1)):
@@ -87,7 +87,7 @@ def _opacus_step(x: torch.Tensor, y: torch.Tensor, device: str) -> Callable[[], 
     return step
 
 
-def _engine_step(x: torch.Tensor, y: torch.Tensor, device: str, *, num_probes: int, fused: bool) -> Callable[[], None]:
+def _engine_step(x: torch.Tensor, y: torch.Tensor, device: str, *, num_probes: int, whole_step: bool) -> Callable[[], None]:
     module = mnist_cnn().to(device)
     engine = FILPrivacyEngine()
     model, optimizer, loader = engine.make_private(
@@ -101,7 +101,7 @@ def _engine_step(x: torch.Tensor, y: torch.Tensor, device: str, *, num_probes: i
 
     def step() -> None:
         for inputs, targets in loader:  # one batch
-            if fused:
+            if whole_step:
                 engine.train_step(inputs, targets)
                 continue
             optimizer.zero_grad()

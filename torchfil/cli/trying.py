@@ -13,7 +13,7 @@ from torchfil.cli.output import Output, number, table, with_output
 from torchfil.cli.runs import summary
 
 if TYPE_CHECKING:
-    from torchfil.cli.demo import DigitsRun
+    from torchfil.cli.digits import DigitsRun
 
 __all__ = ["bench", "demo"]
 
@@ -40,7 +40,7 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
       torchfil demo
       torchfil demo --epochs 20 --noise 0.7 -o /tmp/digits
     """
-    from torchfil.cli.demo import DELTA, train_on_digits
+    from torchfil.cli.digits import DELTA, train_on_digits
     from torchfil.report.saved_run import load
     from torchfil.report.writer import write_report
 
