@@ -87,7 +87,9 @@ def _opacus_step(x: torch.Tensor, y: torch.Tensor, device: str) -> Callable[[], 
     return step
 
 
-def _engine_step(x: torch.Tensor, y: torch.Tensor, device: str, *, num_probes: int, whole_step: bool) -> Callable[[], None]:
+def _engine_step(
+    x: torch.Tensor, y: torch.Tensor, device: str, *, num_probes: int, whole_step: bool
+) -> Callable[[], None]:
     module = mnist_cnn().to(device)
     engine = FILPrivacyEngine()
     model, optimizer, loader = engine.make_private(

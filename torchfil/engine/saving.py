@@ -50,7 +50,7 @@ def build_saved_run(
     hash_data: bool = True,
 ) -> SavedRun:
     """Everything of a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`."""
-    check_parts(pictures, input_range, groups, attacks)
+    _check_parts(pictures, input_range, groups, attacks)
     leakage = run.leakage
     attributes = _attributes(leakage, attribute_names, attribute_units)
     labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
@@ -78,7 +78,7 @@ def build_saved_run(
     )
 
 
-def check_parts(
+def _check_parts(
     pictures: int,
     input_range: tuple[float, float] | None,
     groups: Mapping[str, Labels] | None,

@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from torchfil.report.saved_run import SavedRun
-from torchfil.report.status import NOT_MEASURED, status_of
+from torchfil.report.status import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
 from torchfil.utils.csv_files import write_csv
 
 __all__ = ["columns_of", "write_leakage_csv", "write_parquet"]
 
 STATUS = np.array(["measured", "lower bound", "not measured"])
-BLANK_WHERE_UNKNOWN = ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low")
 
 
 def columns_of(run: SavedRun) -> dict[str, np.ndarray]:
