@@ -51,13 +51,13 @@ def main() -> None:
 
     def part(where: list[str], work: Callable[[], dict[str, Any]]) -> None:
         start = time.perf_counter()
-        found = attempt(work)
+        outcome = attempt(work)
         target = results
         for key in where[:-1]:
             target = target.setdefault(key, {})
-        target[where[-1]] = found
+        target[where[-1]] = outcome
         write(results, stem)
-        reason = f"  failed: {found['failed']}" if "failed" in found else ""
+        reason = f"  failed: {outcome['failed']}" if "failed" in outcome else ""
         print(f"{' '.join(where)}: {time.perf_counter() - start:.0f} s{reason}", flush=True)
 
     if "models" in options.sections:
@@ -99,8 +99,8 @@ def machine(device: str) -> dict[str, Any]:
 
 def resumed(path: Path, present: dict[str, Any]) -> dict[str, Any]:
     """What an earlier run on the same machine, as thorough as this one, has written; else ``present``."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found if all(found.get(key) == value for key, value in present.items()) else present
+    earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return earlier if all(earlier.get(key) == value for key, value in present.items()) else present
 
 
 def write(results: dict[str, Any], stem: Path) -> None:

@@ -23,20 +23,24 @@ def compare(name: str, device: str, *, quick: bool) -> dict[str, Any]:
     if quick and not device.startswith("cuda"):
         model = replace(model, cpu_batch=max(2, model.cpu_batch // 8))
     batches = 1 if quick else 8
+    chosen = variants(device)
+
+    # all methods are built before one is timed, for they take turns
     loops: dict[str, Loop] = {}
     rows: dict[str, dict[str, Any]] = {}
-    chosen = variants(device)
     for title, variant in chosen.items():
         try:
             loops[title] = Loop(model, variant, device, batches=batches)
         except Exception as error:
             rows[title] = {"failed": reason_of(error)}
     work: dict[str, Work] = {title: loop.step for title, loop in loops.items()}
-    found = seconds_in_turns(work, device, repeats=1 if quick else 24, warm_up=batches)
+    times = seconds_in_turns(work, device, repeats=1 if quick else 24, warm_up=batches)
     del work, loops
     tidy()
+
+    # peak memory of each by itself
     for title, variant in chosen.items():
-        row = rows.setdefault(title, found.get(title, {}))
+        row = rows.setdefault(title, times.get(title, {}))
         if "failed" not in row:
             if variant.mean:
                 row["seconds"] = row["mean_seconds"]
@@ -64,8 +68,8 @@ def _paper(model: Model, device: str, rows: dict[str, dict[str, Any]], *, quick:
     result: dict[str, Any] = coordinate_cost(model, device, examples, repeats=1 if quick else 5)
     result["timed_examples"] = examples
     if not quick:
-        found = attempt(lambda: {"mapped_coordinate_seconds": mapped_coordinate_cost(model, device, examples)})
-        result |= found if "failed" not in found else {}
+        mapped = attempt(lambda: {"mapped_coordinate_seconds": mapped_coordinate_cost(model, device, examples)})
+        result |= mapped if "failed" not in mapped else {}
     cost, unit = result["coordinate_seconds"], rows[UNIT].get("seconds")
     if unit is not None:
         fifty = unit + PAPER_COORDINATES * cost

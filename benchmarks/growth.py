@@ -13,8 +13,7 @@ from torchfil import zoo
 
 __all__ = ["growth"]
 
-FUSED = "torchfil train_step, 1 probe"
-METHODS = {UNIT: Variant("hooks"), FUSED: Variant("fused", (("num_probes", 1),))}
+METHODS = {UNIT: Variant("hooks"), "torchfil train_step, 1 probe": Variant("train_step", (("num_probes", 1),))}
 
 
 def growth(device: str, *, quick: bool) -> dict[str, Any]:
@@ -49,17 +48,17 @@ def _against(models: Mapping[int, Model], device: str, quick: bool) -> dict[str,
         }
         for title, variant in METHODS.items()
     }
-    found = {title: _times(builders, device, quick) for title, builders in methods.items()}
+    times = {title: _times(builders, device, quick) for title, builders in methods.items()}
     result: dict[str, Any] = {"sizes": sizes, "seconds": {}, "power": {}, "last_power": {}}
-    for title, rows in found.items():
+    for title, rows in times.items():
         result["seconds"][title] = [rows[size].get("seconds") for size in sizes]
-        known = [(size, rows[size]["seconds"]) for size in sizes if "seconds" in rows[size]]
+        timed = [(size, rows[size]["seconds"]) for size in sizes if "seconds" in rows[size]]
         failed = {size: rows[size]["failed"] for size in sizes if "failed" in rows[size]}
         if failed:
             result.setdefault("failed", {})[title] = failed
-        if len(known) > 1:
-            result["power"][title] = power(*zip(*known, strict=True))
-            result["last_power"][title] = power(*zip(*known[-2:], strict=True))
+        if len(timed) > 1:
+            result["power"][title] = power(*zip(*timed, strict=True))
+            result["last_power"][title] = power(*zip(*timed[-2:], strict=True))
     return result
 
 
@@ -70,8 +69,8 @@ def _times(builders: Mapping[int, Callable[[], Loop]], device: str, quick: bool)
         steps = {str(size): build().step for size, build in builders.items()}
         return seconds_in_turns(steps, device, repeats=1 if quick else 10, warm_up=1 if quick else 3)
 
-    found = attempt(all_sizes)
-    return {size: {"failed": found["failed"]} if "failed" in found else found[str(size)] for size in builders}
+    rows = attempt(all_sizes)
+    return {size: {"failed": rows["failed"]} if "failed" in rows else rows[str(size)] for size in builders}
 
 
 def _against_probes(model: Model, device: str, quick: bool) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def _against_probes(model: Model, device: str, quick: bool) -> dict[str, Any]:
         model = replace(model, cpu_batch=64)
     title = "torchfil train_step"
     counts = (1, 2, 4, 8) if quick else tuple(range(1, 9))
-    variants = {count: Variant("fused", (("num_probes", count),)) for count in counts}
+    variants = {count: Variant("train_step", (("num_probes", count),)) for count in counts}
     builders = {
         count: partial(Loop, model, variant, device, batches=1 if quick else 2) for count, variant in variants.items()
     }
@@ -93,9 +92,9 @@ def _against_probes(model: Model, device: str, quick: bool) -> dict[str, Any]:
     ]
     result: dict[str, Any] = {"sizes": list(counts), "seconds": {title: [rows[c].get("seconds") for c in counts]}}
     result["peak_gb"] = peaks
-    known = [(count, rows[count]["seconds"]) for count in counts if "seconds" in rows[count]]
-    if len(known) > 1:
-        intercept, slope = line(*zip(*known, strict=True))
+    timed = [(count, rows[count]["seconds"]) for count in counts if "seconds" in rows[count]]
+    if len(timed) > 1:
+        intercept, slope = line(*zip(*timed, strict=True))
         result |= {"seconds_without": intercept, "seconds_per_probe": slope}
     failed = {count: rows[count]["failed"] for count in counts if "failed" in rows[count]}
     return result | ({"failed": {title: failed}} if failed else {})

@@ -122,7 +122,7 @@ class Variant:
     """A way to train.
 
     Attributes:
-        method: "plain", "hooks", "ghost", "loop" (an unchanged loop under torchfil) or "fused" (``train_step``).
+        method: "plain", "hooks", "ghost", "loop" (an unchanged loop under torchfil) or "train_step".
         settings: Of torchfil's ``make_private``.
         paused: Whether nothing is measured.
         mean: Whether the mean time counts instead of the median, because steps differ on purpose.
@@ -136,24 +136,24 @@ class Variant:
 
 def variants(device: str) -> dict[str, Variant]:
     """What is compared, by title; the unit comes second."""
-    found = {
+    chosen = {
         "plain SGD": Variant("plain"),
         UNIT: Variant("hooks"),
         "Opacus, ghost clipping": Variant("ghost"),
         "torchfil loop, 1 probe": Variant("loop", (("num_probes", 1),)),
         "torchfil loop, one pass, 1 probe": Variant("loop", (("num_probes", 1), ("grad_sample_mode", "one-pass"))),
-        "torchfil train_step, not measured": Variant("fused", (("num_probes", 1),), paused=True),
-        "torchfil train_step, 1 probe": Variant("fused", (("num_probes", 1),)),
-        "torchfil train_step, 3 probes": Variant("fused", (("num_probes", 3),)),
+        "torchfil train_step, not measured": Variant("train_step", (("num_probes", 1),), paused=True),
+        "torchfil train_step, 1 probe": Variant("train_step", (("num_probes", 1),)),
+        "torchfil train_step, 3 probes": Variant("train_step", (("num_probes", 3),)),
     }
     if device.startswith("cuda"):
-        found["torchfil train_step, 1 probe, no CUDA graph"] = Variant(
-            "fused", (("num_probes", 1), ("cuda_graphs", False))
+        chosen["torchfil train_step, 1 probe, no CUDA graph"] = Variant(
+            "train_step", (("num_probes", 1), ("cuda_graphs", False))
         )
     if "rel_error" in inspect.signature(FILPrivacyEngine.make_private).parameters:
         settings = (("rel_error", 0.05), ("epochs", 100))
-        found["torchfil train_step, rel_error = 0.05 over 100 epochs"] = Variant("fused", settings, mean=True)
-    return found
+        chosen["torchfil train_step, rel_error = 0.05 over 100 epochs"] = Variant("train_step", settings, mean=True)
+    return chosen
 
 
 class Loop:
@@ -175,6 +175,7 @@ class Loop:
         self.criterion: Any = nn.CrossEntropyLoss()
         self.optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.01)
         self.engine: Any = None
+
         x, y = model.data(20 * batch)
         dataset = TensorDataset(x.to(device), y.to(device))
         loader = DataLoader(dataset, batch_size=batch, generator=torch.Generator().manual_seed(1))
@@ -185,6 +186,7 @@ class Loop:
             "noise_multiplier": 1.0,
             "max_grad_norm": 1.0,
         }
+
         if variant.method == "plain":
             loader = DPDataLoader.from_data_loader(loader)
         elif variant.method == "hooks":
@@ -201,8 +203,10 @@ class Loop:
             module, self.optimizer, loader = self.engine.make_private(
                 **given, criterion=self.criterion, private=model.private, **settings
             )
+
+        # all methods draw the same batches, from the loader's own seed
         self.model = module
-        drawn = sorted(loader, key=lambda drawn: abs(len(drawn[1]) - batch))  # all methods draw the same
+        drawn = sorted(loader, key=lambda drawn: abs(len(drawn[1]) - batch))
         self.batches = itertools.cycle(drawn[:batches])
         if variant.paused:
             self._pause = self.engine.paused()
@@ -211,7 +215,7 @@ class Loop:
     def step(self) -> None:
         """One step on the next batch."""
         x, y = next(self.batches)
-        if self.variant.method == "fused":
+        if self.variant.method == "train_step":
             self.engine.train_step(x, y)
             return
         self.optimizer.zero_grad()

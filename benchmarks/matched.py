@@ -68,9 +68,9 @@ def matched(name: str, device: str, *, quick: bool = False) -> dict[str, Any]:
     for row in rows:
         row["paper_seconds"] = seconds[UNIT]["seconds"] + row["coordinates"] * coordinate
         for title in ("plain", "compiled"):
-            found = seconds.get(f"{title} {row['probes']}", {}).get("seconds")
-            if found is not None:
-                row |= {f"{title}_seconds": found, f"{title}_slower": row["paper_seconds"] / found}
+            ours = seconds.get(f"{title} {row['probes']}", {}).get("seconds")
+            if ours is not None:
+                row |= {f"{title}_seconds": ours, f"{title}_slower": row["paper_seconds"] / ours}
     return {
         "title": model.title,
         "batch": model.batch(device),
@@ -111,12 +111,12 @@ def _steps(
 ) -> dict[str, dict[str, Any]]:
     """Seconds of Opacus's step and, as "plain k" and "compiled k", of ``train_step`` with k probes, in turns."""
     chosen = {UNIT: Variant("hooks")}
-    chosen |= {f"plain {k}": Variant("fused", (("num_probes", k),)) for k in sorted(probes)}
-    chosen |= {f"compiled {k}": Variant("fused", (("num_probes", k), ("compile", True))) for k in sorted(compiled)}
+    chosen |= {f"plain {k}": Variant("train_step", (("num_probes", k),)) for k in sorted(probes)}
+    chosen |= {f"compiled {k}": Variant("train_step", (("num_probes", k), ("compile", True))) for k in sorted(compiled)}
     batches = 1 if quick else _BATCHES
     loops = {title: Loop(model, variant, device, batches=batches) for title, variant in chosen.items()}
     work = {title: loop.step for title, loop in loops.items()}
-    found = seconds_in_turns(work, device, repeats=1 if quick else 24, warm_up=_TURNS_BEFORE if compiled else batches)
+    times = seconds_in_turns(work, device, repeats=1 if quick else 24, warm_up=_TURNS_BEFORE if compiled else batches)
     del work, loops
     tidy()
-    return found
+    return times

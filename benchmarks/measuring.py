@@ -77,13 +77,13 @@ def seconds_in_turns(
                 continue
             if turn >= warm_up:
                 times[name].append(took)
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, values in times.items():
         if name in failed:
-            found[name] = {"failed": failed[name]}
+            rows[name] = {"failed": failed[name]}
         else:
-            found[name] = {"seconds": statistics.median(values), "mean_seconds": statistics.fmean(values)}
-    return found
+            rows[name] = {"seconds": statistics.median(values), "mean_seconds": statistics.fmean(values)}
+    return rows
 
 
 def peak_gigabytes(build: Callable[[], Work], device: str, calls: int = 3) -> float | None:

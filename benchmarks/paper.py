@@ -50,8 +50,8 @@ def clipped_column_norms(gradients: ExampleGradients, directions: Tensor, max_gr
 
     def one(z: Tensor, public: object, v: Tensor) -> Tensor:
         def clipped_gradient(z: Tensor) -> Tensor:
-            found = grad(gradients.loss_of_one)(gradients.parameters, z, public)
-            g = torch.cat([part.reshape(-1) for part in found.values()])
+            parts = grad(gradients.loss_of_one)(gradients.parameters, z, public)
+            g = torch.cat([part.reshape(-1) for part in parts.values()])
             over = g.square().sum().sqrt() / CLIP.threshold(max_grad_norm) - 1
             return g / (over * torch.special.ndtr(over) + 1)  # GELU(t − 1) + 1, in a form that jvp takes everywhere
 
@@ -117,10 +117,10 @@ def mapped_coordinate_cost(model: Model, device: str, examples: int) -> float:
         return timed(lambda: batch.estimate("trace", "coordinates", count, torch.Generator(), 2**34), device)
 
     seconds(1)
-    found = statistics.median((seconds(3) - seconds(1)) / 2 for _ in range(3))
-    if found <= 0:
-        raise RuntimeError(f"three coordinates took {2 * found:.3g} s more than one")
-    return found * model.batch(device) / examples
+    cost = statistics.median((seconds(3) - seconds(1)) / 2 for _ in range(3))
+    if cost <= 0:
+        raise RuntimeError(f"three coordinates took {2 * cost:.3g} s more than one")
+    return cost * model.batch(device) / examples
 
 
 def error_of_coordinates(r_coordinate: float, count: float, d: int) -> float:
@@ -138,8 +138,8 @@ def column_estimates(gradients: ExampleGradients, coordinates: int, generator: t
 def traces(gradients: ExampleGradients, probes: int, draws: int, generator: torch.Generator) -> Tensor:
     """Estimates of tr I by so many probes, drawn again and again, [draws, batch]."""
     batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0), plan(gradients))
-    found = [batch.estimate("trace", "weight-probes", probes, generator).value for _ in range(draws)]
-    return torch.stack(found).double()
+    estimates = [batch.estimate("trace", "weight-probes", probes, generator).value for _ in range(draws)]
+    return torch.stack(estimates).double()
 
 
 def relative_std(samples: Tensor) -> float:

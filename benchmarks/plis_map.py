@@ -49,14 +49,14 @@ def main() -> None:
 
     work: dict[str, Callable[[], object]] = {"forward": lambda: model(x), "pass": forward_and_backward}
     work |= {name: lambda plis=plis: plis.attribute(x, y) for name, plis in kinds.items()}  # type: ignore[misc]
-    found = seconds(work, options.device)
-    backward = found["pass"] - found["forward"]
+    times = seconds(work, options.device)
+    backward = times["pass"] - times["forward"]
     print(f"MNIST CNN, batch {options.batch}, {options.device}, torch {torch.__version__}")
     print(
-        f"  a plain pass, forward and backward: {1e3 * found['pass']:.1f} ms (backward alone {1e3 * backward:.1f} ms)"
+        f"  a plain pass, forward and backward: {1e3 * times['pass']:.1f} ms (backward alone {1e3 * backward:.1f} ms)"
     )
     for name in kinds:
-        ratio, alone = found[name] / found["pass"], found[name] / backward
+        ratio, alone = times[name] / times["pass"], times[name] / backward
         print(f"  PLIS, {name}: {ratio:.2f} plain passes ({alone:.2f} times the backward pass alone)")
 
 

@@ -121,9 +121,9 @@ def _pass(
 
 
 def _recorded(batch: PrivateBatch, seeds: tuple[int, ...]) -> Outcome:
-    found = plan(batch.gradients)
-    if found.reason is not None:
-        raise RuntimeError(found.reason)
+    recording = plan(batch.gradients)
+    if recording.reason is not None:
+        raise RuntimeError(recording.reason)
     jacobian = RecordedJacobian(batch.gradients, batch.mechanism.clip, batch.mechanism.max_grad_norm)
     traces = _traces(batch, jacobian, seeds)
     return Outcome(traces, _flat(jacobian.clipped_sum()), "recorded")
@@ -138,19 +138,19 @@ def _mapped(batch: PrivateBatch, seeds: tuple[int, ...]) -> Outcome:
 def _traces(batch: PrivateBatch, jacobian: ClippedJacobian, seeds: tuple[int, ...]) -> Tensor:
     count = len(batch.gradients)
     draws = Draws(seeds, slice(0, count), count, 1)
-    found = batch.measured([(draws.rows, jacobian)], ("trace",), "weight-probes", draws)
-    return found.estimates["trace"].value.double()
+    measurement = batch.measured([(draws.rows, jacobian)], ("trace",), "weight-probes", draws)
+    return measurement.estimates["trace"].value.double()
 
 
 def _flat(parts: dict[str, Tensor]) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts.values()]).double()
 
 
-def _errors(found: Outcome, truth: Outcome) -> dict[str, Any]:
-    relative = (found.traces / truth.traces - 1).abs()
+def _errors(outcome: Outcome, truth: Outcome) -> dict[str, Any]:
+    relative = (outcome.traces / truth.traces - 1).abs()
     return {
         "trace_median": float(relative.median()),
         "trace_largest": float(relative.max()),
-        "sum": float((found.clipped_sum - truth.clipped_sum).norm() / truth.clipped_sum.norm()),
-        "path": found.path,
+        "sum": float((outcome.clipped_sum - truth.clipped_sum).norm() / truth.clipped_sum.norm()),
+        "path": outcome.path,
     }

@@ -53,9 +53,9 @@ def number(value: float | None, digits: int = 3) -> str:
 def _matched(models: dict[str, Any]) -> str:
     rows, costs = [], []
     for model in models.values():
-        for state, found in model.get("states", {}).items():
-            title = f"{model['title']}, batch {model['batch']}, d = {found['num_coordinates']:,}"
-            for row in found["rows"]:
+        for state, measured in model.get("states", {}).items():
+            title = f"{model['title']}, batch {model['batch']}, d = {measured['num_coordinates']:,}"
+            for row in measured["rows"]:
                 times = [
                     f"{number(1e3 * row[f'{how}_seconds'])} ms: **{number(row[f'{how}_slower'])}**"
                     if f"{how}_seconds" in row
@@ -65,7 +65,7 @@ def _matched(models: dict[str, Any]) -> str:
                 coordinates = f"{number(row['coordinates'])} ({number(row['paper_error'])})"
                 probes = f"{row['probes']} ({number(row['error'])})"
                 rows.append([title, state, coordinates, f"{number(1e3 * row['paper_seconds'])} ms", probes, *times])
-            sampled = found["sampled"]
+            sampled = measured["sampled"]
         if model.get("states"):
             costs.append(
                 f"- {model['title']}: {number(1e3 * model['opacus_seconds'])} ms for Opacus's step, "
@@ -73,6 +73,7 @@ def _matched(models: dict[str, Any]) -> str:
                 f"{sampled['coordinates']} coordinates and {sampled['draws']} draws of probes for "
                 f"{sampled['examples']} examples"
             )
+
     head = ["", "weights", "coordinates (error)", "the paper's step", "probes (error)"]
     return (
         "## The paper's method against probes, at equal standard error of a step\n\n"
@@ -85,21 +86,21 @@ def _matched(models: dict[str, Any]) -> str:
     )
 
 
-def _run(found: dict[str, Any]) -> str:
-    rows = [[title, f"{number(seconds)} s"] for title, seconds in found["seconds"].items()]
+def _run(run: dict[str, Any]) -> str:
+    rows = [[title, f"{number(seconds)} s"] for title, seconds in run["seconds"].items()]
     return (
-        f"## A whole run: MNIST CNN, {found['examples']:,} examples, {found['epochs']} epochs of batches of "
-        f"{found['batch']}\n\n" + table(["", "from start to end"], rows) + f"\ntorchfil with rel_error = "
-        f"{found['rel_error']:g} takes **{number(found['ratio'])}** of Opacus's time, capturing graphs included; the "
-        f"median relative standard error of FIL at the end is {number(found['median_relative_error'])}.\n"
+        f"## A whole run: MNIST CNN, {run['examples']:,} examples, {run['epochs']} epochs of batches of "
+        f"{run['batch']}\n\n" + table(["", "from start to end"], rows) + f"\ntorchfil with rel_error = "
+        f"{run['rel_error']:g} takes **{number(run['ratio'])}** of Opacus's time, capturing graphs included; the "
+        f"median relative standard error of FIL at the end is {number(run['median_relative_error'])}.\n"
     )
 
 
 def _costs(models: dict[str, Any]) -> str:
-    titles = list(dict.fromkeys(title for found in models.values() for title in found.get("rows", {})))
+    titles = list(dict.fromkeys(title for model in models.values() for title in model.get("rows", {})))
 
-    def cell(found: dict[str, Any], title: str) -> str:
-        row = found.get("rows", {}).get(title, {})
+    def cell(model: dict[str, Any], title: str) -> str:
+        row = model.get("rows", {}).get(title, {})
         if "failed" in row:
             return "failed"
         if "seconds" not in row:
@@ -110,11 +111,11 @@ def _costs(models: dict[str, Any]) -> str:
     def paper(ratio: float | None, seconds: float | None) -> str:
         return "–" if ratio is None or seconds is None else f"**{number(ratio)}** ({number(1e3 * seconds)} ms)"
 
-    papers = [found.get("paper", {}) for found in models.values()]
-    rows = [[title, *(cell(found, title) for found in models.values())] for title in titles]
-    fifty = [paper(found.get("fifty_ratio"), found.get("fifty_seconds")) for found in papers]
+    papers = [model.get("paper", {}) for model in models.values()]
+    rows = [[title, *(cell(model, title) for model in models.values())] for title in titles]
+    fifty = [paper(cost.get("fifty_ratio"), cost.get("fifty_seconds")) for cost in papers]
     rows.append(["the paper's method, 50 coordinates *", *fifty])
-    head = ["", *(f"{found.get('title', name)}, batch {found.get('batch', '?')}" for name, found in models.items())]
+    head = ["", *(f"{model.get('title', name)}, batch {model.get('batch', '?')}" for name, model in models.items())]
     return (
         "## Steps, in multiples of Opacus's hooks\n\n" + table(head, rows) + "\nPeak memory includes model, data and, "
         "for a CUDA graph, its capture. “rel_error” is a mean over steps, as steps differ on purpose.\n\n"
@@ -127,8 +128,8 @@ def _costs(models: dict[str, Any]) -> str:
 
 def _coordinates(models: dict[str, Any]) -> Iterable[str]:
     """What a coordinate costs, a line for each model."""
-    for name, found in models.items():
-        paper, title = found.get("paper", {}), found.get("title", name)
+    for name, model in models.items():
+        paper, title = model.get("paper", {}), model.get("title", name)
         if "coordinate_seconds" in paper:
             mapped, peak = paper.get("mapped_coordinate_seconds"), paper.get("coordinate_peak_gb")
             by_reverse = f", by reverse over reverse mode {number(1e3 * mapped)} ms" if mapped else ""
@@ -139,9 +140,9 @@ def _coordinates(models: dict[str, Any]) -> Iterable[str]:
             )
 
 
-def _growth(found: dict[str, Any]) -> str:
+def _growth(growth: dict[str, Any]) -> str:
     parts = ["## Growth\n"]
-    for kind, rows in found.items():
+    for kind, rows in growth.items():
         if "seconds" not in rows:
             continue
         body = []
@@ -165,9 +166,9 @@ def _growth(found: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _precision(found: dict[str, Any]) -> str:
+def _precision(models: dict[str, Any]) -> str:
     rows = []
-    for model in found.values():
+    for model in models.values():
         for title, row in model["rows"].items():
             values = [number(row.get(key), 2) for key in ("trace_median", "trace_largest", "sum")]
             rows.append(
@@ -177,11 +178,11 @@ def _precision(found: dict[str, Any]) -> str:
     return "## Relative errors of lower precision, against float64\n\n" + table(head, rows)
 
 
-def _failures(found: Any, where: str = "") -> Iterable[tuple[str, str]]:
+def _failures(results: Any, where: str = "") -> Iterable[tuple[str, str]]:
     """Every "failed" in the results, with the path to it."""
-    if not isinstance(found, dict):
+    if not isinstance(results, dict):
         return
-    for key, value in found.items():
+    for key, value in results.items():
         if key == "failed" and isinstance(value, str):
             yield where, value
         else:

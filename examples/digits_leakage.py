@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine
-from torchfil.cli.demo import DELTA, digits, digits_network
+from torchfil.cli.digits import DELTA, digits, digits_network
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
 SHADES = " .:-=+*#%@"

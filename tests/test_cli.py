@@ -193,6 +193,16 @@ class TestGlm:
         assert len(rows) == 5
         assert out.stat().st_mode & 0o777 == 0o600
 
+    def test_texts_are_no_formulas_in_spreadsheets(self, tmp_path: Path) -> None:
+        path, out = tmp_path / "data.csv", tmp_path / "leakage.csv"
+        path.write_text("name,=age,y\n=cmd(),1,2\n-cmd(),2,1\n-7,4,5\npatient,3,3\n")
+        found = call("glm", path, "--target", "y", "--id", "name", "--private", "=age", "--out", out)
+        assert found.exit_code == 0, found.output
+        with out.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["id"] for row in rows] == ["'=cmd()", "'-cmd()", "-7", "patient"]
+        assert list(rows[0])[3:] == ["'=age_fil", "'=age_error"]
+
     def test_numbers_are_those_of_the_library(self, patients: Path) -> None:
         from torchfil.glm import LinearRegression
 

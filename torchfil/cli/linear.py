@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 
 from torchfil.cli.output import Output, number, table, with_output
-from torchfil.utils.files import write_bytes
+from torchfil.utils.csv_files import write_csv
 
 __all__ = ["glm"]
 
@@ -68,24 +67,27 @@ def glm(
     rows = csv_table.read_rows(data)
     if out_file is not None and out_file.exists() and out_file.samefile(data):
         raise ValueError(f"--out {out_file} is the data file itself, which would be lost; write to another file")
-    total = len(rows)
-    ids = [str(number) for number in range(total)]
-    if id_column is not None:
-        csv_table.require_column(id_column, list(rows[0]))
-        ids = [row[id_column] for row in rows]
-        ignore = [*ignore, id_column]
     if target in private:
         raise ValueError(f"{target!r} is the target; it counts as private where --private is left out")
+    total = len(rows)
+    ids = [str(place) for place in range(total)]
+    if id_column is not None:
+        csv_table.check_column(id_column, list(rows[0]))
+        ids = [row[id_column] for row in rows]
+        ignore = [*ignore, id_column]
     if drop_missing:
         used = [name for name in rows[0] if name not in ignore]
         kept = [place for place, row in enumerate(rows) if csv_table.is_complete(row, used)]
         rows, ids = [rows[place] for place in kept], [ids[place] for place in kept]
         if not rows:
             raise ValueError(f"every one of the {total} rows of {data} misses an entry")
+
     encoded = csv_table.encode(rows, target, categorical=categorical, ignore=ignore)
-    found = csv_table.leakage_table(encoded, private, model=model, l2=l2, sigma=sigma, intercept=intercept)  # type: ignore[arg-type]
+    leakage = csv_table.leakage_table(encoded, private, model=model, l2=l2, sigma=sigma, intercept=intercept)  # type: ignore[arg-type]
     if out_file is not None:
-        write_bytes(out_file, _as_csv(ids, found.columns))
+        write_csv(out_file, {"id": ids, **leakage.columns})
+
+    # what was made of the table comes first: a column taken for something else changes every number
     nominal = ", ".join(f"{name} ({len(levels)})" for name, levels in encoded.levels.items()) or "none"
     out.say(f"{len(rows):,} rows of {data}, {encoded.inputs.shape[1]} columns; one-hot: {nominal}")
     if encoded.few_values:
@@ -93,19 +95,12 @@ def glm(
         out.say(f"whole numbers with few values, taken as quantities: {names}; if they are codes, use --categorical")
     if total > len(rows):
         out.say(f"{total - len(rows):,} rows with missing entries were left out")
-    out.say(f"{model} model, λ = {l2:g}, score {found.score:.3f}; released are the weights plus noise of σ = {sigma:g}")
+    out.say(
+        f"{model} model, λ = {l2:g}, score {leakage.score:.3f}; released are the weights plus noise of σ = {sigma:g}"
+    )
     out.say("fil: η of all that is private together; _error: least error of an unbiased guess, in the column's unit\n")
-    order = np.argsort(-found.columns["fil"], kind="stable")[: max(0, top)]
-    lines = [[ids[row], *(number(float(values[row])) for values in found.columns.values())] for row in order]
-    summary = {
-        name: dict(zip(("min", "median", "max"), np.quantile(values, [0, 0.5, 1]).tolist(), strict=True))
-        for name, values in found.columns.items()
-    }
-    lines += [
-        [f"({part} of {len(rows):,})", *(number(column[part]) for column in summary.values())]
-        for part in ("max", "median", "min")
-    ]
-    text = table(["row" if id_column is None else id_column, *found.columns], lines)
+
+    text, exposure = _exposure(leakage.columns, ids, id_column or "row", max(0, top))
     result = {
         "rows": len(rows),
         "columns": list(encoded.columns),
@@ -113,11 +108,8 @@ def glm(
         "model": model,
         "l2": l2,
         "sigma": sigma,
-        "score": found.score,
-        "summary": summary,
-        "most_exposed": [
-            {"id": ids[row], **{name: values[row] for name, values in found.columns.items()}} for row in order
-        ],
+        "score": leakage.score,
+        **exposure,
         "out": None if out_file is None else str(out_file),
     }
     out.result(text, result)
@@ -126,9 +118,19 @@ def glm(
     out.say("\nThese numbers depend on private data: keep them confidential.")
 
 
-def _as_csv(ids: list[str], columns: dict[str, np.ndarray]) -> bytes:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["id", *columns])
-    writer.writerows(zip(ids, *(values.tolist() for values in columns.values()), strict=True))
-    return text.getvalue().encode()
+def _exposure(
+    columns: dict[str, np.ndarray], ids: list[str], name_of_ids: str, top: int
+) -> tuple[str, dict[str, list[Any] | dict[str, Any]]]:
+    """The most exposed rows and a summary of all, as text and as data."""
+    order = np.argsort(-columns["fil"], kind="stable")[:top]
+    summary = {
+        name: dict(zip(("min", "median", "max"), np.quantile(values, [0, 0.5, 1]).tolist(), strict=True))
+        for name, values in columns.items()
+    }
+    lines = [[ids[row], *(number(float(values[row])) for values in columns.values())] for row in order]
+    lines += [
+        [f"({part} of {len(ids):,})", *(number(column[part]) for column in summary.values())]
+        for part in ("max", "median", "min")
+    ]
+    exposed = [{"id": ids[row], **{name: values[row] for name, values in columns.items()}} for row in order]
+    return table([name_of_ids, *columns], lines), {"summary": summary, "most_exposed": exposed}

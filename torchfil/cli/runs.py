@@ -147,6 +147,7 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     target, count = mechanism.get("rel_error"), mechanism.get("num_probes")
     drawn = f"{count} probes" if target is None else f"probes for a relative error of {100 * target:g} %"
     probed = "exact" if about.get("exact") else f"{drawn}, {mechanism.get('estimator')}"
+
     lines = [
         ["", str(about.get("title", "a saved run"))],
         ["model", f"{model.get('name')}, {number(model.get('num_parameters'))} parameters"],
@@ -163,6 +164,8 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
         ["FIL", f"median {number(fil['median'])}, 95 % below {number(fil['q95'])}, largest {number(fil['max'])}"],
         ["MSE bound", f"at least {number(data['smallest_mse_bound'])} for every measured example (lower end of 95 %)"],
     ]
+
+    # the rest only where there is something to tell
     if examples["not_measured"]:
         lines.append(
             ["not measured", f"{examples['not_measured']:,} examples: not spared, the run says nothing of them"]
@@ -176,6 +179,7 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     for attack in data["attacks"]:
         lines.append(["attack", f"{attack['name']}: {attack['violated']} bounds violated"])
     lines.append(["saved", f"{about.get('created')} by torchfil {about.get('versions', {}).get('torchfil')}"])
+
     text = table(lines[0], lines[1:], left=2)
     if data["most_exposed"]:
         shown = [name for name in ("fil", "fil_error", "mse_bound", "mse_bound_low", "epsilon") if name in run.columns]

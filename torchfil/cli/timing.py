@@ -46,14 +46,17 @@ def step_costs(
     """
     if batch_size < 1 or repeats < 1:
         raise ValueError(f"batch_size={batch_size} and repeats={repeats} must be at least 1")
+
     torch.manual_seed(0)
     x, y = torch.rand(batch_size, 1, 28, 28), torch.randint(10, (batch_size,))
     variants = {
         "stock Opacus (hooks)": _opacus_step(x, y, device),
-        "training loop, 1 probe": _engine_step(x, y, device, num_probes=1, fused=False),
-        "engine.train_step, 1 probe": _engine_step(x, y, device, num_probes=1, fused=True),
-        "engine.train_step, 3 probes": _engine_step(x, y, device, num_probes=3, fused=True),
+        "training loop, 1 probe": _engine_step(x, y, device, num_probes=1, whole_step=False),
+        "engine.train_step, 1 probe": _engine_step(x, y, device, num_probes=1, whole_step=True),
+        "engine.train_step, 3 probes": _engine_step(x, y, device, num_probes=3, whole_step=True),
     }
+
+    # in turns, so that a busy moment of the machine hits all of them alike
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in progress(range(repeats + 1)):
         for name, step in variants.items():
@@ -62,6 +65,7 @@ def step_costs(
             if device.startswith("cuda"):
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
+
     median = {name: 1e3 * statistics.median(times[1:]) for name, times in seconds.items()}
     baseline = next(iter(median.values()))
     return [StepCost(name, value, value / baseline) for name, value in median.items()]
@@ -87,7 +91,9 @@ def _opacus_step(x: torch.Tensor, y: torch.Tensor, device: str) -> Callable[[], 
     return step
 
 
-def _engine_step(x: torch.Tensor, y: torch.Tensor, device: str, *, num_probes: int, fused: bool) -> Callable[[], None]:
+def _engine_step(
+    x: torch.Tensor, y: torch.Tensor, device: str, *, num_probes: int, whole_step: bool
+) -> Callable[[], None]:
     module = mnist_cnn().to(device)
     engine = FILPrivacyEngine()
     model, optimizer, loader = engine.make_private(
@@ -101,7 +107,7 @@ def _engine_step(x: torch.Tensor, y: torch.Tensor, device: str, *, num_probes: i
 
     def step() -> None:
         for inputs, targets in loader:  # one batch
-            if fused:
+            if whole_step:
                 engine.train_step(inputs, targets)
                 continue
             optimizer.zero_grad()

@@ -13,7 +13,7 @@ from torchfil.cli.output import Output, number, table, with_output
 from torchfil.cli.runs import summary
 
 if TYPE_CHECKING:
-    from torchfil.cli.demo import DigitsRun
+    from torchfil.cli.digits import DigitsRun
 
 __all__ = ["bench", "demo"]
 
@@ -40,7 +40,7 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
       torchfil demo
       torchfil demo --epochs 20 --noise 0.7 -o /tmp/digits
     """
-    from torchfil.cli.demo import DELTA, train_on_digits
+    from torchfil.cli.digits import DELTA, train_on_digits
     from torchfil.report.saved_run import load
     from torchfil.report.writer import write_report
 
@@ -51,7 +51,7 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
         epsilon = run.engine.get_epsilon(DELTA)
         out.say(f"epoch {done}: accuracy {100 * run.accuracy():.0f} %, ε = {epsilon:.2f} at δ = {DELTA:g}")
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings():  # of Opacus, about nothing that a newcomer could change
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         warnings.filterwarnings("ignore", message="Optimal order is the")
         run = train_on_digits(
@@ -62,6 +62,7 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
             after_epoch=after_epoch,
         )
         path = run.saved(directory / "digits.fil")
+
     saved = load(path)
     page = write_report(saved, directory / "report")
     out.say(f"\n{summary(saved, 5)[0]}\n")

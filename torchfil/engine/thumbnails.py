@@ -36,6 +36,7 @@ def thumbnails(run: RunView, fil: np.ndarray, participations: np.ndarray, count:
     rows = order if len(order) <= 2 * count else np.concatenate([order[:count], order[len(order) - count :]])
     if not len(rows):
         return None
+
     inputs = run.inputs(rows.tolist())
     key = next((key for key, value in inputs.items() if _is_image(value)), None)
     if key is None:

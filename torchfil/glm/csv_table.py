@@ -93,13 +93,15 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
             content = gzip.decompress(content)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{where} is a gzip file that is cut short or damaged ({error}); copy it anew") from error
+
     try:
         text = content.decode("utf-8-sig")
-        _refuse_other_separators(where, text)
+        _check_separators(where, text)
         lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
         table = [fields for fields in lines if fields]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{where} is not a CSV file in UTF-8: {error}") from error
+
     if len(table) < 2:
         raise ValueError(f"{where} must have a line of column names and at least one row")
     names = [name.strip() for name in table[0]]
@@ -127,9 +129,27 @@ def encode(
         ValueError: A column does not exist, has one value only, or misses entries; the target is left out or
             categorical, or is the only column.
     """
-    names = list(rows[0])
+    used = _used_columns(list(rows[0]), target, categorical, ignore)
+    _check_complete(rows, used)
+
+    # texts, and numbers that are codes, become 0/1 columns; the first level of each has none
+    features = [name for name in used if name != target]
+    nominal = [name for name in features if name in categorical or not all(_is_number(row[name]) for row in rows)]
+    levels = {name: levels_of(rows, name) for name in nominal}
+    _check_levels(rows, features, levels)
+    columns, attributes, inputs = one_hot(rows, features, levels, {name: values[0] for name, values in levels.items()})
+
+    texts = [row[target] for row in rows]
+    targets = np.asarray([float(text) for text in texts]) if all(map(_is_number, texts)) else np.asarray(texts)
+    different = {name: {float(row[name]) for row in rows} for name in features if name not in levels}
+    few = {name: len(v) for name, v in different.items() if 3 <= len(v) <= 12 and all(x.is_integer() for x in v)}
+    return EncodedTable(inputs, targets, columns, attributes, levels, few)
+
+
+def _used_columns(names: list[str], target: str, categorical: Sequence[str], ignore: Sequence[str]) -> list[str]:
+    """The columns that are not left out, the target among them; raises where they make no model."""
     for name in (target, *categorical, *ignore):
-        require_column(name, names)
+        check_column(name, names)
     if target in ignore:
         raise ValueError(f"{target!r} is the target; it cannot be left out (--ignore) or name the rows (--id)")
     if target in categorical:
@@ -140,6 +160,10 @@ def encode(
     used = [name for name in names if name not in ignore]
     if used == [target]:
         raise ValueError(f"there is no column to predict {target!r} from: it is the only one that is not left out")
+    return used
+
+
+def _check_complete(rows: Sequence[Mapping[str, str]], used: Sequence[str]) -> None:
     missing = {name: sum(row[name].lower() in _MISSING for row in rows) for name in used}
     missing = {name: count for name, count in missing.items() if count}
     if missing:
@@ -148,9 +172,11 @@ def encode(
             + ", ".join(f"{count} in {name!r}" for name, count in missing.items())
             + ". Leave out or impute these rows first (--drop-missing leaves them out)."
         )
-    features = [name for name in used if name != target]
-    nominal = [name for name in features if name in categorical or not all(_is_number(row[name]) for row in rows)]
-    levels = {name: levels_of(rows, name) for name in nominal}
+
+
+def _check_levels(
+    rows: Sequence[Mapping[str, str]], features: Sequence[str], levels: Mapping[str, Sequence[str]]
+) -> None:
     for name in features:
         if len({row[name] for row in rows}) == 1:
             raise ValueError(f"column {name!r} has the value {rows[0][name]!r} in every row; leave it out")
@@ -159,12 +185,6 @@ def encode(
                 f"column {name!r} has {len(levels[name])} different texts in {len(rows)} rows; it looks like a name or "
                 "an identifier. Leave it out (--ignore), or name it as the id (--id)."
             )
-    columns, attributes, inputs = one_hot(rows, features, levels, {name: found[0] for name, found in levels.items()})
-    texts = [row[target] for row in rows]
-    targets = np.asarray([float(text) for text in texts]) if all(map(_is_number, texts)) else np.asarray(texts)
-    different = {name: {float(row[name]) for row in rows} for name in features if name not in levels}
-    few = {name: len(v) for name, v in different.items() if 3 <= len(v) <= 12 and all(x.is_integer() for x in v)}
-    return EncodedTable(inputs, targets, columns, attributes, levels, few)
 
 
 def leakage_table(
@@ -190,15 +210,17 @@ def leakage_table(
         ValueError: There is no such attribute, the targets do not fit the model, or no minimum was found.
     """
     for name in private:
-        require_column(name, list(table.attributes))
+        check_column(name, list(table.attributes))
     if not math.isfinite(sigma) or not sigma > 0:
         raise ValueError(f"sigma={sigma} must be positive and finite: without noise the release gives everything away")
+
     X, y = table.inputs.view(_NamedColumns), _targets_for(model, table.targets)
     X.columns = list(table.columns)
     fitted: GeneralizedLinearModel = MODELS[model](l2=l2, fit_intercept=intercept).fit(X, y)
     score = float(fitted.score(X, y))
     if not private:
         return LeakageTable({"fil": fitted.fil(X, y, sigma), "mse_bound": fitted.mse_bound(X, y, sigma)}, score)
+
     together = sorted({column for name in private for column in table.attributes[name]})
     places = [together, *(list(table.attributes[name]) for name in private)]
     # numbers stand for the names, which could clash with that of the whole
@@ -211,7 +233,7 @@ def leakage_table(
     return LeakageTable(columns, score)
 
 
-def require_column(name: str, names: Sequence[str]) -> None:
+def check_column(name: str, names: Sequence[str]) -> None:
     """Raise, with the nearest name, for a column that does not exist."""
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
@@ -224,13 +246,13 @@ def is_complete(row: Mapping[str, str], names: Sequence[str]) -> bool:
     return not any(row[name].lower() in _MISSING for name in names)
 
 
-def _refuse_other_separators(where: Path, text: str) -> None:
+def _check_separators(where: Path, text: str) -> None:
     header = text.lstrip("\r\n").partition("\n")[0]
-    found = [name for sign, name in ((";", "semicolons"), ("\t", "tabs")) if sign in header]
-    if found and "," not in header:
+    separators = [name for sign, name in ((";", "semicolons"), ("\t", "tabs")) if sign in header]
+    if separators and "," not in header:
         raise ValueError(
-            f"the first line of {where} is one column with {found[0]} in it, {header.strip()[:60]!r}; the columns must "
-            "be separated by commas: save the file anew with these"
+            f"the first line of {where} is one column with {separators[0]} in it, {header.strip()[:60]!r}; the columns "
+            "must be separated by commas: save the file anew with these"
         )
 
 

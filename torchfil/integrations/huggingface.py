@@ -82,7 +82,7 @@ class FILTrainer(Trainer):
         }
         for name in elsewhere.keys() & self.privacy.keys():
             raise TypeError(f"privacy has {name!r}, which is set by {elsewhere[name]}; leave it out")
-        _refuse(self)
+        _check_trainer(self)
         self.criterion = criterion
         self.engine = engine if engine is not None else FILPrivacyEngine()
         self.leakage_path = leakage_path
@@ -103,6 +103,7 @@ class FILTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Make model, optimizer and loader private; called once, when training starts."""
+        # the same loader, but for batches as plain dicts
         plain = super().get_train_dataloader()
         loader: DataLoader[Any] = DataLoader(
             plain.dataset,
@@ -115,6 +116,7 @@ class FILTrainer(Trainer):
             prefetch_factor=plain.prefetch_factor,
             persistent_workers=plain.persistent_workers,
         )
+
         self.model.train()
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.privacy else "make_private"
         _, self.optimizer, private_loader = getattr(self.engine, prepare)(
@@ -126,9 +128,9 @@ class FILTrainer(Trainer):
             wrap_model=False,
             **self.privacy,
         )
-        private_loader.plain_collate_fn(
-            [private_loader.plain_dataset[0]]
-        )  # Opacus learns what an empty batch looks like
+
+        # Opacus learns from the first batch what an empty one looks like
+        private_loader.plain_collate_fn([private_loader.plain_dataset[0]])
         return private_loader
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -166,7 +168,7 @@ class _AsDict:
         return dict(self.collate_fn(samples))
 
 
-def _refuse(trainer: Any) -> None:
+def _check_trainer(trainer: Any) -> None:
     """Raise for runs whose steps the accounting would not describe."""
     args = trainer.args
     if args.gradient_accumulation_steps != 1:
@@ -185,6 +187,7 @@ def _refuse(trainer: Any) -> None:
             f"distributed training ({args.world_size} processes, {args.n_gpu} GPUs in this one) is not supported by "
             "FILPrivacyEngine yet; train on one device (CUDA_VISIBLE_DEVICES=0)"
         )
+
     reasons = {
         "torch_compile": "the accounting differentiates the model as it is written",
         "gradient_checkpointing": "every layer would be seen twice; max_memory limits the accounting's memory",

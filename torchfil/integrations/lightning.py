@@ -76,13 +76,14 @@ class FILCallback(pl.Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Swap the fit's optimizer and loader for private ones, and hook the model."""
-        _refuse(trainer)
+        _check_trainer(trainer)
         module = self._private_module(pl_module)
         if trainer.ckpt_path is not None and not self._restored:
             raise ValueError(
                 f"the checkpoint {trainer.ckpt_path} holds no accounting, so what its steps leaked would be missing "
                 "from the table. Resume from a checkpoint of a fit with FILCallback, or load only public weights."
             )
+
         trainer.fit_loop.setup_data()
         loader = _only_loader(trainer)
         (optimizer,) = trainer.strategy.optimizers
@@ -94,13 +95,15 @@ class FILCallback(pl.Callback):
         self._started = True
         if self._restored:
             self.engine.load_state_dict(self._restored)
+
+        # the loop has built its iterator on the plain loader already; it starts anew on the private one
         trainer.strategy.optimizers = [optimizer]
         trainer.fit_loop._combined_loader.flattened = [loader]
         iter(trainer.fit_loop._data_fetcher)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Refuse gradient accumulation that another callback has switched on."""
-        _refuse_accumulation(trainer)
+        _check_accumulation(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log ε."""
@@ -158,7 +161,7 @@ def _only_loader(trainer: Any) -> DataLoader[Any]:
     return loaders[0]
 
 
-def _refuse(trainer: Any) -> None:
+def _check_trainer(trainer: Any) -> None:
     """Raise for fits whose steps the accounting would not describe."""
     strategies = [base.__name__ for base in type(trainer.strategy).__mro__]
     if trainer.world_size > 1 or "SingleDeviceStrategy" not in strategies:
@@ -171,7 +174,9 @@ def _refuse(trainer: Any) -> None:
             f"precision={trainer.precision!r} cannot be accounted for: the gradients that are released would be "
             "rounded or scaled, those that are differentiated not. Pass Trainer(precision='32-true')."
         )
-    _refuse_accumulation(trainer)
+    _check_accumulation(trainer)
+
+    # what the trainer would do to gradients, loaders and optimizers behind the engine's back
     if trainer.gradient_clip_val:
         raise ValueError(
             f"gradient_clip_val={trainer.gradient_clip_val} would clip a gradient that is then replaced by the private "
@@ -189,7 +194,7 @@ def _refuse(trainer: Any) -> None:
         )
 
 
-def _refuse_accumulation(trainer: Any) -> None:
+def _check_accumulation(trainer: Any) -> None:
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} cannot be accounted for: with Poisson sampling "

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from typing import TYPE_CHECKING
 
-from torchfil.utils.files import replaced_when_complete
+from torchfil.utils.csv_files import write_csv
 
 if TYPE_CHECKING:
     from torchfil.engine import FILPrivacyEngine
@@ -17,10 +16,7 @@ __all__ = ["write_table"]
 def write_table(engine: FILPrivacyEngine, path: str | os.PathLike[str], delta: float | None = None) -> None:
     """Write :meth:`FILPrivacyEngine.leakage` as CSV, one row per example.
 
-    The file is confidential: it is readable for its owner only, and replaced only when complete.
+    The file is confidential: only its owner may read it. It is replaced only when complete.
     """
     names, columns = engine.leakage_columns(delta=delta)
-    with replaced_when_complete(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["id", *columns])
-        writer.writerows(zip(names, *columns.values(), strict=True))
+    write_csv(path, {"id": names, **columns})

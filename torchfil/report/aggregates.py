@@ -89,15 +89,15 @@ def windows(count: int, levels: Sequence[float], smallest: int) -> dict[float, s
         >>> windows(100, [0.0, 0.5, 0.05], 10)
         {0.0: slice(0, 10, None), 0.5: slice(45, 55, None)}
     """
-    found: dict[float, slice] = {}
+    chosen: dict[float, slice] = {}
     for level in levels:
         start = min(max(math.floor(level * (count - 1) - (smallest - 1) / 2 + 0.5), 0), count - smallest)
-        left = count - smallest * (len(found) + 1)
-        overlaps = any(start < other.stop and other.start < start + smallest for other in found.values())
+        left = count - smallest * (len(chosen) + 1)
+        overlaps = any(start < other.stop and other.start < start + smallest for other in chosen.values())
         if start < 0 or overlaps or 0 < left < smallest:
             continue
-        found[level] = slice(start, start + smallest)
-    return dict(sorted(found.items(), key=lambda item: item[1].start))
+        chosen[level] = slice(start, start + smallest)
+    return dict(sorted(chosen.items(), key=lambda item: item[1].start))
 
 
 def histogram(
@@ -121,12 +121,33 @@ def histogram(
     inside = values[np.isfinite(values) & ((values > 0) | (not log))]
     if len(inside) < max(smallest, 1):
         return None
+
+    # the grid: fixed steps from the origin, made wider only where there would be more than 400 bins
     scaled = np.log10(inside) if log else inside
     zero = 0.0 if origin is None else math.log10(origin) if log else origin
     width = abs(origin) if origin and smallest > 1 else float(np.ptp(scaled))
     step = 1 / fineness if log else _round_step(width / (5 * fineness))
     step *= max(1, math.ceil(float(np.ptp(scaled)) / step / 400))
     places = np.ceil((scaled - zero) / step - 1e-9).astype(np.int64) - 1  # bins are closed at the right
+    edges, merged = _merged_bins(places, smallest)
+
+    # the outermost bins end where their mean puts them, not next to the extreme value
+    if smallest > 1:
+        if len(merged) < 2:
+            return None
+        units = (scaled - zero) / step
+        below, above = units[places < edges[1]].mean(), units[places >= edges[-2]].mean()
+        edges[0] = min(math.floor(2 * below - edges[1]), edges[1] - 1)
+        end = max(math.ceil(2 * above - edges[-2]), edges[-2] + 1)
+        edges[-1] = min(end, 0) if origin is not None and edges[-1] <= 0 else end
+
+    points = [10 ** (zero + edge * step) if log else zero + edge * step for edge in edges]
+    outside = rounded_count(len(values) - len(inside), smallest)
+    return Histogram(points, [rounded_count(count, smallest) for count in merged], outside)
+
+
+def _merged_bins(places: np.ndarray, smallest: int) -> tuple[list[int], list[int]]:
+    """Neighbouring bins put together from the left until each holds ``smallest``: k + 1 edges and k counts."""
     first = int(places.min())
     counts = np.bincount(places - first).tolist()
     edges, merged = [first], list[int]()
@@ -137,20 +158,10 @@ def histogram(
             merged.append(waiting)
             edges.append(first + place + 1)
             waiting = 0
-    if waiting:
+    if waiting:  # too few to stand alone: they join the last bin
         merged[-1] += waiting
         edges[-1] = first + len(counts)
-    if smallest > 1:
-        if len(merged) < 2:
-            return None
-        units = (scaled - zero) / step
-        below, above = units[places < edges[1]].mean(), units[places >= edges[-2]].mean()
-        edges[0] = min(math.floor(2 * below - edges[1]), edges[1] - 1)
-        end = max(math.ceil(2 * above - edges[-2]), edges[-2] + 1)
-        edges[-1] = min(end, 0) if origin is not None and edges[-1] <= 0 else end
-    points = [10 ** (zero + edge * step) if log else zero + edge * step for edge in edges]
-    outside = rounded_count(len(values) - len(inside), smallest)
-    return Histogram(points, [rounded_count(count, smallest) for count in merged], outside)
+    return edges, merged
 
 
 def _round_step(step: float) -> float:

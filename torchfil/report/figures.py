@@ -28,7 +28,7 @@ def write_figures(summary: Summary, folder: Path) -> tuple[dict[str, str], str |
     """
     if find_spec("matplotlib") is None:
         return {}, "The figures were not written as PNG: matplotlib is not installed."
-    label = "aggregates only" if summary.redacted else "confidential"
+
     drawn: dict[str, tuple[str, Figure]] = {}
     if summary.mse_histogram is not None:
         drawn["mse_bounds.png"] = (
@@ -43,6 +43,8 @@ def write_figures(summary: Summary, folder: Path) -> tuple[dict[str, str], str |
             drawn[f"groups_{i + 1}.png"] = f"FIL by {grouping.name}", _groups(grouping)
     if any(name.startswith("fil_") for name in summary.history):
         drawn["over_training.png"] = "FIL over training", _history(summary.history)
+
+    label = "aggregates only" if summary.redacted else "confidential"
     for name, (_, figure) in drawn.items():
         figure.text(0.995, 0.995, label, ha="right", va="top", fontsize=7, color="0.4")
         figure.savefig(folder / name, dpi=150, metadata={"Software": None})

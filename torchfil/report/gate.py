@@ -54,9 +54,9 @@ def _smallest_bound(run: SavedRun, policy: Policy) -> list[Verdict]:
     if limit is None:
         return []
     low = _of_measured(run, "mse_bound_low")
-    found = float(np.min(low, initial=math.inf))
+    least = float(np.min(low, initial=math.inf))
     wrong = int((~(low >= limit)).sum())
-    return [Verdict("min_mse_bound", wrong == 0, limit, found, wrong, "smallest MSE bound, lower end of its interval")]
+    return [Verdict("min_mse_bound", wrong == 0, limit, least, wrong, "smallest MSE bound, lower end of its interval")]
 
 
 def _share_of_concern(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -87,10 +87,10 @@ def _attribute_errors(run: SavedRun, policy: Policy) -> list[Verdict]:
         place = run.attributes.names.index(name)
         values = run.attributes.error_low[_measured(run), place]
         wrong = int((~(values >= limit)).sum())
-        found = float(np.min(values, initial=math.inf))
+        least = float(np.min(values, initial=math.inf))
         unit = f" in {run.attributes.units[place]}" if run.attributes.units[place] else ""
         detail = f"smallest error of a guess{unit}, lower end of its interval"
-        verdicts.append(Verdict(rule, wrong == 0, limit, found, wrong, detail))
+        verdicts.append(Verdict(rule, wrong == 0, limit, least, wrong, detail))
     return verdicts
 
 
@@ -98,10 +98,10 @@ def _epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
     limit = policy.max_epsilon
     if limit is None:
         return []
-    found = run.about.get("epsilon")
-    passed = found is not None and found <= limit
-    detail = "the run's ε is not known" if found is None else f"ε at δ = {run.about.get('delta')}, for everybody"
-    return [Verdict("max_epsilon", passed, limit, found, 0 if passed else len(run), detail)]
+    epsilon = run.about.get("epsilon")
+    passed = epsilon is not None and epsilon <= limit
+    detail = "the run's ε is not known" if epsilon is None else f"ε at δ = {run.about.get('delta')}, for everybody"
+    return [Verdict("max_epsilon", passed, limit, epsilon, 0 if passed else len(run), detail)]
 
 
 def _individual_epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -112,8 +112,8 @@ def _individual_epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
     if values is None:
         return [Verdict("max_individual_epsilon", False, limit, None, len(run), "individual ε was not computed")]
     wrong = int((~(values <= limit)).sum())
-    found = float(np.max(values, initial=0.0))
-    return [Verdict("max_individual_epsilon", wrong == 0, limit, found, wrong, "largest individual ε (an estimate)")]
+    largest = float(np.max(values, initial=0.0))
+    return [Verdict("max_individual_epsilon", wrong == 0, limit, largest, wrong, "largest individual ε (an estimate)")]
 
 
 def _group_disparity(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -122,27 +122,27 @@ def _group_disparity(run: SavedRun, policy: Policy) -> list[Verdict]:
         return []
     if not run.groups:
         return [Verdict("max_group_disparity", False, limit, None, 0, "the run was saved without groups")]
-    verdicts, measured = [], _measured(run)
-    for name, labels in run.groups.items():
-        medians = {}
-        for label in np.unique(labels):
-            members = measured & (labels == label)
-            if members.sum() >= policy.min_group_size:
-                medians[str(label)] = float(np.median(run.column("fil")[members]))
-        rule = f"max_group_disparity ({name})"
-        if len(medians) < 2:
-            size = policy.min_group_size
-            detail = f"fewer than two groups of at least {size} measured examples, so the disparity is not known"
-            verdicts.append(Verdict(rule, False, limit, None, 0, detail))
-            continue
-        least, most = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
-        allowed = limit * medians[least]
-        found = medians[most] / medians[least] if medians[least] > 0 else (1.0 if medians[most] == 0 else math.inf)
-        worse = [label for label, median in medians.items() if not median <= allowed]
-        wrong = int(np.isin(labels, worse).sum())
-        detail = f"median FIL of {most!r} over that of {least!r}"
-        verdicts.append(Verdict(rule, not worse, limit, found, wrong, detail))
-    return verdicts
+    return [_disparity(run, policy, limit, name, labels) for name, labels in run.groups.items()]
+
+
+def _disparity(run: SavedRun, policy: Policy, limit: float, name: str, labels: np.ndarray) -> Verdict:
+    rule, measured, size = f"max_group_disparity ({name})", _measured(run), policy.min_group_size
+    medians = {}
+    for label in np.unique(labels):
+        members = measured & (labels == label)
+        if members.sum() >= size:
+            medians[str(label)] = float(np.median(run.column("fil")[members]))
+    if len(medians) < 2:
+        detail = f"fewer than two groups of at least {size} measured examples, so the disparity is not known"
+        return Verdict(rule, False, limit, None, 0, detail)
+
+    # compared as products: a group with median 0 has no quotient
+    least, most = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
+    allowed = limit * medians[least]
+    quotient = medians[most] / medians[least] if medians[least] > 0 else (1.0 if medians[most] == 0 else math.inf)
+    worse = [label for label, median in medians.items() if not median <= allowed]
+    detail = f"median FIL of {most!r} over that of {least!r}"
+    return Verdict(rule, not worse, limit, quotient, int(np.isin(labels, worse).sum()), detail)
 
 
 def _violated_bounds(run: SavedRun, policy: Policy) -> list[Verdict]:

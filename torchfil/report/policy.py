@@ -72,14 +72,14 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
 
 def parse_policy(values: Mapping[str, Any]) -> Policy:
     """The policy with these values; unknown keys are refused with the nearest known one."""
-    known = {f.name: f.default for f in fields(Policy)}
+    defaults = {f.name: f.default for f in fields(Policy)}
     for name, value in values.items():
-        if name not in known:
-            raise PolicyError(f"unknown key {name!r}{nearest(name, list(known))}")
+        if name not in defaults:
+            raise PolicyError(f"unknown key {name!r}{nearest(name, list(defaults))}")
         if name == "min_attribute_error":
             wrong = not isinstance(value, Mapping) or not all(_is_number(v) for v in value.values())
             expected = "a table of numbers by attribute"
-        elif isinstance(known[name], int):
+        elif isinstance(defaults[name], int):
             wrong, expected = not isinstance(value, int) or isinstance(value, bool), "a whole number"
         else:
             wrong, expected = not _is_number(value), "a number"
@@ -88,10 +88,10 @@ def parse_policy(values: Mapping[str, Any]) -> Policy:
     return Policy(**values)
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of an error message: the known name that looks most alike."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"; did you mean {found[0]!r}?" if found else ""
+def nearest(name: str, names: Sequence[str]) -> str:
+    """The end of an error message: which of the names looks most alike."""
+    alike = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    return f"; did you mean {alike[0]!r}?" if alike else ""
 
 
 def _is_number(value: Any) -> bool:

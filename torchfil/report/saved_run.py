@@ -121,12 +121,17 @@ class SavedRun:
     attacks: list[AttackResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        n = len(self.ids)
         if not isinstance(self.about, dict) or not isinstance(self.bounds, dict):
             raise ValueError("about and bounds must be dicts")
-        _refuse_kinds(self.about)
+        _check_kinds(self.about)
         if self.ids.ndim != 1 or self.ids.dtype.kind not in "iU":
             raise ValueError(f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}")
+        self._check_tables()
+        self._check_rows()
+
+    def _check_tables(self) -> None:
+        """Whatever has an entry for every example has n of them, and the history as many for every step."""
+        n = len(self)
         for kind, arrays in (("column", self.columns), ("grouping", self.groups)):
             for name, values in arrays.items():
                 if values.shape != (n,):
@@ -142,6 +147,12 @@ class SavedRun:
                     f"attributes: {len(names)} names, {len(units)} units and errors of shape {list(shape)} for {n} "
                     "examples; they must agree"
                 )
+        if len({len(values) for values in self.history.values()}) > 1:
+            raise ValueError(f"history's columns differ in length: { {k: len(v) for k, v in self.history.items()} }")
+
+    def _check_rows(self) -> None:
+        """What has entries for some examples names them by their place, and has one entry each."""
+        n = len(self)
         parts: list[tuple[str, np.ndarray, list[np.ndarray]]] = []
         if self.pictures is not None:
             maps = [] if self.pictures.maps is None else [self.pictures.maps]
@@ -152,8 +163,6 @@ class SavedRun:
                 raise ValueError(f"{what}: rows must lie in 0 … {n - 1}, got {int(rows.min())} … {int(rows.max())}")
             if any(len(other) != len(rows) for other in others):
                 raise ValueError(f"{what}: {len(rows)} rows, but arrays of {[len(other) for other in others]}")
-        if len({len(values) for values in self.history.values()}) > 1:
-            raise ValueError(f"history's columns differ in length: { {k: len(v) for k, v in self.history.items()} }")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -190,7 +199,7 @@ _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
 }
 
 
-def _refuse_kinds(about: Mapping[str, Any]) -> None:
+def _check_kinds(about: Mapping[str, Any]) -> None:
     """Raise for entries of another kind than whoever reads them expects; what is missing or None is fine."""
     for name, (expected, kinds) in _KINDS.items():
         value: Any = about
@@ -249,6 +258,8 @@ def _checked_header(content: bytes, where: Path) -> dict[str, str]:
     short = RunFileError(f"{where} is cut short: it holds {len(content):,} bytes of a longer file. Copy it again.")
     if len(content) == 0:
         raise RunFileError(f"{where} is empty. Copy it again.")
+
+    # safetensors: the header's length in 8 bytes, the header as JSON, the arrays
     size = int.from_bytes(content[:8], "little")
     if size > _LARGEST_HEADER or content[8:9] not in (b"{", b""):
         raise foreign
@@ -260,6 +271,8 @@ def _checked_header(content: bytes, where: Path) -> dict[str, str]:
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise foreign from error
+
+    # ours, of this version, and whole: in this order, so that the message names the first cause
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise foreign
     if header.get("version") != str(VERSION):
@@ -273,6 +286,7 @@ def _checked_header(content: bytes, where: Path) -> dict[str, str]:
 
 
 def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Arrays by name and the header's texts; docs/run-file.md lists them."""
     arrays: dict[str, np.ndarray] = {}
     if run.ids.dtype.kind == "U":
         _pack_strings(arrays, "ids", run.ids.tolist())
@@ -286,10 +300,14 @@ def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
             arrays["attributes/error_low"] = run.attributes.error_low
         _pack_strings(arrays, "attributes/names", run.attributes.names)
         _pack_strings(arrays, "attributes/units", run.attributes.units)
+
+    # labels repeat: one text a group and a number an example
     for name, labels in run.groups.items():
         levels, codes = np.unique(labels.astype(str), return_inverse=True)
         arrays[f"group/{name}/codes"] = codes.astype(np.int32)
         _pack_strings(arrays, f"group/{name}/levels", levels.tolist())
+
+    # what belongs to some examples only, by their places
     if run.pictures is not None:
         arrays["pictures/rows"] = run.pictures.rows.astype(np.int64)
         arrays["pictures/images"] = run.pictures.images
@@ -300,6 +318,8 @@ def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         arrays[f"attack/{number}/predicted"] = attack.predicted
         arrays[f"attack/{number}/achieved"] = attack.achieved
         arrays[f"attack/{number}/violated"] = attack.violated.astype(bool)
+
+    # safetensors does not keep the order of arrays, so the header does
     attacks = [{"name": attack.name, "threat_model": attack.threat_model} for attack in run.attacks]
     order = {"columns": list(run.columns), "groups": list(run.groups), "history": list(run.history)}
     values = {"about": run.about, "bounds": run.bounds, "attacks": attacks, "order": order}
@@ -309,14 +329,16 @@ def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def _unpacked(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> SavedRun:
+    """The inverse of :func:`_packed`."""
     attributes = None
     if "attributes/error" in arrays:
         names, units = (_unpack_strings(arrays, f"attributes/{part}") for part in ("names", "units"))
         attributes = Attributes(names, units, arrays["attributes/error"], arrays.get("attributes/error_low"))
-    order = json.loads(header["order"])
     pictures = None
     if "pictures/rows" in arrays:
         pictures = Pictures(arrays["pictures/rows"], arrays["pictures/images"], arrays.get("pictures/maps"))
+
+    order = json.loads(header["order"])
     return SavedRun(
         about=json.loads(header["about"]),
         ids=arrays["ids"] if "ids" in arrays else np.asarray(_unpack_strings(arrays, "ids"), dtype=str),

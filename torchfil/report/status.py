@@ -6,9 +6,10 @@ import numpy as np
 
 from torchfil.report.saved_run import SavedRun
 
-__all__ = ["LOWER_BOUND", "MEASURED", "NOT_MEASURED", "status_of"]
+__all__ = ["BLANK_WHERE_UNKNOWN", "LOWER_BOUND", "MEASURED", "NOT_MEASURED", "status_of"]
 
 MEASURED, LOWER_BOUND, NOT_MEASURED = 0, 1, 2
+BLANK_WHERE_UNKNOWN = ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low")  # columns
 
 
 def status_of(run: SavedRun) -> np.ndarray:

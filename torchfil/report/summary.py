@@ -175,10 +175,10 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         raise ValueError(f"min_group={min_group} must be at least 2: a group of one is an example")
     smallest = min_group if redacted else 1
     status = status_of(run)
-    known = status != NOT_MEASURED
-    fil = np.asarray(run.columns["fil"], dtype=np.float64)[known]
-    bound = np.asarray(run.columns["mse_bound"], dtype=np.float64)[known]
-    low = np.asarray(run.columns["mse_bound_low"], dtype=np.float64)[known] if "mse_bound_low" in run.columns else None
+    measured = status != NOT_MEASURED
+    fil, bound = (np.asarray(run.columns[name], dtype=np.float64)[measured] for name in ("fil", "mse_bound"))
+    low = run.columns.get("mse_bound_low")
+    low = None if low is None else np.asarray(low, dtype=np.float64)[measured]
     guess = blind_guess(run.about)
 
     def below(values: np.ndarray | None) -> int | str | None:
@@ -189,16 +189,19 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
     exposure, lowest_end = _exposure(fil, bound, low, smallest), _lowest_end(low, smallest)
     if redacted and exposure:
         exposure[0] = replace(exposure[0], mse_bound_low=lowest_end)
+
+    # rounding must not lift an example's own ε above ε for everybody
     epsilon = np.asarray(run.columns.get("epsilon", np.zeros(0)), dtype=np.float64)
     epsilon = epsilon[np.isfinite(epsilon)]
     limit: float | None = run.about.get("epsilon")
     limit = float(limit) if limit is not None and len(epsilon) and epsilon.max() <= limit * (1 + 1e-9) else None
+
     return Summary(
         redacted=redacted,
         smallest=smallest,
         about=_public(run.about) if redacted else run.about,
         examples=len(run.ids),
-        not_measured=published_count(int((~known).sum()), smallest),
+        not_measured=published_count(int((~measured).sum()), smallest),
         lower_bounds=published_count(int((status == LOWER_BOUND).sum()), smallest),
         guess=guess,
         below_guess=below(bound),
@@ -212,8 +215,8 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
             for level, value in _levels(-epsilon, smallest, sign=-1).items()
         },
         epsilon_histogram=histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
-        attributes=_attributes(run.attributes, known, smallest),
-        groupings=[_grouping(name, labels, known, fil, smallest) for name, labels in run.groups.items()],
+        attributes=_attributes(run.attributes, measured, smallest),
+        groupings=[_grouping(name, labels, measured, fil, smallest) for name, labels in run.groups.items()],
         attacks=[_attack(attack, smallest) for attack in run.attacks],
         history=_history(run.history, redacted),
     )
@@ -265,53 +268,57 @@ def _levels(
     }
 
 
-def _attributes(attributes: Attributes | None, known: np.ndarray, smallest: int) -> list[AttributeSummary]:
+def _attributes(attributes: Attributes | None, measured: np.ndarray, smallest: int) -> list[AttributeSummary]:
     if attributes is None:
         return []
     lower_end = attributes.error_low is not None
-    errors = np.asarray(attributes.error_low if lower_end else attributes.error, dtype=np.float64)[known]
+    errors = np.asarray(attributes.error_low if lower_end else attributes.error, dtype=np.float64)[measured]
     return [
         AttributeSummary(name, unit, _levels(errors[:, j][~np.isnan(errors[:, j])], smallest), lower_end)
         for j, (name, unit) in enumerate(zip(attributes.names, attributes.units, strict=True))
     ]
 
 
-def _grouping(name: str, labels: np.ndarray, known: np.ndarray, fil: np.ndarray, smallest: int) -> Grouping:
+def _grouping(name: str, labels: np.ndarray, measured: np.ndarray, fil: np.ndarray, smallest: int) -> Grouping:
     """Geometric means of η̄ by group, with Student's intervals on log η̄, widened for their number (Bonferroni)."""
-    counts = np.unique(labels, return_counts=True)[1]
-    codes, names, merged = merged_small_groups(labels[known], smallest) if known.any() else (np.zeros(0, int), [], 0)
+    sizes = dict(zip(*np.unique(labels, return_counts=True), strict=True))
+    codes, names, merged = np.zeros(0, int), list[str](), 0
+    if measured.any():
+        codes, names, merged = merged_small_groups(labels[measured], smallest)
     if merged:
         names = [*names, f"{merged} small groups together" if merged > 1 else "one more group"]
+
+    # log 0 would take a whole group's mean with it: zeros count as the least that was measured
     floor = fil[fil > 0].min() if (fil > 0).any() else 1.0
     logs = np.log(np.maximum(fil, floor))
     overall = float(logs.mean()) if len(logs) else math.nan
-    shown = min(len(names), MOST_GROUPS)
+
     rows = []
-    sizes = dict(zip(*np.unique(labels, return_counts=True), strict=True))
     for code, group in enumerate(names):
         own = logs[codes == code]
-        centre, count = float(own.mean()), len(own)
-        half = math.inf
-        if count > 1:
-            spread = float(own.std(ddof=1)) / math.sqrt(count)
-            half = float(stats.t.ppf(1 - 0.025 / max(len(names), 1), count - 1)) * spread
-        ends = (math.exp(centre - half), math.exp(centre + half)) if math.isfinite(half) else (0.0, math.inf)
-        compared = "more" if centre - half > overall else "less" if centre + half < overall else ""
-        everyone = count if merged and code == len(names) - 1 else int(sizes[group])
-        rows.append(
-            GroupSummary(
-                group,
-                rounded_count(everyone, smallest),
-                rounded_count(count, smallest),
-                rounded(math.exp(centre), smallest, 3),
-                rounded(ends[0], smallest, 3),
-                rounded(ends[1], smallest, 3),
-                compared,
-            )
-        )
+        everyone = len(own) if merged and code == len(names) - 1 else int(sizes[group])
+        rows.append(_group(group, own, everyone, overall, len(names), smallest))
     rows.sort(key=lambda row: -row.fil)
-    left_out = len(counts) - (len(names) - (merged > 0)) - merged + max(len(names) - shown, 0)
+    left_out = len(sizes) - (len(names) - (merged > 0)) - merged + max(len(names) - MOST_GROUPS, 0)
     return Grouping(name, rounded(math.exp(overall), smallest, 3), rows[:MOST_GROUPS], merged, left_out)
+
+
+def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: int, smallest: int) -> GroupSummary:
+    """One of ``groups`` groups, from log η̄ of its measured examples and the mean over all examples."""
+    centre, count, half = float(logs.mean()), len(logs), math.inf
+    if count > 1:
+        spread = float(logs.std(ddof=1)) / math.sqrt(count)
+        half = float(stats.t.ppf(1 - 0.025 / groups, count - 1)) * spread
+    ends = (math.exp(centre - half), math.exp(centre + half)) if math.isfinite(half) else (0.0, math.inf)
+    return GroupSummary(
+        name,
+        rounded_count(everyone, smallest),
+        rounded_count(count, smallest),
+        rounded(math.exp(centre), smallest, 3),
+        rounded(ends[0], smallest, 3),
+        rounded(ends[1], smallest, 3),
+        "more" if centre - half > overall else "less" if centre + half < overall else "",
+    )
 
 
 def _attack(attack: AttackResult, smallest: int) -> AttackSummary:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from torchfil.report.saved_run import SavedRun
-from torchfil.report.status import NOT_MEASURED, status_of
+from torchfil.report.status import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
+from torchfil.utils.csv_files import write_csv
 
-__all__ = ["columns_of", "write_csv", "write_parquet"]
+__all__ = ["columns_of", "write_leakage_csv", "write_parquet"]
 
 STATUS = np.array(["measured", "lower bound", "not measured"])
-BLANK_WHERE_UNKNOWN = ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low")
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
-CHUNK = 50_000
 
 
 def columns_of(run: SavedRun) -> dict[str, np.ndarray]:
@@ -38,17 +34,12 @@ def columns_of(run: SavedRun) -> dict[str, np.ndarray]:
     return table
 
 
-def write_csv(run: SavedRun, path: Path) -> None:
-    """One line per example, UTF-8, numbers with seven significant digits.
+def write_leakage_csv(run: SavedRun, path: Path) -> None:
+    """One line per example, numbers with seven significant digits; see :func:`torchfil.utils.csv_files.write_csv`.
 
-    A text that a spreadsheet would run as a formula gets a leading apostrophe. Parquet keeps everything as it is.
+    Texts that a spreadsheet would compute get a leading apostrophe. Parquet keeps everything as it is.
     """
-    table = columns_of(run)
-    with open(path, "w", encoding="utf-8", errors="replace", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([_inert(name) for name in table])
-        for start in range(0, len(run.ids), CHUNK):
-            writer.writerows(zip(*(_cells(values[start : start + CHUNK]) for values in table.values()), strict=True))
+    write_csv(path, columns_of(run), digits=7)
 
 
 def write_parquet(run: SavedRun, path: Path) -> str | None:
@@ -64,18 +55,3 @@ def write_parquet(run: SavedRun, path: Path) -> str | None:
     }
     parquet.write_table(pyarrow.table(arrays), path)
     return None
-
-
-def _cells(values: np.ndarray) -> list[Any]:
-    if values.dtype.kind == "U":
-        return [_inert(text) for text in values.tolist()]
-    if values.dtype.kind != "f":
-        return values.tolist()
-    texts = ("%.7g " * len(values) % tuple(values.tolist())).split()
-    for i in np.flatnonzero(np.isnan(values)).tolist():
-        texts[i] = ""
-    return texts
-
-
-def _inert(text: str) -> str:
-    return f"'{text}" if text.startswith(FORMULA) else text

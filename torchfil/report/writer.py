@@ -21,7 +21,7 @@ from torchfil.report.page import render
 from torchfil.report.page.context import Report
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.summary import summarise
-from torchfil.report.tables import write_csv, write_parquet
+from torchfil.report.tables import write_leakage_csv, write_parquet
 
 __all__ = ["write_report"]
 
@@ -54,10 +54,11 @@ def write_report(
         if name not in run.columns:
             raise ValueError(f"the run has no column {name!r}, which a report is about; it has {sorted(run.columns)}")
     summary = summarise(run, redacted=redacted, min_group=min_group)
+    files, notes, digests = dict[str, str](), list[str](), dict[str, str]()
     with _replaced_folder(Path(directory)) as folder:
-        files, notes, digests = dict[str, str](), list[str](), dict[str, str]()
+        # every example, with a digest of what is signed
         if not redacted:
-            write_csv(run, folder / "leakage.csv")
+            write_leakage_csv(run, folder / "leakage.csv")
             files["leakage.csv"] = "every example"
             digests["leakage.csv"] = _digest(folder / "leakage.csv")
             missing = write_parquet(run, folder / "leakage.parquet")
@@ -65,6 +66,8 @@ def write_report(
                 files["leakage.parquet"] = "the same, with types"
             else:
                 notes.append(missing)
+
+        # aggregates, in every report
         figures, missing = write_figures(summary, folder)
         files |= figures
         notes += [missing] if missing else []
@@ -79,6 +82,8 @@ def write_report(
         (folder / SUMMARY).write_text(
             json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False), encoding="utf-8"
         )
+
+        # the page comes last: it names the files beside it
         report = Report(summary, None if redacted else run, files, notes, digests)
         (folder / PAGE).write_text(render(report), encoding="utf-8", errors="replace")
     return Path(directory) / PAGE
@@ -99,6 +104,8 @@ def _replaced_folder(target: Path) -> Iterator[Path]:
         for path in new.iterdir():
             path.chmod(0o600)
             _flush(path)
+
+        # writing took its time: somebody may have put a file into the folder meanwhile
         _check_replaceable(target)
         if target.exists():
             target.rename(beside / "old")
@@ -118,12 +125,12 @@ def _check_replaceable(target: Path) -> None:
         return
     if not target.is_dir():
         raise FileExistsError(f"{target} is a file; name a folder for the report")
-    known: set[str] = set()
+    own_files: set[str] = set()
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         summary = json.loads((target / SUMMARY).read_text(encoding="utf-8"))
         if summary.get("format") == MARKER:
-            known = {PAGE, SUMMARY, *summary["files"]}
-    foreign = sorted(path.name for path in target.iterdir() if path.name not in known)
+            own_files = {PAGE, SUMMARY, *summary["files"]}
+    foreign = sorted(path.name for path in target.iterdir() if path.name not in own_files)
     if foreign:
         raise FileExistsError(
             f"{target} holds {', '.join(foreign[:3])}{' …' if len(foreign) > 3 else ''}, which is no part of a report, "

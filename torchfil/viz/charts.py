@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchfil.viz.common import NEGATIVE, NEUTRAL, POSITIVE, finite, new_figure, plain_number, vector, wrapped
+from torchfil.viz.common import NEGATIVE, NEUTRAL, POSITIVE, as_finite, as_vector, new_figure, plain_number, wrapped
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["bar_chart", "distribution"]
@@ -49,13 +50,14 @@ def bar_chart(
     Returns:
         The figure.
     """
-    heights = vector(values, "values")
+    heights = as_vector(values, "values")
     texts = [wrapped(str(name), NAME_WIDTH) for name in names]
     if len(texts) != len(heights):
         raise ValueError(f"names has {len(texts)} entries for {len(heights)} values; it must have one each")
     if top < 1:
         raise ValueError(f"top={top} must be at least 1")
     whiskers = _whiskers(heights, errors, intervals)
+
     order = np.argsort(-np.abs(heights), kind="stable") if sort else np.arange(len(heights))
     shown, rest = order[:top], order[top:]
     labels = [texts[i] for i in shown]
@@ -63,6 +65,7 @@ def bar_chart(
         bound = "within ±" if bool((heights[rest] < 0).any()) else "at most "
         labels.append(f"… {len(rest)} more, each {bound}{plain_number(float(np.abs(heights[rest]).max()))}")
 
+    # the figure has room for every line of a wrapped name
     lines = sum(1 + text.count("\n") for text in labels)
     longest = max(len(line) for text in labels for line in text.split("\n"))
     figure = new_figure(4.5 + 0.08 * longest, 1.1 + 0.24 * lines + 0.3 * (title is not None), "constrained")
@@ -70,11 +73,13 @@ def bar_chart(
     tops = np.cumsum([0] + [1 + text.count("\n") for text in labels])
     places = (tops[:-1] + tops[1:]) / 2  # a wrapped name gets the room of its lines
     rows = places[: len(shown)]
+
     axis.barh(rows, heights[shown], height=0.7, color=[POSITIVE if heights[i] >= 0 else NEGATIVE for i in shown])
     if whiskers is not None:
         axis.errorbar(
             heights[shown], rows, xerr=whiskers[:, shown], fmt="none", ecolor=NEUTRAL, capsize=2.5, linewidth=1
         )
+
     axis.set_yticks(places, labels, parse_math=False)
     axis.tick_params(axis="y", length=0)
     axis.set_ylim(tops[-1] + 0.1, -0.1)
@@ -119,20 +124,10 @@ def distribution(
     Returns:
         The figure.
     """
-    scores = vector(values, "values", infinite=True)
+    scores = as_vector(values, "values", infinite=True)
     members = list(groups) if groups is not None else ["all"] * len(scores)
-    if len(members) != len(scores):
-        raise ValueError(f"groups has {len(members)} entries for {len(scores)} values; it must have one each")
-    if log and bool((scores < 0).any()):
-        raise ValueError(f"values holds {scores.min():g}, which has no place on a logarithmic axis; pass log=False")
-    if log and threshold is not None and not threshold > 0:
-        raise ValueError(f"threshold={threshold} has no place on a logarithmic axis; pass log=False")
     drawable = np.isfinite(scores) & ((scores > 0) | (not log))
-    if not drawable.any():
-        raise ValueError(
-            f"no value can be drawn: {int((scores == 0).sum())} of {len(scores)} are zero and "
-            f"{int(np.isinf(scores).sum())} infinite{'; pass log=False to draw zeros' if log else ''}"
-        )
+    _check_distribution(scores, members, drawable, threshold, log)
     kinds = _in_order(members)
     if len(kinds) > len(COLOURS) * len(STYLES):
         raise ValueError(
@@ -141,36 +136,66 @@ def distribution(
 
     figure = new_figure(6.4, 4.0, "constrained")
     axis = figure.subplots()
-    entries = []
-    left, right = float(scores[drawable].min()), float(scores[drawable].max())
+    entries: list[tuple[Any, str]] = []
+    ends = float(scores[drawable].min()), float(scores[drawable].max())
     for i, kind in enumerate(kinds):
         own = np.sort(scores[[member == kind for member in members]])
-        inside = np.isfinite(own) & ((own > 0) | (not log))
-        share = np.arange(1, len(own) + 1) / len(own)
-        below = int((own < left).sum())  # not drawable, left of the axis
-        curve = axis.step(
-            np.concatenate([[left], own[inside], [right]]),
-            np.concatenate(
-                [[below / len(own)], share[inside], [share[inside][-1] if inside.any() else below / len(own)]]
-            ),
-            where="post",
-            color=COLOURS[i % len(COLOURS)],
-            linestyle=STYLES[i % len(STYLES)],
-            linewidth=1.8,
-        )[0]
-        notes = [f"n = {len(own)}"]
-        notes += [f"{below} at {'zero' if log else '−∞'}"] * (below > 0)
-        notes += [f"{int(np.isposinf(own).sum())} at ∞"] * bool(np.isposinf(own).any())
-        entries.append((curve, f"{kind} ({', '.join(notes)})"))
+        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": STYLES[i % len(STYLES)]}
+        curve, notes = _curve(axis, own, ends, log, style)
+        entries.append((curve, f"{kind} ({notes})"))
     if threshold is not None:
         line = axis.axvline(threshold, color=NEUTRAL, linewidth=1.2, linestyle=(0, (1, 1)))
         at_most = 100 * float((scores <= threshold).mean())
         entries.append((line, f"{threshold_label} {plain_number(threshold)} ({at_most:.3g} % at or below)"))
+
     if log:
         axis.set_xscale("log")
     axis.set_ylim(0, 1.02)
     axis.set(xlabel=label, ylabel="share of examples at or below")
     axis.spines[["top", "right"]].set_visible(False)
+    _draw_legend(figure, entries)
+    if title is not None:
+        axis.set_title(title, loc="left")
+    return figure
+
+
+def _check_distribution(
+    scores: np.ndarray, members: list[Any], drawable: np.ndarray, threshold: float | None, log: bool
+) -> None:
+    if len(members) != len(scores):
+        raise ValueError(f"groups has {len(members)} entries for {len(scores)} values; it must have one each")
+    if log and bool((scores < 0).any()):
+        raise ValueError(f"values holds {scores.min():g}, which has no place on a logarithmic axis; pass log=False")
+    if log and threshold is not None and not threshold > 0:
+        raise ValueError(f"threshold={threshold} has no place on a logarithmic axis; pass log=False")
+    if not drawable.any():
+        raise ValueError(
+            f"no value can be drawn: {int((scores == 0).sum())} of {len(scores)} are zero and "
+            f"{int(np.isinf(scores).sum())} infinite{'; pass log=False to draw zeros' if log else ''}"
+        )
+
+
+def _curve(
+    axis: Axes, scores: np.ndarray, ends: tuple[float, float], log: bool, style: dict[str, Any]
+) -> tuple[Any, str]:
+    """Draw the distribution of ascending scores between the ends of the axis; the curve, and what it leaves out."""
+    inside = np.isfinite(scores) & ((scores > 0) | (not log))
+    share = np.arange(1, len(scores) + 1) / len(scores)
+    below = int((scores < ends[0]).sum())  # not drawable, left of the axis
+    first = below / len(scores)
+    last = share[inside][-1] if inside.any() else first
+
+    # from one end of the axis to the other, so that all groups' curves are of one length
+    x = np.concatenate([ends[:1], scores[inside], ends[1:]])
+    y = np.concatenate([[first], share[inside], [last]])
+    curve = axis.step(x, y, where="post", linewidth=1.8, **style)[0]
+    notes = [f"n = {len(scores)}"]
+    notes += [f"{below} at {'zero' if log else '−∞'}"] * (below > 0)
+    notes += [f"{int(np.isposinf(scores).sum())} at ∞"] * bool(np.isposinf(scores).any())
+    return curve, ", ".join(notes)
+
+
+def _draw_legend(figure: Figure, entries: list[tuple[Any, str]]) -> None:
     legend = figure.legend(
         [handle for handle, _ in entries],
         [str(i) for i in range(len(entries))],
@@ -181,9 +206,6 @@ def distribution(
     for text, (_, content) in zip(legend.get_texts(), entries, strict=True):
         text.set_parse_math(False)
         text.set_text(content)  # set afterwards: matplotlib hides labels that begin with an underscore
-    if title is not None:
-        axis.set_title(title, loc="left")
-    return figure
 
 
 def _in_order(members: list[Any]) -> list[Any]:
@@ -200,13 +222,13 @@ def _whiskers(heights: np.ndarray, errors: Any, intervals: Any) -> np.ndarray | 
     if errors is not None and intervals is not None:
         raise ValueError("errors and intervals both describe the whiskers; pass one of them")
     if errors is not None:
-        half = vector(errors, "errors", len(heights))
+        half = as_vector(errors, "errors", len(heights))
         if bool((half < 0).any()):
             raise ValueError(f"errors must be ≥ 0, got {half.min():g}")
         return np.stack([half, half])
     if intervals is None:
         return None
-    ends = finite(intervals, "intervals")
+    ends = as_finite(intervals, "intervals")
     if ends.shape != (len(heights), 2):
         raise ValueError(f"intervals must have shape [{len(heights)}, 2], low and high, got {list(ends.shape)}")
     down, up = heights - ends[:, 0], ends[:, 1] - heights

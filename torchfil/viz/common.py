@@ -11,7 +11,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["NEGATIVE", "NEUTRAL", "POSITIVE", "as_array", "finite", "new_figure", "plain_number", "vector", "wrapped"]
+__all__ = [
+    "NEGATIVE",
+    "NEUTRAL",
+    "POSITIVE",
+    "as_array",
+    "as_finite",
+    "as_vector",
+    "new_figure",
+    "plain_number",
+    "wrapped",
+]
 
 POSITIVE, NEGATIVE = "#E08214", "#8073AC"  # the orange and the purple of ColorBrewer's PuOr, as in signed maps
 NEUTRAL = "#4D4D4D"
@@ -36,7 +46,7 @@ def as_array(values: Any) -> np.ndarray:
     return np.asarray(values)
 
 
-def finite(values: Any, name: str) -> np.ndarray:
+def as_finite(values: Any, name: str) -> np.ndarray:
     """Values as float64; NaN and infinity are refused."""
     array = as_array(values).astype(np.float64)
     bad = ~np.isfinite(array)
@@ -49,7 +59,7 @@ def finite(values: Any, name: str) -> np.ndarray:
     return array
 
 
-def vector(values: Any, name: str, length: int | None = None, *, infinite: bool = False) -> np.ndarray:
+def as_vector(values: Any, name: str, length: int | None = None, *, infinite: bool = False) -> np.ndarray:
     """Values as float64 of shape [length], at least one; NaN is refused, infinity unless ``infinite``."""
     array = as_array(values).astype(np.float64)
     if array.ndim != 1 or array.size == 0:
@@ -57,7 +67,7 @@ def vector(values: Any, name: str, length: int | None = None, *, infinite: bool 
     if length is not None and len(array) != length:
         raise ValueError(f"{name} has {len(array)} entries for {length}; it must have one each")
     if not infinite:
-        return finite(array, name)
+        return as_finite(array, name)
     if np.isnan(array).any():
         raise ValueError(
             f"{name} holds NaN at {[int(i) for i in np.flatnonzero(np.isnan(array))[:5]]}; drop such entries "

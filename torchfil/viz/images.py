@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from torchfil.viz.common import as_array, finite, new_figure, plain_number, vector, wrapped
+from torchfil.viz.common import as_array, as_finite, as_vector, new_figure, plain_number, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,6 +79,7 @@ def show_map(
     _check_alpha(alpha)
     picture, heat = _pair(image, attribution, mode)
     scale = _limit(heat, outlier_percentile, limit)
+
     if axes is None:
         figure = new_figure(2.6 * len(views) + 1.2 * colour_bar, 3.0 + 0.3 * (title is not None), "compressed")
         drawn = list(figure.subplots(1, len(views), squeeze=False)[0])
@@ -89,6 +90,7 @@ def show_map(
         if len(drawn) != len(views):
             raise ValueError(f"axes has {len(drawn)} axes for {len(views)} views {tuple(views)}; give one per view")
         figure = drawn[0].figure.figure
+
     name = f"|{label}|" if mode == "absolute" else label
     for axis, view in zip(drawn, views, strict=True):
         axis.set_title({"image": "image", "map": name, "overlay": "overlay"}[view])
@@ -101,6 +103,7 @@ def show_map(
             _draw_overlay(axis, picture, heat, mode, scale, alpha)
     if axes is not None and title is not None:
         drawn[0].set_title(title)
+
     maps = [axis for axis, view in zip(drawn, views, strict=True) if view != "image"]
     if colour_bar and maps:
         _draw_colour_bar(figure, maps, heat, mode, scale, name)
@@ -144,7 +147,7 @@ def gallery(
         No example is shown twice: below 2·count examples they are shared out among the rows, the odd one going to the
         most exposed; a single example gets one row. Equal scores keep the order of the data.
     """
-    values = vector(scores, "scores", infinite=True)
+    values = as_vector(scores, "scores", infinite=True)
     names = list(ids) if ids is not None else list(range(len(values)))
     for given, what in ((images, "images"), (names, "ids"), (attributions, "attributions")):
         if given is not None and len(given) != len(values):
@@ -156,10 +159,13 @@ def gallery(
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} must be 'absolute' or 'signed'")
     _check_alpha(alpha)
+
+    # half each where there are few, so that nobody is shown twice
     order = np.argsort(-values if higher == "more exposed" else values, kind="stable")
     most = order[: min(count, (len(order) + 1) // 2)]
     least = order[len(most) :][::-1][:count]
     blocks = [("most exposed", most)] + [("least exposed", least)] * (len(least) > 0)
+
     height = 2 if attributions is not None else 1
     stride = height + 1  # a block and the gap below it
     figure = new_figure(max(1.25 * len(most) + 0.6, 3.6), len(blocks) * (1.25 * height + 0.65) + 0.4, "compressed")
@@ -168,6 +174,7 @@ def gallery(
     grid = figure.subplots(len(ratios[:-1]), len(most), squeeze=False, height_ratios=ratios[:-1])
     for axis in grid.flat:
         axis.set_axis_off()
+
     for block, (text, rows) in enumerate(blocks):
         for column, row in enumerate(rows):
             cells = grid[stride * block : stride * block + height, column]
@@ -188,6 +195,7 @@ def gallery(
         first[0].set_ylabel(text, fontsize="small")
         if attributions is not None:
             first[1].set_ylabel(f"|{label}|" if mode == "absolute" else label, fontsize="small")
+
     if attributions is not None:
         key = "darker: larger" if mode == "absolute" else "orange: positive, purple: negative"
         figure.supxlabel(f"{key}; each overlay on its own scale", fontsize="x-small", color="0.35")
@@ -204,7 +212,7 @@ def _pair(image: Any, attribution: Any, mode: str) -> tuple[np.ndarray, np.ndarr
     heat = as_array(attribution).astype(np.float64)
     hidden = np.isnan(heat)  # what is not private
     if hidden.all() or not np.isfinite(heat[~hidden]).all():
-        finite(heat, "attribution")
+        as_finite(heat, "attribution")
     if heat.shape == array.shape:
         heat = np.moveaxis(heat, 0, -1) if _channels_first(array.shape) else heat
     elif heat.shape != picture.shape[:2]:
@@ -213,8 +221,8 @@ def _pair(image: Any, attribution: Any, mode: str) -> tuple[np.ndarray, np.ndarr
             f"image's shape or {list(picture.shape[:2])}"
         )
     heat = heat if heat.ndim == 3 else heat[..., None]
-    known = np.nan_to_num(heat)
-    together = np.abs(np.hypot.reduce(known, axis=-1)) if mode == "absolute" else known.sum(axis=-1)
+    filled = np.nan_to_num(heat)
+    together = np.abs(np.hypot.reduce(filled, axis=-1)) if mode == "absolute" else filled.sum(axis=-1)
     return picture, np.where(np.isnan(heat).all(axis=-1), np.nan, together)
 
 
@@ -232,7 +240,7 @@ def _picture(array: np.ndarray, name: str) -> np.ndarray:
         )
     if array.size == 0:
         raise ValueError(f"{name} has shape {list(shape)}, which holds no pixels")
-    values = finite(array, name)
+    values = as_finite(array, name)
     if array.dtype == np.uint8:
         values = values / 255
     low, high = values.min(), values.max()

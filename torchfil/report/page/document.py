@@ -27,25 +27,17 @@ def render(report: Report) -> str:
     assets = resources.files("torchfil.report") / "assets"
     template, style, script = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
     label = PUBLIC if report.summary.redacted else PRIVATE
+
+    # sections with nothing to say have no number and no entry in the contents
     chapters, entries = list[Markup](), list[Markup]()
     for section in sections():
         content = section.render(report)
-        if content is None:
-            continue
-        number = len(chapters) + 1
-        entries.append(tag("li", tag("a", section.title, href=f"#{section.slug}")))
-        chapters.append(
-            tag(
-                "section",
-                tag(
-                    "header",
-                    tag("span", label, class_="kept"),
-                    tag("h2", tag("span", str(number), class_="no"), section.title),
-                ),
-                content,
-                id=section.slug,
-            )
-        )
+        if content is not None:
+            entries.append(tag("li", tag("a", section.title, href=f"#{section.slug}")))
+            heading = tag("h2", tag("span", str(len(entries)), class_="no"), section.title)
+            header = tag("header", tag("span", label, class_="kept"), heading)
+            chapters.append(tag("section", header, content, id=section.slug))
+
     title = str(report.about("title") or "Leakage report")
     values = {
         "title": join(title),
@@ -57,6 +49,7 @@ def render(report: Report) -> str:
         "sections": join(chapters),
         "style": Markup(style.replace("{{label}}", label)),
         "script": Markup(script),
+        # the content security policy lets this script run, by its hash, and no other
         "hash": Markup(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)

@@ -19,15 +19,15 @@ class Markup(str):
 
 def join(*parts: Any) -> Markup:
     """Parts in a row; None is left out, lists are opened, what is not markup is escaped."""
-    found: list[str] = []
+    texts: list[str] = []
     for part in parts:
         if part is None:
             continue
         if isinstance(part, list | tuple):
-            found.append(join(*part))
+            texts.append(join(*part))
         else:
-            found.append(part if isinstance(part, Markup) else html.escape(str(part)))
-    return Markup("".join(found))
+            texts.append(part if isinstance(part, Markup) else html.escape(str(part)))
+    return Markup("".join(texts))
 
 
 def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:

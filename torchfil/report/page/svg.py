@@ -87,6 +87,8 @@ def histogram(
     low, high = min(points), max(points)
     pad = (high / low) ** 0.03 if log else 0.03 * (high - low)
     x = Scale(low / pad if log else low - pad, high * pad if log else high + pad, 14, width - RIGHT, log)
+
+    # heights leave room above for the names of the marks, one line each
     spans = [x(b) - x(a) for a, b in pairwise(edges)]
     density = [c / span for c, span in zip(counts, spans, strict=True)]
     top = max(density) or 1.0
@@ -97,36 +99,35 @@ def histogram(
             continue
         tall = max((floor - ceiling) * dense / top, 1.0)
         exposed = emphasis_below is not None and b <= emphasis_below * (1 + 1e-9)
-        between = f"{number(a)} to {number(b)}: {count:,}"
-        bars.append(
-            tag(
-                "g",
-                tag("title", between),
-                tag(
-                    "rect",
-                    x=f"{x(a) + 0.5:.1f}",
-                    y=f"{floor - tall:.1f}",
-                    width=f"{max(x(b) - x(a) - 1, 0.7):.1f}",
-                    height=f"{tall:.1f}",
-                    class_="bar exposed" if exposed else "bar",
-                ),
-            )
+        bar = tag(
+            "rect",
+            x=f"{x(a) + 0.5:.1f}",
+            y=f"{floor - tall:.1f}",
+            width=f"{max(x(b) - x(a) - 1, 0.7):.1f}",
+            height=f"{tall:.1f}",
+            class_="bar exposed" if exposed else "bar",
         )
-    drawn = []
-    for i, mark in enumerate(sorted(marks, key=lambda mark: -mark.value)):
-        drawn.append(_marked(x(mark.value), floor, TOP + 16 * i + 4, width, mark.name))
+        bars.append(tag("g", tag("title", f"{number(a)} to {number(b)}: {count:,}"), bar))
+
+    drawn = [
+        _marked(x(mark.value), floor, TOP + 16 * i + 4, width, mark.name)
+        for i, mark in enumerate(sorted(marks, key=lambda mark: -mark.value))
+    ]
     parts = [_text(14, 14, title, "axis"), bars, _x_axis(x, floor, width, axis), drawn]
     return _svg(width, height, parts)
 
 
 def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, mark: Mark | None = None) -> Markup:
     """One line per row: a dot, its interval, its name and note beside it, or above it where there is little room."""
+    # room for names and notes, at seven units a letter
     longest = max((len(row.name) for row in rows), default=0)
     notes = max((len(row.note) for row in rows), default=0)
     above = width == NARROW and longest > 12
     letters = 40 - notes if above else min(longest, 34)
     left = 6.0 if above else 10 + 7.0 * letters
     right = 12 + 7.0 * notes if width == WIDE else RIGHT
+
+    # the axis spans what can be drawn: an interval may be infinite, and 0 has no logarithm
     finite = [v for row in rows for v in (row.value, row.low, row.high) if math.isfinite(v) and (v > 0 or not log)]
     finite += [mark.value] if mark else []
     low, high = (min(finite), max(finite)) if finite else (0.1, 1.0)
@@ -136,14 +137,15 @@ def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, m
     step, top = 42 if above else 26, 26 if mark else 4
     floor = top + step * len(rows) + 4
     x = Scale(low / pad if log else low - pad, high * pad if log else high + pad, left, width - right, log)
+
     parts = [_x_axis(x, floor, width, axis, start=left)]
     if mark:
         parts.append(_marked(x(mark.value), floor, 14, width, mark.name))
     for i, row in enumerate(rows):
         y = top + step * (i + (0.8 if above else 0.5))
         at = (left, y - 13) if above else (left - 10, y + 4)
-        shown = row.name if len(row.name) <= letters else row.name[: letters - 1] + "…"
         note = (width - RIGHT, y - 13) if above else (width - 2, y + 4)
+        shown = row.name if len(row.name) <= letters else row.name[: letters - 1] + "…"
         parts.append(
             tag(
                 "g",
@@ -181,6 +183,8 @@ def lines(
     ys = [v for line in series for v in line.y if math.isfinite(v) and (v > 0 or not log)]
     if not xs or not ys:
         return _svg(width, 30, [_text(14, 18, "nothing to draw", "axis")])
+
+    # y starts at 0 where it can, and a constant gets some room around it
     low, high = min(ys), max(ys)
     low = low if log else min(low, 0.0)
     if low == high:
@@ -188,6 +192,7 @@ def lines(
     start, end = (min(xs), max(xs)) if min(xs) < max(xs) else (min(xs) - 1, max(xs) + 1)
     x = Scale(start, end, LEFT, width - right, False)
     y = Scale(low / 1.1 if log else low, high * 1.1 if log else high * 1.04, height - BOTTOM, TOP + 4, log)
+
     parts = [
         _text(6, 14, title, "axis"),
         _x_axis(x, height - BOTTOM, width, axis, start=LEFT),
@@ -204,6 +209,8 @@ def lines(
         way = "M" + "L".join(f"{a:.1f},{b:.1f}" for a, b in points)
         parts.append(tag("path", d=way, class_=f"curve tone{i % 4}{' dashed' if line.dashed else ''}"))
         ends.append((points[-1][1], i, line.name))
+
+    # names that would lie on each other move down
     lowest = -math.inf
     for place, i, name in sorted(ends):
         lowest = max(place, lowest + 15)

@@ -27,6 +27,7 @@ def render(report: Report) -> Markup | None:
         ]
         for attack in attacks
     ]
+
     redacted = report.summary.redacted
     least = f"The {report.summary.smallest} smallest ratios together" if redacted else "Smallest ratio"
     run = report.run

@@ -29,6 +29,7 @@ def render(report: Report) -> Markup | None:
         ]
         for a in shown
     ]
+
     rest = f" Of {len(attributes)} attributes, {chosen} are shown; summary.json has the rest." if chosen else ""
     return join(
         paragraph(

@@ -20,38 +20,33 @@ def render(report: Report) -> Markup | None:
     signed = [
         paragraph(f"{name}: SHA-256 ", tag("code", digest), class_="digest") for name, digest in report.digests.items()
     ]
+
     return join(
         paragraph(
             "Write here before printing; the page does not save what is written. ",
             "Signed is this page together with:" if report.digests else None,
         ),
         signed,
-        tag(
-            "form",
-            tag(
-                "fieldset",
-                tag("legend", "Decision"),
-                [
-                    tag(
-                        "label",
-                        tag("input", type="radio", name="decision", value=value),
-                        tag("span", text),
-                        class_="choice",
-                    )
-                    for text, value in choices
-                ],
-            ),
-            tag("label", tag("span", "Conditions and remarks"), tag("textarea", rows=4), class_="field"),
-            tag(
-                "div",
-                tag(
-                    "label", tag("span", "Name and role"), tag("input", type="text", autocomplete="off"), class_="field"
-                ),
-                tag("label", tag("span", "Date"), tag("input", type="text", autocomplete="off"), class_="field"),
-                tag("div", tag("span", "Signature"), tag("div", class_="line"), class_="field"),
-                class_="signatures",
-            ),
-            class_="decision",
-            autocomplete="off",
-        ),
+        _form(choices),
+    )
+
+
+def _form(choices: list[tuple[str, str]]) -> Markup:
+    """A form that goes nowhere: it is printed and signed. ``autocomplete`` keeps browsers from remembering it."""
+
+    def field(name: str) -> Markup:
+        return tag("label", tag("span", name), tag("input", type="text", autocomplete="off"), class_="field")
+
+    radios = [
+        tag("label", tag("input", type="radio", name="decision", value=value), tag("span", text), class_="choice")
+        for text, value in choices
+    ]
+    signature = tag("div", tag("span", "Signature"), tag("div", class_="line"), class_="field")
+    return tag(
+        "form",
+        tag("fieldset", tag("legend", "Decision"), radios),
+        tag("label", tag("span", "Conditions and remarks"), tag("textarea", rows=4), class_="field"),
+        tag("div", field("Name and role"), field("Date"), signature, class_="signatures"),
+        class_="decision",
+        autocomplete="off",
     )

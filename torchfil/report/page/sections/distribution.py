@@ -31,6 +31,7 @@ def _chart(report: Report) -> Markup | None:
         if summary.redacted
         else "",
     ]
+
     return svg.figure(
         lambda width: svg.histogram(
             bins.edges,

@@ -17,6 +17,7 @@ def render(report: Report) -> Markup | None:
         return None
     epsilon, delta = report.about("epsilon"), report.about("delta")
     marks = [svg.Mark(float(epsilon), f"ε for everybody, {number(epsilon)}")] if epsilon is not None else []
+
     chart = None
     if bins is not None:
         chart = svg.figure(
@@ -26,6 +27,7 @@ def render(report: Report) -> Markup | None:
             "How many examples have spent how much; never more than ε for everybody.",
             label="Histogram of individual ε",
         )
+
     rows = [
         [_named(float(level), summary), number(value, 2 if summary.redacted else 3, even=True)]
         for level, value in summary.epsilon.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, tag
 from torchfil.report.page.payload import Packed, pack, pack_text
 from torchfil.report.saved_run import SavedRun
-from torchfil.report.status import NOT_MEASURED, status_of
+from torchfil.report.status import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
 
 __all__ = ["render"]
 
@@ -56,9 +56,11 @@ def render(report: Report) -> Markup | None:
         return None
     spec, blocks, left_out = _packed(report.run)
     shown = [column for column in COLUMNS if any(entry["key"] == column.key for entry in spec["columns"])]
+
     note = ""
     if left_out:
         note = f"To keep the page small, it leaves out {', '.join(left_out)}; the files beside it hold everything. "
+
     return join(
         paragraph(
             "Select a heading to sort, a row for its details. Arrow keys, Page Up and Page Down move, Enter "
@@ -88,107 +90,62 @@ def render(report: Report) -> Markup | None:
 
 
 def _frame() -> Markup:
+    """Tools and an empty grid, by whose ids assets/page.js finds them."""
     choices = [("all", "all examples"), ("measured", "measured"), ("unmeasured", "not measured")]
-    return tag(
+    options = [tag("option", text, value=value) for value, text in choices]
+    search = tag("input", type="search", id="search", autocomplete="off", spellcheck="false", disabled="")
+    tools = tag(
         "div",
-        tag(
-            "div",
-            tag(
-                "label",
-                tag("span", "Find an id"),
-                tag("input", type="search", id="search", autocomplete="off", spellcheck="false", disabled=""),
-            ),
-            tag(
-                "label",
-                tag("span", "Show"),
-                tag("select", [tag("option", text, value=value) for value, text in choices], id="filter", disabled=""),
-            ),
-            tag("span", "Reading the table …", id="found", role="status"),
-            class_="tools",
-        ),
-        tag(
-            "div",
-            tag("div", id="head", role="rowgroup"),
-            tag(
-                "div",
-                tag("div", tag("div", id="rows", role="rowgroup"), id="spacer", role="presentation"),
-                id="viewport",
-                tabindex=-1,
-                role="presentation",
-            ),
-            id="grid",
-            role="grid",
-            tabindex=0,
-            aria_label="Every example; arrow keys move, Enter opens",
-        ),
-        tag("noscript", paragraph("The table needs JavaScript; the files beside this page hold the same numbers.")),
-        class_="everyone screen",
+        tag("label", tag("span", "Find an id"), search),
+        tag("label", tag("span", "Show"), tag("select", options, id="filter", disabled="")),
+        tag("span", "Reading the table …", id="found", role="status"),
+        class_="tools",
     )
+
+    # the spacer is as high as all rows together; only those in view are drawn
+    spacer = tag("div", tag("div", id="rows", role="rowgroup"), id="spacer", role="presentation")
+    grid = tag(
+        "div",
+        tag("div", id="head", role="rowgroup"),
+        tag("div", spacer, id="viewport", tabindex=-1, role="presentation"),
+        id="grid",
+        role="grid",
+        tabindex=0,
+        aria_label="Every example; arrow keys move, Enter opens",
+    )
+    scriptless = paragraph("The table needs JavaScript; the files beside this page hold the same numbers.")
+    return tag("div", tools, grid, tag("noscript", scriptless), class_="everyone screen")
+
+
+class _Blocks:
+    """Packed arrays by name, as far as they fit into the page."""
+
+    def __init__(self) -> None:
+        self.packed: dict[str, Packed] = {}
+        self.left_out: list[str] = []
+
+    def add(self, name: str, packed: Packed, label: str) -> bool:
+        """Whether there is room for the array; otherwise its label is noted."""
+        if len(packed.data) > BUDGET - sum(len(block.data) for block in self.packed.values()):
+            self.left_out.append(label)
+            return False
+        self.packed[name] = packed
+        return True
 
 
 def _packed(run: SavedRun) -> tuple[dict[str, Any], dict[str, Packed], list[str]]:
     """The description of the data, the packed arrays by name, and what did not fit."""
-    status = status_of(run)
-    blocks: dict[str, Packed] = {"status": pack(status)}
-    spec: dict[str, Any] = {"rows": len(run.ids), "columns": [], "groups": [], "attributes": [], "attacks": []}
-    left_out: list[str] = []
-    if np.array_equal(run.ids, np.arange(len(run.ids))):
-        spec["ids"] = "rows"
-    elif run.ids.dtype.kind != "U" and bool((np.abs(run.ids) < 2**53).all()):
-        blocks["ids"] = pack(run.ids)
-        spec["ids"] = "numbers"
-    else:
-        texts, lengths = pack_text(run.ids.astype(str))
-        if len(texts.data) + len(lengths.data) <= ID_BUDGET:
-            blocks |= {"ids": texts, "lengths": lengths}
-            spec["ids"] = "text"
-        else:
-            spec["ids"] = "rows"
-            left_out.append("the ids (examples are numbered from 0, as in leakage.csv)")
-    space = BUDGET - sum(len(packed.data) for packed in blocks.values())
-
-    def fits(name: str, packed: Packed, label: str) -> bool:
-        nonlocal space
-        if len(packed.data) > space:
-            left_out.append(label)
-            return False
-        space -= len(packed.data)
-        blocks[name] = packed
-        return True
-
+    status, blocks = status_of(run), _Blocks()
+    blocks.packed["status"] = pack(status)
     unknown = status == NOT_MEASURED
-    for column in COLUMNS:
-        if column.key not in run.columns:
-            continue
-        values = np.asarray(run.columns[column.key])
-        if column.key == "missed" and not values.any():
-            continue
-        if column.key in ("fil", "mse_bound", "mse_bound_low", "fil_error", "sampling_error"):
-            values = np.where(unknown, np.nan, values.astype(np.float64))
-        entry: dict[str, Any] = {
-            "key": column.key,
-            "label": column.label,
-            "meaning": column.meaning,
-            "narrow": column.narrow,
-            "detail": column.detail,
-            "whole": values.dtype.kind in "biu",
-        }
-        if column.key == "mse_bound" and _is_inverse_square(values, run.columns["fil"], unknown):
-            spec["columns"].append(entry | {"from_fil": True})
-        elif fits(column.key, pack(values), column.label):
-            spec["columns"].append(entry)
-    for i, (name, labels) in enumerate(run.groups.items()):
-        levels, codes = np.unique(labels, return_inverse=True)
-        if fits(f"group{i}", pack(codes), name):
-            spec["groups"].append({"name": name, "levels": [str(level) for level in levels], "data": f"group{i}"})
-    if run.attributes is not None:
-        for j, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
-            if j > len(spec["attributes"]):
-                left_out.append(name)
-                continue
-            values = np.where(unknown, np.nan, np.asarray(run.attributes.error[:, j], dtype=np.float64))
-            if fits(f"attribute{j}", pack(values), name):
-                spec["attributes"].append({"name": name, "unit": unit, "data": f"attribute{j}"})
+    spec: dict[str, Any] = {"rows": len(run.ids)}
+
+    # in the order of their worth: what comes later is left out first
+    spec["ids"] = _id_kind(run.ids, blocks)
+    spec["columns"] = _columns(run, unknown, blocks)
+    spec["groups"] = _groups(run, blocks)
+    spec["attributes"] = _attributes(run, unknown, blocks)
+
     spec["attacks"] = [
         {
             "name": attack.name,
@@ -199,8 +156,63 @@ def _packed(run: SavedRun) -> tuple[dict[str, Any], dict[str, Packed], list[str]
         for attack in run.attacks
         if len(attack.rows) <= MOST_ATTACKED
     ]
-    spec["blocks"] = {name: packed.kind for name, packed in blocks.items()}
-    return spec, blocks, left_out
+    spec["blocks"] = {name: packed.kind for name, packed in blocks.packed.items()}
+    return spec, blocks.packed, blocks.left_out
+
+
+def _id_kind(ids: np.ndarray, blocks: _Blocks) -> str:
+    """How the page knows the ids: "rows" (their numbers), "numbers" or "text", which are packed."""
+    if np.array_equal(ids, np.arange(len(ids))):
+        return "rows"
+    if ids.dtype.kind != "U" and bool((np.abs(ids) < 2**53).all()):  # what JavaScript's numbers hold exactly
+        blocks.packed["ids"] = pack(ids)
+        return "numbers"
+    texts, lengths = pack_text(ids.astype(str))
+    if len(texts.data) + len(lengths.data) > ID_BUDGET:
+        blocks.left_out.append("the ids (examples are numbered from 0, as in leakage.csv)")
+        return "rows"
+    blocks.packed |= {"ids": texts, "lengths": lengths}
+    return "text"
+
+
+def _columns(run: SavedRun, unknown: np.ndarray, blocks: _Blocks) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = []
+    for column in COLUMNS:
+        values = run.columns.get(column.key)
+        if values is None or (column.key == "missed" and not values.any()):
+            continue
+        if column.key in BLANK_WHERE_UNKNOWN:
+            values = np.where(unknown, np.nan, values.astype(np.float64))
+        entry = {**asdict(column), "whole": values.dtype.kind in "biu"}
+        if column.key == "mse_bound" and _is_inverse_square(values, run.columns["fil"], unknown):
+            entries.append(entry | {"from_fil": True})
+        elif blocks.add(column.key, pack(values), column.label):
+            entries.append(entry)
+    return entries
+
+
+def _groups(run: SavedRun, blocks: _Blocks) -> list[dict[str, Any]]:
+    entries = []
+    for i, (name, labels) in enumerate(run.groups.items()):
+        levels, codes = np.unique(labels, return_inverse=True)
+        if blocks.add(f"group{i}", pack(codes), name):
+            entries.append({"name": name, "levels": [str(level) for level in levels], "data": f"group{i}"})
+    return entries
+
+
+def _attributes(run: SavedRun, unknown: np.ndarray, blocks: _Blocks) -> list[dict[str, Any]]:
+    """The first attributes that fit; after one that does not, none is tried, for packing takes its time."""
+    entries: list[dict[str, Any]] = []
+    if run.attributes is None:
+        return entries
+    for j, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
+        if j > len(entries):
+            blocks.left_out.append(name)
+            continue
+        values = np.where(unknown, np.nan, np.asarray(run.attributes.error[:, j], dtype=np.float64))
+        if blocks.add(f"attribute{j}", pack(values), name):
+            entries.append({"name": name, "unit": unit, "data": f"attribute{j}"})
+    return entries
 
 
 def _is_inverse_square(bound: np.ndarray, fil: np.ndarray, unknown: np.ndarray) -> bool:

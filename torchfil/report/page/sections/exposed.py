@@ -28,13 +28,18 @@ def render(report: Report) -> Markup | None:
     measured = np.flatnonzero(status != NOT_MEASURED)
     if not len(measured):
         return None
+
+    # the ranks count all measured examples, also where only the pictured ones are shown
     order = measured[np.argsort(np.asarray(run.columns["mse_bound"])[measured], kind="stable")]
     rank = np.zeros(len(run.ids), dtype=np.int64)
     rank[order] = np.arange(1, len(order) + 1)
     pictured = {} if run.pictures is None else {int(row): i for i, row in enumerate(run.pictures.rows) if rank[row] > 0}
+
+    # the same number at both ends, and nobody twice
     rows = sorted(pictured, key=lambda row: rank[row]) if pictured else order.tolist()
     most = rows[: min(CARDS if pictured else LINES, (len(rows) + 1) // 2)]
     least = rows[len(most) :][::-1][: len(most)]
+
     draw = _cards if pictured else _lines
     maps = run.pictures is not None and run.pictures.maps is not None
     return join(
@@ -57,53 +62,44 @@ def _cards(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int,
         if run.pictures.maps is not None:
             heat = thumbnail(run.pictures.maps[pictured[row]])
             pictures.append(tag("img", src=as_data_url(overlay(image, heat)), alt="", class_="picture"))
-        cards.append(
-            tag(
-                "li",
-                tag(
-                    "button",
-                    tag("span", pictures, class_="pictures"),
-                    tag("span", str(run.ids[row]), class_="id"),
-                    tag("span", f"MSE bound {number(float(run.columns['mse_bound'][row]))}", class_="bound"),
-                    tag("span", f"rank {rank[row]:,}{_in_part(status, row)}", class_="rank"),
-                    type="button",
-                    class_="card",
-                    data_row=row,
-                    aria_haspopup="dialog",
-                ),
-            )
+
+        # the page's script opens an example's details from data-row
+        button = tag(
+            "button",
+            tag("span", pictures, class_="pictures"),
+            tag("span", str(run.ids[row]), class_="id"),
+            tag("span", f"MSE bound {number(float(run.columns['mse_bound'][row]))}", class_="bound"),
+            tag("span", f"rank {rank[row]:,}{_in_part(status, row)}", class_="rank"),
+            type="button",
+            class_="card",
+            data_row=row,
+            aria_haspopup="dialog",
         )
+        cards.append(tag("li", button))
     return tag("ul", cards, class_="cards")
 
 
 def _lines(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int, int], status: np.ndarray) -> Markup:
-    lines = []
+    # errors of different units are compared through their medians, for which 10,000 examples are enough
     typical = np.median(np.asarray(run.attributes.error[:SAMPLE], dtype=np.float64), axis=0) if run.attributes else None
+    lines = []
     for row in rows:
-        lines.append(
-            tag(
-                "tr",
-                tag("td", f"{rank[row]:,}", class_="rank"),
-                tag(
-                    "th",
-                    tag(
-                        "button", str(run.ids[row]), type="button", class_="link", data_row=row, aria_haspopup="dialog"
-                    ),
-                    scope="row",
-                ),
-                tag("td", number(float(run.columns["mse_bound"][row])), _in_part(status, row)),
-                tag("td", _closest(run, row, typical), class_="words") if typical is not None else None,
-            )
-        )
-    named = (
-        tag("th", "could be inferred most closely", scope="col", class_="words") if run.attributes is not None else None
-    )
+        name = tag("button", str(run.ids[row]), type="button", class_="link", data_row=row, aria_haspopup="dialog")
+        cells = [
+            tag("td", f"{rank[row]:,}", class_="rank"),
+            tag("th", name, scope="row"),
+            tag("td", number(float(run.columns["mse_bound"][row])), _in_part(status, row)),
+            tag("td", _closest(run, row, typical), class_="words") if typical is not None else None,
+        ]
+        lines.append(tag("tr", cells))
+
+    closest = tag("th", "could be inferred most closely", scope="col", class_="words")
     head = tag(
         "tr",
         tag("th", "Rank", scope="col", class_="rank"),
         tag("th", "Example", scope="col"),
         tag("th", "MSE bound", scope="col"),
-        named,
+        closest if typical is not None else None,
     )
     return tag("div", tag("table", tag("thead", head), tag("tbody", lines), class_="plain ranked"), class_="scroll")
 

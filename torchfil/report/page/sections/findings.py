@@ -13,8 +13,8 @@ __all__ = ["render"]
 
 def render(report: Report) -> Markup | None:
     """One sentence for each finding."""
-    found = [*_budget(report), *_exposure(report), *_unmeasured(report), *_groups(report), *_attacks(report)]
-    return tag("ul", [tag("li", item) for item in found], class_="findings")
+    items = [*_budget(report), *_exposure(report), *_unmeasured(report), *_groups(report), *_attacks(report)]
+    return tag("ul", [tag("li", item) for item in items], class_="findings")
 
 
 def _budget(report: Report) -> list[Markup]:
@@ -28,36 +28,38 @@ def _budget(report: Report) -> list[Markup]:
 
 
 def _exposure(report: Report) -> list[Markup]:
-    summary, found = report.summary, []
+    summary = report.summary
     if not summary.exposure:
         return [join("Too few examples were measured to say anything about exposure.")]
     worst = summary.exposure[0]
     who = f"The {worst.examples} most exposed examples together" if summary.redacted else "The most exposed example"
     estimated = summary.lowest_end is not None and not report.about("exact")
-    found.append(
-        join(
-            who,
-            " could be guessed, without bias, with a root mean squared error of ",
-            "an estimated " if estimated else "no less than ",
-            tag("b", number(root(worst.mse_bound))),
-            f" per input{_unit(report)}",
-            _lowest_end(summary) if estimated else None,
-            ".",
-        )
+    most_exposed = join(
+        who,
+        " could be guessed, without bias, with a root mean squared error of ",
+        "an estimated " if estimated else "no less than ",
+        tag("b", number(root(worst.mse_bound))),
+        f" per input{_unit(report)}",
+        _lowest_end(summary) if estimated else None,
+        ".",
     )
-    if summary.guess is not None and summary.below_guess is not None:
-        if summary.below_guess == 0:
-            text = join(tag("b", "No measured example"), " falls below the error of a blind guess")
-        else:
-            text = join(
-                tag("b", _capital(_share(summary.below_guess, report))), " fall below the error of a blind guess"
-            )
-        if summary.low_below_guess not in (None, summary.below_guess):
-            text = join(
-                text, "; allowing for the uncertainty of the measurement, ", _share(summary.low_below_guess, report)
-            )
-        found.append(join(text, "."))
-    return found
+    return [most_exposed, *_below_guess(report)]
+
+
+def _below_guess(report: Report) -> list[Markup]:
+    """How many could be guessed better than blindly; nothing where the error of a blind guess is not known."""
+    summary = report.summary
+    if summary.guess is None or summary.below_guess is None:
+        return []
+    if summary.below_guess == 0:
+        text = join(tag("b", "No measured example"), " falls below the error of a blind guess")
+    else:
+        text = join(tag("b", _capital(_share(summary.below_guess, report))), " fall below the error of a blind guess")
+    if summary.low_below_guess not in (None, summary.below_guess):
+        text = join(
+            text, "; allowing for the uncertainty of the measurement, ", _share(summary.low_below_guess, report)
+        )
+    return [join(text, ".")]
 
 
 def _lowest_end(summary: Summary) -> Markup:
@@ -73,9 +75,9 @@ def _lowest_end(summary: Summary) -> Markup:
 
 
 def _unmeasured(report: Report) -> list[Markup]:
-    summary, found = report.summary, []
+    summary, items = report.summary, []
     if summary.not_measured != 0:
-        found.append(
+        items.append(
             join(
                 tag("b", f"{_some(summary.not_measured, summary)} examples were not measured", class_="warn"),
                 " (no batch drew them, or their steps were left out). They are not safe: this run says nothing "
@@ -83,25 +85,25 @@ def _unmeasured(report: Report) -> list[Markup]:
             )
         )
     if summary.lower_bounds != 0:
-        found.append(
+        items.append(
             join(
                 f"{_some(summary.lower_bounds, summary)} examples were measured in some of their steps only: "
                 "their leakage is larger than shown."
             )
         )
-    return found
+    return items
 
 
 def _groups(report: Report) -> list[Markup]:
-    found = []
+    items = []
     for grouping in report.summary.groupings:
         more = [group.name for group in grouping.groups if group.compared == "more"]
         if more:
             named = ", ".join(more[:4]) + (f" and {len(more) - 4} more" if len(more) > 4 else "")
-            found.append(
+            items.append(
                 join("By ", tag("i", grouping.name), ", exposed more than the average: ", tag("b", named), ".")
             )
-    return found
+    return items
 
 
 def _attacks(report: Report) -> list[Markup]:

@@ -49,6 +49,8 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
         )
         for group in grouping.groups
     ]
+
+    # in words what the chart shows: the ends, where they differ by more than 5 %, and who stands out
     first, last = grouping.groups[0], grouping.groups[-1]
     verdict = ""
     if len(grouping.groups) > 1 and last.fil > 0 and first.fil >= 1.05 * last.fil:
@@ -57,6 +59,7 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
     verdict += (
         f"Clearly above all examples: {', '.join(more)}." if more else "No group stands clearly above all examples."
     )
+
     hidden = f" {grouping.left_out} groups are not shown." if grouping.left_out else ""
     return join(
         tag("h3", f"By {grouping.name}"),

@@ -18,8 +18,8 @@ def render(report: Report) -> Markup | None:
 
 
 def _rdp(report: Report) -> Markup | None:
-    found = report.summary.bounds.get("rdp_mse_bound")
-    readings: dict[str, Any] = found if isinstance(found, dict) else {"replace-one": found}
+    bounds = report.summary.bounds.get("rdp_mse_bound")
+    readings: dict[str, Any] = bounds if isinstance(bounds, dict) else {"replace-one": bounds}
     names = {"replace-one": "from ε, proven", "replace_one": "from ε, proven", "paper": "from ε, as in the paper"}
     rows = [
         _point(text, float(readings[key]), tone=2)
@@ -28,10 +28,13 @@ def _rdp(report: Report) -> Markup | None:
     ]
     if not rows:
         return None
+
+    # beside them a few examples, from the most exposed to the median
     for row in report.summary.exposure:
         if row.level in (0.0, 0.05, 0.5):
             text = f"FIL, {named_level(row.level, row.examples, report.summary.redacted)}"
             rows.append(_point(text, row.mse_bound, tone=int(row.level == 0)))
+
     return join(
         paragraph(
             "Differential privacy alone gives one bound for everybody, and must assume the worst example. The "
@@ -58,24 +61,19 @@ def _rero(report: Report) -> Markup | None:
     pairs = sorted(zip(curve["prior"], curve["success"], strict=True))
     shown = pairs if len(pairs) <= 6 else [pairs[round(i * (len(pairs) - 1) / 5)] for i in range(6)]
     line = svg.Line("with model", [a for a, _ in pairs], [b for _, b in pairs])
+    with_it, without = "success with the model, at most", "success without the model"
+    chart = svg.figure(
+        lambda width: svg.lines([line], width=width, title=with_it, axis=without, diagonal=True),
+        "The dashed diagonal is a model that gives nothing away.",
+        label="Reconstruction robustness: success with the model against success without it",
+    )
+
     return join(
         paragraph(
             "Reconstruction robustness (ReRo) holds for every attacker, also with beliefs about the data: if a guess "
             "from these beliefs alone succeeds this often, then with the model it succeeds at most that often."
         ),
-        svg.figure(
-            lambda width: svg.lines(
-                [line],
-                width=width,
-                title="success with the model, at most",
-                axis="success without the model",
-                diagonal=True,
-            ),
-            "The dashed diagonal is a model that gives nothing away.",
-            label="Reconstruction robustness: success with the model against success without it",
-        )
-        if len(pairs) > 2
-        else None,
+        chart if len(pairs) > 2 else None,
         table(
             ["Success without the model", "with it, at most"],
             [[percent(a), percent(b)] for a, b in shown],

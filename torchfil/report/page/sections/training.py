@@ -30,6 +30,7 @@ def render(report: Report) -> Markup | None:
         ("Versions", ", ".join(f"{name} {v}" for name, v in (report.about("versions") or {}).items()) or None),
     ]
     shown = [[name, _shown(value)] for name, value in rows if value not in (None, "", [])]
+
     private = None
     if not report.summary.redacted and (report.about("seed") is not None or report.about(dataset, "data_sha256")):
         private = paragraph(

@@ -60,8 +60,8 @@ def digits() -> tuple[Tensor, Tensor]:
         raise ImportError(
             "the digits come with scikit-learn, which is not installed: pip install 'torchfil[glm]'"
         ) from error
-    found = load_digits()
-    return torch.tensor(found.images, dtype=torch.float32)[:, None] / 16, torch.tensor(found.target)
+    data = load_digits()
+    return torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
 
 
 def digits_network() -> nn.Sequential:

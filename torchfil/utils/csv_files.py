@@ -1,0 +1,71 @@
+"""Tables as CSV files whose texts no spreadsheet takes for formulas."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchfil.utils.files import replaced_when_complete
+
+__all__ = ["inert", "write_csv"]
+
+FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # how a cell begins that Excel, LibreOffice or Google Sheets computes
+NUMBER = re.compile(r"[+-](\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+CHUNK = 50_000  # rows that are text at a time
+
+
+def inert(text: str) -> str:
+    """The text, with a leading apostrophe where a spreadsheet would compute it; numbers stay as they are.
+
+    Different texts stay different: a text that begins like the result of this function gets an apostrophe too.
+
+    Example:
+        >>> inert("=cmd()"), inert("'=cmd()"), inert("-5"), inert("-5+cmd()"), inert("patient 7")
+        ("'=cmd()", "''=cmd()", '-5', "'-5+cmd()", 'patient 7')
+    """
+    if not text.lstrip("'").startswith(FORMULA) or NUMBER.fullmatch(text):
+        return text
+    return f"'{text}"
+
+
+def write_csv(
+    path: str | os.PathLike[str], columns: Mapping[str, Sequence[Any] | np.ndarray], *, digits: int | None = None
+) -> None:
+    """Write columns of one length, in UTF-8, one line per row after a line of names.
+
+    Guarantees:
+        * The file is replaced only when complete, and only its owner may read it (mode 0600).
+        * Names and cells that are text are :func:`inert`; NaN is an empty cell.
+
+    Args:
+        path: The file.
+        columns: By name, [n] each: numbers, or anything else as its text.
+        digits: Significant digits of floating-point numbers; None: as many as it takes to read the same number again.
+    """
+    length = len(next(iter(columns.values())))
+    with (
+        replaced_when_complete(path) as temporary,
+        open(temporary, "w", encoding="utf-8", errors="replace", newline="") as file,
+    ):
+        writer = csv.writer(file)  # lines end with CR LF: older Pythons quote a cell with CR or LF only then
+        writer.writerow([inert(name) for name in columns])
+        for start in range(0, length, CHUNK):
+            parts = [_cells(values[start : start + CHUNK], digits) for values in columns.values()]
+            writer.writerows(zip(*parts, strict=True))
+
+
+def _cells(values: Sequence[Any] | np.ndarray, digits: int | None) -> list[Any]:
+    pattern = "%r" if digits is None else f"%.{digits}g"
+    return [_cell(value, pattern) for value in (values.tolist() if isinstance(values, np.ndarray) else values)]
+
+
+def _cell(value: Any, pattern: str) -> Any:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else pattern % float(value)
+    return value if isinstance(value, int) else inert(str(value))
