@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchfil
 from torchfil.attacks import AttackResult, GLMReconstruction
 from torchfil.glm import Composition, LogisticRegression
-from torchfil.report import saved_run
+from torchfil.report import AttackRecord, SavedRun
 
 
 def result(achieved: list[float], error: list[float] | None, **options: object) -> AttackResult:
@@ -67,10 +67,10 @@ def test_table_record_and_picture(tmp_path: Path) -> None:
     assert table.index.tolist() == [4, 2]
     assert table.loc[4, "violated"]
     record = found.record([2, 3, 4])
-    assert isinstance(record, saved_run.AttackResult)
+    assert isinstance(record, AttackRecord)
     assert record.rows.tolist() == [2, 0]
-    saved_run.SavedRun({}, np.arange(3), {}, attacks=[record])
-    with pytest.raises(ValueError, match="attacked examples .2. are not among"):
+    SavedRun({}, np.arange(3), {}, attacks=[record])
+    with pytest.raises(ValueError, match="attacked examples .2. are not among the run's 2 ids"):
         found.record([3, 4])
     figure = found.plot(blind=0.25)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]

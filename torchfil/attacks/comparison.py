@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchfil.accounting.leakage import as_table, plain_key
 from torchfil.attacks.base import AttackResult
-from torchfil.report import saved_run
+from torchfil.report.saved_run import AttackRecord
 from torchfil.viz.common import NEUTRAL, as_array, new_figure
 
 if TYPE_CHECKING:
@@ -85,24 +85,24 @@ class Validation:
             columns["squared_bias"] = self.attack.squared_bias
         return as_table(self.attack.ids, {name: values.tolist() for name, values in columns.items()})
 
-    def record(self, ids: Sequence[Hashable] | None = None) -> saved_run.AttackResult:
-        """The result as a saved run keeps it, for ``engine.save_run(attacks=[…])`` and the report.
+    def record(self, ids: Sequence[Hashable]) -> AttackRecord:
+        """The comparison as a saved run keeps it; ``engine.save_run(attacks=[…])`` calls this.
 
         Args:
-            ids: The run's examples in their order; None: 0, 1, 2, ….
+            ids: The run's examples in their order.
         """
-        places = None if ids is None else {key: row for row, key in enumerate(ids)}
+        rows = {plain_key(key): row for row, key in enumerate(ids)}
         attacked = [plain_key(key) for key in self.attack.ids]
-        unknown = [key for key in attacked if not (isinstance(key, int) if places is None else key in places)]
+        unknown = [key for key in attacked if key not in rows]
         if unknown:
             raise ValueError(
-                f"attacked examples {unknown[:5]} are not among the run's ids; pass ids as the run has them"
+                f"attacked examples {unknown[:5]} are not among the run's {len(rows):,} ids; attack examples of the "
+                "run, by the ids that it has"
             )
-        rows = [key if places is None else places[key] for key in attacked]
-        return saved_run.AttackResult(
+        return AttackRecord(
             self.attack.name,
             self.attack.threat_model,
-            np.asarray(rows, dtype=np.int64),
+            np.asarray([rows[key] for key in attacked], dtype=np.int64),
             self.predicted.astype(np.float64),
             self.attack.achieved.astype(np.float64),
             self.violated,

@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader
 
 from torchfil.accounting.leakage import Leakage, as_table
 from torchfil.accounting.ledger import Track
+from torchfil.attacks.base import AttackResult
+from torchfil.attacks.comparison import Validation
 from torchfil.bounds import mse_from_rdp, replace_one_rdp
 from torchfil.clipping import ClipFunction, get_clip
 from torchfil.engine.checkpoint import random_state, set_random_state
@@ -37,7 +39,7 @@ from torchfil.fisher.gradients import refuse_weighted_mean
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.results import Estimate
 from torchfil.private import Private
-from torchfil.report.saved_run import AttackResult, save
+from torchfil.report.saved_run import save
 from torchfil.utils.files import replaced_when_complete
 
 __all__ = ["FILPrivacyEngine"]
@@ -432,7 +434,7 @@ class FILPrivacyEngine(PrivacyEngine):
         input_range: tuple[float, float] | None = None,
         groups: Mapping[str, Labels] | None = None,
         pictures: int = 8,
-        attacks: Sequence[AttackResult] = (),
+        attacks: Sequence[AttackResult | Validation] = (),
         hash_data: bool = True,
     ) -> Path:
         """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
@@ -452,7 +454,8 @@ class FILPrivacyEngine(PrivacyEngine):
             groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
             pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, where
                 inputs are images of 1 or 3 channels; 0: none.
-            attacks: Results of attacks on the run.
+            attacks: What attacks on the run achieved (measure "mse"); each is set beside the run's bounds, unless it
+                comes from :func:`torchfil.validate`.
             hash_data: Whether to read through the data set for its checksum.
         """
         run = build_saved_run(

@@ -17,6 +17,8 @@ import torch
 
 from torchfil._version import __version__
 from torchfil.accounting.leakage import Leakage
+from torchfil.attacks.base import AttackResult
+from torchfil.attacks.comparison import Validation, validate
 from torchfil.bounds import rero
 from torchfil.engine.epsilon import epsilon_over_time
 from torchfil.engine.fingerprint import data_sha256
@@ -24,7 +26,7 @@ from torchfil.engine.loader import split_batch
 from torchfil.engine.run import Run
 from torchfil.engine.thumbnails import thumbnails
 from torchfil.private import as_call
-from torchfil.report.saved_run import AttackResult, Attributes, SavedRun
+from torchfil.report.saved_run import AttackRecord, Attributes, SavedRun
 from torchfil.utils.trees import tensors_of
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ def build_saved_run(
     input_range: tuple[float, float] | None = None,
     groups: Mapping[str, Labels] | None = None,
     pictures: int = 8,
-    attacks: Sequence[AttackResult] = (),
+    attacks: Sequence[AttackResult | Validation] = (),
     hash_data: bool = True,
 ) -> SavedRun:
     """Everything of an engine's run that a report needs; see :meth:`FILPrivacyEngine.save_run`."""
@@ -61,12 +63,7 @@ def build_saved_run(
         raise ValueError(f"pictures={pictures} must be ≥ 0: how many of the most and of the least exposed to show")
     if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
         raise ValueError(f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
-    for attack in attacks:
-        if not isinstance(attack, AttackResult):
-            raise TypeError(
-                f"attacks holds a {type(attack).__name__}; set it beside the bounds first: "
-                "torchfil.validate(engine, attack).record()"
-            )
+    records = [_attack_record(attack, leakage) for attack in attacks]
     attributes = _attributes(leakage, attribute_names, attribute_units)
     if groups is not None and not isinstance(groups, Mapping):
         raise TypeError(f"groups is a {type(groups).__name__}; name the grouping: groups={{'clinic': labels}}")
@@ -88,8 +85,19 @@ def build_saved_run(
         pictures=shown,
         history=_history(engine, run, leakage, delta),
         bounds=_bounds(engine, leakage, input_range),
-        attacks=list(attacks),
+        attacks=records,
     )
+
+
+def _attack_record(attack: AttackResult | Validation, leakage: Leakage) -> AttackRecord:
+    """What an attack achieved beside the run's bounds, unless it was set beside bounds already."""
+    if not isinstance(attack, AttackResult | Validation):
+        raise TypeError(
+            f"attacks holds a {type(attack).__name__}; give what torchfil.attacks gives, AttackResult, or what "
+            "torchfil.validate makes of it"
+        )
+    compared = attack if isinstance(attack, Validation) else validate(leakage, attack)
+    return compared.record(leakage.ids.all())
 
 
 @contextlib.contextmanager

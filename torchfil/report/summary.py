@@ -20,7 +20,7 @@ from torchfil.report.aggregates import (
     rounded_count,
     windows,
 )
-from torchfil.report.saved_run import AttackResult, Attributes, SavedRun
+from torchfil.report.saved_run import AttackRecord, Attributes, SavedRun
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = [
@@ -314,7 +314,7 @@ def _grouping(name: str, labels: np.ndarray, known: np.ndarray, fil: np.ndarray,
     return Grouping(name, rounded(math.exp(overall), smallest, 3), rows[:MOST_GROUPS], merged, left_out)
 
 
-def _attack(attack: AttackResult, smallest: int) -> AttackSummary:
+def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
     targets = len(attack.rows)
     violated = published_count(int(np.asarray(attack.violated).sum()), smallest)
     if targets < smallest:
