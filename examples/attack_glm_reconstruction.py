@@ -56,9 +56,9 @@ def main() -> None:
     model = LogisticRegression(options.l2, fit_intercept=intercept, solver="lbfgs", device=options.device).fit(X, y)
     print(f"test accuracy {100 * model.score(task.test_inputs, task.test_targets):.2f} %, on {options.device}")
 
-    def attacked(attack: GLMReconstruction, trials: int, rows: Any = None) -> torchfil.Validation:
+    def attacked(attack: GLMReconstruction, trials: int, rows: Any = None) -> torchfil.BoundComparison:
         result = attack.run(sigma, trials, rows=rows, seed=options.seed)
-        return torchfil.validate(model, result, X=X, y=y)
+        return torchfil.compare_with_bounds(model, result, X=X, y=y)
 
     in_range: dict[Label, GLMReconstruction] = {}
     for label in LABELS if intercept else ("known",):
@@ -89,7 +89,7 @@ def blind_guess(X: np.ndarray) -> float:
     return float(X.var(axis=0).mean())
 
 
-def describe(attack: GLMReconstruction, found: torchfil.Validation, seconds: float) -> None:
+def describe(attack: GLMReconstruction, found: torchfil.BoundComparison, seconds: float) -> None:
     """Rank correlation, violations, and what bias has to do with them."""
     predicted, achieved, bias = found.predicted, found.attack.achieved, found.attack.squared_bias
     low = predicted < 1
@@ -112,12 +112,12 @@ def describe(attack: GLMReconstruction, found: torchfil.Validation, seconds: flo
         )
 
 
-def biased(results: dict[Label, tuple[torchfil.Validation, BiasedBound]], folder: Path) -> None:
+def biased(results: dict[Label, tuple[torchfil.BoundComparison, BiasedBound]], folder: Path) -> None:
     """Some digits against both bounds: that of unbiased attackers, and the one of this attacker's own bias."""
     size = (5 * len(results), 4)
     figure, axes = pyplot.subplots(1, len(results), figsize=size, constrained_layout=True, sharey=True, squeeze=False)
     for axis, (label, (unbiased, own)) in zip(axes[0], results.items(), strict=True):
-        found = torchfil.validate(own.bound, unbiased.attack)
+        found = torchfil.compare_with_bounds(own.bound, unbiased.attack)
         broken = unbiased.violated
         print(
             f"label {label}, {len(broken)} digits, {found.attack.trials} releases: below the bound of unbiased "

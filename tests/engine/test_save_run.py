@@ -101,7 +101,7 @@ def test_an_attack_goes_into_the_file_and_the_report_as_it_is(trained: Any, tmp_
     attack = AttackResult(
         "a guess", "knows all else", wanted, [2 * bound[0], 1e-9], "mse", 9, standard_error=[1e-12, 1e-12]
     )
-    other = torchfil.validate({"patient 7": 1e9, "patient 3": 0.0}, attack)
+    other = torchfil.compare_with_bounds({"patient 7": 1e9, "patient 3": 0.0}, attack)
     first, second = load(engine.save_run(tmp_path / "run.fil", delta=DELTA, attacks=[attack, other])).attacks
     assert (first.name, first.threat_model) == ("a guess", "knows all else")
     assert first.rows.tolist() == second.rows.tolist() == [7, 3]
@@ -160,7 +160,7 @@ def test_arguments_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> 
         saved(attacks=[{}])
     with pytest.raises(ValueError, match="measure is 'accuracy'"):
         saved(attacks=[AttackResult("a", "t", ["patient 0"], [0.5], "accuracy", 1)])
-    elsewhere = torchfil.validate([1.0], AttackResult("a", "t", [0], [0.5], "mse", 1))
+    elsewhere = torchfil.compare_with_bounds([1.0], AttackResult("a", "t", [0], [0.5], "mse", 1))
     with pytest.raises(ValueError, match="attacked examples .0. are not among the run's 60 ids"):
         saved(attacks=[elsewhere])
     with pytest.raises(ValueError, match="pictures=-1 must be"):

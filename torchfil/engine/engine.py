@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torchfil.accounting.leakage import Leakage, as_table
 from torchfil.accounting.ledger import Track
 from torchfil.attacks.base import AttackResult
-from torchfil.attacks.comparison import Validation
+from torchfil.attacks.comparison import BoundComparison
 from torchfil.bounds import mse_from_rdp, replace_one_rdp
 from torchfil.clipping import ClipFunction, get_clip
 from torchfil.engine.checkpoint import random_state, set_random_state
@@ -434,7 +434,7 @@ class FILPrivacyEngine(PrivacyEngine):
         input_range: tuple[float, float] | None = None,
         groups: Mapping[str, Labels] | None = None,
         pictures: int = 8,
-        attacks: Sequence[AttackResult | Validation] = (),
+        attacks: Sequence[AttackResult | BoundComparison] = (),
         hash_data: bool = True,
     ) -> Path:
         """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
@@ -455,7 +455,7 @@ class FILPrivacyEngine(PrivacyEngine):
             pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, where
                 inputs are images of 1 or 3 channels; 0: none.
             attacks: What attacks on the run achieved (measure "mse"); each is set beside the run's bounds, unless it
-                comes from :func:`torchfil.validate`.
+                comes from :func:`torchfil.compare_with_bounds`.
             hash_data: Whether to read through the data set for its checksum.
         """
         run = build_saved_run(

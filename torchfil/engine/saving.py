@@ -18,7 +18,7 @@ import torch
 from torchfil._version import __version__
 from torchfil.accounting.leakage import Leakage
 from torchfil.attacks.base import AttackResult
-from torchfil.attacks.comparison import Validation, validate
+from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.bounds import rero
 from torchfil.engine.epsilon import epsilon_over_time
 from torchfil.engine.fingerprint import data_sha256
@@ -54,7 +54,7 @@ def build_saved_run(
     input_range: tuple[float, float] | None = None,
     groups: Mapping[str, Labels] | None = None,
     pictures: int = 8,
-    attacks: Sequence[AttackResult | Validation] = (),
+    attacks: Sequence[AttackResult | BoundComparison] = (),
     hash_data: bool = True,
 ) -> SavedRun:
     """Everything of an engine's run that a report needs; see :meth:`FILPrivacyEngine.save_run`."""
@@ -89,14 +89,14 @@ def build_saved_run(
     )
 
 
-def _attack_record(attack: AttackResult | Validation, leakage: Leakage) -> AttackRecord:
+def _attack_record(attack: AttackResult | BoundComparison, leakage: Leakage) -> AttackRecord:
     """What an attack achieved beside the run's bounds, unless it was set beside bounds already."""
-    if not isinstance(attack, AttackResult | Validation):
+    if not isinstance(attack, AttackResult | BoundComparison):
         raise TypeError(
             f"attacks holds a {type(attack).__name__}; give what torchfil.attacks gives, AttackResult, or what "
-            "torchfil.validate makes of it"
+            "torchfil.compare_with_bounds makes of it"
         )
-    compared = attack if isinstance(attack, Validation) else validate(leakage, attack)
+    compared = attack if isinstance(attack, BoundComparison) else compare_with_bounds(leakage, attack)
     return compared.record(leakage.ids.all())
 
 
