@@ -34,7 +34,7 @@ from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients, refuse_unsupported_modules
 from torchfil.fisher.recording import UnsupportedCallError
-from torchfil.private import as_call, finiteness_check
+from torchfil.private import as_call, check_finite_later
 from torchfil.utils.deferred import read_later
 from torchfil.utils.trees import tensors_of
 
@@ -317,7 +317,7 @@ class Run:
         look()
         inputs, targets = self.measurer.moved(plain((inputs, targets)))
         args, kwargs = as_call(inputs)
-        finite = finiteness_check(args, kwargs, targets)
+        finite = check_finite_later(args, kwargs, targets)
         with self._restoring(self.generator.get_state()):
             examples = self.measurer.lay_out(args, kwargs, targets, check_values=False)
             gradients = self.measurer.gradients_at(examples, self.loss)

@@ -95,11 +95,12 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
             raise ValueError(f"{where} is a gzip file that is cut short or damaged ({error}); copy it anew") from error
     try:
         text = content.decode("utf-8-sig")
-        _refuse_other_separators(where, text)
+        _check_separators(where, text)
         lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
         table = [fields for fields in lines if fields]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{where} is not a CSV file in UTF-8: {error}") from error
+
     if len(table) < 2:
         raise ValueError(f"{where} must have a line of column names and at least one row")
     names = [name.strip() for name in table[0]]
@@ -137,6 +138,7 @@ def encode(
             f"{target!r} is the target; only inputs are categorical (--categorical). A logistic or softmax model "
             "(--model) predicts codes"
         )
+
     used = [name for name in names if name not in ignore]
     if used == [target]:
         raise ValueError(f"there is no column to predict {target!r} from: it is the only one that is not left out")
@@ -148,6 +150,8 @@ def encode(
             + ", ".join(f"{count} in {name!r}" for name, count in missing.items())
             + ". Leave out or impute these rows first (--drop-missing leaves them out)."
         )
+
+    # A column that never changes says nothing, and a text that hardly repeats would become one column a row.
     features = [name for name in used if name != target]
     nominal = [name for name in features if name in categorical or not all(_is_number(row[name]) for row in rows)]
     levels = {name: levels_of(rows, name) for name in nominal}
@@ -159,9 +163,12 @@ def encode(
                 f"column {name!r} has {len(levels[name])} different texts in {len(rows)} rows; it looks like a name or "
                 "an identifier. Leave it out (--ignore), or name it as the id (--id)."
             )
-    columns, attributes, inputs = one_hot(rows, features, levels, {name: found[0] for name, found in levels.items()})
+
+    first_levels = {name: own[0] for name, own in levels.items()}
+    columns, attributes, inputs = one_hot(rows, features, levels, first_levels)
     texts = [row[target] for row in rows]
     targets = np.asarray([float(text) for text in texts]) if all(map(_is_number, texts)) else np.asarray(texts)
+
     different = {name: {float(row[name]) for row in rows} for name in features if name not in levels}
     few = {name: len(v) for name, v in different.items() if 3 <= len(v) <= 12 and all(x.is_integer() for x in v)}
     return EncodedTable(inputs, targets, columns, attributes, levels, few)
@@ -224,13 +231,13 @@ def is_complete(row: Mapping[str, str], names: Sequence[str]) -> bool:
     return not any(row[name].lower() in _MISSING for name in names)
 
 
-def _refuse_other_separators(where: Path, text: str) -> None:
+def _check_separators(where: Path, text: str) -> None:
     header = text.lstrip("\r\n").partition("\n")[0]
-    found = [name for sign, name in ((";", "semicolons"), ("\t", "tabs")) if sign in header]
-    if found and "," not in header:
+    others = [name for sign, name in ((";", "semicolons"), ("\t", "tabs")) if sign in header]
+    if others and "," not in header:
         raise ValueError(
-            f"the first line of {where} is one column with {found[0]} in it, {header.strip()[:60]!r}; the columns must "
-            "be separated by commas: save the file anew with these"
+            f"the first line of {where} is one column with {others[0]} in it, {header.strip()[:60]!r}; the columns "
+            "must be separated by commas: save the file anew with these"
         )
 
 
