@@ -163,7 +163,8 @@ def compare_with_bounds(
 ) -> BoundComparison:
     """Set the bound of every attacked example beside the error that the attack achieved.
 
-    A bound is violated where achieved + t·standard error < bound, t of ``trials`` − 1 degrees of freedom.
+    A bound is violated where achieved + t·standard error < bound, t the quantile of Student's distribution with
+    ``trials`` − 1 degrees of freedom; of a bound that is an estimate, the lower end counts.
 
     An example that a run has not measured has no bound that could be violated, and an infinite one in the table.
 
