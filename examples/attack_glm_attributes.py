@@ -50,6 +50,7 @@ def main() -> None:
         patients, people = iwpc(), adult()
     except DataNotFoundError as error:
         raise SystemExit(f"skipped: {error}") from None
+
     signs = 2 * people.train_targets - 1
     settings: list[tuple[str, TabularTask, GeneralizedLinearModel, np.ndarray, str]] = [
         ("IWPC, linear", patients, LinearRegression(l2=1e-2), patients.train_targets, "vkorc1"),
@@ -58,6 +59,7 @@ def main() -> None:
     if options.logistic:
         model = LogisticRegression(l2=1e-3, tolerance=1e-12)
         settings.append(("Adult, logistic", people, model, people.train_targets, "marital-status"))
+
     figure, axes = pyplot.subplots(len(settings), 2, figsize=(10, 3.6 * len(settings)), constrained_layout=True)
     for row, (title, task, model, y, name) in zip(axes, settings, strict=True):
         attribute = NominalAttribute.of_task(task, name)
@@ -87,7 +89,7 @@ def over_noise(
     truth = attribute.levels(X)[:, None]
     for name, attack in attacks.items():
         guesses = [attack.run(sigma, trials, seed=0).guesses for sigma in SIGMAS]
-        accuracies = np.stack([(found == truth).mean(axis=0) for found in guesses])  # [sigmas, trials]
+        accuracies = np.stack([(guess == truth).mean(axis=0) for guess in guesses])  # [sigmas, trials]
         print(f"  {name:<10}" + "".join(f"{s:>8g}: {a:.3f}" for s, a in zip(SIGMAS, accuracies.mean(1), strict=True)))
         axis.errorbar(
             SIGMAS,

@@ -51,27 +51,30 @@ def main() -> None:
         task = mnist_zero_one(components=None, scaled=False)
     except DataNotFoundError as error:
         raise SystemExit(f"skipped: {error}") from None
+
     X, y, sigma = task.train_inputs[: options.digits], task.train_targets[: options.digits], options.sigma
     intercept = not options.no_intercept
     model = LogisticRegression(options.l2, fit_intercept=intercept, solver="lbfgs", device=options.device).fit(X, y)
     print(f"test accuracy {100 * model.score(task.test_inputs, task.test_targets):.2f} %, on {options.device}")
 
-    def attacked(attack: GLMReconstruction, trials: int, rows: Any = None) -> torchfil.Validation:
+    def attacked(attack: GLMReconstruction, trials: int, rows: Any = None) -> torchfil.BoundComparison:
         result = attack.run(sigma, trials, rows=rows, seed=options.seed)
-        return torchfil.validate(model, result, X=X, y=y)
+        return torchfil.compare_with_bounds(model, result, X=X, y=y)
 
     in_range: dict[Label, GLMReconstruction] = {}
     for label in LABELS if intercept else ("known",):
         for value_range in (None, RANGE):
             attack = GLMReconstruction(model, X, y, label=label, value_range=value_range)
             start = time.perf_counter()
-            found = attacked(attack, options.trials)
-            describe(attack, found, time.perf_counter() - start)
+            comparison = attacked(attack, options.trials)
+            describe(attack, comparison, time.perf_counter() - start)
         in_range[label] = attack
         title = f"{len(y):,} digits, {options.trials:,} releases each, label {label}"
-        figure = found.plot(title=title, blind=blind_guess(X))
+        figure = comparison.plot(title=title, blind=blind_guess(X))
         figure.savefig(options.out / f"attack_glm_reconstruction_{label}.png", dpi=80)
-    order = np.argsort(found.predicted)
+
+    # Some digits, evenly spaced by bound, against the bound that applies to biased guesses.
+    order = np.argsort(comparison.predicted)
     sample = order[np.linspace(0, len(order) - 1, min(options.sample, len(order))).round().astype(int)]
     trials, seed = options.sample_trials, options.seed + 1
     results = {
@@ -79,8 +82,9 @@ def main() -> None:
         for label, attack in in_range.items()
     }
     biased(results, options.out)
+
     released = model.release(sigma, torch.Generator().manual_seed(options.seed))
-    pictures(attack, found.predicted, X, released, options.out)
+    pictures(attack, comparison.predicted, X, released, options.out)
     print(f"figures are in {options.out}/")
 
 
@@ -89,40 +93,41 @@ def blind_guess(X: np.ndarray) -> float:
     return float(X.var(axis=0).mean())
 
 
-def describe(attack: GLMReconstruction, found: torchfil.Validation, seconds: float) -> None:
+def describe(attack: GLMReconstruction, comparison: torchfil.BoundComparison, seconds: float) -> None:
     """Rank correlation, violations, and what bias has to do with them."""
-    predicted, achieved, bias = found.predicted, found.attack.achieved, found.attack.squared_bias
+    predicted, achieved, bias = comparison.predicted, comparison.attack.achieved, comparison.attack.squared_bias
+    ratio, violated = comparison.ratio, comparison.violated
     low = predicted < 1
     kept = "as it is" if attack.value_range is None else "pixels kept in [0, 1]"
-    print(f"label {attack.label}, {kept}: {found.attack.trials} releases, {seconds:.1f} s")
+    print(f"label {attack.label}, {kept}: {comparison.attack.trials} releases, {seconds:.1f} s")
     for where, chosen in (("bound below 1", low), ("all", np.ones_like(low))):
         correlation = stats.spearmanr(predicted[chosen], achieved[chosen]).statistic
-        share = 100 * found.violated[chosen].mean()
+        share = 100 * violated[chosen].mean()
         print(
             f"  {where}: {chosen.sum():,} digits, Spearman {correlation:.3f}, median ratio "
-            f"{np.median(found.ratio[chosen]):.3g}, smallest {found.ratio[chosen].min():.3g}, violated {share:.1f} %, "
+            f"{np.median(ratio[chosen]):.3g}, smallest {ratio[chosen].min():.3g}, violated {share:.1f} %, "
             f"mean error {achieved[chosen].mean():.3g}"
         )
-    if bias is not None and found.violated.any() and not found.violated.all():
+    if bias is not None and violated.any() and not violated.all():
         part = bias / achieved
         print(
-            f"  bias² in the error, median: {100 * np.median(part[found.violated]):.0f} % where violated, "
-            f"{100 * np.median(part[~found.violated]):.0f} % elsewhere; smallest where violated "
-            f"{100 * part[found.violated].min():.1f} %; smallest violated bound {predicted[found.violated].min():.3g}"
+            f"  bias² in the error, median: {100 * np.median(part[violated]):.0f} % where violated, "
+            f"{100 * np.median(part[~violated]):.0f} % elsewhere; smallest where violated "
+            f"{100 * part[violated].min():.1f} %; smallest violated bound {predicted[violated].min():.3g}"
         )
 
 
-def biased(results: dict[Label, tuple[torchfil.Validation, BiasedBound]], folder: Path) -> None:
+def biased(results: dict[Label, tuple[torchfil.BoundComparison, BiasedBound]], folder: Path) -> None:
     """Some digits against both bounds: that of unbiased attackers, and the one of this attacker's own bias."""
     size = (5 * len(results), 4)
     figure, axes = pyplot.subplots(1, len(results), figsize=size, constrained_layout=True, sharey=True, squeeze=False)
     for axis, (label, (unbiased, own)) in zip(axes[0], results.items(), strict=True):
-        found = torchfil.validate(own.bound, unbiased.attack)
-        broken = unbiased.violated
+        comparison = torchfil.compare_with_bounds(own.bound, unbiased.attack)
+        broken, ratio = unbiased.violated, comparison.ratio
         print(
-            f"label {label}, {len(broken)} digits, {found.attack.trials} releases: below the bound of unbiased "
-            f"attackers {broken.sum()}, below that of their own bias {found.violated.sum()}; achieved over the latter "
-            f"{found.ratio.min():.3f} to {found.ratio.max():.3f}, median {np.median(found.ratio):.3f}"
+            f"label {label}, {len(broken)} digits, {comparison.attack.trials} releases: below the bound of unbiased "
+            f"attackers {broken.sum()}, below that of their own bias {comparison.violated.sum()}; achieved over the "
+            f"latter {ratio.min():.3f} to {ratio.max():.3f}, median {np.median(ratio):.3f}"
         )
         for where, chosen in (("broken", broken), ("held", ~broken)):
             if chosen.any():
@@ -130,7 +135,7 @@ def biased(results: dict[Label, tuple[torchfil.Validation, BiasedBound]], folder
                 print(f"  {where}: the mean guess follows the digit by {low:.3f} to {high:.3f}, median {middle:.3f}")
         axis.plot(unbiased.predicted, unbiased.predicted, color="#4D4D4D", label="bound of unbiased attackers")
         axis.plot(unbiased.predicted, own.bound, "+", color="#D55E00", label="bound at this attacker's bias")
-        axis.plot(unbiased.predicted, found.attack.achieved, ".", color="#0072B2", label="achieved")
+        axis.plot(unbiased.predicted, comparison.attack.achieved, ".", color="#0072B2", label="achieved")
         axis.set(xscale="log", yscale="log", ylim=(5e-7, 1e3), xlabel="bound of unbiased attackers")
         axis.set_title(f"label {label}, pixels kept in [0, 1]")
     axes[0, 0].set_ylabel("mean squared error per pixel")

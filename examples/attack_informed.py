@@ -31,13 +31,13 @@ def attack(d: int, sigma: float, runs: int) -> tuple[float, float, float, float]
     transcripts = record_dpsgd(
         model, nn.MSELoss(), x, y, steps=STEPS, lr=0.5, max_grad_norm=1.0, noise_multiplier=sigma, runs=runs, seed=1
     )
-    found = informed_reconstruction(transcripts, ROW, restarts=2, iterations=25, seed=2)
-    assert found.standard_error is not None
-    guesses, information = torch.tensor(found.guesses)[0], expected_information(transcripts, ROW)
+    result = informed_reconstruction(transcripts, ROW, restarts=2, iterations=25, seed=2)
+    assert result.standard_error is not None
+    guesses, information = torch.tensor(result.guesses)[0], expected_information(transcripts, ROW)
     bound = bounds.mse_from_fim(information[None]).item()
     shift = mean_jacobian(transcripts, ROW, guesses)
     biased = bounds.mse_biased(information[None], shift[None], (guesses.mean(dim=0) - x[ROW])[None]).item()
-    return bound, biased, float(found.achieved[0]), float(found.standard_error[0])
+    return bound, biased, float(result.achieved[0]), float(result.standard_error[0])
 
 
 def main() -> None:
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--noise", type=float, nargs="+", default=NOISE, help="multipliers σ")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     errors, ratios = figure.subplots(1, 2)
     print(f"{options.runs} runs of {STEPS} steps; ± one standard error")
@@ -57,6 +58,7 @@ def main() -> None:
         for sigma, (low, own, mse, se) in zip(options.noise, table.tolist(), strict=True):
             ratios_text = f"{mse / low:.3f} ± {se / low:.3f}     {mse / own:.3f} ± {se / own:.3f}"
             print(f"{d:11d}  {sigma:<4g}  {low:.1e}  {mse:.1e}   {ratios_text}", flush=True)
+
         bound, biased, achieved, error = table.unbind(dim=1)
         name = "scalar" if d == 1 else f"{d} coordinates"
         errors.plot(options.noise, bound, color=colour, linewidth=1.2, label=f"bound, {name}")
@@ -73,6 +75,7 @@ def main() -> None:
             capsize=3,
             label=f"attack, {name}",
         )
+
     errors.set(xscale="log", yscale="log", xlabel="noise multiplier σ", ylabel="mean squared error per coordinate")
     ratios.axhline(1, color="0.3", linewidth=1)
     ratios.set(xscale="log", yscale="log", xlabel="noise multiplier σ", ylabel="achieved / bound (95 % interval)")

@@ -68,9 +68,11 @@ def attack(images: Tensor, labels: Tensor, seed: int, options: Any) -> tuple[Rec
     model = mnist_cnn(2, activation=nn.Tanh).to(images.device)
     plis = PLIS(model, LOSS, cuda_graphs=False)
     subject, signal = plis.subject(images, labels), plis.privacy_loss(images, labels)
+
+    # Both attacks side by side, as one list of gradients.
     source = torch.Generator(images.device).manual_seed(seed + OTHER_DRAWS)
     seen = observe(model, images, labels, source, options)
-    known = torch.cat([labels, labels[: options.noisy_images]])
+    their_labels = torch.cat([labels, labels[: options.noisy_images]])
     guesses = [
         invert_gradients(
             model,
@@ -84,17 +86,18 @@ def attack(images: Tensor, labels: Tensor, seed: int, options: Any) -> tuple[Rec
             generator=source,
             progress=True,
         ).images
-        for g, y in chunks(seen, known, options.chunk)
+        for g, y in chunks(seen, their_labels, options.chunk)
     ]
     plain, noisy = torch.cat(guesses).split([len(images), options.noisy_images])
+
     record: Record = {
         "seed": seed,
         "plis": subject.tolist(),
         "gradient_signal": signal.tolist(),
         "relative_plis": (subject / signal).tolist(),
     }
-    for arm, found in (("plain", plain), ("noisy", noisy)):
-        record[arm] = {name: judge(found, images[: len(found)]).tolist() for name, (_, judge) in MEASURES.items()}
+    for arm, guess in (("plain", plain), ("noisy", noisy)):
+        record[arm] = {name: judge(guess, images[: len(guess)]).tolist() for name, (_, judge) in MEASURES.items()}
     return record, {"plain": plain.cpu(), "noisy": noisy.cpu()}
 
 
@@ -126,20 +129,20 @@ def statistics(exposure: np.ndarray, values: np.ndarray, resamples: int) -> dict
 
 def summary(networks: list[Record], resamples: int) -> Record:
     """The statistics of both attacks, by measure and reading."""
-    found: Record = {}
+    by_arm: Record = {}
     for arm in ("plain", "noisy"):
         for measure in MEASURES:
             values = np.array([network[arm][measure] for network in networks])
             for reading in READINGS:
                 exposure = np.array([network[reading] for network in networks])[:, : values.shape[1]]
-                found.setdefault(arm, {}).setdefault(measure, {})[reading] = statistics(exposure, values, resamples)
-    return found
+                by_arm.setdefault(arm, {}).setdefault(measure, {})[reading] = statistics(exposure, values, resamples)
+    return by_arm
 
 
-def told(found: Record) -> str:
+def told(by_arm: Record) -> str:
     """The summary in lines."""
     lines = []
-    for arm, by_measure in found.items():
+    for arm, by_measure in by_arm.items():
         for measure, by_reading in by_measure.items():
             for reading, numbers in by_reading.items():
                 low, high, difference, spearman, every = (
@@ -171,12 +174,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+
     if options.join:
         finish(joined(options.join), options)
         return
     if not 3 <= options.noisy_images <= options.images:
         parser.error(f"--noisy-images {options.noisy_images} must lie between 3 and --images {options.images}")
     require_ssim()
+
     try:
         images, labels = chest_xrays()
     except DataNotFoundError as error:
@@ -184,6 +189,7 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = False  # gradients of ten bits would be another, weaker attack
     rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(options.seed))[: options.images]
     images, labels = images[rows].to(options.device), labels[rows].to(options.device)
+
     networks: list[Record] = []
     settings = {name: getattr(options, name) for name in SETTINGS}
     everything: Record = {"settings": settings, "rows": rows.tolist(), "networks": networks}
@@ -196,6 +202,7 @@ def main() -> None:
             shown = images.cpu(), guesses
         (options.out / NUMBERS).write_text(json.dumps(everything))
         print(f"network {seed}: {time.perf_counter() - start:.0f} s", flush=True)
+
     if images.is_cuda:
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, {options.chunk} gradients at once")
     save_images(*shown, networks[0], options)
@@ -235,8 +242,8 @@ def save_images(images: Tensor, guesses: dict[str, Tensor], record: Record, opti
     for column, row in enumerate([*order[:half], *order[-half:]]):
         axes[0, column].set_title(f"{'low' if column < half else 'high'} PLIS", fontsize=9)
         axes[0, column].imshow(images[row, 0].numpy(), cmap="gray", vmin=0, vmax=1)
-        for axis, (arm, found) in zip(axes[1:, column], guesses.items(), strict=True):
-            axis.imshow(found[row, 0].numpy(), cmap="gray", vmin=0, vmax=1)
+        for axis, (arm, guess) in zip(axes[1:, column], guesses.items(), strict=True):
+            axis.imshow(guess[row, 0].numpy(), cmap="gray", vmin=0, vmax=1)
             axis.set_title(f"SSIM {record[arm]['ssim'][row]:.2f}", fontsize=8)
     names = ("x-ray", "without noise", f"DP, σ = {options.noise_multiplier:g}")
     for axis, name in zip(axes[:, 0], names, strict=True):

@@ -84,10 +84,12 @@ def main() -> None:
         raise SystemExit(f"skipped: {error}") from None
     warnings.filterwarnings("ignore", message="Fisher accounting is paused")
     options.out.mkdir(parents=True, exist_ok=True)
+
     source = torch.Generator().manual_seed(options.seed)
     chosen = torch.randperm(len(images), generator=source)[: options.examples]
     labels = mislabelled(digits[chosen], options.label_noise, source).to(options.device)
     images, digits = images[chosen].to(options.device), digits[chosen].to(options.device)
+
     first = options.seed * options.runs
     settings = {"runs": options.runs, "seed": options.seed + 1, "progress": True}
     plain = shadow_runs(
@@ -99,6 +101,7 @@ def main() -> None:
         labels,
         **settings,
     )
+
     memorised = (plain.log_odds[plain.members] > 0).double().mean().item()  # probability above one half
     wrong = int((labels != digits).sum())
     print(
@@ -109,35 +112,43 @@ def main() -> None:
         "overfitted": membership_inference(plain, targets=attacked),
         "DP-SGD, σ = 1": membership_inference(private, targets=attacked),
     }
-    for training, found in results.items():
-        for name, result in found.items():
+    for training, by_attack in results.items():
+        for name, result in by_attack.items():
             print(
                 f"{training}, {name}: AUC {result.auc:.3f} ± {result.auc_error:.3f}, true positives at 1 % false "
                 f"alarms {100 * result.tpr_at(0.01):.1f} %, at 10 % {100 * result.tpr_at(0.1):.1f} %"
             )
+
+    # The first private run once more, measured: its leakage beside how often the attack was right.
     members = private.members[0].nonzero().squeeze(1)
     _, engine = train_privately(images[members], labels[members], first, measured=True)
+    print_exposed(engine, members, labels == digits, results)
+    save(results, options.out / "attack_membership.png")
+    print(f"The picture is {options.out / 'attack_membership.png'}.")
+    print("These numbers depend on private data and are confidential themselves.")
+
+
+def print_exposed(
+    engine: FILPrivacyEngine, members: Tensor, right: Tensor, results: dict[str, dict[str, MembershipResult]]
+) -> None:
+    """The five members of a run that leak most, whether their labels are right, and how often attacks were."""
     print(f"private: ε = {engine.get_epsilon(DELTA):.2f} at δ = {DELTA:g}. The five most exposed of the first run:")
     table = engine.leakage(delta=DELTA)
-    by_example = {name: found["likelihood ratio"].by_example().achieved for name, found in results.items()}
-    fil = np.asarray(table["fil"])
+    fil, epsilon = np.asarray(table["fil"]), np.asarray(table["individual_epsilon"])
+    by_example = {name: by_attack["likelihood ratio"].by_example().achieved for name, by_attack in results.items()}
     print("digit  label  FIL    its own ε  attack right, overfitted  attack right, DP-SGD")
     for place in np.argsort(-fil)[:5]:
         row = int(members[place])
         told = "                 ".join(f"{100 * values[row]:5.0f} %" for values in by_example.values())
-        label = "right" if labels[row] == digits[row] else "wrong"
-        print(f"{row:5d}  {label}  {fil[place]:.3f}  {np.asarray(table['individual_epsilon'])[place]:9.2f}  {told}")
-    save(results, options.out / "attack_membership.png")
-    print(f"The picture is {options.out / 'attack_membership.png'}.")
-    print("These numbers depend on private data and are confidential themselves.")
+        print(f"{row:5d}  {'right' if right[row] else 'wrong'}  {fil[place]:.3f}  {epsilon[place]:9.2f}  {told}")
 
 
 def save(results: dict[str, dict[str, MembershipResult]], path: Path) -> None:
     """True against false positives, both logarithmic."""
     figure = Figure(figsize=(5.6, 4.2), layout="constrained")
     axis = figure.subplots()
-    for (training, found), colour in zip(results.items(), ("#D55E00", "#0072B2"), strict=True):
-        for name, result in found.items():
+    for (training, by_attack), colour in zip(results.items(), ("#D55E00", "#0072B2"), strict=True):
+        for name, result in by_attack.items():
             label = f"{training}, {name}: AUC {result.auc:.2f}"
             axis.plot(*result.curve(), STYLES[name], color=colour, linewidth=1.6, label=label)
     guess = np.geomspace(1e-3, 1, 50)

@@ -45,6 +45,7 @@ def main() -> None:
     except DataNotFoundError as error:
         raise SystemExit(f"skipped: {error}") from None
     options.out.mkdir(parents=True, exist_ok=True)
+
     torch.manual_seed(0)
     rows = torch.randperm(len(images))[: 2 * options.examples]
     victim, attacker = (
@@ -64,6 +65,7 @@ def main() -> None:
         seed=0,
         progress=True,
     )
+
     few = options.measured
     single = layer_gradients(model, loss, victim.inputs[:few], victim.targets[:few])
     attacks: dict[str, LayerTable] = {
@@ -79,17 +81,23 @@ def main() -> None:
         print(f"{title}\n{table}\n")
     for attack, areas in attacks.items():
         for measure, table in measures.items():
-            found = spearmanr(areas.value, table.value)
-            print(f"rank correlation over {len(table)} layers, {attack} with {measure}: {found.statistic:.2f}")
+            correlation = spearmanr(areas.value, table.value).statistic
+            print(f"rank correlation over {len(table)} layers, {attack} with {measure}: {correlation:.2f}")
+
+    save({**attacks, **measures}, options.out / "attack_property.png")
+    print(f"The picture is {options.out / 'attack_property.png'}.")
+
+
+def save(tables: dict[str, LayerTable], path: Path) -> None:
+    """A panel for each table; where it is an AUC, guessing is a line."""
     figure = Figure(figsize=(9, 6), layout="constrained")
-    for axis, (title, table) in zip(figure.subplots(2, 2).flat, {**attacks, **measures}.items(), strict=True):
+    for axis, (title, table) in zip(figure.subplots(2, 2).flat, tables.items(), strict=True):
         table.plot(axis)
         axis.set_title(title, fontsize=10)
         if title.startswith("AUC"):
             axis.axhline(0.5, color="0.3", linestyle=":", linewidth=1)
             axis.set_ylim(0, 1.05)
-    figure.savefig(options.out / "attack_property.png", dpi=80)
-    print(f"The picture is {options.out / 'attack_property.png'}.")
+    figure.savefig(path, dpi=80)
 
 
 if __name__ == "__main__":

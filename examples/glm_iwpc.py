@@ -66,12 +66,14 @@ def main() -> None:
         patients, people = iwpc(), adult()
     except DataNotFoundError as error:
         raise SystemExit(f"skipped: {error}") from None
+
     y = people.train_targets
     settings = (
         Setting("IWPC linear", patients, LinearRegression(l2=1e-2), patients.train_targets, "vkorc1"),
         Setting("Adult linear", people, LinearRegression(l2=1e-3), 2 * y - 1, "marital-status"),
         Setting("Adult logistic", people, LogisticRegression(l2=1e-3), y, "marital-status"),
     )
+
     histories = []
     print(
         f"{'σ = ' + format(SIGMA, 'g'):<16}{'attribute':<16}{'prior':>6}{'mean η ± std':>24}{'max η':>10}{'test':>12}"
@@ -87,6 +89,7 @@ def main() -> None:
             spread = f"{eta.mean() / SIGMA:.4f} ± {eta.std() / SIGMA:.4f}"
             print(f"{title}{spread:>24}{eta.max() / SIGMA:>10.4f}{setting.score(model):>12}")
         histories.append((setting, result))
+
     _penalties(settings[0], options.out / "glm_figure6a.png")
     _rounds(histories, options.out / "glm_figure7.png")
     print(f"figures 6a, 7a and 7c are in {options.out}/")

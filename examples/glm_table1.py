@@ -54,6 +54,7 @@ def main() -> None:
         tasks = {"MNIST": (mnist_zero_one(), 8e-4), "CIFAR": (cifar_plane_car(), 8e-5)}
     except DataNotFoundError as error:
         raise SystemExit(f"skipped: {error}") from None
+
     settings: dict[str, Setting] = {}
     print(f"{'':<16}{'paper: mean η ± std, accuracy':>32}{'ours':>28}")
     for data, (task, l2) in tasks.items():
@@ -70,6 +71,7 @@ def main() -> None:
                 correct = 100 * ((fitted.margin(task.test_inputs) > 0) == task.test_targets).mean()
                 title = label or f"{data} {name}"
                 print(f"{title:<16}{paper:>32}{eta.mean():>15.4f} ± {eta.std():.4f}, {correct:.2f}")
+
     _histograms(settings, options.out / "glm_figure2.png")
     _extremes(settings, options.out / "glm_figure3.png")
     _scatter(settings["MNIST linear"], options.out / "glm_figure4.png")

@@ -162,6 +162,7 @@ def compare(
     rows = torch.randperm(len(images))[:count]
     images, labels = images[rows], labels[rows]
     xrays = xrays[torch.randperm(len(xrays))]  # the file is sorted by diagnosis
+
     networks: dict[str, Trained] = {}
     trainings: dict[str, Callable[..., Trained]] = {"non-private": train, "private": train_privately}
     for name, training in trainings.items():
@@ -171,6 +172,7 @@ def compare(
         epsilon = "" if trained.epsilon is None else f", ε = {trained.epsilon:.2f} at δ = {DELTA:g}"
         seconds = time.perf_counter() - start
         print(f"seed {seed}, {name}: {trained.accuracy(*test):.1f} % of test digits right{epsilon}; {seconds:.0f} s")
+
     shown, targets, strangers = images[:COMPARED], labels[:COMPARED], xrays[:COMPARED]
     readings = {
         "non-private": networks["non-private"].plis(),
@@ -185,15 +187,15 @@ def compare(
     return Comparison(networks, readings, rows, shown, targets, strangers, scores)
 
 
-def print_table(found: Comparison) -> None:
+def print_table(comparison: Comparison) -> None:
     """AUROC of every reading and label."""
     print(f"\nAUROC of {COMPARED} x-rays against {COMPARED} training digits, with its 95 % interval; PL: privacy loss")
     print(f"{'':<18}{'label':<11}{'subject-level PLIS':<26}{'PL':<26}{'median PLIS of digits, x-rays'}")
-    for name in found.readings:
+    for name in comparison.readings:
         for choice in CHOICES:
-            values = [found.auroc(name, choice, measure) for measure in (0, 1)]
+            values = [comparison.auroc(name, choice, measure) for measure in (0, 1)]
             texts = [f"{a.value:.3f} [{a.low:.3f}, {a.high:.3f}]" for a in values]
-            medians = ", ".join(f"{found.scores[name, key][0].median():.3g}" for key in ("digits", choice))
+            medians = ", ".join(f"{comparison.scores[name, key][0].median():.3g}" for key in ("digits", choice))
             print(f"{name:<18}{choice:<11}{texts[0]:<26}{texts[1]:<26}{medians}")
 
 
@@ -210,6 +212,7 @@ def main() -> None:
     except DataNotFoundError as error:
         raise SystemExit(f"skipped: {error}") from None
     options.out.mkdir(parents=True, exist_ok=True)
+
     results = []
     for seed in options.seeds:
         results.append(compare(seed, digits, test, xrays, options.examples, options.activation))
@@ -222,6 +225,7 @@ def main() -> None:
                 values = [result.auroc(name, choice).value for result in results]
                 mean = sum(values) / len(values)
                 print(f"{name:<18}{choice:<11}{min(values):.3f}  {mean:.3f}  {max(values):.3f}")
+
     first = results[0]
     save_maps(first.readings, first.digits, first.targets, first.strangers[:1], options.out / "plis_mnist_maps.png")
     gallery = viz.gallery(
@@ -266,10 +270,10 @@ def save_maps(readings: dict[str, PLIS], digits: Tensor, targets: Tensor, xray: 
     figure.savefig(path, dpi=80)
 
 
-def save_distribution(found: Comparison, path: Path) -> None:
+def save_distribution(comparison: Comparison, path: Path) -> None:
     """Digits and x-rays under every label, both networks, plain gradients."""
     shown = {
-        f"{name}: {who}": found.scores[name, key][0]
+        f"{name}: {who}": comparison.scores[name, key][0]
         for name in ("non-private", "private")
         for who, key in (("digits", "digits"), ("x-rays", "every"))
     }

@@ -70,6 +70,7 @@ def experiment(seed: int, examples: int = 2000, epochs: int = 10, max_grad_norm:
     weights = torch.zeros(COLUMNS)
     weights[list(INFORMATIVE)] = torch.tensor(WEIGHTS)
     targets = inputs @ weights[:, None] + LABEL_NOISE * torch.randn(examples, 1)
+
     plain, loss_fn = nn.Linear(COLUMNS, 1), nn.MSELoss()
     engine = FILPrivacyEngine()
     model, optimizer, loader = engine.make_private_with_epsilon(
@@ -88,6 +89,8 @@ def experiment(seed: int, examples: int = 2000, epochs: int = 10, max_grad_norm:
             optimizer.zero_grad()
             loss_fn(model(x), y).backward()
             optimizer.step()
+
+    # What the run leaked in all, and what one more step would leak at the final weights.
     over_run = Columns(engine.get_attribute_fil().value.square().mean(0).sqrt(), engine.get_plis().abs().mean(0))
     plis = engine.plis().abs().mean(0)
     trained = model.to_standard_module()
@@ -100,6 +103,7 @@ def experiment(seed: int, examples: int = 2000, epochs: int = 10, max_grad_norm:
         noise_multiplier=optimizer.noise_multiplier,
         estimator="exact",
     )
+
     with torch.no_grad():
         residual = trained(inputs) - targets
     norm = 2 * residual[:, 0].abs() * (inputs.square().sum(1) + 1).sqrt()

@@ -52,7 +52,7 @@ def test_every_zoo_model_against_plain_autograd(name: str, clip: str | None) -> 
     options: dict[str, Any] = {} if clip is None else {"noise_std": STD, "max_grad_norm": C, "clip": clip}
     plis = PLIS(model, nn.CrossEntropyLoss(), **options)
     got = plis.attribute(x, y)
-    assert plis.method == "one pass"
+    assert plis.method == "recorded pass"
     assert got.shape == x.shape
     for i in range(len(x)):
         one = x[i].clone().requires_grad_()
@@ -106,7 +106,7 @@ def test_tokens_are_attributed_at_the_embedding() -> None:
     plis = PLIS(model, nn.CrossEntropyLoss(), private=Private(submodule="embedding"))
     got = plis.attribute(tokens, y)
     assert got.shape == (4, 6, 8)
-    assert plis.method == "one pass"
+    assert plis.method == "recorded pass"
     gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), tokens, y, Private(submodule="embedding"))
     want = 2 * gradients.vjp(gradients.gradients()).reshape(4, 6, 8)
     assert torch.allclose(got, want, rtol=1e-8, atol=1e-12)
@@ -162,7 +162,7 @@ def test_one_example_does_not_vouch_for_a_batch() -> None:
     model, x, y = Mixing().double(), torch.randn(4, 3).double(), torch.randn(4, 2).double()
     plis = PLIS(model, nn.MSELoss())
     alone = torch.cat([plis.attribute(x[i : i + 1], y[i : i + 1]) for i in range(4)])
-    assert plis.method == "one pass"
+    assert plis.method == "recorded pass"
     assert torch.allclose(plis.attribute(x, y), alone, rtol=1e-9)
     assert str(plis.method).startswith("mapped gradients")
 

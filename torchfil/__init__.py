@@ -7,7 +7,7 @@ torchfil.clipping    smooth gradient clipping
 torchfil.attribution  PLIS (which pixels or columns drive an example's loss of privacy), exposure, layers
 torchfil.viz         pictures of it
 torchfil.glm         generalised linear models with output perturbation, in closed form
-torchfil.attacks     what attackers achieve; torchfil.validate sets it beside the bounds
+torchfil.attacks     what attackers achieve; torchfil.compare_with_bounds sets it beside the bounds
 torchfil.smoothness  is the model smooth enough, and how to make it so
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchfil import attacks, attribution, bounds, clipping, fisher, smoothness, viz
 from torchfil._version import __version__
-from torchfil.attacks.comparison import Validation, validate
+from torchfil.attacks import BoundComparison, compare_with_bounds
 from torchfil.attribution import PLIS, exposure
 from torchfil.clipping import available_clips, register_clip
 from torchfil.papers import datasets, zoo
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 __all__ = [
     "PLIS",
     "Accounting",
+    "BoundComparison",
     "Execution",
     "FILPrivacyEngine",
     "Private",
     "SmoothnessValidator",
-    "Validation",
     "__version__",
     "attacks",
     "attribution",
     "available_clips",
     "bounds",
     "clipping",
+    "compare_with_bounds",
     "datasets",
     "exposure",
     "fisher",
     "register_clip",
     "smoothness",
     "superpixel",
-    "validate",
     "viz",
     "zoo",
 ]

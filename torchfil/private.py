@@ -22,7 +22,17 @@ from torch.utils import _pytree as pytree
 from torchfil.utils.deferred import read_later
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
-__all__ = ["Coordinates", "Examples", "Inputs", "Private", "as_call", "finiteness_check", "superpixel"]
+__all__ = [
+    "Coordinates",
+    "Examples",
+    "Inputs",
+    "Private",
+    "as_call",
+    "check_finite",
+    "check_finite_later",
+    "num_examples",
+    "superpixel",
+]
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Coordinates = Tensor | Sequence[int] | slice | int
@@ -150,17 +160,16 @@ class Examples:
     ) -> Examples:
         """As :meth:`build`, for a model that is called with both positional and keyword inputs.
 
-        ``check_values=False`` leaves the search for NaN to :func:`finiteness_check`.
+        ``check_values=False`` leaves the search for NaN to :func:`check_finite_later`.
         """
         private = private if private is not None else Private()
         kwargs = dict(kwargs)
-        batch = _batch_size(args, kwargs, targets)
+        batch = num_examples(args, kwargs, targets)
         if check_values:
-            _refuse_non_finite(args, kwargs, targets)
+            check_finite(args, kwargs, targets)
         public = (args, kwargs, targets)
         device = _device(args, kwargs)
-        slots: list[_Slot] = []
-        parts: list[Tensor] = []
+
         named: dict[Key, Any] = dict(enumerate(args))
         named.update(kwargs)
         chosen = _private_inputs(named, private)
@@ -168,11 +177,16 @@ class Examples:
             unknown = [key for key in private.coordinates if key not in (*chosen, private.submodule)]
             if unknown:
                 raise ValueError(f"coordinates are given for {unknown}, but what is private is {[*chosen]}")
+
+        # z is the parts side by side: inputs, then the target, then the submodule's output.
+        slots: list[_Slot] = []
+        parts: list[Tensor] = []
         for key in chosen:
             shape = named[key].shape[1:]
             slot = _Slot("input", key, shape, _flat_index(private, key, shape, device))
             slots.append(slot)
             parts.append(slot.select(named[key]))
+
         if private.target:
             if not (isinstance(targets, Tensor) and targets.is_floating_point()):
                 what = f"dtype {targets.dtype}" if isinstance(targets, Tensor) else type(targets).__name__
@@ -183,13 +197,15 @@ class Examples:
                 )
             slots.append(_Slot("target", None, targets.shape[1:], None))
             parts.append(targets.reshape(batch, targets.shape[1:].numel()))
+
         if private.submodule is not None:
             if submodule_shape is None:
                 raise ValueError("Private(submodule=…) needs a model to read the submodule's output from")
             shape, dtype = submodule_shape(private.submodule, public)
             slot = _Slot("submodule", None, shape, _flat_index(private, private.submodule, shape, device))
             slots.append(slot)
-            parts.append(torch.zeros(batch, slot.size, dtype=dtype, device=device))
+            parts.append(torch.zeros(batch, slot.size, dtype=dtype, device=device))  # offsets from that output
+
         if not slots:
             raise ValueError(_nothing_private(named))
         z = torch.cat([part.detach() for part in parts], dim=1)
@@ -324,7 +340,8 @@ def _device(args: Any, kwargs: Any) -> torch.device:
     return tensors_of((args, kwargs))[0].device
 
 
-def _batch_size(args: Any, kwargs: Any, targets: Any) -> int:
+def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
+    """The size of a batch, on which all its tensors must agree."""
     leaves = tensors_of((args, kwargs))
     if not leaves:
         raise ValueError("inputs hold no tensor")
@@ -340,26 +357,27 @@ def _batch_size(args: Any, kwargs: Any, targets: Any) -> int:
     return sizes.pop()
 
 
-def finiteness_check(args: Any, kwargs: Any, targets: Any) -> Callable[[], None]:
+def check_finite_later(args: Any, kwargs: Any, targets: Any) -> Callable[[], None]:
     """Begin to look for NaN and infinity; the function that is returned raises where there are some.
 
     On a GPU the look is taken while other work goes on.
     """
     floating = [leaf for leaf in tensors_of((args, kwargs, targets)) if leaf.is_floating_point()]
     if not floating or any(leaf.device.type != "cuda" for leaf in floating):
-        _refuse_non_finite(args, kwargs, targets)
+        check_finite(args, kwargs, targets)
         return lambda: None
     sums = [leaf.sum(dtype=torch.float64) for leaf in floating]
     totals = read_later(torch.stack(sums) if len(sums) > 1 else sums[0])
 
     def confirm() -> None:
         if not all(map(math.isfinite, totals().flatten().tolist())):
-            _refuse_non_finite(args, kwargs, targets)
+            check_finite(args, kwargs, targets)
 
     return confirm
 
 
-def _refuse_non_finite(args: Any, kwargs: Any, targets: Any) -> None:
+def check_finite(args: Any, kwargs: Any, targets: Any) -> None:
+    """Raise where an input or a target is NaN or infinite, naming the rows."""
     given = [(f"inputs[{i}]" if len(args) > 1 else "inputs", part) for i, part in enumerate(args)]
     given += [(f"inputs[{key!r}]", part) for key, part in kwargs.items()]
     for name, leaf in [(name, leaf) for name, part in (*given, ("targets", targets)) for leaf in tensors_of(part)]:
@@ -409,6 +427,8 @@ def _flat_index(private: Private, key: Key, shape: torch.Size, device: torch.dev
         chosen = chosen.get(key)
     if chosen is None:
         return None
+
+    # Masks and columns both become a mask of one example, so that z has one order whatever was given.
     mask = torch.zeros(shape, dtype=torch.bool)
     if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
         try:
@@ -431,6 +451,7 @@ def _flat_index(private: Private, key: Key, shape: torch.Size, device: torch.dev
             if wrong:
                 raise ValueError(f"columns {wrong} are out of range for input {key!r} with {shape[-1]} columns")
         mask[..., columns] = True
+
     index = mask.reshape(-1).nonzero().flatten()
     if index.numel() == 0:
         raise ValueError(f"coordinates of input {key!r} choose nothing")

@@ -103,6 +103,8 @@ class SmoothnessValidator:
                         f"{where}: {reason}. Use SmoothnessValidator.fix(model, activation=...) or a smooth layer."
                     )
                 )
+
+        # Layers are named above: on a copy without them, what is still non-smooth is called by the forward pass.
         if example_inputs is not None:
             smooth_model = _fixed(copy.deepcopy(model), "tanh", {}, lenient=True)
             for operator in sorted(non_smooth_operators(smooth_model, *as_call(example_inputs))):
@@ -112,6 +114,7 @@ class SmoothnessValidator:
                         "the model's code by a smooth function (torch.tanh, F.gelu, F.softplus, F.avg_pool2d)."
                     )
                 )
+
         if strict and errors:
             raise NonSmoothModuleError("; ".join(map(str, errors)))
         return errors
@@ -152,8 +155,9 @@ def _reason(module: nn.Module) -> str | None:
 
 def _fixed(module: nn.Module, activation: str, done: dict[int, nn.Module], *, lenient: bool = False) -> nn.Module:
     """The module with its non-smooth parts replaced; where ``lenient``, what cannot be replaced is left."""
-    if id(module) in done:
+    if id(module) in done:  # a module that is used twice stays one module
         return done[id(module)]
+
     rule = _RULES.get(type(module))
     if rule is not None and rule[1] is not None and rule[2](module):
         try:
@@ -166,6 +170,7 @@ def _fixed(module: nn.Module, activation: str, done: dict[int, nn.Module], *, le
         logger.info("replaced %s by %s", module, replacement)
         done[id(module)] = replacement
         return replacement
+
     done[id(module)] = module
     for name, child in list(module._modules.items()):
         if child is not None:

@@ -19,7 +19,7 @@ from torchfil.attacks.attributes import (
     ideal_inversion,
     prior_inversion,
 )
-from torchfil.attacks.comparison import validate
+from torchfil.attacks.comparison import compare_with_bounds
 from torchfil.attacks.glm_bias import biased_bound
 from torchfil.attacks.glm_reconstruction import GLMReconstruction
 from torchfil.attacks.glm_slopes import believed_margins
@@ -385,7 +385,7 @@ def test_digits_as_in_the_paper() -> None:
     bound = model.mse_bound(X, y, sigma, private_target=False)[rows]
     low = bound < 1
     found = {
-        (label, value_range): validate(
+        (label, value_range): compare_with_bounds(
             bound,
             GLMReconstruction(model, X, y, label=label, value_range=value_range).run(sigma, 100, rows=rows, seed=0),  # type: ignore[arg-type]
         )

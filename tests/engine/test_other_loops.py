@@ -397,7 +397,7 @@ def test_an_example_that_was_not_measured_has_no_bound_to_violate(read: Callable
     attack = AttackResult(
         "the mean", "nothing", range(24), np.full(24, 1e-9), measure="mse", trials=9, standard_error=np.full(24, 1e-12)
     )
-    assert torchfil.validate(source, attack).violated.tolist() == measured.tolist()
+    assert torchfil.compare_with_bounds(source, attack).violated.tolist() == measured.tolist()
 
 
 class _Counting(nn.Module):

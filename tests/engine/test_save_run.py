@@ -15,8 +15,10 @@ from loops import data, loader, network, train
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import torchfil
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.timeline import MAX_POINTS, Timeline, summary
+from torchfil.attacks import AttackResult
 from torchfil.engine.epsilon import epsilon_over_time
 from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.thumbnails import as_image
@@ -92,6 +94,24 @@ def test_report(trained: Any, tmp_path: Path) -> None:
     assert "patient 7" not in shared.read_text(encoding="utf-8")
 
 
+def test_an_attack_goes_into_the_file_and_the_report_as_it_is(trained: Any, tmp_path: Path) -> None:
+    """Set beside the run's bounds, by id; a comparison with other bounds is kept as it is."""
+    engine, wanted = trained.engine, ["patient 7", "patient 3"]
+    bound = engine.get_mse_bound(wanted).value.tolist()
+    attack = AttackResult(
+        "a guess", "knows all else", wanted, [2 * bound[0], 1e-9], "mse", 9, standard_error=[1e-12, 1e-12]
+    )
+    other = torchfil.compare_with_bounds({"patient 7": 1e9, "patient 3": 0.0}, attack)
+    first, second = load(engine.save_run(tmp_path / "run.fil", delta=DELTA, attacks=[attack, other])).attacks
+    assert (first.name, first.threat_model) == ("a guess", "knows all else")
+    assert first.rows.tolist() == second.rows.tolist() == [7, 3]
+    assert first.predicted.tolist() == bound
+    assert first.achieved.tolist() == attack.achieved.tolist()
+    assert first.violated.tolist() == [False, True]
+    assert (second.predicted.tolist(), second.violated.tolist()) == ([1e9, 0.0], [True, False])
+    assert "a guess" in engine.report(tmp_path / "page", delta=DELTA, attacks=[attack]).read_text(encoding="utf-8")
+
+
 def test_saving_changes_nothing(trained: Any, tmp_path: Path) -> None:
     before, generator = trained.engine.state_dict(), torch.get_rng_state()
     trained.engine.save_run(tmp_path / "run.fil", delta=DELTA)
@@ -136,8 +156,13 @@ def test_arguments_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> 
         saved(input_range=(1, 0))
     with pytest.raises(ValueError, match=r"input_range=\(-inf, 1\) must be .* finite"):
         saved(input_range=(-math.inf, 1))
-    with pytest.raises(TypeError, match=r"attacks holds a dict; set it beside the bounds first: torchfil\.validate"):
+    with pytest.raises(TypeError, match=r"attacks holds a dict; give what torchfil.attacks gives, AttackResult"):
         saved(attacks=[{}])
+    with pytest.raises(ValueError, match="measure is 'accuracy'"):
+        saved(attacks=[AttackResult("a", "t", ["patient 0"], [0.5], "accuracy", 1)])
+    elsewhere = torchfil.compare_with_bounds([1.0], AttackResult("a", "t", [0], [0.5], "mse", 1))
+    with pytest.raises(ValueError, match="attacked examples .0. are not among the run's 60 ids"):
+        saved(attacks=[elsewhere])
     with pytest.raises(ValueError, match="pictures=-1 must be"):
         saved(pictures=-1)
     assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.report.saved_run import AttackResult, Attributes, Pictures, SavedRun
+from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, SavedRun
 
 
 def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: Any) -> SavedRun:
@@ -47,7 +47,7 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
         "history": {"step": np.asarray([1, 2, 4]), "fil_median": np.asarray([0.1, 0.2, 0.3])},
         "bounds": {"rdp_mse_bound": {"paper": 0.2, "replace_one": 0.1}, "rero": {"prior": [0.1], "success": [0.3]}},
         "attacks": [
-            AttackResult(
+            AttackRecord(
                 "gradient", "knows all else", np.arange(3), np.ones(3), np.asarray([2.0, 1.5, 3.0]), np.zeros(3, bool)
             )
         ],

@@ -9,6 +9,7 @@ from torchfil.attacks.attributes import (
     prior_inversion,
 )
 from torchfil.attacks.base import AttackResult
+from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.attacks.glm_bias import BiasedBound, biased_bound
 from torchfil.attacks.glm_reconstruction import GLMReconstruction
 from torchfil.attacks.informed import expected_information, informed_reconstruction
@@ -21,11 +22,13 @@ __all__ = [
     "AttackResult",
     "BiasedBound",
     "BlackBoxInversion",
+    "BoundComparison",
     "GLMReconstruction",
     "NominalAttribute",
     "WhiteBoxInversion",
     "accuracy_by_part",
     "biased_bound",
+    "compare_with_bounds",
     "expected_information",
     "federated_gradients",
     "ideal_inversion",

@@ -115,6 +115,7 @@ class WhiteBoxInversion:
         check_release(sigma, trials)
         n, k, _ = self.changes.shape
         noise = sigma * release_noise(trials, self.changes[0, 0], seed, generator)
+
         numbers = numbers_at_once(noise.device, _CHUNK_NUMBERS, _ARRAYS)
         parts = noise.split(max(1, numbers // (n * k)))
         guesses = []
@@ -171,14 +172,16 @@ class BlackBoxInversion:
         statistic = self._gaussian if view.loss.name == "squared" else self._confusion
         columns = list(self.attribute.columns)
         codes = torch.as_tensor(np.asarray(self.attribute.codes, dtype=float)).to(view.X)
-        offsets = codes[self.truth]  # the true codes, [n, c]
+        true_codes = codes[self.truth]  # [n, c]
+
+        # The margin without the attribute, and each level's part added to it: one product for all levels.
         guesses = []
         numbers = numbers_at_once(noise.device, _CHUNK_NUMBERS, _ARRAYS)
         parts = noise.split(max(1, numbers // (len(view.X) * len(codes))))
         for part in with_progress(parts, self.progress, "releases"):
             weights = (view.weights + part).mT  # [p, part]
             margins = view.X @ weights
-            rest = margins - offsets @ weights[columns]
+            rest = margins - true_codes @ weights[columns]
             score = statistic(margins)
             scores = [
                 prior + score(rest + code @ weights[columns])
@@ -198,7 +201,7 @@ class BlackBoxInversion:
         smallest = torch.finfo(margins.dtype).tiny
 
         def log_share(prediction: bool) -> Tensor:
-            """Log of the share of each example's own label among those of that prediction, [n, part]."""
+            """log of the share of each example's own label among those of that prediction, [n, part]."""
             among = predicted == prediction
             share = (among & label).sum(dim=0) / among.sum(dim=0).clamp(min=1)
             return torch.where(label, share, 1 - share).to(margins.dtype).clamp(min=smallest).log()
@@ -241,9 +244,9 @@ def ideal_inversion(X: Any, y: Any, attribute: NominalAttribute, *, l2: float = 
     truth = attribute.levels(X)
     others = np.delete(as_array(X).astype(float), list(attribute.columns), axis=1)
     inputs = np.column_stack([others, as_array(y).astype(float)])
-    found = SoftmaxRegression(l2=l2, fit_intercept=True).fit(inputs, truth).predict(inputs)
+    guesses = SoftmaxRegression(l2=l2, fit_intercept=True).fit(inputs, truth).predict(inputs)
     threat_model = "knows the rest of the example, its target and the population; sees no model"
-    return _accuracies("ideal", threat_model, torch.as_tensor(found)[:, None], torch.as_tensor(truth))
+    return _accuracies("ideal", threat_model, torch.as_tensor(guesses)[:, None], torch.as_tensor(truth))
 
 
 def accuracy_by_part(result: AttackResult, score: Any, parts: int = 10) -> np.ndarray:

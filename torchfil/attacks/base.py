@@ -30,7 +30,8 @@ class AttackResult:
         standard_error: Of ``achieved``, [m], or None where one trial does not tell.
         squared_bias: ‖E[guess] − truth‖² per coordinate, [m], where the measure is "mse" and it was estimated.
         guesses: The guesses of one trial, or whatever the attack documents, [m, …].
-        sigma: The noise on the weights, where one release of them was attacked; :func:`torchfil.validate` reads it.
+        sigma: The noise on the weights, where one release of them was attacked;
+            :func:`torchfil.compare_with_bounds` reads it.
 
     Example:
         >>> AttackResult("coin", "knows nothing", [7, 9], [0.5, 0.5], measure="accuracy", trials=10).achieved

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from torchfil.accounting.leakage import as_table, plain_key
 from torchfil.attacks.base import AttackResult
-from torchfil.report import saved_run
+from torchfil.report.saved_run import AttackRecord
 from torchfil.viz.common import NEUTRAL, as_array, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Validation", "validate"]
+__all__ = ["BoundComparison", "compare_with_bounds"]
 
 HELD, BROKEN = "#0072B2", "#D55E00"
 
 
 @dataclass(frozen=True, eq=False)
-class Validation:
-    """What :func:`validate` found, by attacked example, [m] each. Confidential: it depends on private data.
+class BoundComparison:
+    """What :func:`compare_with_bounds` gives, by attacked example, [m] each. Confidential: it depends on private data.
 
     Attributes:
         attack: The attack's result.
@@ -85,24 +85,24 @@ class Validation:
             columns["squared_bias"] = self.attack.squared_bias
         return as_table(self.attack.ids, {name: values.tolist() for name, values in columns.items()})
 
-    def record(self, ids: Sequence[Hashable] | None = None) -> saved_run.AttackResult:
-        """The result as a saved run keeps it, for ``engine.save_run(attacks=[…])`` and the report.
+    def record(self, ids: Sequence[Hashable]) -> AttackRecord:
+        """The comparison as a saved run keeps it; ``engine.save_run(attacks=[…])`` calls this.
 
         Args:
-            ids: The run's examples in their order; None: 0, 1, 2, ….
+            ids: The run's examples in their order.
         """
-        places = None if ids is None else {key: row for row, key in enumerate(ids)}
+        rows = {plain_key(key): row for row, key in enumerate(ids)}
         attacked = [plain_key(key) for key in self.attack.ids]
-        unknown = [key for key in attacked if not (isinstance(key, int) if places is None else key in places)]
+        unknown = [key for key in attacked if key not in rows]
         if unknown:
             raise ValueError(
-                f"attacked examples {unknown[:5]} are not among the run's ids; pass ids as the run has them"
+                f"attacked examples {unknown[:5]} are not among the run's {len(rows):,} ids; attack examples of the "
+                "run, by the ids that it has"
             )
-        rows = [key if places is None else places[key] for key in attacked]
-        return saved_run.AttackResult(
+        return AttackRecord(
             self.attack.name,
             self.attack.threat_model,
-            np.asarray(rows, dtype=np.int64),
+            np.asarray([rows[key] for key in attacked], dtype=np.int64),
             self.predicted.astype(np.float64),
             self.attack.achieved.astype(np.float64),
             self.violated,
@@ -115,10 +115,12 @@ class Validation:
             title: Over the figure; None: the attack's name.
             blind: The error of guessing without the model, drawn as a line.
         """
+        # On logarithmic axes an infinite bound, or an error of 0, has no place.
         achieved = self.attack.achieved
         drawn = np.isfinite(self.predicted) & np.isfinite(achieved) & (self.predicted > 0) & (achieved > 0)
         if not drawn.any():
             raise ValueError("no example has a finite, positive bound and achieved error to draw")
+
         figure = new_figure(6.4, 4.6, "constrained")
         axis = figure.subplots()
         for chosen, colour, marker, label in (
@@ -138,10 +140,12 @@ class Validation:
                     label=text,
                     rasterized=True,
                 )
+
         ends = [float(self.predicted[drawn].min()), float(self.predicted[drawn].max())]
         axis.plot(ends, ends, color=NEUTRAL, linewidth=1.3, label="the bound")
         if blind is not None:
             axis.axhline(blind, color=NEUTRAL, linestyle=":", linewidth=1.3, label=f"blind guess ({blind:.3g})")
+
         axis.set(xscale="log", yscale="log", xlabel="bound on the MSE", ylabel="MSE that the attack achieved")
         axis.set_title(self.attack.name if title is None else title, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
@@ -149,15 +153,18 @@ class Validation:
         return figure
 
 
-def validate(
+def compare_with_bounds(
     source: Any,
     attack: AttackResult,
     *,
     confidence: float = 0.95,
     simultaneous: bool = False,
     **options: Any,
-) -> Validation:
+) -> BoundComparison:
     """Set the bound of every attacked example beside the error that the attack achieved.
+
+    A bound is violated where achieved + t·standard error < bound, t the quantile of Student's distribution with
+    ``trials`` − 1 degrees of freedom; of a bound that is an estimate, the lower end counts.
 
     An example that a run has not measured has no bound that could be violated, and an infinite one in the table.
 
@@ -180,21 +187,33 @@ def validate(
     """
     if attack.measure != "mse":
         raise ValueError(
-            f"the attack's measure is {attack.measure!r}, a Fisher bound speaks of the mean squared error; validate an "
+            f"the attack's measure is {attack.measure!r}, a Fisher bound speaks of the mean squared error; compare an "
             "attack whose measure is 'mse'"
         )
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
-    level = 1 - (1 - confidence) / (len(attack.ids) if simultaneous else 1)
     if bool(np.isnan(attack.achieved).any()):
         raise ValueError("the attack's achieved error is NaN for some examples: it says nothing about their bounds")
-    predicted, low, largest = _bounds(source, attack, level, options)
+
+    level = 1 - (1 - confidence) / (len(attack.ids) if simultaneous else 1)
+    predicted, predicted_low, predicted_high = _bounds(source, attack, level, options)
+
+    # One trial tells nothing of its own spread: such an interval is infinite, and no bound is violated.
     width = np.full(len(predicted), np.inf)
     if attack.standard_error is not None and attack.trials > 1:
         width = float(stats.t.ppf(0.5 + level / 2, attack.trials - 1)) * attack.standard_error
-    high = attack.achieved + width
     achieved_low = np.maximum(attack.achieved - width, 0)
-    return Validation(attack, predicted, low, largest, achieved_low, high, high < low, confidence)
+    achieved_high = attack.achieved + width
+    return BoundComparison(
+        attack,
+        predicted,
+        predicted_low,
+        predicted_high,
+        achieved_low,
+        achieved_high,
+        violated=achieved_high < predicted_low,
+        confidence=confidence,
+    )
 
 
 def _bounds(
@@ -204,22 +223,25 @@ def _bounds(
     if hasattr(source, "mse_bound"):
         values = _of_linear_model(source, attack, dict(options))
         return values, values, values
+
     if options:
         raise ValueError(f"unknown options {list(options)}: they are for linear models only")
     if hasattr(source, "get_mse_bound"):
         estimate = source.get_mse_bound(attack.ids)
         low, high = estimate.interval(level)
-        known = as_array(source.was_measured(attack.ids))
-        return as_array(estimate.value), np.where(known, as_array(low), 0.0), as_array(high)
+        measured = as_array(source.was_measured(attack.ids))  # what was not has no bound to violate
+        return as_array(estimate.value), np.where(measured, as_array(low), 0.0), as_array(high)
+
     if isinstance(source, Mapping):
         unknown = [key for key in attack.ids if key not in source]
         if unknown:
             raise ValueError(f"no bound is given for the attacked examples {unknown[:5]}")
         source = [float(source[key]) for key in attack.ids]
+
     if not isinstance(source, Sequence | np.ndarray | Tensor) or isinstance(source, str):
         raise TypeError(
-            f"a {type(source).__name__} gives no bounds; validate(…) takes a FILPrivacyEngine or its leakage, a fitted "
-            "linear model, a mapping from ids to bounds, or one bound for each attacked example"
+            f"a {type(source).__name__} gives no bounds; compare_with_bounds(…) takes a FILPrivacyEngine or its "
+            "leakage, a fitted linear model, a mapping from ids to bounds, or one bound for each attacked example"
         )
     values = as_array(source).astype(np.float64)
     if values.shape != (len(attack.ids),):
@@ -238,10 +260,13 @@ def _of_linear_model(model: Any, attack: AttackResult, options: dict[str, Any]) 
         )
     missing = [name for name in ("X", "y", "sigma") if name not in options and (has_sigma or name != "sigma")]
     if missing:
-        raise ValueError(f"the bounds of a linear model need {missing}: validate(model, attack, X=…, y=…, sigma=…)")
+        raise ValueError(
+            f"the bounds of a linear model need {missing}: compare_with_bounds(model, attack, X=…, y=…, sigma=…)"
+        )
     for name in ("attributes", "groups"):
         if options.get(name) is not None:
             raise ValueError(f"{name} asks for other bounds than those of whole examples, which the attack guessed")
+
     options.setdefault("private_target", False)
     values = as_array(model.mse_bound(**options))
     wrong = [key for key in attack.ids if not (isinstance(key, int) and 0 <= key < len(values))]

@@ -70,16 +70,19 @@ def biased_bound(
         raise ValueError(f"sigma={sigma} must be positive and trials={trials} at least 2")
     view, d = attack.view, attack.view.num_inputs
     chosen = torch.as_tensor(rows, device=view.X.device)
+
+    # The moments of each half of the releases: E[(x̂ − x) ξᵀ] and E[x̂ − x].
     halves = release_noise(2 * (trials // 2), view.weights, seed, generator).chunk(2)
     numbers = numbers_at_once(view.X.device, _CHUNK_NUMBERS, _CHUNK_ARRAYS)
     size = max(1, numbers // (len(view.X) + len(chosen) * d))
-    covariances = view.X.new_zeros(2, len(chosen), d, len(view.weights))  # E[(x̂ − x) ξᵀ]
+    covariances = view.X.new_zeros(2, len(chosen), d, len(view.weights))
     biases = view.X.new_zeros(2, len(chosen), d)
     parts = [(number, part) for number, half in enumerate(halves) for part in half.split(size)]
     for number, noise in with_progress(parts, attack.progress, "releases"):
         error = attack.guesses(view.weights + sigma * noise, chosen) - view.X[chosen, None, :d]  # [m, part, d]
         covariances[number] += error.mT @ noise / len(halves[number])
         biases[number] += error.sum(dim=1) / len(halves[number])
+
     sensitivity = Sensitivity.build(
         view.loss,
         view.X,
@@ -90,13 +93,15 @@ def biased_bound(
         num_inputs=d,
         private_target=False,
     )
-    found, responses = [], []
+
+    # The value at the halves' mean, less that at half their difference: what is left has no sampling bias.
+    unbiased, responses = [], []
     for place, row in enumerate(chosen.tolist()):
         jacobian = sensitivity.jacobian(row) / sigma
         fim = (jacobian.mT @ jacobian)[None]
         first, second = covariances[:, place] @ jacobian  # J_μ, [d, d] each
         bias = biases[:, place]
         mean = bounds.mse_biased(fim, (first + second) / 2, bias.mean(dim=0))
-        found.append(float(mean - bounds.mse_biased(fim, (first - second) / 2, (bias[0] - bias[1]) / 2)))
+        unbiased.append(float(mean - bounds.mse_biased(fim, (first - second) / 2, (bias[0] - bias[1]) / 2)))
         responses.append(float((first + second).trace()) / (2 * d))
-    return BiasedBound(np.array(found), np.array(responses))
+    return BiasedBound(np.array(unbiased), np.array(responses))

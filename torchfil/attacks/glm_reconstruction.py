@@ -125,6 +125,8 @@ class GLMReconstruction:
         if rows is not None:
             chosen = chosen[torch.as_tensor(rows, device=view.X.device)]
         inputs = view.X[chosen, :d]
+
+        # Sums over releases, in parts that fit into memory: guesses of all releases at once would be [m, trials, d].
         noise = release_noise(trials, view.weights, seed, generator)
         total, squares = torch.zeros_like(inputs[:, 0]), torch.zeros_like(inputs[:, 0])
         mean_error = torch.zeros_like(inputs)
@@ -135,10 +137,13 @@ class GLMReconstruction:
             total += mse.sum(dim=1)
             squares += mse.square().sum(dim=1)
             mean_error += error / trials
+
+        # The squared mean error holds 1/trials of the variance besides the bias: that is taken out.
         achieved = total / trials
         variance = (squares / trials - achieved.square()).clamp(min=0) / max(trials - 1, 1)
         bias = mean_error.square().mean(dim=1)
         unbiased = ((trials * bias - achieved) / max(trials - 1, 1)).clamp(min=0)
+
         return AttackResult(
             f"GLM reconstruction, label {self.label}",
             self.threat_model,
@@ -157,7 +162,7 @@ class GLMReconstruction:
         d = inputs.shape[1]
         own = [(factor, vectors[:, :d]) for factor, vectors in solved.by_example]
         shared = [(factor, vectors[:, :d]) for factor, vectors in solved.by_release]
-        square, total = torch.zeros_like(solved.found), torch.zeros_like(inputs)
+        square, total = torch.zeros_like(solved.slope), torch.zeros_like(inputs)
         for factor, vectors in own:
             total += factor.sum(dim=1, keepdim=True) * vectors
             for other, others in own:
@@ -173,7 +178,7 @@ class GLMReconstruction:
     def _errors_in_range(self, inputs: Tensor, solved: _Solved) -> tuple[Tensor, Tensor]:
         """The same for guesses moved into the range, block by block, in single precision."""
         d = inputs.shape[1]
-        mse, total = torch.empty_like(solved.found), torch.zeros_like(inputs)
+        mse, total = torch.empty_like(solved.slope), torch.zeros_like(inputs)
         truth = inputs.float()[:, None]  # [m, 1, d]
         own = [(factor.float()[:, :, None], vectors[:, None, :d].float()) for factor, vectors in solved.by_example]
         shared = [(factor.float()[:, :, None], vectors[:, :d].float()) for factor, vectors in solved.by_release]
@@ -209,7 +214,7 @@ class GLMReconstruction:
         if self.label == "known":
             return guess, view.y[chosen]
         margin = guess @ weights[0, :d] + weights[0, d:].sum()
-        return guess, view.loss.first(margin, torch.zeros_like(margin)) - solved.found[:, 0]
+        return guess, view.loss.first(margin, torch.zeros_like(margin)) - solved.slope[:, 0]
 
     def guesses(self, releases: Tensor, rows: Tensor) -> Tensor:
         """What k releases [k, p] give away about some examples [m]: the guessed inputs, [m, k, d]."""
@@ -217,7 +222,7 @@ class GLMReconstruction:
 
     def _guesses(self, solved: _Solved, rows: Tensor) -> Tensor:
         d = self.view.num_inputs
-        guess = self.view.X[rows, None, :d].repeat(1, solved.found.shape[1], 1)
+        guess = self.view.X[rows, None, :d].repeat(1, solved.slope.shape[1], 1)
         for factor, vectors in solved.by_example:
             guess.addcmul_(factor[:, :, None], vectors[:, None, :d])
         for factor, vectors in solved.by_release:
@@ -234,34 +239,35 @@ class GLMReconstruction:
         last = slope - gradient[:, -1] / weight  # v's last entry, the slope where there is an intercept, [m, k]
         if self.label == "unknown":
             return _Solved.build(x, slope, last, gradient, weight)
+
         along = slope * margin - (weights * gradient).sum(dim=1) / weight  # θᵀv
         curve = SlopeCurve.build(view, rows, believed_margins(margins, rows))
         if not self._intercept:
             return _Solved.build(x, slope, curve.slope(curve.crossing(along)), gradient, weight)
         metric = NoiseMetric.build(view, weights, rows, margin)
-        found_margin = curve.nearest(last, along, metric)
-        found = curve.slope(found_margin)
-        plain = _Solved.build(x, slope, found, gradient, weight)
-        return plain.less(metric.noise(last - found, along - found * found_margin))
+        likeliest = curve.nearest(last, along, metric)  # margins
+        guessed = curve.slope(likeliest)
+        plain = _Solved.build(x, slope, guessed, gradient, weight)
+        return plain.less(metric.noise(last - guessed, along - guessed * likeliest))
 
 
 @dataclass(frozen=True)
 class _Solved:
     """Guesses as errors, x̂ − x = Σ factor·vector, with vectors of examples [m, p] and of releases [k, p]."""
 
-    found: Tensor  # b̂, [m, k]
+    slope: Tensor  # b̂, [m, k]
     by_example: Terms  # factors [m, k], vectors [m, p]
     by_release: Terms  # factors [m, k], vectors [k, p]
 
     @classmethod
-    def build(cls, x: Tensor, slope: Tensor, found: Tensor, gradient: Tensor, weight: Tensor) -> _Solved:
+    def build(cls, x: Tensor, slope: Tensor, guessed: Tensor, gradient: Tensor, weight: Tensor) -> _Solved:
         """x̂ = v/b̂: x̂ − x = (b − b̂)/b̂ x − G/(ω b̂)."""
-        return cls(found, [((slope - found) / found, x)], [(-1 / (weight * found), gradient)])
+        return cls(guessed, [((slope - guessed) / guessed, x)], [(-1 / (weight * guessed), gradient)])
 
     def less(self, noise: tuple[Terms, Terms]) -> _Solved:
         """The same for (v − r)/b̂."""
-        by_example, by_release = ([(-factor / self.found, vectors) for factor, vectors in part] for part in noise)
-        return _Solved(self.found, [*self.by_example, *by_example], [*self.by_release, *by_release])
+        by_example, by_release = ([(-factor / self.slope, vectors) for factor, vectors in part] for part in noise)
+        return _Solved(self.slope, [*self.by_example, *by_example], [*self.by_release, *by_release])
 
 
 def _slices(length: int, size: int) -> list[slice]:

@@ -108,6 +108,7 @@ class SlopeCurve:
 
     def crossing(self, along: Tensor) -> Tensor:
         """The margin with b m = along and the smallest abs(b), [m, k]; where there is none, the nearest."""
+        # A walk over the grid finds the cell of the crossing, and the nearest point in case there is none.
         products = self.slopes * self.margins
         place = torch.zeros(along.shape, dtype=torch.long, device=along.device)
         smallest = torch.full_like(along, torch.inf)
@@ -121,9 +122,10 @@ class SlopeCurve:
             cost = (self.slopes[:, cell, None] + self.slopes[:, cell + 1, None]).abs()
             better = turns & (cost < smallest)
             place, smallest = torch.where(better, cell, place), torch.where(better, cost, smallest)
+
         rising = products.gather(1, place) <= along
-        found = self._bisect(place, place + 1, lambda margin: (self.slope(margin) * margin <= along) == rising)
-        return torch.where(smallest < torch.inf, found, self.margins.gather(1, nearest))
+        crossing = self._bisect(place, place + 1, lambda margin: (self.slope(margin) * margin <= along) == rising)
+        return torch.where(smallest < torch.inf, crossing, self.margins.gather(1, nearest))
 
     def nearest(self, first: Tensor, second: Tensor, metric: NoiseMetric) -> Tensor:
         """The margin whose point (b, b m) is closest to (first, second) in the metric K⁻¹, [m, k].

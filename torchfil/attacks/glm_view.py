@@ -54,6 +54,7 @@ class GLMView:
                 f"{type(model).__name__} has {model._num_margins()} margins; this attack is for models of one margin. "
                 "Attack one class against the rest by LogisticRegression"
             )
+
         inputs, targets, _ = model._tensors(X, y, None)
         weights = model._training_weight
         if inputs.shape != (len(weights), len(model._fit.weights)):
@@ -61,6 +62,7 @@ class GLMView:
                 f"X has shape {[len(inputs), inputs.shape[1] - int(model.fit_intercept)]}, the model was fitted on "
                 f"{[len(weights), model.n_features_in_]}; pass the training set: the attacker knows it"
             )
+
         ridge = torch.full_like(inputs[0], len(inputs) * model.l2)
         ridge[model.n_features_in_ :] = 0
         view = cls(
@@ -73,6 +75,8 @@ class GLMView:
             model._fit.hessian,
             model.n_features_in_,
         )
+
+        # The attack takes the gradient to vanish at the weights; on other data it does not.
         size = float(view.gradient(view.weights[None]).abs().max()) / len(inputs)
         if size > 1e-6 + 100 * model.tolerance:
             raise ValueError(

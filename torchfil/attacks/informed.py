@@ -61,20 +61,23 @@ def informed_reconstruction(
     rows = [target] if isinstance(target, int) else list(target)
     examples = transcripts.gradients.examples
     source = make_generator(generator, seed, examples.z.device)
-    guesses = []
+
+    by_example = []
     for row in with_progress(rows, progress, "examples", len(rows)):
         if not 0 <= row < len(examples):
             raise ValueError(f"target={row} is not a row of the {len(examples)} examples")
         others = torch.cat([examples.z[:row], examples.z[row + 1 :]])
         begin = starts if starts is not None else _starts(others, restarts, source, examples.num_coordinates)
-        guesses.append(_most_likely(transcripts, row, begin.to(examples.z), iterations))
-    found = torch.stack(guesses)  # [m, runs, d]
-    runs = found.shape[1]
+        by_example.append(_most_likely(transcripts, row, begin.to(examples.z), iterations))
+
+    guesses = torch.stack(by_example)  # [m, runs, d]
+    runs = guesses.shape[1]
     truth = examples.z[rows].unsqueeze(1)
-    squared = (found - truth).square().mean(dim=2)  # [m, runs]
-    bias = (found.mean(dim=1) - truth[:, 0]).square().mean(dim=1)
-    if runs > 1:
-        bias = (bias - found.var(dim=1).mean(dim=1) / runs).clamp(min=0)
+    squared = (guesses - truth).square().mean(dim=2)  # [m, runs]
+    bias = (guesses.mean(dim=1) - truth[:, 0]).square().mean(dim=1)
+    if runs > 1:  # the mean guess is off by chance, too
+        bias = (bias - guesses.var(dim=1).mean(dim=1) / runs).clamp(min=0)
+
     return AttackResult(
         name="informed reconstruction",
         threat_model="sees every noisy gradient, knows the batches, all other examples and the label; no prior",
@@ -84,7 +87,7 @@ def informed_reconstruction(
         trials=runs,
         standard_error=(squared.std(dim=1) / runs**0.5).cpu().numpy() if runs > 1 else None,
         squared_bias=bias.cpu().numpy() if runs > 1 else None,
-        guesses=found.cpu().numpy(),
+        guesses=guesses.cpu().numpy(),
     )
 
 
@@ -128,9 +131,9 @@ def _most_likely(transcripts: Transcripts, row: int, starts: Tensor, iterations:
     pieces = []
     for runs in _pieces(transcripts, starts.shape[1]):
         problem = _problem(transcripts, runs, row)
-        found = [_levenberg_marquardt(problem, start.repeat(len(problem.weights), 1), iterations) for start in starts]
-        best = torch.stack([misfit for _, misfit in found]).argmin(dim=0)  # [runs]
-        pieces.append(torch.stack([z for z, _ in found])[best, torch.arange(len(best), device=best.device)])
+        ends = [_levenberg_marquardt(problem, start.repeat(len(problem.weights), 1), iterations) for start in starts]
+        best = torch.stack([misfit for _, misfit in ends]).argmin(dim=0)  # [runs]
+        pieces.append(torch.stack([z for z, _ in ends])[best, torch.arange(len(best), device=best.device)])
     return torch.cat(pieces)
 
 
@@ -148,7 +151,7 @@ class _Problem:
         return replace(self, weights=self.weights[runs], member=self.member[runs], remainder=self.remainder[runs])
 
     def residuals(self, z: Tensor) -> Tensor:
-        """R − g̃(z), 0 in steps without the example, [runs, steps, p]."""
+        """r − g̃(z), 0 in steps without the example, [runs, steps, p]."""
         return (self.remainder - _clipped_at(self.transcripts, self.weights, z, self.public)) * self.member
 
     def normal_equations(self, z: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,6 +176,7 @@ def _levenberg_marquardt(problem: _Problem, z: Tensor, iterations: int) -> tuple
     left = problem.residuals(z)
     misfit, damping = left.square().sum(dim=(1, 2)), torch.full_like(z[:, 0], _DAMPING)
     active = torch.arange(len(z), device=z.device)
+
     for _ in range(iterations):
         part, here = problem[active], z[active]
         gram, pull = part.normal_equations(here, left[active])
@@ -180,12 +184,15 @@ def _levenberg_marquardt(problem: _Problem, z: Tensor, iterations: int) -> tuple
         floor = 1e-12 * diagonal.amax(dim=1, keepdim=True) + torch.finfo(z.dtype).tiny
         system = gram + torch.diag_embed(damping[active].unsqueeze(1) * diagonal + floor)
         step = torch.linalg.solve_ex(system, pull)[0].nan_to_num(0.0)
+
+        # Kept where it helps; a residual that overflows counts as no help.
         left_there = part.residuals(here + step)
         there = left_there.square().sum(dim=(1, 2)).nan_to_num(torch.inf)
         better = there < misfit[active]
         kept = active[better]
         z[kept], left[kept], misfit[kept] = (here + step)[better], left_there[better], there[better]
         damping[active] = torch.where(better, damping[active] / 4, damping[active] * 4).clamp(*_DAMPING_RANGE)
+
         active = active[step.abs().amax(dim=1) > 1e-6 * (1 + z[active].abs().amax(dim=1))]
         if len(active) == 0:
             break

@@ -138,12 +138,15 @@ def invert_gradients(
         cosine = (g * seen).sum() / ((g.square().sum() + tiny).sqrt() * (seen.square().sum() + tiny).sqrt())
         return 1 - cosine + total_variation_weight * total_variation(x)
 
+    # All starts of all gradients are one batch.
     slopes = vmap(grad_and_value(objective))
     source = make_generator(generator, seed, gradients.device)
     n = len(targets)
     seen, labels = gradients.repeat(restarts, 1), targets.repeat(restarts)
     start = torch.rand(restarts * n, *shape, generator=source, dtype=gradients.dtype, device=gradients.device)
     x = (low + (high - low) * start).requires_grad_()
+
+    # The objective of signed steps goes up and down: the best point on the way counts, not the last.
     optimizer = torch.optim.Adam([x], lr=lr * (high - low))
     falls = torch.optim.lr_scheduler.MultiStepLR(optimizer, [int(steps * f) for f in (0.375, 0.625, 0.875)])
     best, least = x.detach().clone(), torch.full((restarts * n,), math.inf, dtype=x.dtype, device=x.device)
@@ -157,6 +160,7 @@ def invert_gradients(
         falls.step()
         with torch.no_grad():
             x.clamp_(low, high)
+
     winner = least.reshape(restarts, n).argmin(dim=0)
     lost = (~least.reshape(restarts, n).isfinite().any(dim=0)).nonzero().flatten().tolist()
     if lost:

@@ -105,6 +105,7 @@ def federated_gradients(
     """
     if rounds < 4 or batch_size < 1 or own_batches < 1:
         raise ValueError(f"rounds={rounds} must be at least 4, batch_size={batch_size} and own_batches={own_batches} 1")
+
     source = make_generator(generator, seed, victim.property.device)
     known: list[dict[str, Tensor]] = []
     observed: list[dict[str, Tensor]] = []

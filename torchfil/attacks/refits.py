@@ -57,6 +57,8 @@ def minimiser_changes(
     result = view.X.new_zeros(n, len(codes), p)
     codes = codes.to(view.X)
     limit = tolerance * (1 + float(view.weights.abs().max()))
+
+    # One step is exact for least squares; other losses need the margins of all examples for each further step.
     exact = view.loss.name == "squared"
     third = None if exact or p**3 > _THIRD_NUMBERS else _third_derivative(view)
     size = n if exact else max(1, numbers_at_once(view.X.device, _CHUNK_NUMBERS, _CHUNK_ARRAYS) // n)

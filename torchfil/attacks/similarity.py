@@ -66,10 +66,10 @@ def haarpsi(a: Tensor, b: Tensor, *, data_range: float = 1.0) -> Tensor:
     scaled = [nn.functional.avg_pool2d(x * (255 / data_range), 2) for x in (a, b)]
     similarity, weight = [], []
     for direction in (0, 1):
-        found = [[_haar(x, scale, direction).abs() for scale in (1, 2, 3)] for x in scaled]
-        pairs = [(2 * p * q + C) / (p**2 + q**2 + C) for p, q in list(zip(*found, strict=True))[:2]]
+        first, second = [[_haar(x, scale, direction).abs() for scale in (1, 2, 3)] for x in scaled]
+        pairs = [(2 * p * q + C) / (p**2 + q**2 + C) for p, q in zip(first[:2], second[:2], strict=True)]
         similarity.append((pairs[0] + pairs[1]) / 2)
-        weight.append(torch.maximum(found[0][2], found[1][2]))
+        weight.append(torch.maximum(first[2], second[2]))
     local, weights = torch.cat(similarity, dim=1), torch.cat(weight, dim=1)
     lifted = (torch.sigmoid(alpha * local) * weights).flatten(1).sum(dim=1)
     total = weights.flatten(1).sum(dim=1)

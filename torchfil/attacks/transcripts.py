@@ -109,28 +109,29 @@ def record_dpsgd(
     mechanism = Mechanism.build(max_grad_norm, noise_multiplier, clip)
     n, p = len(gradients), gradients.num_parameters
     source = make_generator(generator, seed, gradients.device)
-    current = torch.cat([value.reshape(-1) for value in gradients.parameters.values()]).expand(runs, p)
-    weights, sums = current.new_empty(runs, steps, p), current.new_empty(runs, steps, p)
+
+    theta = torch.cat([value.reshape(-1) for value in gradients.parameters.values()]).expand(runs, p)
+    weights, sums = theta.new_empty(runs, steps, p), theta.new_empty(runs, steps, p)
     batches = torch.rand(runs, steps, n, generator=source, device=gradients.device) < sample_rate
-    found = Transcripts(weights, sums, batches, gradients, mechanism)
+    transcripts = Transcripts(weights, sums, batches, gradients, mechanism)
     for t in with_progress(range(steps), progress, "private steps", steps):
-        weights[:, t] = current
-        noise = torch.randn(runs, p, generator=source, dtype=current.dtype, device=current.device)
-        sums[:, t] = sum_of_clipped(found, current, batches[:, t]) + mechanism.noise_std * noise
-        current = current - lr / (sample_rate * n) * sums[:, t]
-    return found
+        weights[:, t] = theta
+        noise = torch.randn(runs, p, generator=source, dtype=theta.dtype, device=theta.device)
+        sums[:, t] = sum_of_clipped(transcripts, theta, batches[:, t]) + mechanism.noise_std * noise
+        theta = theta - lr / (sample_rate * n) * sums[:, t]
+    return transcripts
 
 
 def sum_of_clipped(transcripts: Transcripts, weights: Tensor, members: Tensor) -> Tensor:
     """Σ g̃ over the members [runs, n] of each run's batch at its weights [runs, p]; [runs, p]."""
     examples = transcripts.gradients.examples
     by_example = vmap(transcripts.clipped, in_dims=(None, 0, examples.in_dims))
-    found = []
+    sums = []
     size = max(1, VALUES_AT_ONCE // max(1, len(examples) * weights.shape[1]))
     for w, m in zip(weights.split(size), members.split(size), strict=True):
         clipped = vmap(by_example, in_dims=(0, None, None))(w, examples.z, examples.public)  # [runs, n, p]
-        found.append(torch.einsum("rn,rnp->rp", m.to(clipped.dtype), clipped))
-    return torch.cat(found)
+        sums.append(torch.einsum("rn,rnp->rp", m.to(clipped.dtype), clipped))
+    return torch.cat(sums)
 
 
 def _flat(tree: dict[str, Tensor]) -> Tensor:

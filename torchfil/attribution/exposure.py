@@ -51,6 +51,8 @@ def auroc(scores: Any, is_outlier: Any) -> AUROC:
         raise ValueError(f"scores has NaN at {np.flatnonzero(np.isnan(values))[:5].tolist()}")
     if not (outlier.any() and (~outlier).any()):
         raise ValueError(f"is_outlier must hold both: {outlier.sum()} of {len(outlier)} are outliers")
+
+    # DeLong: the area is a mean over outliers and one over the rest, and their spreads give its error.
     inside, outside = values[~outlier], values[outlier]
     everything = stats.rankdata(values)
     above = (everything[outlier] - stats.rankdata(outside)) / len(inside)  # of each outlier: the share below it
@@ -58,6 +60,7 @@ def auroc(scores: Any, is_outlier: Any) -> AUROC:
     value = float(above.mean())
     parts = [part.var(ddof=1) / len(part) if len(part) > 1 else np.nan for part in (above, below)]
     error = float(np.sqrt(sum(parts)))
+
     if 0 < value < 1 and np.isfinite(error):
         centre, width = np.log(value / (1 - value)), 1.96 * error / (value * (1 - value))
         low, high = (float(1 / (1 + np.exp(-edge))) for edge in (centre - width, centre + width))

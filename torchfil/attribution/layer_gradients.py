@@ -17,7 +17,7 @@ from torchfil.fisher.gradients import (
     trainable_and_constant,
     without_opacus,
 )
-from torchfil.private import Examples, Inputs, _batch_size, _refuse_non_finite, as_call
+from torchfil.private import Examples, Inputs, as_call, check_finite, num_examples
 from torchfil.utils.trees import map_tensors
 
 __all__ = ["layer_gradients", "layer_index"]
@@ -95,10 +95,10 @@ def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any)
     refuse_unsupported_modules(model)
     refuse_weighted_mean(loss_fn)
     args, kwargs = as_call(x)
-    n = _batch_size(args, kwargs, y)
+    n = num_examples(args, kwargs, y)
     if n == 0:
         raise ValueError("there is no example; pass at least one")
-    _refuse_non_finite(args, kwargs, y)
+    check_finite(args, kwargs, y)
     parameters, constants = trainable_and_constant(live)
     if not parameters:
         raise ValueError(

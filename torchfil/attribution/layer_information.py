@@ -63,18 +63,21 @@ def v_information(
     """
     _require_sklearn()
     names, labels = np.unique(_array(property), return_inverse=True)
-    _check(gradients, labels)
+    _check_gradients(gradients, labels)
     if not 0 < smoothing < 1:
         raise ValueError(f"smoothing={smoothing} must lie strictly between 0 and 1")
     if bootstrap < 1:
         raise ValueError(f"bootstrap={bootstrap} must be at least 1")
     if components is not None and components < 1:
         raise ValueError(f"components={components} must be at least 1")
+
     test = _test_mask(labels, names, test_share, test_rows, seed)
     candidates = _candidates(family, seed)
     gains = np.stack(
         [_gains(X, labels, test, candidates, family, components, smoothing, seed) for X in gradients.values()]
     )  # [layers, held-out]
+
+    # The same resamples for every layer, so that layers can be compared.
     picks = np.random.default_rng(seed).integers(gains.shape[1], size=(bootstrap, gains.shape[1]))
     means = np.stack([gain[picks].mean(axis=1) for gain in gains])  # [layers, bootstrap]
     low, high = np.quantile(means, [0.025, 0.975], axis=1)
@@ -93,13 +96,15 @@ def _gains(
     smoothing: float,
     seed: int,
 ) -> np.ndarray:
-    """Log f(g)[p] − log f(∅)[p] of every held-out example."""
+    """log f(g)[p] − log f(∅)[p] of every held-out example."""
     from sklearn.model_selection import StratifiedKFold
 
     X = _array(values).astype(float)
     linear = isinstance(family, str) and family == "logistic"
     train_X, train_y = X[~test], labels[~test]
     prior = np.bincount(train_y) / len(train_y)
+
+    # λ and the candidate are chosen by what each foresees out of its fold.
     folds = StratifiedKFold(min(5, np.bincount(train_y).min()), shuffle=True, random_state=seed)
     foreseen = np.zeros((len(candidates), len(train_y)))  # probability of the truth, out of fold
     for fit, held in folds.split(train_X, train_y):
@@ -112,6 +117,7 @@ def _gains(
     base = prior[train_y]
     scores = np.stack([np.log(share * foreseen + (1 - share) * base).mean(axis=1) for share in shares])
     share_index, best = np.unravel_index(scores.argmax(), scores.shape)
+
     base = prior[labels[test]]
     if share_index == 0:
         return np.zeros(int(test.sum()))
@@ -195,6 +201,7 @@ def _test_mask(labels: np.ndarray, names: np.ndarray, test_share: float, test_ro
             rows = np.flatnonzero(labels == label)
             count = min(max(round(test_share * len(rows)), 1), max(len(rows) - 2, 0))
             test[generator.permutation(rows)[:count]] = True
+
     for label, name in enumerate(names):
         inside, outside = int((labels[~test] == label).sum()), int((labels[test] == label).sum())
         if inside < 2 or outside < 1:
@@ -205,7 +212,7 @@ def _test_mask(labels: np.ndarray, names: np.ndarray, test_share: float, test_ro
     return test
 
 
-def _check(gradients: Mapping[str, Tensor | np.ndarray], labels: np.ndarray) -> None:
+def _check_gradients(gradients: Mapping[str, Tensor | np.ndarray], labels: np.ndarray) -> None:
     if not isinstance(gradients, Mapping) or not gradients:
         raise TypeError("gradients must be a dict {layer: [n, features]}, as layer_gradients gives")
     if labels.ndim != 1 or len(np.unique(labels)) < 2:

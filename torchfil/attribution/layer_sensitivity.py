@@ -78,10 +78,12 @@ def jacobian_sensitivity(
     batch = _prepared(model, loss_fn, x, y, wrt)
     if len(batch) == 0:
         raise ValueError("there is no example; pass at least one")
+
     index = layer_index(batch.parameters, bias=bias)
     columns = chunk_size
     if columns is None:
         columns = max(1, DEFAULT_MAX_MEMORY // (4 * batch.num_parameters * batch.dtype.itemsize))
+
     norms = _norms(batch, index, norm, columns)  # {layer: [n]}
     if normalised:
         ranges = _ranges(batch, index, columns)
@@ -120,6 +122,8 @@ def _continuous(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> T
         raise TypeError(f"wrt='target' needs a tensor of targets, got {type(y).__name__}")
     if y.is_floating_point() or len(y) == 0:
         return y
+
+    # The model's output for one example tells the number of classes.
     args, kwargs = as_call(x)
     with torch.no_grad():
         output = model(
@@ -132,12 +136,15 @@ def _continuous(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> T
             f"targets of dtype {y.dtype} and shape {tuple(y.shape)} are no class numbers for {what} of one example; "
             "pass floating-point targets"
         )
+
     classes = output.shape[1]
     if int(y.min()) < 0 or int(y.max()) >= classes:
         raise ValueError(
             f"class numbers run from {int(y.min())} to {int(y.max())}, but the model gives {classes} outputs; they "
             f"must lie in 0 … {classes - 1}"
         )
+
+    # Not every loss of class numbers takes probabilities; one example shows.
     probabilities = nn.functional.one_hot(y.long(), classes).movedim(-1, 1).to(output)
     try:
         loss_fn(output, probabilities[:1])

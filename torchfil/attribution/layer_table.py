@@ -77,20 +77,25 @@ class LayerTable:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError("LayerTable.plot needs matplotlib: pip install 'torchfil[report]'") from error
+
+        # Names that would run into each other are tilted, and need height.
         longest = max(map(len, self._shown))
         rotated = longest * len(self) > 40
         if ax is None:
             height = 3.4 + (0.055 * longest if rotated else 0.0)
             figure = Figure(figsize=(max(4.0, 1.6 + 0.45 * len(self)), height), layout="constrained")
             ax = figure.add_subplot()
+
         places = np.arange(len(self))
         drawn = np.isfinite(self.value)
         ax.bar(places[drawn], self.value[drawn], color="#0072B2", width=0.7)
         for place in places[~drawn]:
             ax.text(place, 0, f"{self.value[place]:g}", ha="center", va="bottom")
-        known = drawn & np.isfinite(self.low) & np.isfinite(self.high)
-        reach = np.stack([self.value[known] - self.low[known], self.high[known] - self.value[known]]).clip(min=0)
-        ax.errorbar(places[known], self.value[known], reach, fmt="none", ecolor="0.25", capsize=3, linewidth=1.2)
+        whiskers = drawn & np.isfinite(self.low) & np.isfinite(self.high)
+        value, low, high = self.value[whiskers], self.low[whiskers], self.high[whiskers]
+        reach = np.stack([value - low, high - value]).clip(min=0)
+        ax.errorbar(places[whiskers], value, reach, fmt="none", ecolor="0.25", capsize=3, linewidth=1.2)
+
         ax.set_xticks(places, self._shown, rotation=45 if rotated else 0, ha="right" if rotated else "center")
         ax.tick_params(axis="x", length=0)
         if rotated:

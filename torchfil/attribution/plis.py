@@ -49,12 +49,12 @@ def susceptibility(
     max_grad_norm: float | None = None,
     clip: str | ClipFunction = "gelu",
     max_memory: int = DEFAULT_MAX_MEMORY,
-    known: Plan | None = None,
-    one_pass: Callable[[ExampleGradients], NormGradient] = norm_gradient,
+    batch_plan: Plan | None = None,
+    recorded_pass: Callable[[ExampleGradients], NormGradient] = norm_gradient,
 ) -> Susceptibility:
     """PL and PLIS of every example of a batch.
 
-    One batched pass without per-example gradients where the layers allow (:mod:`torchfil.fisher.recording`), else from
+    One recorded pass without per-example gradients where the layers allow (:mod:`torchfil.fisher.recording`), else from
     gradients mapped over examples; in chunks either way.
 
     Args:
@@ -63,23 +63,26 @@ def susceptibility(
         max_grad_norm: C; None: no clipping.
         clip: The clip function.
         max_memory: Bytes that a chunk's graph or gradients may take; at least one example is worked on.
-        known: What :func:`torchfil.fisher.recording.plan` found for such a batch before.
-        one_pass: How ‖g‖² and its gradient are computed where the layers allow.
+        batch_plan: What :func:`torchfil.fisher.recording.plan` gave for such a batch before.
+        recorded_pass: How ‖g‖² and its gradient are computed where the layers allow.
     """
     if len(gradients) == 0:
         empty = torch.zeros(0, gradients.num_coordinates, dtype=gradients.dtype, device=gradients.device)
         return Susceptibility(empty.new_zeros(0), empty)
-    known = known if known is not None else plan(gradients)
+
+    batch_plan = batch_plan if batch_plan is not None else plan(gradients)
     parts = []
-    if known.reason is None:
-        rows_at_once = max(1, max_memory // max(1, known.bytes_per_example))
+    if batch_plan.reason is None:
+        rows_at_once = max(1, max_memory // max(1, batch_plan.bytes_per_example))
         chunks = gradients.examples.chunks(rows_at_once)
         with contextlib.suppress(UnsupportedCallError):  # of a batch that is not as the trial's
-            parts = [one_pass(replace(gradients, examples=examples)) for _, examples in chunks]
+            parts = [recorded_pass(replace(gradients, examples=examples)) for _, examples in chunks]
     if not parts:
         parts = [_from_gradients(part) for _, part in gradients.chunks(max_memory, _WORKING_VECTORS)]
     square = torch.cat([part.square for part in parts])
     slope = torch.cat([part.gradient for part in parts])
+
+    # With clipping, PL = φ²‖g‖²/s², and the chain rule adds φ′ to the slope of ‖g‖².
     factor = torch.full_like(square, 1.0 if noise_std is None else noise_std**-2)
     weight = factor
     if max_grad_norm is not None:
@@ -106,6 +109,7 @@ class _GraphedNorms:
     def __call__(self, gradients: ExampleGradients) -> NormGradient:
         if not self.usable or gradients.device.type != "cuda":
             return norm_gradient(gradients)
+
         training = tuple(module.training for module in gradients.model.modules())
         key = (len(gradients), signature(gradients), training)
         if key not in self._seen:
@@ -114,16 +118,17 @@ class _GraphedNorms:
                 self._captured.clear()
             self._seen.add(key)
             return norm_gradient(gradients)
+
         try:
             if key not in self._captured:
                 self._captured[key] = CapturedPass(gradients, len(gradients), _as_one_stage)
-            (found,) = self._captured[key].replay(gradients.examples)
+            (replayed,) = self._captured[key].replay(gradients.examples)
         except RuntimeError as error:
             logger.warning("PLIS could not be captured in a CUDA graph and runs eagerly: %s", error)
             self.usable = False
             self._captured.clear()
             return norm_gradient(gradients)
-        return NormGradient(found.square.clone(), found.gradient.clone())
+        return NormGradient(replayed.square.clone(), replayed.gradient.clone())  # the next replay writes over them
 
 
 def _as_one_stage(gradients: ExampleGradients) -> Iterator[NormGradient]:
@@ -137,7 +142,7 @@ class PLIS:
     tells how fast.
 
     Guarantees:
-        * Examples do not mix: a model that mixes them in a batched pass is found out and worked on one by one.
+        * Examples do not mix: a model that mixes them in a recorded pass is found out and worked on one by one.
         * A zero gradient gives a map of zeros.
         * The model is left as it was; no ``.grad`` is touched.
 
@@ -154,7 +159,7 @@ class PLIS:
         cuda_graphs: Whether batches of a size that was seen before run as CUDA graphs on a GPU.
 
     Attributes:
-        method: How the last batch was worked on: "one pass", or "mapped gradients" with the reason.
+        method: How the last batch was worked on: "recorded pass", or "mapped gradients" with the reason.
 
     Example:
         For ℓ = (wx)² with w = 2 at x = 3: g = 2wx², PL = 4w²x⁴, PLIS = 16w²x³.
@@ -189,7 +194,7 @@ class PLIS:
         self.max_memory = max_memory
         self.method: str | None = None
         self._plans: dict[Hashable, Plan] = {}
-        self._one_pass = _GraphedNorms() if cuda_graphs else norm_gradient
+        self._recorded_pass = _GraphedNorms() if cuda_graphs else norm_gradient
 
     def attribute(self, inputs: Inputs, targets: Any) -> Any:
         """The PLIS of every example, in the shape of the inputs.
@@ -218,17 +223,18 @@ class PLIS:
         return ExampleGradients.build(self.model, self.loss_fn, inputs, targets, self.private)
 
     def _measured(self, gradients: ExampleGradients) -> Susceptibility:
-        found = self._plan(gradients) if len(gradients) else None
-        if found is not None:
-            self.method = "one pass" if found.reason is None else f"mapped gradients: {found.reason}"
+        batch_plan = self._plan(gradients) if len(gradients) else None
+        if batch_plan is not None:
+            reason = batch_plan.reason
+            self.method = "recorded pass" if reason is None else f"mapped gradients: {reason}"
         return susceptibility(
             gradients,
             noise_std=self.noise_std,
             max_grad_norm=self.max_grad_norm,
             clip=self.clip,
             max_memory=self.max_memory,
-            known=found,
-            one_pass=self._one_pass,
+            batch_plan=batch_plan,
+            recorded_pass=self._recorded_pass,
         )
 
     def _plan(self, gradients: ExampleGradients) -> Plan:
@@ -237,10 +243,10 @@ class PLIS:
         key = (*kind, training, tuple(gradients.parameters))
         if key in self._plans:
             return self._plans[key]
-        found = plan(gradients)
+        batch_plan = plan(gradients)
         if len(gradients) > 1:  # one example cannot show whether examples mix
-            self._plans[key] = found
-        return found
+            self._plans[key] = batch_plan
+        return batch_plan
 
 
 def subject_norms(attribution: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ class GradSampleOptimizer(FILOptimizer):
             _check_processed_flag(p.grad_sample)
         norms = self.per_sample_norms()
         computed = self._source.take(self, norms)
-        self._backward_passes = int(DPOptimizer.accumulated_iterations.fget(self))  # type: ignore[attr-defined]
+        self._backward_passes = int(DPOptimizer.accumulated_iterations.fget(self))
 
         scale = self.clip.scale(norms, self.max_grad_norm)
         sums = []
@@ -220,8 +220,9 @@ class GradSampleOptimizer(FILOptimizer):
             ]
             raise RuntimeError(
                 f"per-example gradients of {min(sizes)} and of {max(sizes)} examples in one step: the parameters of "
-                f"shape {shapes} saw one row for the whole batch (position embeddings do). Use grad_sample_mode="
-                "'auto', give them a row per example (position_ids in the batch), or freeze them (requires_grad_(False))."
+                f"shape {shapes} saw one row for the whole batch (position embeddings do). Use "
+                "grad_sample_mode='auto', give them a row per example (position_ids in the batch), or freeze them "
+                "(requires_grad_(False))."
             )
         parts = [torch.linalg.vector_norm(sample.reshape(len(sample), -1), dim=1).to(device) for sample in samples]
         return torch.linalg.vector_norm(torch.stack(parts, dim=1), dim=1)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage, as_table
 from torchfil.accounting.ledger import Ledger
+from torchfil.attacks.base import AttackResult
+from torchfil.attacks.comparison import BoundComparison
 from torchfil.bounds import mse_from_rdp, replace_one_rdp
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.epsilon import individual_epsilon
@@ -25,7 +27,7 @@ from torchfil.engine.run_view import RunView
 from torchfil.engine.saving import Labels, build_saved_run
 from torchfil.fisher.results import Estimate
 from torchfil.private import Private
-from torchfil.report.saved_run import AttackResult, save
+from torchfil.report.saved_run import save
 
 __all__ = ["LeakageReading"]
 
@@ -192,7 +194,7 @@ class LeakageReading(PrivacyEngine):
         input_range: tuple[float, float] | None = None,
         groups: Mapping[str, Labels] | None = None,
         pictures: int = 8,
-        attacks: Sequence[AttackResult] = (),
+        attacks: Sequence[AttackResult | BoundComparison] = (),
         hash_data: bool = True,
     ) -> Path:
         """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
@@ -212,7 +214,8 @@ class LeakageReading(PrivacyEngine):
             groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
             pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, where
                 inputs are images of 1 or 3 channels; 0: none.
-            attacks: Results of attacks on the run.
+            attacks: What attacks on the run achieved (measure "mse"); each is set beside the run's bounds, unless it
+                comes from :func:`torchfil.compare_with_bounds`.
             hash_data: Whether to read through the data set for its checksum.
         """
         run = build_saved_run(

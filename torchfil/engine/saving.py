@@ -17,12 +17,14 @@ import torch
 
 from torchfil._version import __version__
 from torchfil.accounting.leakage import Leakage
+from torchfil.attacks.base import AttackResult
+from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.bounds import rero
 from torchfil.engine.epsilon import epsilon_over_time
 from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.run_view import RunView
 from torchfil.engine.thumbnails import thumbnails
-from torchfil.report.saved_run import AttackResult, Attributes, SavedRun
+from torchfil.report.saved_run import AttackRecord, Attributes, SavedRun
 from torchfil.utils.trees import tensors_of
 
 __all__ = ["Labels", "build_saved_run"]
@@ -46,12 +48,13 @@ def build_saved_run(
     input_range: tuple[float, float] | None = None,
     groups: Mapping[str, Labels] | None = None,
     pictures: int = 8,
-    attacks: Sequence[AttackResult] = (),
+    attacks: Sequence[AttackResult | BoundComparison] = (),
     hash_data: bool = True,
 ) -> SavedRun:
     """Everything of a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`."""
-    _check_parts(pictures, input_range, groups, attacks)
+    _check_parts(pictures, input_range, groups)
     leakage = run.leakage
+    records = [_attack_record(attack, leakage) for attack in attacks]
     attributes = _attributes(leakage, attribute_names, attribute_units)
     labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
     columns = {name: np.asarray(values) for name, values in leakage.columns()[1].items() if name != "fil_kind"}
@@ -74,29 +77,29 @@ def build_saved_run(
         pictures=shown,
         history=_history(run),
         bounds=_bounds(run, input_range),
-        attacks=list(attacks),
+        attacks=records,
     )
 
 
-def _check_parts(
-    pictures: int,
-    input_range: tuple[float, float] | None,
-    groups: Mapping[str, Labels] | None,
-    attacks: Sequence[AttackResult],
-) -> None:
+def _check_parts(pictures: int, input_range: tuple[float, float] | None, groups: Mapping[str, Labels] | None) -> None:
     """Refuse what does not fit any run."""
     if pictures < 0:
         raise ValueError(f"pictures={pictures} must be ≥ 0: how many of the most and of the least exposed to show")
     if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
         raise ValueError(f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
-    for attack in attacks:
-        if not isinstance(attack, AttackResult):
-            raise TypeError(
-                f"attacks holds a {type(attack).__name__}; set it beside the bounds first: "
-                "torchfil.validate(engine, attack).record()"
-            )
     if groups is not None and not isinstance(groups, Mapping):
         raise TypeError(f"groups is a {type(groups).__name__}; name the grouping: groups={{'clinic': labels}}")
+
+
+def _attack_record(attack: AttackResult | BoundComparison, leakage: Leakage) -> AttackRecord:
+    """What an attack achieved beside the run's bounds, unless it was set beside bounds already."""
+    if not isinstance(attack, AttackResult | BoundComparison):
+        raise TypeError(
+            f"attacks holds a {type(attack).__name__}; give what torchfil.attacks gives, AttackResult, or what "
+            "torchfil.compare_with_bounds makes of it"
+        )
+    compared = attack if isinstance(attack, BoundComparison) else compare_with_bounds(leakage, attack)
+    return compared.record(leakage.ids.all())
 
 
 @contextlib.contextmanager

@@ -157,6 +157,7 @@ def _used_columns(names: list[str], target: str, categorical: Sequence[str], ign
             f"{target!r} is the target; only inputs are categorical (--categorical). A logistic or softmax model "
             "(--model) predicts codes"
         )
+
     used = [name for name in names if name not in ignore]
     if used == [target]:
         raise ValueError(f"there is no column to predict {target!r} from: it is the only one that is not left out")

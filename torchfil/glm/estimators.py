@@ -81,6 +81,7 @@ class GeneralizedLinearModel(BaseEstimator):
         """
         if not 0 <= self.l2 < float("inf"):
             raise ValueError(f"l2={self.l2} must be a finite number ≥ 0")
+
         names = list(X.columns) if hasattr(X, "columns") else None
         inputs, targets, weights = self._tensors(X, y, sample_weight)
         num_inputs = inputs.shape[1] - int(self.fit_intercept)
@@ -94,6 +95,8 @@ class GeneralizedLinearModel(BaseEstimator):
             solver=self.solver,
             names=[*(names or range(num_inputs)), "intercept"],
         )
+
+        # FIL speaks of these very examples: their weights and penalty are kept to recognise them.
         self._training_weight = weights
         self._training_ridge = objective.ridge
         self.n_features_in_ = num_inputs
@@ -166,6 +169,8 @@ class GeneralizedLinearModel(BaseEstimator):
                 f"{self.n_features_in_}"
             )
         self._check_names(X)
+
+        # Without weights the rows must be the whole training set, whose weights are known.
         if sample_weight is None:
             if len(weights) != len(self._training_weight):
                 raise ValueError(
@@ -175,6 +180,7 @@ class GeneralizedLinearModel(BaseEstimator):
             weights = self._training_weight
         if len(weights) == len(self._training_weight):
             self._check_minimum(inputs, targets, weights)
+
         return Sensitivity.build(
             self._loss(),
             inputs,
@@ -260,6 +266,7 @@ class GeneralizedLinearModel(BaseEstimator):
         self._check_fitted()
         if not (epsilon > 0 and 0 < delta < 1):
             raise ValueError(f"epsilon={epsilon} must be positive and delta={delta} in (0, 1)")
+
         loss = self._loss()
         inputs, n = as_array(X).astype(float), len(self._training_weight)
         if inputs.shape != (n, self.n_features_in_):
@@ -267,6 +274,8 @@ class GeneralizedLinearModel(BaseEstimator):
                 f"X has the shape {list(inputs.shape)}, the model was fitted on {[n, self.n_features_in_]}; the noise "
                 "depends on the number of training examples: pass the training set"
             )
+
+        # What the theorem assumes; whatever fails is named.
         norms = np.linalg.norm(inputs, axis=1)
         reasons = {
             f"the {loss.name} loss has an unbounded derivative": loss.lipschitz is None,
@@ -278,6 +287,8 @@ class GeneralizedLinearModel(BaseEstimator):
         broken = [reason for reason, holds in reasons.items() if holds]
         if broken or loss.lipschitz is None:
             raise ValueError(f"output perturbation has no finite sensitivity here: {'; '.join(broken)}")
+
+        # ε falls with the noise: bisected on a logarithmic scale, for a sensitivity of 1.
         low, high = 1e-6, 1e6
         for _ in range(200):
             middle = math.sqrt(low * high)

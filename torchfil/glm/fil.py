@@ -259,6 +259,6 @@ def _largest_eigenvalue(scale: Tensor, eigenvalues: Tensor, q: Tensor, v: Tensor
         determinant = corner * other - off.square()
         positive = torch.where(determinant > 0, torch.where(corner + other > 0, 2, 0), 1)
         above = (diagonal > middle[:, None]).sum(dim=1) + positive - 1
-        found = above >= 1
-        low, high = torch.where(found, middle, low), torch.where(found, high, middle)
+        below = above >= 1  # some eigenvalue lies above the middle
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return 0.5 * (low + high)

@@ -77,14 +77,14 @@ def iteratively_reweighted_fil(
     sizes = np.bincount(member)
 
     def fitted(weights: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
-        found = clone(model).fit(X, y, sample_weight=weights)
+        refitted = clone(model).fit(X, y, sample_weight=weights)
         attributes = None if attribute is None else {"attribute": attribute}
-        eta = found.fil(X, y, 1.0, attributes, None, private_target, kind, one_hot=one_hot, sample_weight=weights)
+        eta = refitted.fil(X, y, 1.0, attributes, None, private_target, kind, one_hot=one_hot, sample_weight=weights)
         eta = eta if attribute is None else eta["attribute"]
-        return found, eta, np.bincount(member, eta) / sizes
+        return refitted, eta, np.bincount(member, eta) / sizes
 
     weights = np.ones(n)
-    current, eta, level = fitted(weights)
+    reweighted, eta, level = fitted(weights)
     etas, spread = [eta], [level.std()]
     for _ in _counted(rounds, progress):
         if spread[-1] <= tolerance * level.mean():
@@ -94,10 +94,11 @@ def iteratively_reweighted_fil(
             raise ValueError(f"{what} has η = 0 and would get infinite weight; it does not influence the model")
         weights = np.clip(weights * (level.mean() / level)[member], *clamp)
         weights *= n / weights.sum()
-        current, eta, level = fitted(weights)
+        reweighted, eta, level = fitted(weights)
         etas.append(eta)
         spread.append(level.std())
-    return IRFIL(current, weights, np.stack(etas), np.asarray(spread), bool(spread[-1] <= tolerance * level.mean()))
+    converged = bool(spread[-1] <= tolerance * level.mean())
+    return IRFIL(reweighted, weights, np.stack(etas), np.asarray(spread), converged)
 
 
 def _members(groups: Any, n: int) -> np.ndarray:

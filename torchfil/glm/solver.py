@@ -141,6 +141,7 @@ def minimise(
         weights = _lbfgs(objective, weights)
     elif solver != "newton":
         raise ValueError(f"solver={solver!r} must be 'newton' or 'lbfgs'")
+
     value = float(objective.value(weights))
     for iteration in range(max_iterations + 1):
         gradient = objective.gradient(weights)
@@ -150,6 +151,8 @@ def minimise(
         step = torch.cholesky_solve(gradient.flatten()[:, None], factor).view_as(weights)
         if size <= tolerance and float(step.abs().max()) <= 1e-5 * (1 + float(weights.abs().max())):
             return Fit(weights, hessian, float(gradient.abs().max()) / n, iteration)
+
+        # Halve the step until it helps (Armijo), unless what it could gain is rounding.
         decrease = float((gradient * step).sum())
         length = 1.0
         while length > 1e-10:
@@ -157,6 +160,7 @@ def minimise(
             if candidate <= value - 1e-4 * length * decrease or decrease < 1e-13 * abs(value):
                 break
             length /= 2
+
         weights = weights - length * step
         value = float(objective.value(weights))
         if not np.isfinite(value) or not float(objective.margins_over_targets(weights)) <= _LARGEST_MARGIN:
@@ -176,6 +180,7 @@ def _why_not_converged(
             f"while the gradient is {size:.2g}: the weights diverge, as on separable data, where l2={objective.l2:g} "
             f"leaves no minimum. {remedy}; raise max_iterations only if the classes overlap."
         )
+
     no_minimum = (
         "With l2=0 a minimum exists only if the classes overlap (separable data drive the weights to infinity): set "
         "l2 > 0. "
@@ -197,8 +202,8 @@ def _lbfgs(objective: Objective, start: Tensor) -> Tensor:
         return float(objective.value(weights)) / n, objective.gradient(weights).flatten().cpu().numpy() / n
 
     options = {"maxiter": 500, "maxcor": 20, "gtol": 1e-7, "ftol": 1e-15}
-    found = optimize.minimize(evaluate, start.flatten().cpu().numpy(), jac=True, method="L-BFGS-B", options=options)
-    return torch.as_tensor(found.x, device=start.device).view_as(start)
+    result = optimize.minimize(evaluate, start.flatten().cpu().numpy(), jac=True, method="L-BFGS-B", options=options)
+    return torch.as_tensor(result.x, device=start.device).view_as(start)
 
 
 def _factor(hessian: Tensor, objective: Objective, names: Sequence[Any] | None) -> Tensor:

@@ -173,11 +173,11 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
         DataNotFoundError: It does not exist.
     """
     named = folder if folder is not None else os.environ.get("TORCHFIL_DATA")
-    found = Path("../shared/data" if named is None else named)
-    if found.is_dir():
-        return found
+    path = Path("../shared/data" if named is None else named)
+    if path.is_dir():
+        return path
     raise DataNotFoundError(
-        f"no data folder {found}: pass it, or set the environment variable TORCHFIL_DATA to the folder that holds "
+        f"no data folder {path}: pass it, or set the environment variable TORCHFIL_DATA to the folder that holds "
         "MNIST/raw, pneumoniamnist, cifar10, adult and iwpc"
     )
 
@@ -291,7 +291,7 @@ def iwpc(folder: str | os.PathLike[str] | None = None, *, seed: int = 0) -> Tabu
     rows = list(csv.DictReader(io.StringIO(content)))
     names = sorted(set(rows[0]) - {"dose"})
     levels = {name: levels_of(rows, name) for name in ("cyp2c9", "race", "vkorc1")}
-    columns, attributes, inputs = one_hot(rows, names, levels, {name: found[0] for name, found in levels.items()})
+    columns, attributes, inputs = one_hot(rows, names, levels, {name: own[0] for name, own in levels.items()})
     targets = np.asarray([row["dose"] for row in rows], dtype=float)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).numpy()
     train, test = np.split(order, [int(0.8 * len(rows))])
@@ -321,7 +321,7 @@ def adult(folder: str | os.PathLike[str] | None = None) -> TabularTask:
     names = [name for name in _ADULT_FIELDS if name not in ("relationship", "income")]
     levels = {name: levels_of(train, name) for name in names if name not in _ADULT_NUMERICAL}
     levels["marital-status"] = ("unmarried", "married")
-    dropped = {name: found[-1] for name, found in levels.items()}
+    dropped = {name: own[-1] for name, own in levels.items()}
     columns, attributes, inputs = one_hot(train, names, levels, dropped)
     test_inputs = one_hot(test, names, levels, dropped)[2]
     numerical = [attributes[name][0] for name in _ADULT_NUMERICAL]

@@ -1,11 +1,11 @@
 """From a saved run to a page: reads tables, computes no privacy."""
 
 from torchfil.report.page.sections import register_section
-from torchfil.report.saved_run import AttackResult, Attributes, Pictures, SavedRun, load, save
+from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, SavedRun, load, save
 from torchfil.report.writer import write_report
 
 __all__ = [
-    "AttackResult",
+    "AttackRecord",
     "Attributes",
     "Pictures",
     "SavedRun",

@@ -23,7 +23,7 @@ from safetensors.numpy import save as to_bytes
 from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import write_bytes
 
-__all__ = ["FORMAT", "SUFFIX", "VERSION", "AttackResult", "Attributes", "Pictures", "SavedRun", "load", "save"]
+__all__ = ["FORMAT", "SUFFIX", "VERSION", "AttackRecord", "Attributes", "Pictures", "SavedRun", "load", "save"]
 
 FORMAT = "torchfil-run"
 VERSION = 1
@@ -72,8 +72,8 @@ class Pictures:
 
 
 @dataclass(frozen=True, eq=False)
-class AttackResult:
-    """What an attack achieved beside what the bound allows.
+class AttackRecord:
+    """What an attack achieved beside what the bound allows; made by ``BoundComparison.record``.
 
     Attributes:
         name: Of the attack.
@@ -118,7 +118,7 @@ class SavedRun:
     pictures: Pictures | None = None
     history: dict[str, np.ndarray] = field(default_factory=dict)
     bounds: dict[str, Any] = field(default_factory=dict)
-    attacks: list[AttackResult] = field(default_factory=list)
+    attacks: list[AttackRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not isinstance(self.about, dict) or not isinstance(self.bounds, dict):
@@ -352,7 +352,7 @@ def _unpacked(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> Sa
         history={name: arrays[f"history/{name}"] for name in order["history"]},
         bounds=json.loads(header["bounds"]),
         attacks=[
-            AttackResult(
+            AttackRecord(
                 text["name"],
                 text["threat_model"],
                 *(arrays[f"attack/{number}/{part}"] for part in ("rows", "predicted", "achieved", "violated")),

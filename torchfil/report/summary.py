@@ -20,7 +20,7 @@ from torchfil.report.aggregates import (
     rounded_count,
     windows,
 )
-from torchfil.report.saved_run import AttackResult, Attributes, SavedRun
+from torchfil.report.saved_run import AttackRecord, Attributes, SavedRun
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = [
@@ -321,7 +321,7 @@ def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: i
     )
 
 
-def _attack(attack: AttackResult, smallest: int) -> AttackSummary:
+def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
     targets = len(attack.rows)
     violated = published_count(int(np.asarray(attack.violated).sum()), smallest)
     if targets < smallest:

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import sys
+from functools import cache
+from typing import Any
+
 __all__ = ["RunFileError", "UnsupportedModuleError"]
 
 
 class UnsupportedModuleError(ValueError):
-    """The model holds a module for which per-example quantities are undefined or not smooth."""
+    """The model holds a module for which per-example quantities are undefined or not smooth.
+
+    Where Opacus is loaded, it is an ``opacus.validators.errors.UnsupportedModuleError`` too: a loop that catches
+    Opacus's error catches this one. The class is chosen when the error is made, as an ``OSError`` can turn out a
+    ``FileNotFoundError``: who names Opacus's class has loaded it, and nothing here has to.
+    """
+
+    def __new__(cls, *args: object) -> UnsupportedModuleError:
+        """An error of this class, and of Opacus's where that is loaded."""
+        kind: Any = cls
+        opacus_errors = sys.modules.get("opacus.validators.errors")
+        if opacus_errors is not None:
+            kind = _also(kind, opacus_errors.UnsupportedModuleError)
+        return super().__new__(kind, *args)
+
+
+@cache
+def _also(ours: type[Any], theirs: type[ValueError]) -> type[Any]:
+    """A class that is both, under our name; its errors are pickled as ours."""
+    if issubclass(ours, theirs):
+        return ours
+    own = {"__module__": ours.__module__, "__qualname__": ours.__qualname__, "__doc__": ours.__doc__}
+    return type(ours.__name__, (ours, theirs), {**own, "__reduce__": lambda error: (ours, error.args)})
 
 
 class RunFileError(ValueError):

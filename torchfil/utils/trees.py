@@ -25,23 +25,23 @@ def tensors_of(tree: Any) -> list[Tensor]:
         >>> tensors_of(({"x": torch.zeros(2)}, 3, [torch.ones(1), None]))
         [tensor([0., 0.]), tensor([1.])]
     """
-    found: list[Tensor] = []
-    _collect(tree, found)
-    return found
+    tensors: list[Tensor] = []
+    _collect(tree, tensors)
+    return tensors
 
 
-def _collect(tree: Any, found: list[Tensor]) -> None:
+def _collect(tree: Any, tensors: list[Tensor]) -> None:
     kind = type(tree)
     if isinstance(tree, Tensor):
-        found.append(tree)
+        tensors.append(tree)
     elif kind is tuple or kind is list:
         for part in tree:
-            _collect(part, found)
+            _collect(part, tensors)
     elif kind is dict:
         for part in tree.values():
-            _collect(part, found)
+            _collect(part, tensors)
     elif kind not in _LEAVES:
-        found += [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+        tensors += [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def form_of(tree: Any) -> Hashable:

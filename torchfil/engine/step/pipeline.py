@@ -31,7 +31,7 @@ from torchfil.fisher.estimators import Draws
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import RecordedForward
-from torchfil.private import Examples, as_call, finiteness_check
+from torchfil.private import Examples, as_call, check_finite_later
 
 __all__ = ["Computed", "StepPipeline"]
 
@@ -330,7 +330,7 @@ class StepPipeline:
         """As in a loop, but the checks of the batch itself take the place of those of the loop's passes."""
         inputs, targets = self.checks.moved(plain((inputs, targets)))
         args, kwargs = as_call(inputs)
-        check_finite = finiteness_check(args, kwargs, targets)
+        check_finite = check_finite_later(args, kwargs, targets)
         check_batch = self.checks.begin_batch_check((args, kwargs), targets)
         check_even = ignored_targets_check(loss, targets)
         tracker = self.observer.tracker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, count, join, number, table, tag
-from torchfil.report.saved_run import AttackResult
+from torchfil.report.saved_run import AttackRecord
 
 __all__ = ["render"]
 
@@ -42,7 +42,7 @@ def render(report: Report) -> Markup | None:
     )
 
 
-def _chart(attack: AttackResult) -> Markup:
+def _chart(attack: AttackRecord) -> Markup:
     total = len(attack.rows)
     step = max(1, -(-total // MOST_POINTS))
     points = [

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchfil
 from torchfil.attacks import AttackResult, GLMReconstruction
 from torchfil.glm import Composition, LogisticRegression
-from torchfil.report import saved_run
+from torchfil.report import AttackRecord, SavedRun
 
 
 def result(achieved: list[float], error: list[float] | None, **options: object) -> AttackResult:
@@ -30,16 +30,16 @@ def result(achieved: list[float], error: list[float] | None, **options: object) 
 
 def test_violated_only_beyond_chance() -> None:
     attack = result([0.5, 0.5, 2.0], [0.1, 0.3, 0.1], ids=["a", "b", "c"])
-    found = torchfil.validate({"a": 1.0, "b": 1.0, "c": 1.0, "d": 7.0}, attack)
+    found = torchfil.compare_with_bounds({"a": 1.0, "b": 1.0, "c": 1.0, "d": 7.0}, attack)
     assert found.violated.tolist() == [True, False, False]
     assert found.ratio.tolist() == [0.5, 0.5, 2.0]
     assert found.violations == pytest.approx(1 / 3)
     assert (found.ratio_interval[1] < 1).tolist() == found.violated.tolist()
     assert found.ratio_interval[0].tolist() == found.achieved_low.tolist()
     assert found.achieved_high[0] == pytest.approx(0.5 + 1.98397 * 0.1, rel=1e-4)
-    together = torchfil.validate([1.0] * 3, attack, simultaneous=True)
+    together = torchfil.compare_with_bounds([1.0] * 3, attack, simultaneous=True)
     assert (together.achieved_high > found.achieved_high).all()
-    assert not torchfil.validate([1.0] * 3, result([0.1] * 3, None)).violated.any()
+    assert not torchfil.compare_with_bounds([1.0] * 3, result([0.1] * 3, None)).violated.any()
 
 
 def test_an_honest_attacker_is_rarely_accused() -> None:
@@ -55,22 +55,22 @@ def test_an_honest_attacker_is_rarely_accused() -> None:
         trials=trials,
         standard_error=errors.std(axis=1, ddof=1) / trials**0.5,
     )
-    assert 0.01 < torchfil.validate(np.ones(m), attack).violations < 0.06
-    assert torchfil.validate(np.full(m, 2.0), attack).violations > 0.99
+    assert 0.01 < torchfil.compare_with_bounds(np.ones(m), attack).violations < 0.06
+    assert torchfil.compare_with_bounds(np.full(m, 2.0), attack).violations > 0.99
 
 
 def test_table_record_and_picture(tmp_path: Path) -> None:
     pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("matplotlib")
-    found = torchfil.validate([1.0, 1.0], result([0.5, 3.0], [0.01, 0.1], ids=[4, 2]))
+    found = torchfil.compare_with_bounds([1.0, 1.0], result([0.5, 3.0], [0.01, 0.1], ids=[4, 2]))
     table = found.table()
     assert isinstance(table, pandas.DataFrame)
     assert table.index.tolist() == [4, 2]
     assert table.loc[4, "violated"]
     record = found.record([2, 3, 4])
-    assert isinstance(record, saved_run.AttackResult)
+    assert isinstance(record, AttackRecord)
     assert record.rows.tolist() == [2, 0]
-    saved_run.SavedRun({}, np.arange(3), {}, attacks=[record])
-    with pytest.raises(ValueError, match="attacked examples .2. are not among"):
+    SavedRun({}, np.arange(3), {}, attacks=[record])
+    with pytest.raises(ValueError, match="attacked examples .2. are not among the run's 2 ids"):
         found.record([3, 4])
     figure = found.plot(blind=0.25)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
@@ -84,23 +84,23 @@ def test_a_linear_model_against_its_reconstruction() -> None:
     y = (rng.random(40) < 0.5).astype(float)
     model = LogisticRegression(l2=0.05, fit_intercept=True).fit(X, y)
     attack = GLMReconstruction(model, X, y).run(1e-6, 300, rows=[5, 1], seed=0)
-    found = torchfil.validate(model, attack, X=X, y=y)
+    found = torchfil.compare_with_bounds(model, attack, X=X, y=y)
     assert found.predicted.tolist() == model.mse_bound(X, y, 1e-6, private_target=False)[[5, 1]].tolist()
     assert not found.violated.any()
-    whole = torchfil.validate(model, attack, X=X, y=y, sigma=1e-6, private_target=True)
+    whole = torchfil.compare_with_bounds(model, attack, X=X, y=y, sigma=1e-6, private_target=True)
     assert (whole.predicted != found.predicted).all()
-    both = torchfil.validate(Composition([(model, 1e-6), (model, 1e-6)]), attack, X=X, y=y)
+    both = torchfil.compare_with_bounds(Composition([(model, 1e-6), (model, 1e-6)]), attack, X=X, y=y)
     assert both.predicted == pytest.approx(found.predicted / 2)
-    with pytest.raises(ValueError, match="need ..X., .y..: validate"):
-        torchfil.validate(model, attack)
+    with pytest.raises(ValueError, match="need ..X., .y..: compare_with_bounds"):
+        torchfil.compare_with_bounds(model, attack)
     with pytest.raises(ValueError, match="need ..sigma.."):
-        torchfil.validate(model, result([1.0], None), X=X, y=y)
+        torchfil.compare_with_bounds(model, result([1.0], None), X=X, y=y)
     with pytest.raises(ValueError, match="sigma=0.1, but the attack was on releases of sigma=1e-06; leave sigma out"):
-        torchfil.validate(model, attack, X=X, y=y, sigma=0.1)
+        torchfil.compare_with_bounds(model, attack, X=X, y=y, sigma=0.1)
     with pytest.raises(ValueError, match="groups asks for other bounds"):
-        torchfil.validate(model, attack, X=X, y=y, groups=["a"] * 40)
+        torchfil.compare_with_bounds(model, attack, X=X, y=y, groups=["a"] * 40)
     with pytest.raises(ValueError, match="attacked examples .40, 'a'. are not rows of X, which has 40"):
-        torchfil.validate(model, result([1.0, 1.0], None, ids=[40, "a"]), X=X, y=y, sigma=1.0)
+        torchfil.compare_with_bounds(model, result([1.0, 1.0], None, ids=[40, "a"]), X=X, y=y, sigma=1.0)
 
 
 def test_an_engine_gives_its_bounds() -> None:
@@ -114,7 +114,7 @@ def test_an_engine_gives_its_bounds() -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), t).backward()
         optimizer.step()
-    found = torchfil.validate(engine, result([1e9, 1e9], [1.0, 1.0], ids=[7, 3]))
+    found = torchfil.compare_with_bounds(engine, result([1e9, 1e9], [1.0, 1.0], ids=[7, 3]))
     assert found.predicted.tolist() == engine.get_mse_bound([7, 3]).value.tolist()
     assert (found.predicted_low <= found.predicted).all()
     low, high = found.ratio_interval
@@ -125,17 +125,17 @@ def test_an_engine_gives_its_bounds() -> None:
 
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ValueError, match="measure is 'accuracy'"):
-        torchfil.validate([1.0], result([1.0], None, measure="accuracy"))
+        torchfil.compare_with_bounds([1.0], result([1.0], None, measure="accuracy"))
     with pytest.raises(ValueError, match=r"\[2\] bounds for 1 attacked"):
-        torchfil.validate([1.0, 2.0], result([1.0], None))
+        torchfil.compare_with_bounds([1.0, 2.0], result([1.0], None))
     with pytest.raises(ValueError, match="achieved error is NaN"):
-        torchfil.validate([1.0], result([float("nan")], None))
+        torchfil.compare_with_bounds([1.0], result([float("nan")], None))
     for wrong in (float("nan"), -1.0):
         with pytest.raises(ValueError, match=f"a bound is {wrong}; bounds on squared errors"):
-            torchfil.validate([wrong], result([1.0], None))
+            torchfil.compare_with_bounds([wrong], result([1.0], None))
     with pytest.raises(ValueError, match="no bound is given for the attacked examples .0."):
-        torchfil.validate({1: 1.0}, result([1.0], None))
-    with pytest.raises(TypeError, match="a Linear gives no bounds; validate"):
-        torchfil.validate(nn.Linear(2, 2), result([1.0], None))
+        torchfil.compare_with_bounds({1: 1.0}, result([1.0], None))
+    with pytest.raises(TypeError, match="a Linear gives no bounds; compare_with_bounds"):
+        torchfil.compare_with_bounds(nn.Linear(2, 2), result([1.0], None))
     with pytest.raises(ValueError, match="confidence=1"):
-        torchfil.validate([1.0], result([1.0], None), confidence=1.0)
+        torchfil.compare_with_bounds([1.0], result([1.0], None), confidence=1.0)
