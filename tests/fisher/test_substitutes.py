@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-from torchfil.fisher.recording import pooling
+from torchfil.fisher.rules import pooling
 from torchfil.fisher.rules.products import gram
 from torchfil.fisher.rules.substitutes import FastOnCPU, with_substitutes
 
