@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs Triton, which comes with torch's CUD
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from torchfil.fisher.recording import kernels
+from torchfil.fisher.rules import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

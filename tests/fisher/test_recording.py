@@ -20,7 +20,9 @@ from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.fisher.recording import RecordedJacobian, norm_gradient, plan, trial
-from torchfil.fisher.rules.base import GenericRule, LinearRule, register_rule
+from torchfil.fisher.rules import register_rule, rule_for
+from torchfil.fisher.rules.generic import GenericRule
+from torchfil.fisher.rules.linear import LinearRule
 from torchfil.fisher.rules.products import convolution_precision, product_precision, products_in
 from torchfil.private import Private
 
@@ -566,6 +568,20 @@ def test_rules_that_are_none_are_refused() -> None:
         register_rule(nn.Bilinear, GenericRule)  # type: ignore[arg-type]
 
 
+def test_rules_are_not_replaced_silently() -> None:
+    with pytest.raises(ValueError, match="Linear has a rule already, LinearRule; pass overwrite=True to replace it"):
+        register_rule(nn.Linear, GenericRule())
+    assert isinstance(rule_for(nn.Linear(1, 1)), LinearRule)
+
+    class Fresh(nn.Linear):
+        pass
+
+    assert isinstance(rule_for(Fresh(1, 1)), GenericRule)
+    register_rule(Fresh, LinearRule())
+    register_rule(Fresh, rule := LinearRule(), overwrite=True)
+    assert rule_for(Fresh(1, 1)) is rule
+
+
 class _Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -640,7 +656,7 @@ class _WrongSum(LinearRule):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_trial_finds_rules_that_are_wrong(rule: LinearRule, what: str | None, dtype: torch.dtype) -> None:
-    register_rule(_Doubled, rule)
+    register_rule(_Doubled, rule, overwrite=True)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), _Doubled(4, 4), nn.Tanh(), nn.Linear(4, 2)).to(DEVICE, dtype)
     x, y = torch.randn(BATCH, 3, device=DEVICE, dtype=dtype), torch.randn(BATCH, 2, device=DEVICE, dtype=dtype)
     reason = plan(ExampleGradients.build(model, nn.MSELoss(), x, y, None)).reason

@@ -11,9 +11,9 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-from torchfil.fisher.recording import pooling
+from torchfil.fisher.rules import pooling
 from torchfil.fisher.rules.products import gram
-from torchfil.fisher.rules.substitutes import FastOnCPU, with_substitutes
+from torchfil.fisher.rules.substitutes import FastOnCPU, register_function, register_substitute, with_substitutes
 
 pytestmark = pytest.mark.torch_versions
 
@@ -137,3 +137,30 @@ def test_the_way_back_for_gpus_is_the_transposed_map(windows: pooling._Windows, 
     assert spread.shape == x.shape
     torch.testing.assert_close((spread * x).sum(), (value * pooled).sum())
     torch.testing.assert_close(spread, pooling._Spread.apply(value, x.shape, windows))
+
+
+def test_substitutes_are_not_replaced_silently() -> None:
+    with pytest.raises(ValueError, match="Tanh has a substitute already, .*; pass overwrite=True to replace it"):
+        register_substitute(nn.Tanh, lambda module: torch.tanh)
+    with pytest.raises(ValueError, match="gelu has a substitute already, _gelu; pass overwrite=True to replace it"):
+        register_function(F.gelu, F.gelu)
+
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    register_substitute(Doubled, lambda module: lambda x: x)
+    register_substitute(Doubled, lambda module: lambda x: 3 * x, overwrite=True)
+    module = Doubled()
+    with with_substitutes(module):
+        assert float(module(torch.ones(()))) == 3
+    assert float(module(torch.ones(()))) == 2
+
+
+def test_a_forward_of_the_modules_own_is_left_alone() -> None:
+    """Other libraries set such ones, too."""
+    module = nn.Tanh()
+    module.forward = own = torch.sigmoid  # type: ignore[method-assign]
+    with with_substitutes(module):
+        assert module.forward is own
+    assert module.forward is own

@@ -20,7 +20,8 @@ from torchfil.fisher.recording.passes import (
     cut,
     record,
 )
-from torchfil.fisher.rules.base import GenericRule, rule_for, total_square
+from torchfil.fisher.rules.base import rule_for, total_square
+from torchfil.fisher.rules.generic import GenericRule
 
 __all__ = ["Held", "NormGradient", "inner_products", "norm_gradient", "squared_norms", "weighted_sum"]
 

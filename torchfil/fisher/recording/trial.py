@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.recording.norms import Held, inner_products, norm_gradient, weighted_sum
 from torchfil.fisher.recording.passes import cut, holders, record
-from torchfil.fisher.rules.base import ConvolutionRule, GenericRule, rule_for
+from torchfil.fisher.rules.base import rule_for
+from torchfil.fisher.rules.convolution import ConvolutionRule
+from torchfil.fisher.rules.generic import GenericRule
 from torchfil.private import Examples
 
 __all__ = ["Plan", "plan"]

@@ -1,1 +1,23 @@
-"""How each kind of layer makes an example's gradient, and its norm, inside a recorded pass."""
+"""How each kind of layer makes an example's gradient, and its norm, inside a recorded pass.
+
+One file a family of layers, with its rule and its substitute; importing them here registers both.
+"""
+
+from torchfil.fisher.rules import activation, convolution, embedding, generic, linear, normalisation, pooling
+from torchfil.fisher.rules.base import LayerRule, register_rule, rule_for
+from torchfil.fisher.rules.call import Call, UnsupportedCallError
+
+__all__ = [
+    "Call",
+    "LayerRule",
+    "UnsupportedCallError",
+    "activation",
+    "convolution",
+    "embedding",
+    "generic",
+    "linear",
+    "normalisation",
+    "pooling",
+    "register_rule",
+    "rule_for",
+]

@@ -15,17 +15,17 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from torchfil.fisher.rules.accelerated import kernels_for
 from torchfil.fisher.rules.function import Function
-
-__all__ = ["gelu", "tanh"]
+from torchfil.fisher.rules.substitutes import is_served, register_function, register_substitute
 
 
 class _Tanh(Function):
-    """X ↦ y."""
+    """x ↦ y."""
 
     generate_vmap_rule = True
 
@@ -68,14 +68,8 @@ class _TanhPulled(Function):
         return torch.ops.aten.tanh_backward(w, y), (w * gamma).mul_(y).mul_(-2)
 
 
-def tanh(x: Tensor) -> Tensor:
-    """``x.tanh()``, differentiable twice."""
-    result: Tensor = _Tanh.apply(x)
-    return result
-
-
 class _Gelu(Function):
-    """X ↦ y."""
+    """x ↦ y."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -113,7 +107,17 @@ class _GeluPulled(Function):
         return w * first, (w * gamma).mul_(second), None, None
 
 
-def gelu(x: Tensor) -> Tensor:
-    """``F.gelu(x)``, differentiable twice."""
+def _tanh(x: Tensor) -> Tensor:
+    result: Tensor = _Tanh.apply(x)
+    return result
+
+
+def _gelu(x: Any, approximate: str = "none") -> Tensor | None:
+    if approximate != "none" or not is_served(x):
+        return None
     result: Tensor = _Gelu.apply(x)
     return result
+
+
+register_substitute(nn.Tanh, lambda module: _tanh)
+register_function(F.gelu, _gelu)

@@ -14,7 +14,7 @@ __all__ = ["Call", "UnsupportedCallError"]
 
 
 class UnsupportedCallError(Exception):
-    """The model uses a parameter in a way that one batched pass cannot attribute to examples."""
+    """The model uses a parameter in a way that a recorded pass cannot attribute to examples."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Call:
 
     @property
     def input(self) -> Tensor:
-        """A, the first positional input, [batch, …].
+        """a, the first positional input, [batch, …].
 
         Raises:
             UnsupportedCallError: It is no tensor, or does not run over the examples first.

@@ -1,4 +1,4 @@
-"""Convolutions whose second derivative with respect to the input costs one convolution.
+"""Convolutions: their rule, and a forward pass whose second derivative with respect to the input costs one convolution.
 
 The derivative that torch keeps for ``convolution_backward`` also computes the one with respect to the weight, whether
 it is asked for or not, and that is the slowest of all on a GPU. Here weights are constants, and it is left out.
@@ -9,28 +9,127 @@ with channels filled up to a multiple of four, which GPUs' fast kernels need.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from torchfil.fisher.rules.accelerated import kernels_for
+from torchfil.fisher.rules.base import OuterProductRule, per_example, register_rule
+from torchfil.fisher.rules.call import Call, UnsupportedCallError
 from torchfil.fisher.rules.function import Function
+from torchfil.fisher.rules.patches import Convolutional, padded_input, pads_with_zeros, patches, patches_by_position
+from torchfil.fisher.rules.products import products_of_patches
+from torchfil.fisher.rules.substitutes import register_substitute
 from torchfil.fisher.rules.tracing import being_traced
 
-__all__ = ["Convolutional", "convolve", "convolve_back", "padded_input", "patches", "patches_by_position"]
+__all__ = ["ConvolutionRule"]
 
-Convolutional = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
 _CHANNELS_TOGETHER = 4
 _MANY_CHANNELS = 8  # of the input: with fewer, torch's own way back is as fast on CPUs
-_Walk = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]  # size, stride, dilation, padding
+
+
+class ConvolutionRule(OuterProductRule):
+    """In one, two or three dimensions, with stride, padding of any mode, dilation and groups.
+
+    Products of patches are as precise as the user lets convolutions be.
+    """
+
+    channels = 1
+
+    def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
+        """U ∗ a + b."""
+        assert isinstance(call.module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        if "weight" not in direction:
+            return direction["bias"].reshape(-1, *[1] * len(call.module.kernel_size)).expand(call.delta.shape)
+        return _convolve(call.module, call.input, direction["weight"], direction.get("bias"))
+
+    def way_back(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
+        """Uᵀ ∗ δ."""
+        assert isinstance(call.module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        if "weight" not in direction:
+            return torch.zeros_like(call.input)
+        return _convolve_back(call.module, delta, direction["weight"], call.input)
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        """From products of patches."""
+        with products_of_patches(call.delta):
+            return super().gradients(call)
+
+    def squared_norm(self, call: Call) -> Tensor:
+        """From products of patches."""
+        with products_of_patches(call.delta):
+            return super().squared_norm(call)
+
+    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
+        """As in :class:`LayerRule`, by the backward pass of the convolution itself."""
+        module, result = call.module, {}
+        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        with torch.no_grad():
+            delta = call.delta * per_example(weight, call.delta)
+            if "weight" in call.parameters:
+                axes = len(module.kernel_size)
+                result["weight"] = torch.ops.aten.convolution_backward(
+                    delta,
+                    self._padded(call),
+                    call.parameters["weight"],
+                    None,
+                    module.stride,
+                    [0] * axes,
+                    module.dilation,
+                    False,
+                    [0] * axes,
+                    module.groups,
+                    [False, True, False],
+                )[1]
+            if "bias" in call.parameters:
+                result["bias"] = delta.transpose(0, 1).flatten(1).sum(dim=1)
+        return result
+
+    @staticmethod
+    def _padded(call: Call) -> Tensor:
+        module, a = call.module, call.input
+        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        if a.ndim != 2 + len(module.kernel_size):
+            raise UnsupportedCallError(f"{call.name}: a convolution of inputs without a batch dimension")
+        return padded_input(module, a)
+
+    def factors(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Patches and δ by group and position."""
+        module, a, delta = call.module, call.input, call.delta
+        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        positions = delta.shape[2:].numel()
+        if isinstance(module, nn.Conv2d) and a.ndim == 4:
+            columns = patches(module, a)  # [batch, in·kernel, T]
+            return (
+                columns.reshape(len(a), module.groups, -1, positions).mT,
+                delta.reshape(len(a), module.groups, -1, positions).mT,
+            )
+        view = self._padded(call)
+        for axis, (size, stride, dilation) in enumerate(
+            zip(module.kernel_size, module.stride, module.dilation, strict=True)
+        ):
+            view = view.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+        batch, groups, axes = len(a), module.groups, len(module.kernel_size)
+        view = view.reshape(batch, groups, -1, *view.shape[2:])  # [batch, groups, in, *positions, *kernel]
+        view = view.movedim(2, 2 + axes)  # [batch, groups, *positions, in, *kernel]
+        return (
+            view.reshape(batch, groups, positions, -1),
+            delta.reshape(batch, groups, -1, positions).mT,
+        )
+
+    def norm_factors(self, call: Call) -> tuple[Tensor, Tensor]:
+        """With channels last while a pass is traced."""
+        module, a, delta = call.module, call.input, call.delta
+        if not (being_traced() and isinstance(module, nn.Conv2d) and module.groups == 1 and a.ndim == 4):
+            return self.factors(call)
+        return patches_by_position(module, a)[:, None], delta.permute(0, 2, 3, 1).flatten(1, 2)[:, None]
 
 
 class _Convolution(Function):
-    """A ↦ W ∗ a (+ bias), for constant W."""
+    """a ↦ W ∗ a (+ bias), for constant W."""
 
     @staticmethod
     def forward(a: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
@@ -129,7 +228,7 @@ class _Transposed(Function):
 
 
 def _filled_up(x: Tensor) -> Tensor:
-    """X, [a, channels, …], with channels of zeros behind its own, up to a multiple of four."""
+    """x, [a, channels, …], with channels of zeros behind its own, up to a multiple of four."""
     missing = -x.shape[1] % _CHANNELS_TOGETHER
     return F.pad(x, (*[0] * (2 * (x.ndim - 2)), 0, missing)) if missing else x
 
@@ -173,128 +272,19 @@ def _by_phases(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geom
     return F.pad(found, (-padding[1], ends[1], -padding[0], ends[0]))
 
 
-class _Patches(Function):
-    """A ↦ its patches, [batch, channels·kernel, positions]; back by the sum of what each number went into."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, walk: _Walk) -> Tensor:
-        ctx.walk, ctx.shape = walk, a.shape
-        kernels = kernels_for(a)
-        if kernels is not None:
-            found: Tensor = kernels.unfold_patches(a.contiguous(), *walk)
-            return found
-        size, stride, dilation, padding = walk
-        view = F.pad(a, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else a
-        for axis in (0, 1):
-            view = view.unfold(2 + axis, dilation[axis] * (size[axis] - 1) + 1, stride[axis])[..., :: dilation[axis]]
-        return view.permute(0, 1, 4, 5, 2, 3).reshape(len(a), a.shape[1] * size[0] * size[1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        kernels = kernels_for(gradients[0])
-        if kernels is not None:
-            return kernels.fold_patches(gradients[0].contiguous(), ctx.shape[2:], *ctx.walk), None
-        if being_traced():
-            return _added_up(gradients[0], ctx.shape, ctx.walk), None
-        size, stride, dilation, padding = ctx.walk
-        return F.fold(gradients[0], ctx.shape[2:], size, dilation, padding, stride), None
-
-
-def _added_up(columns: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
-    """``F.fold`` as a sum of shifted images, of which a compiler makes one kernel; its own fold writes astray."""
-    (batch, channels, _, _), (size, _, _, _) = shape, walk
-    return _shifted_sum(
-        columns.reshape(batch, channels, *size, *_positions(shape, walk)).permute(0, 2, 3, 1, 4, 5), shape, walk
-    )
-
-
-def _positions(shape: torch.Size, walk: _Walk) -> tuple[int, ...]:
-    """How many positions there are along both axes."""
-    size, stride, dilation, padding = walk
-    return tuple(
-        (n + 2 * padding[k] - dilation[k] * (size[k] - 1) - 1) // stride[k] + 1 for k, n in enumerate(shape[2:])
-    )
-
-
-def _shifted_sum(taps: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
-    """From what lies at each tap, [batch, rows, columns of the kernel, channels, *positions]."""
-    size, stride, dilation, padding = walk
-    (height, width), total = shape[2:], taps.new_zeros(shape)
-    for i in range(size[0]):
-        for j in range(size[1]):
-            spread = taps[:, i, j]
-            if stride != (1, 1):
-                spread = F.pad(spread[..., None, :, None], (0, stride[1] - 1, 0, 0, 0, stride[0] - 1))
-                spread = spread.flatten(-4, -3).flatten(-2)
-            top, left = i * dilation[0] - padding[0], j * dilation[1] - padding[1]
-            below, right = height - spread.shape[-2] - top, width - spread.shape[-1] - left
-            total = total + F.pad(spread, (left, right, top, below))
-    return total
-
-
-class _PatchesByPosition(Function):
-    """A ↦ its patches, [batch, positions, kernel·channels]: channels last, as a compiler lays images out."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, walk: _Walk) -> Tensor:
-        ctx.walk, ctx.shape = walk, a.shape
-        size, stride, dilation, padding = walk
-        view = F.pad(a, (padding[1], padding[1], padding[0], padding[0])).permute(0, 2, 3, 1)
-        for axis in (0, 1):
-            view = view.unfold(1 + axis, dilation[axis] * (size[axis] - 1) + 1, stride[axis])[..., :: dilation[axis]]
-        return view.permute(0, 1, 2, 4, 5, 3).reshape(len(a), view.shape[1] * view.shape[2], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        taps = gradients[0].reshape(len(gradients[0]), *_positions(ctx.shape, ctx.walk), *ctx.walk[0], ctx.shape[1])
-        return _shifted_sum(taps.permute(0, 3, 4, 5, 1, 2), ctx.shape, ctx.walk), None
-
-
-def patches_by_position(module: nn.Conv2d, a: Tensor) -> Tensor:
-    """The input's patches, [batch, positions, kernel·channels]; differentiable once."""
-    result: Tensor = _PatchesByPosition.apply(*_walked(module, a))
-    return result
-
-
-def patches(module: nn.Conv2d, a: Tensor) -> Tensor:
-    """The input's patches as the module walks over it, [batch, channels·kernel, positions]; differentiable once."""
-    result: Tensor = _Patches.apply(*_walked(module, a))
-    return result
-
-
-def _walked(module: nn.Conv2d, a: Tensor) -> tuple[Tensor, _Walk]:
-    """The input, padded where the walk does not, and how the module walks over it."""
-    a, padding = (a, module.padding) if _pads_with_zeros(module) else (padded_input(module, a), (0, 0))
-    return a, (module.kernel_size, module.stride, module.dilation, padding)  # type: ignore[return-value]
-
-
-def _pads_with_zeros(module: Convolutional) -> bool:
-    """Equally on both sides, too."""
-    return module.padding_mode == "zeros" and not isinstance(module.padding, str)
-
-
-def padded_input(module: Convolutional, a: Tensor) -> Tensor:
-    """The input with the module's own padding laid around it."""
-    padding = module._reversed_padding_repeated_twice
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    return F.pad(a, padding, mode=mode) if any(padding) else a
-
-
-def convolve(module: Convolutional, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _convolve(module: Convolutional, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What the module makes of inputs [batch, channels, …] with these weights, taken as constants."""
     padding = _own_padding(module)
-    a = a if _pads_with_zeros(module) else padded_input(module, a)
+    a = a if pads_with_zeros(module) else padded_input(module, a)
     geometry = (tuple(module.stride), padding, tuple(module.dilation), module.groups)
     result: Tensor = _Convolution.apply(a, weight, bias, geometry)
     return result
 
 
-def convolve_back(module: Convolutional, delta: Tensor, weight: Tensor, a: Tensor) -> Tensor:
-    """The derivative of ⟨δ, :func:`convolve` (a)⟩ with respect to a."""
+def _convolve_back(module: Convolutional, delta: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+    """The derivative of ⟨δ, :func:`_convolve` (a)⟩ with respect to a."""
     geometry = (tuple(module.stride), _own_padding(module), tuple(module.dilation), module.groups)
-    if _pads_with_zeros(module):
+    if pads_with_zeros(module):
         result: Tensor = _Transposed.apply(delta, weight, a.shape, geometry)
         return result
     with torch.enable_grad():
@@ -308,3 +298,16 @@ def _own_padding(module: Convolutional) -> tuple[int, ...]:
     if isinstance(module.padding, str) or module.padding_mode != "zeros":
         return (0,) * len(module.kernel_size)
     return tuple(module.padding)
+
+
+def _substitute(module: Any) -> Callable[..., Tensor]:
+    def conv_forward(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        batched = a.ndim == 2 + len(module.kernel_size)
+        return _convolve(module, a, weight, bias) if batched else type(module)._conv_forward(module, a, weight, bias)
+
+    return conv_forward
+
+
+for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    register_rule(_kind, ConvolutionRule())
+    register_substitute(_kind, _substitute, method="_conv_forward")

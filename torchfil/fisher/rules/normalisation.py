@@ -1,4 +1,4 @@
-r"""Normalisation whose second derivative has a closed form.
+r"""Normalisation: rules, and forward passes whose second derivative has a closed form.
 
 With m(·) the mean over one group of M numbers, s = (m((x − m(x))²) + eps)^{-1/2} and x̂ = s(x − m(x)),
 
@@ -11,20 +11,68 @@ hundred elementary operations. A GPU that Triton serves does each in one kernel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from torchfil.fisher.rules.accelerated import kernels_for
+from torchfil.fisher.rules.base import LayerRule, register_rule
+from torchfil.fisher.rules.call import Call
 from torchfil.fisher.rules.function import Function
+from torchfil.fisher.rules.substitutes import register_substitute
+from torchfil.fisher.rules.tracing import being_traced
 
-__all__ = ["group_norm", "layer_norm", "normalised_sums"]
+__all__ = ["GroupNormRule", "NormalisationRule"]
+
+
+class NormalisationRule(LayerRule):
+    """A scale and a shift of a normalised input x̂: gradients Σ_t δ_t x̂_t and Σ_t δ_t, formed once for all questions."""
+
+    def __init__(self, normalised: Callable[[Any, Tensor], Tensor], *, channels_first: bool) -> None:
+        self.normalised = normalised
+        self.channels_first = channels_first
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        """Σ_t δ_t x̂_t and Σ_t δ_t of every example."""
+        if not call.memo:
+            shape = next(iter(call.parameters.values())).shape
+            if "weight" in call.parameters:
+                call.memo["weight"] = self._summed(call.delta * self.normalised(call.module, call.input), shape)
+            if "bias" in call.parameters:
+                call.memo["bias"] = self._summed(call.delta, shape)
+        return call.memo
+
+    def _summed(self, value: Tensor, shape: torch.Size) -> Tensor:
+        """Over positions: those behind the channels, or those between batch and the normalised dimensions."""
+        if self.channels_first:
+            return value.reshape(*value.shape[:2], -1).sum(dim=2)
+        return value.reshape(len(value), -1, *shape).sum(dim=1)
+
+
+class GroupNormRule(NormalisationRule):
+    """:class:`NormalisationRule` for groups of channels, in one kernel where the GPU has one."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda m, x: F.group_norm(x, m.num_groups, eps=m.eps), channels_first=True)
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        """Both sums from one kernel where there is one."""
+        if not call.memo:
+            assert isinstance(call.module, nn.GroupNorm)
+            sums = _normalised_sums(call.module, call.delta, call.input)
+            if sums is None:
+                return super().gradients(call)
+            named = zip(("weight", "bias"), sums, strict=True)
+            call.memo.update({name: value for name, value in named if name in call.parameters})
+        return call.memo
 
 
 class _GroupNorm(Function):
-    """X ↦ x̂·weight + bias over groups of channels, by torch's own kernels; [batch, channels, positions]."""
+    """x ↦ x̂·weight + bias over groups of channels, by torch's own kernels; [batch, channels, positions]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor:
@@ -70,7 +118,7 @@ class _GroupPulled(Function):
         size = channels // groups * positions
 
         def along(value: Tensor, factor: Tensor | None) -> Tensor:
-            """M(value · factor · x̂), [batch, groups]."""
+            """m(value · factor · x̂), [batch, groups]."""
             centred = _dot(value, x) - mean.repeat_interleave(channels // groups, dim=1) * value.sum(dim=2)
             centred = centred if factor is None else centred * factor
             return centred.reshape(batch, groups, -1).sum(dim=2) * scale / size
@@ -117,7 +165,7 @@ class _NormalisedSums(Function):
         return to_delta, to_x, None, None
 
 
-def normalised_sums(module: nn.GroupNorm, delta: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | None:
+def _normalised_sums(module: nn.GroupNorm, delta: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """Σ_t δ_t x̂_t and Σ_t δ_t over the positions of [batch, channels, …]; None where torch has to compute them."""
     if kernels_for(x) is None or x.ndim < 3:
         return None
@@ -132,7 +180,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _LayerNorm(Function):
-    """X ↦ x̂ over the last dimension, by torch's own kernel."""
+    """x ↦ x̂ over the last dimension, by torch's own kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
@@ -183,17 +231,45 @@ def _pulled(v: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     return result
 
 
-def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
+def _group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
     """``module(x)`` for inputs [batch, channels, …]; differentiable twice in x, its weights being constants."""
     flat = x.reshape(*x.shape[:2], -1).contiguous()
     result: Tensor = _GroupNorm.apply(flat, module.weight, module.bias, module.num_groups, module.eps)
     return result.reshape(x.shape)
 
 
-def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
+def _layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
     """``module(x)`` for inputs […, *normalized_shape]; differentiable twice in x, its weights being constants."""
     flat = x.flatten(-len(module.normalized_shape))
     result: Tensor = _LayerNorm.apply(flat, module.eps).reshape(x.shape)
     if module.weight is not None:
         result = result * module.weight
     return result if module.bias is None else result + module.bias
+
+
+def _group_substitute(module: nn.GroupNorm) -> Callable[..., Tensor]:
+    """On GPUs without Triton or a compiler torch's own is faster, whose many operations are mostly on few numbers."""
+
+    def forward(x: Tensor) -> Tensor:
+        ours = x.device.type == "cpu" or being_traced() or kernels_for(x) is not None
+        return _group_norm(module, x) if ours else type(module).forward(module, x)
+
+    return forward
+
+
+def _layer_substitute(module: nn.LayerNorm) -> Callable[..., Tensor]:
+    return lambda x: _layer_norm(module, x)
+
+
+register_rule(
+    nn.LayerNorm,
+    NormalisationRule(lambda m, x: F.layer_norm(x, m.normalized_shape, eps=m.eps), channels_first=False),
+)
+register_substitute(nn.LayerNorm, _layer_substitute)
+register_rule(
+    nn.RMSNorm, NormalisationRule(lambda m, x: F.rms_norm(x, m.normalized_shape, eps=m.eps), channels_first=False)
+)
+register_rule(nn.GroupNorm, GroupNormRule())
+register_substitute(nn.GroupNorm, _group_substitute)
+for _kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
+    register_rule(_kind, NormalisationRule(lambda m, x: F.instance_norm(x, eps=m.eps), channels_first=True))

@@ -6,6 +6,7 @@ pooling again (stride 1) or copying (windows that do not overlap).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -15,16 +16,15 @@ from torch.nn import functional as F
 
 from torchfil.fisher.rules.accelerated import kernels_for
 from torchfil.fisher.rules.function import Function
+from torchfil.fisher.rules.substitutes import register_substitute
 
-__all__ = ["AveragePooling", "average_pool", "pools_by_views"]
-
-AveragePooling = nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d
+_AveragePooling = nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d
 _Windows = tuple[tuple[int, int], ...]  # size and stride along each axis
 _LARGEST_WINDOW = 4  # one addition per row and column of the window: large ones are left to torch
 
 
 class _Pool(Function):
-    """X ↦ means over windows."""
+    """x ↦ means over windows."""
 
     @staticmethod
     def forward(x: Tensor, windows: _Windows) -> Tensor:
@@ -122,7 +122,7 @@ def _shifted(x: Tensor, axis: int, start: int, size: int, stride: int) -> Tensor
     return x[tuple(index)]
 
 
-def _windows(module: AveragePooling) -> _Windows:
+def _windows(module: _AveragePooling) -> _Windows:
     axes = {nn.AvgPool1d: 1, nn.AvgPool2d: 2, nn.AvgPool3d: 3}[type(module)]
 
     def each(value: Any) -> tuple[int, ...]:
@@ -131,8 +131,8 @@ def _windows(module: AveragePooling) -> _Windows:
     return tuple(zip(each(module.kernel_size), each(module.stride), strict=True))
 
 
-def pools_by_views(module: AveragePooling, x: Tensor) -> bool:
-    """Whether :func:`average_pool` can do what the module does, and is faster."""
+def _pools_by_views(module: _AveragePooling, x: Tensor) -> bool:
+    """Whether :func:`_average_pool` can do what the module does, and is faster."""
     plain = module.padding in (0, (0,), (0, 0), (0, 0, 0)) and not module.ceil_mode
     whole = plain and getattr(module, "divisor_override", None) is None
     windows = _windows(module)
@@ -148,7 +148,15 @@ def pools_by_views(module: AveragePooling, x: Tensor) -> bool:
     return whole and fits and (small if x.device.type == "cpu" else gpu)
 
 
-def average_pool(module: AveragePooling, x: Tensor) -> Tensor:
-    """``module(x)`` for inputs [batch, channels, …] that :func:`pools_by_views` takes."""
+def _average_pool(module: _AveragePooling, x: Tensor) -> Tensor:
+    """``module(x)`` for inputs [batch, channels, …] that :func:`_pools_by_views` takes."""
     result: Tensor = _Pool.apply(x, _windows(module))
     return result
+
+
+def _substitute(module: Any) -> Callable[..., Tensor]:
+    return lambda x: _average_pool(module, x) if _pools_by_views(module, x) else type(module).forward(module, x)
+
+
+for _kind in (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d):
+    register_substitute(_kind, _substitute)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchfil.fisher.rules.function import Function
+from torchfil.fisher.rules.substitutes import is_served, register_function
 from torchfil.fisher.rules.tracing import being_traced
 
 __all__ = [
@@ -102,7 +103,7 @@ def _(a: Tensor, b: Tensor, of_patches: bool) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """A @ b, where a trace leaves the precision to the time when it runs."""
+    """a @ b, where a trace leaves the precision to the time when it runs."""
     if being_traced() and a.is_cuda:
         result: Tensor = _product_in_trace(a, b, _are_of_patches())
         return result
@@ -132,7 +133,7 @@ def _outer_product(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _BatchedProduct(Function):
-    """A @ b over leading dimensions, with a transposed right factor copied first on CPUs.
+    """a @ b over leading dimensions, with a transposed right factor copied first on CPUs.
 
     Their batched products of small matrices are several times slower with one, and autograd's own derivative has one.
     The derivative is as precise as the product.
@@ -164,7 +165,7 @@ def _product_of_any(a: Tensor, b: Tensor) -> Tensor:
 
 
 def batched_product(a: Tensor, b: Tensor) -> Tensor:
-    """A @ b over leading dimensions, differentiable as often as one likes."""
+    """a @ b over leading dimensions, differentiable as often as one likes."""
     if not torch.is_grad_enabled():
         return _product_of_any(a, b)
     result: Tensor = _BatchedProduct.apply(a, b)
@@ -172,7 +173,7 @@ def batched_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Gram(Function):
-    """X ↦ x xᵀ over leading dimensions, whose derivative, (γ + γᵀ)x, is one product."""
+    """x ↦ x xᵀ over leading dimensions, whose derivative, (γ + γᵀ)x, is one product."""
 
     generate_vmap_rule = True
 
@@ -193,7 +194,7 @@ class _Gram(Function):
 
 
 def gram(x: Tensor) -> Tensor:
-    """X xᵀ of factors […, T, p], […, T, T], differentiable as often as one likes."""
+    """x xᵀ of factors […, T, p], […, T, T], differentiable as often as one likes."""
     result: Tensor = _Gram.apply(x)
     return result
 
@@ -219,3 +220,16 @@ def outer_square(a: Tensor, delta: Tensor) -> Tensor:
     """‖Σ_t a_t δ_tᵀ‖² of factors [batch, groups, T, …], [batch], differentiable once; for passes that are traced."""
     result: Tensor = _OuterSquare.apply(a, delta)
     return result
+
+
+def _product_of_alike(*operands: Any, **options: Any) -> Tensor | None:
+    """:func:`batched_product` of two batches of matrices, the same number of each."""
+    if len(operands) != 2 or options or not all(isinstance(operand, Tensor) for operand in operands):
+        return None
+    a, b = operands
+    alike = a.ndim == b.ndim >= 3 and a.shape[:-2] == b.shape[:-2]
+    return batched_product(a, b) if alike and (is_served(a) or is_served(b)) else None
+
+
+for _function in (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm):
+    register_function(_function, _product_of_alike)

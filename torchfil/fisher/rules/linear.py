@@ -1,0 +1,47 @@
+"""Linear layers: a weight applied at every position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchfil.fisher.rules.base import OuterProductRule, per_example, register_rule
+from torchfil.fisher.rules.call import Call
+
+__all__ = ["LinearRule"]
+
+
+class LinearRule(OuterProductRule):
+    """Inputs [batch, …, in], outputs [batch, …, out]."""
+
+    def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
+        """aUᵀ + b."""
+        if "weight" not in direction:
+            return direction["bias"].expand(call.delta.shape)
+        return F.linear(call.input, direction["weight"], direction.get("bias"))
+
+    def way_back(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
+        """δU."""
+        return delta @ direction["weight"] if "weight" in direction else torch.zeros_like(call.input)
+
+    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
+        """As in :class:`LayerRule`, one product over examples and positions."""
+        result = {}
+        with torch.no_grad():
+            delta = (call.delta * per_example(weight, call.delta)).flatten(0, -2)
+            if "weight" in call.parameters:
+                result["weight"] = delta.mT @ call.input.flatten(0, -2)
+            if "bias" in call.parameters:
+                result["bias"] = delta.sum(dim=0)
+        return result
+
+    def factors(self, call: Call) -> tuple[Tensor, Tensor]:
+        """All dimensions between batch and channels are positions."""
+        a, delta = call.input, call.delta
+        return a.reshape(len(a), 1, -1, a.shape[-1]), delta.reshape(len(delta), 1, -1, delta.shape[-1])
+
+
+register_rule(nn.Linear, LinearRule())

@@ -1,0 +1,131 @@
+"""What a convolution sees: its input's patches, and the way back from them.
+
+A pass that is traced adds shifted images up, of which a compiler makes one kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from torchfil.fisher.rules.accelerated import kernels_for
+from torchfil.fisher.rules.function import Function
+from torchfil.fisher.rules.tracing import being_traced
+
+__all__ = ["Convolutional", "padded_input", "pads_with_zeros", "patches", "patches_by_position"]
+
+Convolutional = nn.Conv1d | nn.Conv2d | nn.Conv3d
+_Walk = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]  # size, stride, dilation, padding
+
+
+class _Patches(Function):
+    """a ↦ its patches, [batch, channels·kernel, positions]; back by the sum of what each number went into."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, walk: _Walk) -> Tensor:
+        ctx.walk, ctx.shape = walk, a.shape
+        kernels = kernels_for(a)
+        if kernels is not None:
+            found: Tensor = kernels.unfold_patches(a.contiguous(), *walk)
+            return found
+        size, stride, dilation, padding = walk
+        view = F.pad(a, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else a
+        for axis in (0, 1):
+            view = view.unfold(2 + axis, dilation[axis] * (size[axis] - 1) + 1, stride[axis])[..., :: dilation[axis]]
+        return view.permute(0, 1, 4, 5, 2, 3).reshape(len(a), a.shape[1] * size[0] * size[1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        kernels = kernels_for(gradients[0])
+        if kernels is not None:
+            return kernels.fold_patches(gradients[0].contiguous(), ctx.shape[2:], *ctx.walk), None
+        if being_traced():
+            return _added_up(gradients[0], ctx.shape, ctx.walk), None
+        size, stride, dilation, padding = ctx.walk
+        return F.fold(gradients[0], ctx.shape[2:], size, dilation, padding, stride), None
+
+
+def _added_up(columns: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
+    """``F.fold`` as a sum of shifted images, of which a compiler makes one kernel; its own fold writes astray."""
+    (batch, channels, _, _), (size, _, _, _) = shape, walk
+    return _shifted_sum(
+        columns.reshape(batch, channels, *size, *_positions(shape, walk)).permute(0, 2, 3, 1, 4, 5), shape, walk
+    )
+
+
+def _positions(shape: torch.Size, walk: _Walk) -> tuple[int, ...]:
+    """How many positions there are along both axes."""
+    size, stride, dilation, padding = walk
+    return tuple(
+        (n + 2 * padding[k] - dilation[k] * (size[k] - 1) - 1) // stride[k] + 1 for k, n in enumerate(shape[2:])
+    )
+
+
+def _shifted_sum(taps: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
+    """From what lies at each tap, [batch, rows, columns of the kernel, channels, *positions]."""
+    size, stride, dilation, padding = walk
+    (height, width), total = shape[2:], taps.new_zeros(shape)
+    for i in range(size[0]):
+        for j in range(size[1]):
+            spread = taps[:, i, j]
+            if stride != (1, 1):
+                spread = F.pad(spread[..., None, :, None], (0, stride[1] - 1, 0, 0, 0, stride[0] - 1))
+                spread = spread.flatten(-4, -3).flatten(-2)
+            top, left = i * dilation[0] - padding[0], j * dilation[1] - padding[1]
+            below, right = height - spread.shape[-2] - top, width - spread.shape[-1] - left
+            total = total + F.pad(spread, (left, right, top, below))
+    return total
+
+
+class _PatchesByPosition(Function):
+    """a ↦ its patches, [batch, positions, kernel·channels]: channels last, as a compiler lays images out."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, walk: _Walk) -> Tensor:
+        ctx.walk, ctx.shape = walk, a.shape
+        size, stride, dilation, padding = walk
+        view = F.pad(a, (padding[1], padding[1], padding[0], padding[0])).permute(0, 2, 3, 1)
+        for axis in (0, 1):
+            view = view.unfold(1 + axis, dilation[axis] * (size[axis] - 1) + 1, stride[axis])[..., :: dilation[axis]]
+        return view.permute(0, 1, 2, 4, 5, 3).reshape(len(a), view.shape[1] * view.shape[2], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        taps = gradients[0].reshape(len(gradients[0]), *_positions(ctx.shape, ctx.walk), *ctx.walk[0], ctx.shape[1])
+        return _shifted_sum(taps.permute(0, 3, 4, 5, 1, 2), ctx.shape, ctx.walk), None
+
+
+def patches_by_position(module: nn.Conv2d, a: Tensor) -> Tensor:
+    """The input's patches, [batch, positions, kernel·channels]; differentiable once."""
+    result: Tensor = _PatchesByPosition.apply(*_walked(module, a))
+    return result
+
+
+def patches(module: nn.Conv2d, a: Tensor) -> Tensor:
+    """The input's patches as the module walks over it, [batch, channels·kernel, positions]; differentiable once."""
+    result: Tensor = _Patches.apply(*_walked(module, a))
+    return result
+
+
+def _walked(module: nn.Conv2d, a: Tensor) -> tuple[Tensor, _Walk]:
+    """The input, padded where the walk does not, and how the module walks over it."""
+    a, padding = (a, module.padding) if pads_with_zeros(module) else (padded_input(module, a), (0, 0))
+    return a, (module.kernel_size, module.stride, module.dilation, padding)  # type: ignore[return-value]
+
+
+def pads_with_zeros(module: Convolutional) -> bool:
+    """Equally on both sides, too."""
+    return module.padding_mode == "zeros" and not isinstance(module.padding, str)
+
+
+def padded_input(module: Convolutional, a: Tensor) -> Tensor:
+    """The input with the module's own padding laid around it."""
+    padding = module._reversed_padding_repeated_twice
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(a, padding, mode=mode) if any(padding) else a
