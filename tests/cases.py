@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchfil.papers.zoo import mnist_cnn
 from torchfil.private import Private
 
-CLIPS = ("gelu", "gelu-paper", "hard", "rsqrt")
+CLIPS = ("smooth", "gelu", "gelu-paper", "hard", "rsqrt")
 SIGMA = 1.7
 DEVICE = os.environ.get("TORCHFIL_TEST_DEVICE", "cpu")
 

@@ -6,12 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchfil.clipping import ClipFunction, available_clips, get_clip, register_clip, supremum_of_ratio
+from torchfil.clipping import (
+    DEFAULT_CLIP,
+    ClipFunction,
+    available_clips,
+    get_clip,
+    register_clip,
+    supremum_of_ratio,
+)
 
 NORMS = torch.cat([torch.zeros(1), torch.logspace(-6, 8, 20_001)]).double()
 
 
-@pytest.mark.parametrize("name", ["gelu", "hard", "rsqrt"])
+@pytest.mark.parametrize("name", ["smooth", "gelu", "hard", "rsqrt"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_calibrated_clip_never_exceeds_max_grad_norm(name: str, dtype: torch.dtype) -> None:
     clip, norms = get_clip(name), NORMS.to(dtype)
@@ -20,6 +27,45 @@ def test_a_calibrated_clip_never_exceeds_max_grad_norm(name: str, dtype: torch.d
     assert clip.max_norm(0.7) == 0.7
     fine = torch.linspace(0.01, 3.0, 100_001, dtype=dtype)
     assert (clip.scale(fine, 0.7) * fine).max().item() <= 0.7 * (1 + 2 * torch.finfo(dtype).eps)
+
+
+class TestSmooth:
+    def test_it_is_the_default_and_needs_no_calibration(self) -> None:
+        assert DEFAULT_CLIP == "smooth"
+        assert get_clip("smooth").norm_bound == 1.0
+        assert get_clip("smooth").threshold(0.7) == 0.7
+
+    def test_norms_stay_below_the_threshold(self) -> None:
+        """The share of C that is missing is t⁻⁸/8, which double precision shows up to t = 60."""
+        t = torch.linspace(0, 60, 100_001, dtype=torch.float64)
+        assert bool((get_clip("smooth").scale(t, 1.0) * t < 1).all())
+
+    def test_it_is_hard_clipping_but_for_norms_near_the_threshold(self) -> None:
+        t = torch.cat([torch.linspace(0, 0.54, 1000), torch.linspace(1.86, 50, 1000)]).double()
+        smooth, hard = (get_clip(name).scale(t, 1.0) for name in ("smooth", "hard"))
+        assert (smooth / hard - 1).abs().max() < 1e-3
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_values_and_derivatives_are_those_of_the_formula(self, dtype: torch.dtype) -> None:
+        """At the threshold itself, where the formula changes its form, too; no power overflows or underflows."""
+        clip, eps = get_clip("smooth"), torch.finfo(dtype).eps
+        t = torch.cat([torch.tensor([0.0, 1.0]), torch.logspace(-30, 30, 6001), torch.linspace(0.5, 2, 1001)]).to(dtype)
+        wide = t.double()
+        below = wide <= 1
+        inside = 1 + torch.where(below, wide, 1 / wide) ** 8
+        value = torch.where(below, torch.ones_like(wide), wide) * inside ** (1 / 8)
+        slope = torch.where(below, wide, torch.ones_like(wide)) ** 7 * inside ** (-7 / 8)
+        assert ((clip.c(t).double() / value - 1).abs() < 4 * eps).all()
+        assert torch.allclose(clip.derivative(t).double(), slope, rtol=32 * eps, atol=torch.finfo(dtype).tiny)
+        by_autograd = torch.func.vmap(torch.func.grad(clip.c))(t)
+        assert torch.allclose(by_autograd.double(), slope, rtol=32 * eps, atol=torch.finfo(dtype).tiny)
+
+    def test_second_derivatives_are_finite_and_right(self) -> None:
+        """c″ = 7 t⁶ (1 + t⁸)^(−15/8), at 0 and at the threshold, too; in float32 for huge norms as well."""
+        curvature = torch.func.vmap(torch.func.grad(torch.func.grad(get_clip("smooth").c)))
+        t = torch.tensor([0.0, 0.3, 0.999, 1.0, 1.001, 2.0, 7.0], dtype=torch.float64)
+        assert torch.allclose(curvature(t), 7 * t**6 * (1 + t**8) ** (-15 / 8), rtol=1e-9, atol=0)
+        assert torch.equal(curvature(torch.tensor([1e-30, 1e25])), torch.zeros(2))
 
 
 def test_the_papers_gelu_exceeds_by_its_true_constant() -> None:
@@ -31,7 +77,7 @@ def test_the_papers_gelu_exceeds_by_its_true_constant() -> None:
     assert reached <= clip.norm_bound == clip.max_norm(1.0)
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu-paper", "hard", "rsqrt"])
+@pytest.mark.parametrize("name", ["smooth", "gelu", "gelu-paper", "hard", "rsqrt"])
 def test_scale_derivative_is_the_derivative_of_scale(name: str) -> None:
     clip = get_clip(name)
     norms = torch.tensor([0.0, 0.1, 0.5, 0.9, 1.3, 2.0, 30.0], dtype=torch.float64, requires_grad=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine, Private, zoo
+from torchfil.clipping import DEFAULT_CLIP
 from torchfil.fisher import reference
 
 SIGMA, C = 0.9, 0.8
@@ -130,7 +131,7 @@ def tokens() -> tuple[nn.Module, TensorDataset, Private]:
 
 
 def truth(
-    run: Trained, dataset: TensorDataset, *, q: float | None, module: nn.Module, clip: str = "gelu", **more: Any
+    run: Trained, dataset: TensorDataset, *, q: float | None, module: nn.Module, clip: str = DEFAULT_CLIP, **more: Any
 ) -> tuple[Tensor, Tensor]:
     """Σ_t I_t by jacrev at the recorded weights and batches, [n, d, d], and participations [n]."""
     inputs = dataset.tensors[0]

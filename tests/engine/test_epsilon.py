@@ -168,11 +168,11 @@ def test_norm_refresh_looks_everybody_up() -> None:
     fresh.refresh_norms()
     module = network()
     module.load_state_dict(fresh._current.module.state_dict())
-    from torchfil.clipping import get_clip
+    from torchfil.clipping import DEFAULT_CLIP, get_clip
     from torchfil.fisher import ClippedJacobian, ExampleGradients
 
     gradients = ExampleGradients.build(module, nn.CrossEntropyLoss(), *(t.to(DEVICE) for t in dataset.tensors))
-    want = ClippedJacobian(gradients, get_clip("gelu"), C).clipped_norm / C
+    want = ClippedJacobian(gradients, get_clip(DEFAULT_CLIP), C).clipped_norm / C
     assert torch.allclose(fresh._current.history.ratio.double(), want, rtol=1e-5)
 
 

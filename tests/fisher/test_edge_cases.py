@@ -29,7 +29,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
 
 
 @pytest.mark.parametrize("amplification", [None, PoissonAmplification(0.1)])
-@pytest.mark.parametrize("clip", ["gelu", "gelu-paper", "hard", "rsqrt"])
+@pytest.mark.parametrize("clip", ["smooth", "gelu", "gelu-paper", "hard", "rsqrt"])
 def test_zero_gradient(clip: str, amplification: PoissonAmplification | None) -> None:
     """A perfect fit: g = 0, J = 2 x wᵀ, and the FIM is φ(0)² JᵀJ/s², times q where subsampled; never NaN."""
     model = nn.Linear(3, 1, bias=False).double()

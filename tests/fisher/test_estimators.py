@@ -117,7 +117,7 @@ def test_probes_are_drawn_afresh() -> None:
 
 def perpendicular_part(case: Case) -> tuple[Tensor, Tensor]:
     """A = φPJ of every example, [batch, p, d], and its spectrum λ(AᵀA), [batch, d]."""
-    operator = ClippedJacobian(ExampleGradients.build(*case.arguments), get_clip("gelu"), 1.0)
+    operator = ClippedJacobian(ExampleGradients.build(*case.arguments), get_clip("smooth"), 1.0)
     jacobian = operator.gradients.jacobian_columns(slice(None))
     unit = operator.unit_gradient
     along = torch.einsum("bp,bpd->bd", unit, jacobian)

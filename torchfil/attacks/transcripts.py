@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from torchfil.attacks.base import make_generator, with_progress
-from torchfil.clipping import ClipFunction
+from torchfil.clipping import DEFAULT_CLIP, ClipFunction
 from torchfil.fisher.gradients import ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.private import Private
@@ -73,7 +73,7 @@ def record_dpsgd(
     max_grad_norm: float,
     noise_multiplier: float,
     sample_rate: float = 1.0,
-    clip: str | ClipFunction = "gelu",
+    clip: str | ClipFunction = DEFAULT_CLIP,
     private: Private | None = None,
     runs: int = 1,
     seed: int | None = None,

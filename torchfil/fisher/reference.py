@@ -17,7 +17,7 @@ from torch.func import jacfwd, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from torchfil.clipping import ClipFunction, get_clip
+from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.fisher.gradients import LossFunction, call_with, output_of_one_example
 from torchfil.private import Examples, Inputs, Private
 
@@ -40,7 +40,7 @@ def clipped_gradients(
     targets: Any,
     *,
     max_grad_norm: float,
-    clip: str | ClipFunction = "gelu",
+    clip: str | ClipFunction = DEFAULT_CLIP,
     private: Private | None = None,
 ) -> Tensor:
     """g̃ = g / c(‖g‖ / C′) of each example, [batch, p]."""
@@ -55,7 +55,7 @@ def exact_jacobian(
     targets: Any,
     *,
     max_grad_norm: float,
-    clip: str | ClipFunction = "gelu",
+    clip: str | ClipFunction = DEFAULT_CLIP,
     private: Private | None = None,
     mode: Literal["reverse", "forward"] = "reverse",
 ) -> Tensor:
@@ -77,7 +77,7 @@ def exact_fim(
     *,
     max_grad_norm: float,
     noise_multiplier: float,
-    clip: str | ClipFunction = "gelu",
+    clip: str | ClipFunction = DEFAULT_CLIP,
     private: Private | None = None,
     mode: Literal["reverse", "forward"] = "reverse",
 ) -> Tensor:
