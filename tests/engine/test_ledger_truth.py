@@ -11,14 +11,14 @@ from loops import SIGMA, C, data, loader, network, train, truth
 from torch import nn
 
 from torchfil import FILPrivacyEngine
-from torchfil.clipping import get_clip
+from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import ClippedJacobian, ExampleGradients, Theorem4Amplification
 
 EXACT: dict[str, Any] = {"estimator": "exact", "track": ("diagonal", "fim", "sketch"), "sketch_rank": 5}
 pytestmark = pytest.mark.torch_versions
 
 
-def check(run: Any, dataset: Any, q: float | None, clip: str = "gelu") -> None:
+def check(run: Any, dataset: Any, q: float | None, clip: str = DEFAULT_CLIP) -> None:
     fim, participations = truth(run, dataset, q=q, module=network(), clip=clip)
     engine = run.engine
     diagonal = fim.diagonal(dim1=1, dim2=2)
@@ -102,7 +102,7 @@ def test_theorem_4_on_request() -> None:
     dataset = data(40)
     run = train(dataset, steps=6, estimator="exact", amplification="theorem4", theorem4_delta=1e-6)
     fim, _ = truth(run, dataset, q=None, module=network())
-    kappa = Theorem4Amplification(1 / 5, SIGMA, 1e-6).kappa
+    kappa = Theorem4Amplification(delta=1e-6).kappa(1 / 5, SIGMA)
     assert relative_error(run.engine._current.leakage.get_trace().value, kappa * torch.einsum("bii->b", fim)) < 1e-6
 
 
@@ -149,7 +149,7 @@ def test_what_is_released_is_what_is_accounted() -> None:
         x, y = x.to(DEVICE), y.to(DEVICE)
         reference_model.load_state_dict(module.state_dict())
         gradients = ExampleGradients.build(reference_model, nn.CrossEntropyLoss(), x, y)
-        clipped = ClippedJacobian(gradients, get_clip("gelu"), C).clipped_gradient
+        clipped = ClippedJacobian(gradients, get_clip(DEFAULT_CLIP), C).clipped_gradient
         assert (clipped.norm(dim=1) <= C).all()
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()

@@ -373,7 +373,9 @@ def test_runs_that_differ_otherwise_are_not_averaged(first: Any, second: Any, to
 
 def test_repetitions_that_are_spelled_differently_are_averaged() -> None:
     class Twice:
-        def factors(self, rho: Tensor) -> tuple[Tensor, Tensor]:
+        secret_batches = True
+
+        def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
             return 2 * torch.ones_like(rho), 2 * torch.ones_like(rho)
 
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import register_clip
 from torchfil.engine.options import usual_memory
+from torchfil.fisher import NoAmplification
 from torchfil.report import load
 
 
@@ -280,7 +281,7 @@ def test_weighted_samplers_are_refused() -> None:
     )
     for batch in private:
         step(model, optimizer, batch)
-    assert engine._current.settings.amplification == "none"
+    assert engine._current.settings.amplification == NoAmplification()
     assert engine._current.ledger.sums["participations"].tolist() == [1] * 40
 
 
@@ -303,7 +304,10 @@ def test_data_without_numbered_examples_is_refused() -> None:
         ({"grad_sample_mode": "ghost"}, "clips inside the module with Opacus's own hard formula"),
         ({"clip": "gelu-paper"}, "lets gradients exceed max_grad_norm by a factor of 1.11522"),
         ({"clip": "soft"}, "is not a registered clip function"),
-        ({"amplification": "magic"}, "must be 'poisson', 'none', 'theorem4' or an object"),
+        (
+            {"amplification": "magic"},
+            "amplification='magic' is not known; use one of none, poisson, theorem4",
+        ),
         ({"amplification": "poisson", "poisson_sampling": False}, "needs poisson_sampling=True"),
         ({"amplification": "theorem4", "poisson_sampling": False}, "needs poisson_sampling=True"),
         ({"estimator": "magic"}, "is not known"),

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from cases import build
 from scipy import stats
+from torch import Tensor
 
 from torchfil import fisher
 from torchfil.fisher import (
+    Mechanism,
     NoAmplification,
     PoissonAmplification,
     Theorem4Amplification,
+    amplification,
     analytic_gaussian_epsilon,
+    available_amplifications,
     classical_gaussian_epsilon,
+    get_amplification,
     poisson_amplification,
     reference,
+    register_amplification,
 )
+from torchfil.fisher.amplification import name_of_amplification
 
 RATES = [1e-6, 1e-4, 0.01, 0.1, 0.5, 0.9, 1.0]
 
@@ -45,8 +53,8 @@ def test_published_table(sigma: float, theorem4: float, perp: float, par: float)
     got = poisson_amplification(1 / sigma, 0.01)
     assert round(got[0].item(), 4) == perp
     assert round(got[1].item(), 4) == par
-    paper = Theorem4Amplification(0.01, sigma, 1e-9, epsilon_method="classical", norm_bound=1.115)
-    assert round(paper.kappa, 4) == theorem4
+    paper = Theorem4Amplification(epsilon_method="classical", norm_bound=1.115)
+    assert round(paper.kappa(0.01, sigma), 4) == theorem4
 
 
 def test_limits_shape_dtype_and_order() -> None:
@@ -83,15 +91,15 @@ class TestTheorem4:
     def test_the_papers_formula(self, q: float, sigma: float) -> None:
         epsilon = 2 * 1.115 * math.sqrt(2 * math.log(1.25 / 1e-6)) / sigma
         want = q / (q + (1 - q) * math.exp(-epsilon))
-        got = Theorem4Amplification(q, sigma, 1e-6, epsilon_method="classical", norm_bound=1.115)
-        assert got.epsilon == pytest.approx(epsilon, rel=1e-12)
-        assert got.kappa == pytest.approx(want, rel=1e-12)
-        assert got.factors(torch.zeros(3))[1].tolist() == pytest.approx([want] * 3)
+        got = Theorem4Amplification(q, 1e-6, epsilon_method="classical", norm_bound=1.115)
+        assert got.epsilon(sigma) == pytest.approx(epsilon, rel=1e-12)
+        assert got.kappa(q, sigma) == pytest.approx(want, rel=1e-12)
+        assert got.factors(torch.zeros(3), None, sigma)[1].tolist() == pytest.approx([want] * 3)
 
     def test_add_remove_halves_the_sensitivity(self) -> None:
-        replace = Theorem4Amplification(0.01, 4.0, 1e-6, adjacency="replace-one")
-        remove = Theorem4Amplification(0.01, 2.0, 1e-6, adjacency="add-remove")
-        assert replace.epsilon == pytest.approx(remove.epsilon, rel=1e-12)
+        replace = Theorem4Amplification(delta=1e-6, adjacency="replace-one")
+        remove = Theorem4Amplification(delta=1e-6, adjacency="add-remove")
+        assert replace.epsilon(4.0) == pytest.approx(remove.epsilon(2.0), rel=1e-12)
 
     @pytest.mark.parametrize("delta", [1e-12, 1e-6, 0.1])
     @pytest.mark.parametrize("sigma", [0.05, 0.3, 1.0, 4.0, 50.0])
@@ -110,11 +118,93 @@ class TestTheorem4:
 
     def test_refusals(self) -> None:
         with pytest.raises(ValueError, match="noise_multiplier=0.0 must be positive"):
-            Theorem4Amplification(0.1, 0.0, 1e-5)
+            Theorem4Amplification(0.1).epsilon(0.0)
         with pytest.raises(ValueError, match="delta=0 must lie strictly between 0 and 1"):
-            Theorem4Amplification(0.1, 1.0, 0)
+            Theorem4Amplification(0.1, delta=0)
         with pytest.raises(ValueError, match="adjacency='swap' must be one of"):
-            Theorem4Amplification(0.1, 1.0, 1e-5, adjacency="swap")  # type: ignore[arg-type]
+            Theorem4Amplification(adjacency="swap")  # type: ignore[arg-type]
+
+
+class TestRates:
+    """The mechanism hands in q and σ at each use."""
+
+    def test_the_mechanisms_rate_serves_an_amplification_without_one(self) -> None:
+        norms = torch.tensor([0.1, 0.7], dtype=torch.float64)
+        for made, given in (("poisson", PoissonAmplification(0.1)), ("theorem4", Theorem4Amplification(0.1))):
+            mechanism = Mechanism.build(1.0, 0.9, amplification=made, sample_rate=0.1)
+            assert mechanism.sample_rate == 0.1
+            want = Mechanism.build(1.0, 0.9, amplification=given)
+            for got, expected in zip(mechanism.weights(norms), want.weights(norms), strict=True):
+                assert torch.equal(got, expected)
+
+    def test_factors_follow_the_noise(self) -> None:
+        amplification, norms = Theorem4Amplification(0.01), torch.ones(1, dtype=torch.float64)
+        for sigma in (1.0, 4.0):
+            perp, _ = Mechanism.build(1.0, sigma, amplification=amplification).weights(norms)
+            assert perp.item() * sigma**2 == pytest.approx(amplification.kappa(0.01, sigma))
+
+    def test_another_rate_than_the_samplers_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"for the sampling rate q=0\.01, but examples are drawn with rate 0\.1"):
+            Mechanism.build(1.0, 1.0, amplification=PoissonAmplification(0.01), sample_rate=0.1)
+        assert Mechanism.build(1.0, 1.0, amplification=PoissonAmplification(0.1), sample_rate=0.1).sample_rate == 0.1
+
+    @pytest.mark.parametrize("amplification", ["poisson", "theorem4", PoissonAmplification()])
+    def test_secret_batches_of_no_known_rate_are_refused(self, amplification: Any) -> None:
+        with pytest.raises(ValueError, match=r"none is known: give it as \w+\(q=…\), or as sample_rate"):
+            Mechanism.build(1.0, 1.0, amplification=amplification)
+        case = build("mlp", 2)
+        with pytest.raises(ValueError, match="none is known"):
+            fisher.fim_trace(*case.arguments, max_grad_norm=1.0, noise_multiplier=1.0, amplification=amplification)
+
+    def test_who_keeps_batches_secret(self) -> None:
+        secret = {name: get_amplification(name).secret_batches for name in available_amplifications()}
+        assert secret == {"none": False, "poisson": True, "theorem4": True}
+
+
+class TestRegistry:
+    def test_a_registered_amplification_is_found_by_name(self, clean_registry: None) -> None:
+        class Half:
+            secret_batches = False
+
+            def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
+                return 0.5 * torch.ones_like(rho), 0.25 * torch.ones_like(rho)
+
+        register_amplification("half", Half())
+        assert "half" in available_amplifications()
+        assert name_of_amplification(get_amplification("half")) == "half"
+        perp, par = Mechanism.build(1.0, 2.0, amplification="half").weights(torch.ones(1))
+        assert (perp.item(), par.item()) == (0.125, 0.0625)
+        with pytest.raises(ValueError, match="'half' is registered already; pass overwrite=True"):
+            register_amplification("half", Half())
+        register_amplification("half", NoAmplification(), overwrite=True)
+
+    def test_what_is_no_amplification_is_told(self, clean_registry: None) -> None:
+        class OfRhoAlone:
+            secret_batches = True
+
+            def factors(self, rho: Tensor) -> tuple[Tensor, Tensor]:
+                return rho, rho
+
+        class Silent:
+            def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
+                return rho, rho
+
+        for strange, told in (
+            (OfRhoAlone(), r"OfRhoAlone\.factors\(rho: .*would be called with three arguments"),
+            (Silent(), "does not say whether the attacker knows who was in a batch; set secret_batches"),
+            (0.5, r"amplification=0\.5 has no method factors"),
+        ):
+            with pytest.raises(TypeError, match=told):
+                register_amplification("strange", strange)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=told):
+                Mechanism.build(1.0, 1.0, amplification=strange)  # type: ignore[arg-type]
+        assert "strange" not in available_amplifications()
+        with pytest.raises(ValueError, match="amplification='magic' is not known; use one of none, poisson, theorem4"):
+            get_amplification("magic")
+
+    @pytest.fixture
+    def clean_registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(amplification, "_REGISTRY", dict(amplification._REGISTRY))
 
 
 @pytest.mark.parametrize("q", [0.05, 0.4])
@@ -139,8 +229,7 @@ def test_simulated_scores_of_the_real_step_agree_and_lie_below_theorem_4(q: floa
 
     unamplified = fisher.exact_fim(*case.arguments, **settings, amplification=NoAmplification())[0].cpu()
     assert ((mean - unamplified).abs() > 10 * error).any(), "the simulation can tell the factors apart"
-    theorem4 = fisher.exact_fim(*case.arguments, **settings, amplification=Theorem4Amplification(q, sigma, 1e-6))[
-        0
-    ].cpu()
+    by_theorem = Theorem4Amplification(q, delta=1e-6)
+    theorem4 = fisher.exact_fim(*case.arguments, **settings, amplification=by_theorem)[0].cpu()
     assert torch.linalg.eigvalsh(theorem4 - exact).min() > 0
     assert (mean.trace() + 4 * error.diagonal().sum() < theorem4.trace()).item()

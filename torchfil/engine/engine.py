@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torchfil.accounting.leakage import Leakage, as_table
 from torchfil.accounting.ledger import Track
 from torchfil.bounds import mse_from_rdp, replace_one_rdp
-from torchfil.clipping import ClipFunction, get_clip
+from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine.checkpoint import random_state, set_random_state
 from torchfil.engine.epsilon import individual_epsilon
 from torchfil.engine.loader import FILDataLoader, refuse_sampler
@@ -94,7 +94,7 @@ class FILPrivacyEngine(PrivacyEngine):
         grad_sample_mode: str = "hooks",
         wrap_model: bool = True,
         rand_on_empty: bool = False,
-        clip: str | ClipFunction = "gelu",
+        clip: str | ClipFunction = DEFAULT_CLIP,
         private: Private | None = None,
         amplification: str | Amplification | None = None,
         theorem4_delta: float = 1e-9,
@@ -133,10 +133,10 @@ class FILPrivacyEngine(PrivacyEngine):
                 pass of the engine gives the clipped sum and the accounting, at about the price of ``train_step``.
             wrap_model: As in Opacus.
             rand_on_empty: As in Opacus.
-            clip: A registered, calibrated clip function: "gelu", "rsqrt", "hard".
+            clip: A registered, calibrated clip function: "smooth", "gelu", "rsqrt", "hard".
             private: What is private; None: every floating-point input.
             amplification: "poisson" (exact; the default with Poisson sampling), "none" (the default without),
-                "theorem4", or an object with ``factors(rho)``.
+                "theorem4", a registered one, or an object (:class:`torchfil.fisher.amplification.Amplification`).
             theorem4_delta: δ of a step for "theorem4".
             estimator: "weight-probes", "input-probes", "coordinates" or "exact".
             num_probes: Probes per step and example; None: 3. One suffices for long runs, with conservative errors.
@@ -179,8 +179,7 @@ class FILPrivacyEngine(PrivacyEngine):
         settings = Settings(
             clip=clip,
             private=private,
-            amplification=choose_amplification(amplification, poisson_sampling),
-            theorem4_delta=theorem4_delta,
+            amplification=choose_amplification(amplification, poisson_sampling, theorem4_delta),
             estimator=estimator,
             num_probes=num_probes,
             fil_rate=fil_rate,
@@ -414,10 +413,9 @@ class FILPrivacyEngine(PrivacyEngine):
         private = run.settings.private or Private()
         private = replace(private, coordinates=_listed(private.coordinates))
         clipping = f"C = {float(run.optimizer.max_grad_norm)}, clip {run.settings.clip.name!r}"
-        amplification = run.measurer.mechanism(run.optimizer).amplification
-        factors = ", ".join(
-            f"{value:.6g}" for value in torch.cat(amplification.factors(torch.tensor([0.1, 1.0, 10.0])))
-        )
+        mechanism = run.measurer.mechanism(run.optimizer)
+        rho, q, sigma = torch.tensor([0.1, 1.0, 10.0]), mechanism.sample_rate, mechanism.noise_multiplier
+        factors = ", ".join(f"{value:.6g}" for value in torch.cat(mechanism.amplification.factors(rho, q, sigma)))
         return f"{noise}, {clipping}, amplification by {factors}, {private}"
 
     def save_run(

@@ -23,12 +23,6 @@ from torchfil.engine.losses import IdentifiedLoss, check_loss, identify_loss, re
 from torchfil.engine.observer import ForwardPass
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import Settings
-from torchfil.fisher.amplification import (
-    Amplification,
-    NoAmplification,
-    PoissonAmplification,
-    Theorem4Amplification,
-)
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import (
@@ -227,23 +221,14 @@ class Measurer:
             for name in self._written:
                 live[name].copy_(gradients.constants[name])
 
-    def _amplification(self, noise_multiplier: float) -> Amplification:
-        chosen = self.settings.amplification
-        if not isinstance(chosen, str):
-            return chosen
-        if chosen == "none" or self.sample_rate is None:
-            return NoAmplification()
-        if chosen == "poisson":
-            return PoissonAmplification(self.sample_rate)
-        return Theorem4Amplification(self.sample_rate, noise_multiplier, self.settings.theorem4_delta)
-
     def mechanism(self, optimizer: FILOptimizer) -> Mechanism:
         """Clipping, noise and subsampling as the optimizer has them now."""
         return Mechanism.build(
             float(optimizer.max_grad_norm),
             float(optimizer.noise_multiplier),
             self.settings.clip,
-            self._amplification(float(optimizer.noise_multiplier)),
+            self.settings.amplification,
+            self.sample_rate,
         )
 
     def measured(

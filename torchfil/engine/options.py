@@ -12,7 +12,7 @@ from torch import nn
 from torchfil.accounting.ledger import TRACKABLE, Track
 from torchfil.accounting.pace import Pace
 from torchfil.clipping import ClipFunction
-from torchfil.fisher.amplification import Amplification
+from torchfil.fisher.amplification import Amplification, Theorem4Amplification, get_amplification
 from torchfil.fisher.estimators import Quantity, get_estimator
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
 from torchfil.private import Private
@@ -30,8 +30,7 @@ class Settings:
 
     clip: ClipFunction
     private: Private | None
-    amplification: str | Amplification
-    theorem4_delta: float
+    amplification: Amplification
     estimator: str
     num_probes: int | None
     fil_rate: float
@@ -71,7 +70,7 @@ class Settings:
         if not self.clip.calibrated:
             raise ValueError(
                 f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of {self.clip.norm_bound:g}, "
-                "so the accountant's ε would be too small. Use a calibrated clip: 'gelu' for the smooth one."
+                "so the accountant's ε would be too small. Use a calibrated clip, such as 'smooth' or 'gelu'."
             )
         unknown = set(self.track) - set(TRACKABLE)
         if unknown:
@@ -130,19 +129,20 @@ def usual_memory(device: torch.device) -> int:
     return max(DEFAULT_MAX_MEMORY, free // 4)
 
 
-def choose_amplification(amplification: str | Amplification | None, poisson_sampling: bool) -> str | Amplification:
+def choose_amplification(
+    amplification: str | Amplification | None, poisson_sampling: bool, theorem4_delta: float
+) -> Amplification:
     """The user's choice, or the exact factors with Poisson sampling and none without."""
     if amplification is None:
-        return "poisson" if poisson_sampling else "none"
-    if isinstance(amplification, str):
-        if amplification not in ("poisson", "none", "theorem4"):
-            raise ValueError(f"amplification={amplification!r} must be 'poisson', 'none', 'theorem4' or an object")
-        if amplification != "none" and not poisson_sampling:
-            raise ValueError(
-                f"amplification={amplification!r} needs poisson_sampling=True: it holds for batches drawn at random, "
-                "not for passes over a shuffled data set. Use 'none'."
-            )
-    return amplification
+        amplification = "poisson" if poisson_sampling else "none"
+    by_theorem4 = Theorem4Amplification(delta=theorem4_delta)
+    chosen = by_theorem4 if amplification == "theorem4" else get_amplification(amplification)
+    if chosen.secret_batches and not poisson_sampling:
+        raise ValueError(
+            f"amplification={amplification!r} needs poisson_sampling=True: it holds for batches drawn at random, "
+            "not for passes over a shuffled data set. Use 'none'."
+        )
+    return chosen
 
 
 def refuse_modes(

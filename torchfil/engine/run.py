@@ -129,7 +129,7 @@ class Run:
                 "no private step has been taken yet, so there is nothing to report; train first (optimizer.step())"
             )
         exact = self.settings.exact and not self.drew_masks
-        rate = self.measurer.sample_rate if self.settings.amplification != "none" else None
+        rate = self.measurer.sample_rate if self.settings.amplification.secret_batches else None
         skipping = self.settings.rel_error is not None or self.settings.fil_rate < 1
         return Leakage(
             self.ledger, self.ids, exact=exact, test_matrix=self.test_matrix, sample_rate=rate, skipping=skipping

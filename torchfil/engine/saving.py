@@ -23,6 +23,7 @@ from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.loader import split_batch
 from torchfil.engine.run import Run
 from torchfil.engine.thumbnails import thumbnails
+from torchfil.fisher.amplification import name_of_amplification
 from torchfil.private import as_call
 from torchfil.report.saved_run import AttackResult, Attributes, SavedRun
 from torchfil.utils.trees import tensors_of
@@ -109,7 +110,6 @@ def _about(engine: FILPrivacyEngine, run: Run, leakage: Leakage, delta: float, h
     inputs, _ = split_batch(run.collate_fn([run.dataset[0]]), settings.batch_to_inputs)
     args, kwargs = as_call(inputs)
     shapes = [list(leaf.shape[1:]) for leaf in tensors_of((args, kwargs))]
-    chosen = settings.amplification
     return {
         "model": {"name": name, "num_parameters": sum(p.numel() for p in run.module.parameters())},
         "dataset": {
@@ -126,7 +126,7 @@ def _about(engine: FILPrivacyEngine, run: Run, leakage: Leakage, delta: float, h
             "steps": leakage.ledger.steps,
             "steps_paused": leakage.ledger.missed_steps,
             "poisson": run.measurer.sample_rate is not None,
-            "amplification": chosen if isinstance(chosen, str) else repr(chosen),
+            "amplification": name_of_amplification(settings.amplification),
             "estimator": settings.estimator,
             "num_probes": run.pace.num_probes if settings.rel_error is None else None,
             "fil_rate": settings.fil_rate if settings.rel_error is None else None,

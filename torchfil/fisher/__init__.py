@@ -11,14 +11,17 @@ from torchfil.fisher.amplification import (
     PoissonAmplification,
     Theorem4Amplification,
     analytic_gaussian_epsilon,
+    available_amplifications,
     classical_gaussian_epsilon,
-    poisson_amplification,
+    get_amplification,
+    register_amplification,
 )
 from torchfil.fisher.estimators import available_estimators, register_estimator
 from torchfil.fisher.fim import exact_fim, fim_diagonal, fim_matrix, fim_spectral_norm, fim_trace
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.poisson import poisson_amplification
 from torchfil.fisher.results import Estimate
 
 __all__ = [
@@ -30,6 +33,7 @@ __all__ = [
     "PoissonAmplification",
     "Theorem4Amplification",
     "analytic_gaussian_epsilon",
+    "available_amplifications",
     "available_estimators",
     "classical_gaussian_epsilon",
     "exact_fim",
@@ -37,7 +41,9 @@ __all__ = [
     "fim_matrix",
     "fim_spectral_norm",
     "fim_trace",
+    "get_amplification",
     "poisson_amplification",
     "reference",
+    "register_amplification",
     "register_estimator",
 ]

@@ -13,18 +13,17 @@ the hyper-parameters and who else is in each batch, but not which steps used the
 
 from __future__ import annotations
 
+import inspect
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
-import numpy as np
 import torch
-from numpy.polynomial import chebyshev
 from scipy import optimize, special
 from torch import Tensor
 
-from torchfil.fisher.rules.tracing import has_no_value_yet
+from torchfil.fisher.poisson import check_rate, poisson_amplification
 
 __all__ = [
     "Adjacency",
@@ -32,19 +31,43 @@ __all__ = [
     "NoAmplification",
     "PoissonAmplification",
     "Theorem4Amplification",
+    "agreed_rate",
     "analytic_gaussian_epsilon",
+    "available_amplifications",
+    "check_amplification",
     "classical_gaussian_epsilon",
-    "poisson_amplification",
+    "get_amplification",
+    "name_of_amplification",
+    "register_amplification",
 ]
 
 Adjacency = Literal["replace-one", "add-remove"]
+_SENSITIVITIES = {"replace-one": 2.0, "add-remove": 1.0}  # over C
 
 
 class Amplification(Protocol):
-    """Maps ρ = ‖g̃‖/s, [batch], to the factors (κ⊥, κ∥), [batch] each."""
+    """Maps ρ = ‖g̃‖/s, the sampling rate q and the noise multiplier σ to the factors (κ⊥, κ∥).
 
-    def factors(self, rho: Tensor) -> tuple[Tensor, Tensor]:
-        """κ⊥ and κ∥ at each ρ."""
+    :class:`torchfil.fisher.Mechanism` hands in q and σ at every use, so that a factor follows a noise scheduler.
+
+    Attributes:
+        secret_batches: Whether the attacker does not know who was in a batch. Then which batches draw an example is
+            part of what is random in a run, and q must be known.
+    """
+
+    @property
+    def secret_batches(self) -> bool:
+        """Whether the attacker does not know who was in a batch."""
+        ...
+
+    def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
+        """κ⊥ and κ∥ at each ρ, [batch] each.
+
+        Args:
+            rho: ‖g̃‖/s, [batch].
+            q: The rate with which examples are drawn; None: not known, which secret batches exclude.
+            sigma: The noise multiplier.
+        """
         ...
 
 
@@ -52,7 +75,9 @@ class Amplification(Protocol):
 class NoAmplification:
     """κ⊥ = κ∥ = 1: the attacker knows which batches held the example, or the sampler is not Poisson."""
 
-    def factors(self, rho: Tensor) -> tuple[Tensor, Tensor]:
+    secret_batches: ClassVar[bool] = False
+
+    def factors(self, rho: Tensor, q: float | None = None, sigma: float | None = None) -> tuple[Tensor, Tensor]:
         """Ones."""
         return torch.ones_like(rho), torch.ones_like(rho)
 
@@ -62,17 +87,24 @@ class PoissonAmplification:
     """The exact factors of Poisson sampling with rate q; no δ, no failure probability.
 
     Attributes:
-        q: The probability with which an example is in a batch, in (0, 1].
+        q: The probability with which an example is in a batch, in (0, 1]; None: that of the mechanism.
+
+    Example:
+        >>> perp, par = PoissonAmplification(q=0.01).factors(torch.tensor([0.5]))
+        >>> round(perp.item(), 4), round(par.item(), 4)
+        (0.0128, 0.0158)
     """
 
-    q: float
+    q: float | None = None
+    secret_batches: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_rate(self.q)
+        if self.q is not None:
+            check_rate(self.q)
 
-    def factors(self, rho: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(self, rho: Tensor, q: float | None = None, sigma: float | None = None) -> tuple[Tensor, Tensor]:
         """κ⊥ = E[w(ξ)], κ∥ = E[ξ² w(ξ)]."""
-        return poisson_amplification(rho, self.q)
+        return poisson_amplification(rho, agreed_rate(self, q))
 
 
 @dataclass(frozen=True)
@@ -80,8 +112,7 @@ class Theorem4Amplification:
     """Guo et al. 2022, Theorem 4: κ = q / (q + (1−q) e^{−ε}), valid up to a failure probability δ a step.
 
     Attributes:
-        q: The sampling rate, in (0, 1].
-        noise_multiplier: σ, noise standard deviation over ``max_grad_norm``.
+        q: The sampling rate, in (0, 1]; None: that of the mechanism.
         delta: The chance that the bound fails in one step.
         epsilon_method: "analytic" (Balle & Wang 2018, exact for every σ) or "classical" (the paper's
             sqrt(2 ln(1.25/δ)) Δ/σ, a theorem only where it comes out below 1).
@@ -89,42 +120,145 @@ class Theorem4Amplification:
         norm_bound: The largest clipped norm over C: 1 for a calibrated clip, 1.11522 for "gelu-paper".
 
     Example:
-        >>> amplification = Theorem4Amplification(0.01, 5.0, 1e-9, epsilon_method="classical", norm_bound=1.115)
-        >>> round(amplification.epsilon, 3)
+        >>> amplification = Theorem4Amplification(epsilon_method="classical", norm_bound=1.115)
+        >>> round(amplification.epsilon(sigma=5.0), 3)
         2.887
-        >>> round(amplification.kappa, 4)
+        >>> round(amplification.kappa(q=0.01, sigma=5.0), 4)
         0.1534
     """
 
-    q: float
-    noise_multiplier: float
-    delta: float
+    q: float | None = None
+    delta: float = 1e-9
     epsilon_method: Literal["analytic", "classical"] = "analytic"
     adjacency: Adjacency = "replace-one"
     norm_bound: float = 1.0
-    epsilon: float = field(init=False)
+    secret_batches: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_rate(self.q)
-        factors = {"replace-one": 2.0, "add-remove": 1.0}
-        methods = {"analytic": analytic_gaussian_epsilon, "classical": classical_gaussian_epsilon}
-        if self.adjacency not in factors:
-            raise ValueError(f"adjacency={self.adjacency!r} must be one of {list(factors)}")
-        if self.epsilon_method not in methods:
-            raise ValueError(f"epsilon_method={self.epsilon_method!r} must be one of {list(methods)}")
-        sensitivity = factors[self.adjacency] * self.norm_bound
-        object.__setattr__(
-            self, "epsilon", methods[self.epsilon_method](self.noise_multiplier / sensitivity, self.delta)
-        )
+        if self.q is not None:
+            check_rate(self.q)
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta={self.delta} must lie strictly between 0 and 1")
+        if self.adjacency not in _SENSITIVITIES:
+            raise ValueError(f"adjacency={self.adjacency!r} must be one of {list(_SENSITIVITIES)}")
+        if self.epsilon_method not in ("analytic", "classical"):
+            raise ValueError(f"epsilon_method={self.epsilon_method!r} must be 'analytic' or 'classical'")
 
-    @property
-    def kappa(self) -> float:
+    def epsilon(self, sigma: float) -> float:
+        """ε of one step with noise multiplier σ, at δ."""
+        return _epsilon(self.epsilon_method, sigma / (_SENSITIVITIES[self.adjacency] * self.norm_bound), self.delta)
+
+    def kappa(self, q: float | None, sigma: float) -> float:
         """κ = q / (q + (1−q) e^{−ε})."""
-        return self.q / (self.q + (1 - self.q) * math.exp(-self.epsilon))
+        rate = agreed_rate(self, q)
+        return rate / (rate + (1 - rate) * math.exp(-self.epsilon(sigma)))
 
-    def factors(self, rho: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
         """κ for both."""
-        return torch.full_like(rho, self.kappa), torch.full_like(rho, self.kappa)
+        kappa = self.kappa(q, sigma)
+        return torch.full_like(rho, kappa), torch.full_like(rho, kappa)
+
+
+def agreed_rate(amplification: Amplification, q: float | None) -> float:
+    """The rate that an amplification was made with or, where it has none of its own, the one that is given.
+
+    Raises:
+        ValueError: Neither is known, or they differ.
+    """
+    own: float | None = getattr(amplification, "q", None)
+    name = type(amplification).__name__
+    if own is None and q is None:
+        raise ValueError(
+            f"{name} needs the rate with which examples are drawn, and none is known: give it as {name}(q=…), or as "
+            "sample_rate to the mechanism; where batches are known to the attacker, use NoAmplification()"
+        )
+    if own is not None and q is not None and not math.isclose(own, q, rel_tol=1e-9):
+        raise ValueError(
+            f"{name} was made for the sampling rate q={own:g}, but examples are drawn with rate {q:g}; leave q out of "
+            f"{name}(), so that it follows the sampler"
+        )
+    rate = q if own is None else own
+    assert rate is not None
+    check_rate(rate)
+    return rate
+
+
+_REGISTRY: dict[str, Amplification] = {}
+
+
+def available_amplifications() -> tuple[str, ...]:
+    """The names of all registered amplifications."""
+    return tuple(sorted(_REGISTRY))
+
+
+def get_amplification(amplification: str | Amplification) -> Amplification:
+    """The amplification of that name; an object is checked and handed back.
+
+    Example:
+        >>> get_amplification("poisson")
+        PoissonAmplification(q=None)
+    """
+    if not isinstance(amplification, str):
+        check_amplification(amplification)
+        return amplification
+    if amplification not in _REGISTRY:
+        raise ValueError(
+            f"amplification={amplification!r} is not known; use one of {', '.join(available_amplifications())}, an "
+            "object, or register your own with torchfil.fisher.register_amplification"
+        )
+    return _REGISTRY[amplification]
+
+
+def register_amplification(name: str, amplification: Amplification, *, overwrite: bool = False) -> None:
+    """Register an amplification under a name, for everything that takes ``amplification=``.
+
+    Raises:
+        ValueError: The name is taken.
+        TypeError: The object is no :class:`Amplification`.
+    """
+    if name in _REGISTRY and not overwrite:
+        raise ValueError(f"amplification {name!r} is registered already; pass overwrite=True to replace it")
+    check_amplification(amplification)
+    _REGISTRY[name] = amplification
+
+
+def name_of_amplification(amplification: Amplification) -> str:
+    """The name under which an equal object is registered, else one of the same class; else what it says of itself.
+
+    Example:
+        >>> name_of_amplification(NoAmplification())
+        'none'
+    """
+    alike = [name for name, known in _REGISTRY.items() if known == amplification]
+    of_class = [name for name, known in _REGISTRY.items() if type(known) is type(amplification)]
+    return next(iter(alike + of_class), repr(amplification))
+
+
+def check_amplification(amplification: Any) -> None:
+    """Raise unless the object tells whether batches are secret and its ``factors`` takes ρ, q and σ."""
+    name = type(amplification).__name__
+    if not callable(getattr(amplification, "factors", None)):
+        raise TypeError(
+            f"amplification={amplification!r} has no method factors(rho, q, sigma); use an object that has, or one of "
+            f"the names {', '.join(available_amplifications())}"
+        )
+    if not isinstance(getattr(amplification, "secret_batches", None), bool):
+        raise TypeError(
+            f"{name} does not say whether the attacker knows who was in a batch; set secret_batches = True on it where "
+            "batches are secret, False where they are known"
+        )
+    try:
+        inspect.signature(amplification.factors).bind(None, None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}.factors{inspect.signature(amplification.factors)} would be called with three arguments, ρ, the "
+            f"sampling rate q and the noise multiplier σ ({error}); define factors(self, rho, q, sigma)"
+        ) from error
+
+
+register_amplification("none", NoAmplification())
+register_amplification("poisson", PoissonAmplification())
+register_amplification("theorem4", Theorem4Amplification())
 
 
 def classical_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
@@ -159,80 +293,11 @@ def analytic_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     return float(optimize.brentq(excess, 0.0, high, xtol=1e-13, rtol=1e-13))
 
 
-def poisson_amplification(rho: Tensor | float, q: float) -> tuple[Tensor, Tensor]:
-    """The exact factors (κ⊥, κ∥) of Poisson subsampling, elementwise in ρ.
-
-    Interpolated from a table made once per q (piecewise Chebyshev polynomials in ρ); relative error below
-    1e-9 for ρ ≥ 0 and q from 1e-6 to 1. Not differentiable.
-
-    Args:
-        rho: ‖g̃‖/s ≥ 0, any shape.
-        q: The sampling rate, in (0, 1].
-
-    Returns:
-        κ⊥ and κ∥ in (0, 1], of ρ's shape, dtype and device (float64 where ρ is a number). Both tend to q
-        for ρ → 0 and to 1 for ρ → ∞.
-
-    Example:
-        >>> perp, par = poisson_amplification(0.5, q=0.01)  # σ = 2, a gradient at the clip
-        >>> round(perp.item(), 4), round(par.item(), 4)
-        (0.0128, 0.0158)
-    """
-    _check_rate(q)
-    rho = torch.as_tensor(rho, dtype=None if isinstance(rho, Tensor) else torch.float64).detach()
-    if not has_no_value_yet(rho) and bool((~(rho >= 0)).any()):
-        raise ValueError(f"rho must be ≥ 0, got {rho[~(rho >= 0)].flatten()[0].item()}")
-    table = _table(float(q), rho.device)  # [2, pieces, degree + 1]
-    position = (rho.double() / _PIECE).clamp(max=_PIECES - 1e-9)
-    piece = position.long()
-    local = (2 * (position - piece) - 1).clamp(-1, 1)
-    order = torch.arange(_DEGREE + 1, device=rho.device, dtype=torch.float64)
-    basis = torch.cos(order * torch.acos(local)[..., None])  # Chebyshev polynomials, [..., degree + 1]
-    perp, par = ((table[which][piece] * basis).sum(dim=-1).exp() for which in (0, 1))
-    beyond = rho >= _PIECE * _PIECES
-    one = torch.ones_like(perp)
-    return (
-        torch.where(beyond, one, perp).clamp(max=1).to(rho.dtype),
-        torch.where(beyond, one, par).clamp(max=1).to(rho.dtype),
-    )
-
-
-_PIECE = 0.5
-_PIECES = 100  # the table ends at ρ = 50, where both factors are 1 to double precision
-_DEGREE = 16
-
-
 @lru_cache(maxsize=64)
-def _table(q: float, device: torch.device) -> Tensor:
-    """Chebyshev coefficients of log κ⊥ and log κ∥ on each piece of ρ, [2, pieces, degree + 1]."""
-    nodes = np.cos(np.pi * (np.arange(_DEGREE + 1) + 0.5) / (_DEGREE + 1))
-    coefficients = np.empty((2, _PIECES, _DEGREE + 1))
-    inverse = np.linalg.inv(chebyshev.chebvander(nodes, _DEGREE))
-    for piece in range(_PIECES):
-        rho = _PIECE * (piece + 0.5 * (nodes + 1))
-        for which, kappa in enumerate(_quadrature(rho, q)):
-            coefficients[which, piece] = inverse @ np.log(kappa)
-    return torch.from_numpy(coefficients).to(device)
-
-
-def _quadrature(rho: np.ndarray, q: float) -> tuple[np.ndarray, np.ndarray]:
-    """E[w] and E[ξ²w] by the trapezoidal rule, whose error for this integrand is exp(−2π²/(ρh)).
-
-    The integrand's mass lies within 9 of ξ = 0 or, where q is small, of ξ = ρ before w saturates (ρ ≤ 6 for
-    q ≥ 1e-6; smaller q moves this out slowly).
-    """
-    reach = 9.5 + math.sqrt(2 * max(0.0, -math.log(q)))
-    step = 0.6 / max(1.0, float(rho.max()))
-    xi = np.arange(-9.5, reach + step, step)
-    density = np.exp(-0.5 * xi**2) / math.sqrt(2 * math.pi)
-    logit = math.log(q) - (math.log1p(-q) if q < 1 else -math.inf)
-    weight = special.expit(logit + rho[:, None] * xi + 0.5 * rho[:, None] ** 2)
-    return step * (weight @ density), step * (weight @ (density * xi**2))
-
-
-def _check_rate(q: float) -> None:
-    if not 0 < q <= 1:
-        raise ValueError(f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch")
+def _epsilon(method: str, noise_multiplier: float, delta: float) -> float:
+    """ε for sensitivity 1; remembered, as a step asks for it again and again."""
+    compute = analytic_gaussian_epsilon if method == "analytic" else classical_gaussian_epsilon
+    return compute(noise_multiplier, delta)
 
 
 def _check_noise_and_delta(noise_multiplier: float, delta: float) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchfil.clipping import ClipFunction
+from torchfil.clipping import DEFAULT_CLIP, ClipFunction
 from torchfil.fisher.amplification import Amplification
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, LossFunction
@@ -36,8 +36,8 @@ def exact_fim(
     *,
     max_grad_norm: float,
     noise_multiplier: float,
-    clip: str | ClipFunction = "gelu",
-    amplification: Amplification | None = None,
+    clip: str | ClipFunction = DEFAULT_CLIP,
+    amplification: str | Amplification | None = None,
     private: Private | None = None,
     max_memory: int = DEFAULT_MAX_MEMORY,
 ) -> Tensor:
@@ -50,7 +50,7 @@ def exact_fim(
         targets: What ``loss_fn`` compares with, [batch, …].
         max_grad_norm: C, as in Opacus.
         noise_multiplier: σ, as in Opacus.
-        clip: "gelu", "gelu-paper", "hard", "rsqrt", or a registered function.
+        clip: "smooth", "gelu", "gelu-paper", "hard", "rsqrt", or a registered function.
         amplification: What subsampling takes away; None: nothing.
         private: Which coordinates are private; None: every floating-point input.
         max_memory: See the module's docstring.
@@ -80,8 +80,8 @@ def fim_matrix(
     *,
     max_grad_norm: float,
     noise_multiplier: float,
-    clip: str | ClipFunction = "gelu",
-    amplification: Amplification | None = None,
+    clip: str | ClipFunction = DEFAULT_CLIP,
+    amplification: str | Amplification | None = None,
     private: Private | None = None,
     estimator: str = "exact",
     num_probes: int = 8,
@@ -106,8 +106,8 @@ def fim_trace(
     *,
     max_grad_norm: float,
     noise_multiplier: float,
-    clip: str | ClipFunction = "gelu",
-    amplification: Amplification | None = None,
+    clip: str | ClipFunction = DEFAULT_CLIP,
+    amplification: str | Amplification | None = None,
     private: Private | None = None,
     estimator: str = "weight-probes",
     num_probes: int = 8,
@@ -146,8 +146,8 @@ def fim_diagonal(
     *,
     max_grad_norm: float,
     noise_multiplier: float,
-    clip: str | ClipFunction = "gelu",
-    amplification: Amplification | None = None,
+    clip: str | ClipFunction = DEFAULT_CLIP,
+    amplification: str | Amplification | None = None,
     private: Private | None = None,
     estimator: str = "weight-probes",
     num_probes: int = 8,
@@ -173,8 +173,8 @@ def fim_spectral_norm(
     *,
     max_grad_norm: float,
     noise_multiplier: float,
-    clip: str | ClipFunction = "gelu",
-    amplification: Amplification | None = None,
+    clip: str | ClipFunction = DEFAULT_CLIP,
+    amplification: str | Amplification | None = None,
     private: Private | None = None,
     method: Literal["lanczos", "power", "exact"] = "lanczos",
     iterations: int = 20,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from torchfil.clipping import ClipFunction, get_clip
-from torchfil.fisher.amplification import Amplification, NoAmplification
+from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
+from torchfil.fisher.amplification import Amplification, NoAmplification, agreed_rate, get_amplification
 
 __all__ = ["Mechanism"]
 
@@ -21,42 +22,68 @@ class Mechanism:
 
         I = (κ⊥ φ² JᵀPJ + κ∥ a aᵀ) / s².
 
+    Guarantees:
+        * The amplification is asked at each use with the mechanism's own q and σ.
+        * σ = 0 is refused, unless ``allow_zero_noise``: then the weights are infinite, and so is the Fisher information
+          about every example whose gradient depends on it; 0 is that about an example whose gradient does not.
+
     Attributes:
         max_grad_norm: C > 0.
-        noise_multiplier: σ > 0.
+        noise_multiplier: σ > 0, or 0 where it was allowed.
         clip: The clip function.
         amplification: Gives κ⊥ and κ∥.
+        sample_rate: q, the rate with which examples are drawn; None: not known, or not by Poisson sampling.
+
+    Example:
+        >>> Mechanism.build(1.0, 2.0).weights(torch.tensor([0.5]))  # κ/(σC)²
+        (tensor([0.2500]), tensor([0.2500]))
     """
 
     max_grad_norm: float
     noise_multiplier: float
     clip: ClipFunction
     amplification: Amplification
+    sample_rate: float | None = None
 
     @classmethod
     def build(
         cls,
         max_grad_norm: float,
         noise_multiplier: float,
-        clip: str | ClipFunction = "gelu",
-        amplification: Amplification | None = None,
+        clip: str | ClipFunction = DEFAULT_CLIP,
+        amplification: str | Amplification | None = None,
+        sample_rate: float | None = None,
+        *,
+        allow_zero_noise: bool = False,
     ) -> Mechanism:
-        """Check the numbers and look up the clip function; no amplification means κ = 1."""
+        """Check the numbers and look up the clip function and the amplification; None means κ = 1."""
         if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm={max_grad_norm} must be positive and finite")
-        if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
+        enough = noise_multiplier >= 0 if allow_zero_noise else noise_multiplier > 0
+        if not (math.isfinite(noise_multiplier) and enough):
             raise ValueError(
                 f"noise_multiplier={noise_multiplier} must be positive and finite: without noise the step releases "
                 "its gradients exactly, and the Fisher information about every example is infinite"
             )
-        return cls(max_grad_norm, noise_multiplier, get_clip(clip), amplification or NoAmplification())
+
+        chosen = NoAmplification() if amplification is None else get_amplification(amplification)
+        if chosen.secret_batches:
+            sample_rate = agreed_rate(chosen, sample_rate)
+        return cls(max_grad_norm, noise_multiplier, get_clip(clip), chosen, sample_rate)
 
     @property
     def noise_std(self) -> float:
-        """S = σC, the standard deviation of the noise on each coordinate of the summed gradient."""
+        """s = σC, the standard deviation of the noise on each coordinate of the summed gradient."""
         return self.noise_multiplier * self.max_grad_norm
 
+    @property
+    def noiseless(self) -> bool:
+        """Whether the step adds no noise, so that it shows the gradients' sum as it is."""
+        return self.noise_multiplier == 0
+
     def weights(self, clipped_norm: Tensor) -> tuple[Tensor, Tensor]:
-        """κ⊥/s² and κ∥/s², [batch] each, for the clipped norms ‖g̃‖, [batch]."""
-        perp, par = self.amplification.factors(clipped_norm / self.noise_std)
+        """κ⊥/s² and κ∥/s², [batch] each, for the clipped norms ‖g̃‖, [batch]; infinite without noise."""
+        if self.noiseless:
+            return torch.full_like(clipped_norm, math.inf), torch.full_like(clipped_norm, math.inf)
+        perp, par = self.amplification.factors(clipped_norm / self.noise_std, self.sample_rate, self.noise_multiplier)
         return perp / self.noise_std**2, par / self.noise_std**2
