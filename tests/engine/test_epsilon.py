@@ -70,7 +70,7 @@ def test_make_private_with_epsilon_spends_its_target() -> None:
             F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
             optimizer.step()
     assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
-    assert engine._training.run.settings.num_probes == 2
+    assert engine._training.run.options.num_probes == 2
 
 
 def rounded_epsilon(ratios: list[float], q: float, sigma: float, delta: float, grid: float = 1.05) -> float:
@@ -167,7 +167,7 @@ def test_norm_refresh_looks_everybody_up() -> None:
     assert fresh_epsilon.mean() < stale.get_individual_epsilon(delta=1e-5).value.mean()
     fresh.refresh_norms()
     module = network()
-    module.load_state_dict(fresh._training.run.module.state_dict())
+    module.load_state_dict(fresh._training.replica.live.state_dict())
     from torchfil.clipping import DEFAULT_CLIP, get_clip
     from torchfil.fisher import ClippedJacobian, ExampleGradients
 

@@ -281,7 +281,7 @@ def test_weighted_samplers_are_refused() -> None:
     )
     for batch in private:
         step(model, optimizer, batch)
-    assert engine._training.run.settings.amplification == NoAmplification()
+    assert engine._training.run.options.amplification == NoAmplification()
     assert engine.ledger.sums["participations"].tolist() == [1] * 40
 
 

@@ -306,7 +306,7 @@ def test_accounting_leaves_the_training_alone() -> None:
     finals = []
     for options in ({"estimator": "exact"}, {"num_probes": 1}, {"fil_rate": 0.3}):
         run = train(data(40), steps=6, **options)
-        finals.append((torch.get_rng_state(), [p.clone() for p in run.engine._training.run.module.parameters()]))
+        finals.append((torch.get_rng_state(), [p.clone() for p in run.engine._training.replica.live.parameters()]))
     for state, weights in finals[1:]:
         assert torch.equal(state, finals[0][0])
         assert all(torch.equal(a, b) for a, b in zip(weights, finals[0][1], strict=True))

@@ -151,7 +151,7 @@ class TestRefusals:
     def test_pausing(self) -> None:
         engine, _, _ = trained(True, data(16), network(), steps=2)
         with pytest.warns(UserWarning, match="paused"), engine.paused():
-            for x, y in engine._loader:
+            for x, y in engine._training.loader:
                 engine.train_step(x, y)
                 break
         assert int(engine.ledger.sums["missed"].sum()) == len(x)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.clipping import ClipFunction, get_clip
+from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.recording.graphs import CapturedPass, signature
 from torchfil.fisher.recording.norms import NormGradient, norm_gradient
@@ -47,7 +47,7 @@ def susceptibility(
     *,
     noise_std: float | None = None,
     max_grad_norm: float | None = None,
-    clip: str | ClipFunction = "gelu",
+    clip: str | ClipFunction = DEFAULT_CLIP,
     max_memory: int = DEFAULT_MAX_MEMORY,
     batch_plan: Plan | None = None,
     recorded_pass: Callable[[ExampleGradients], NormGradient] = norm_gradient,
@@ -176,7 +176,7 @@ class PLIS:
         loss_fn: LossFunction,
         noise_std: float | None = None,
         max_grad_norm: float | None = None,
-        clip: str | ClipFunction = "gelu",
+        clip: str | ClipFunction = DEFAULT_CLIP,
         *,
         private: Private | None = None,
         max_memory: int = DEFAULT_MAX_MEMORY,

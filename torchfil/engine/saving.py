@@ -24,6 +24,7 @@ from torchfil.engine.epsilon import epsilon_over_time
 from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.run_view import RunView
 from torchfil.engine.thumbnails import thumbnails
+from torchfil.fisher.amplification import name_of_amplification
 from torchfil.report.saved_run import AttackRecord, Attributes, SavedRun
 from torchfil.utils.trees import tensors_of
 
@@ -144,7 +145,6 @@ def _about(run: RunView, hash_data: bool) -> dict[str, Any]:
 def _mechanism(run: RunView) -> dict[str, Any]:
     options, ledger = run.options, run.leakage.ledger
     accounting = options.accounting
-    amplification = options.amplification
     paced = accounting.rel_error is not None  # then probes and rate change from step to step
     return {
         "noise_multiplier": run.noise_multiplier,
@@ -154,7 +154,7 @@ def _mechanism(run: RunView) -> dict[str, Any]:
         "steps": ledger.steps,
         "steps_paused": ledger.missed_steps,
         "poisson": run.options.sample_rate is not None,
-        "amplification": amplification if isinstance(amplification, str) else repr(amplification),
+        "amplification": name_of_amplification(options.amplification),
         "estimator": accounting.estimator,
         "num_probes": None if paced else run.num_probes,
         "fil_rate": None if paced else accounting.fil_rate,

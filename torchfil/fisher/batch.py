@@ -67,7 +67,7 @@ class PrivateBatch:
         max_grad_norm: float,
         noise_multiplier: float,
         clip: str | ClipFunction,
-        amplification: Amplification | None,
+        amplification: str | Amplification | None,
     ) -> PrivateBatch:
         """Check everything and bind it together; arguments as in :func:`torchfil.fisher.exact_fim`."""
         mechanism = Mechanism.build(max_grad_norm, noise_multiplier, clip, amplification)
