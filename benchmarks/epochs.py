@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.loops import digits
 from benchmarks.measuring import synchronize
-from torchfil import FILPrivacyEngine, zoo
+from torchfil import Accounting, Execution, FILPrivacyEngine, zoo
 from torchfil.papers.datasets import ResidentDataset
 
 __all__ = ["whole_run"]
@@ -84,9 +84,8 @@ def _torchfil(data: ResidentDataset, device: str, epochs: int) -> tuple[float, f
     start = time.perf_counter()
     engine = FILPrivacyEngine()
     memory = 2**35 if device.startswith("cuda") else 2**30
-    _, _, loader = engine.make_private(
-        **given, criterion=nn.CrossEntropyLoss(), rel_error=REL_ERROR, epochs=epochs, max_memory=memory
-    )
+    accounting = Accounting(rel_error=REL_ERROR, epochs=epochs, execution=Execution(max_memory=memory))
+    _, _, loader = engine.make_private(**given, criterion=nn.CrossEntropyLoss(), accounting=accounting)
     for _ in range(epochs):
         for x, y in loader:
             engine.train_step(x, y)
@@ -94,4 +93,4 @@ def _torchfil(data: ResidentDataset, device: str, epochs: int) -> tuple[float, f
     synchronize(device)
     seconds = time.perf_counter() - start
     relative = fil.standard_error / fil.value
-    return seconds, float(relative[fil.value > 0].median()), engine._current.pace.rate
+    return seconds, float(relative[fil.value > 0].median()), engine._training.run.pace.rate

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,7 @@ from opacus.data_loader import DPDataLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchfil import FILPrivacyEngine, Private, zoo
+from torchfil import Accounting, Execution, FILPrivacyEngine, Private, zoo
 from torchfil.papers.datasets import DataNotFoundError, cifar10, mnist
 
 __all__ = ["MODELS", "UNIT", "Loop", "Model", "Variant", "variants"]
@@ -123,7 +122,7 @@ class Variant:
 
     Attributes:
         method: "plain", "hooks", "ghost", "loop" (an unchanged loop under torchfil) or "train_step".
-        settings: Of torchfil's ``make_private``.
+        settings: Of torchfil's accounting and its execution, and the ``grad_sample_mode``.
         paused: Whether nothing is measured.
         mean: Whether the mean time counts instead of the median, because steps differ on purpose.
     """
@@ -141,7 +140,7 @@ def variants(device: str) -> dict[str, Variant]:
         UNIT: Variant("hooks"),
         "Opacus, ghost clipping": Variant("ghost"),
         "torchfil loop, 1 probe": Variant("loop", (("num_probes", 1),)),
-        "torchfil loop, one pass, 1 probe": Variant("loop", (("num_probes", 1), ("grad_sample_mode", "one-pass"))),
+        "torchfil loop, Opacus's hooks, 1 probe": Variant("loop", (("num_probes", 1), ("grad_sample_mode", "hooks"))),
         "torchfil train_step, not measured": Variant("train_step", (("num_probes", 1),), paused=True),
         "torchfil train_step, 1 probe": Variant("train_step", (("num_probes", 1),)),
         "torchfil train_step, 3 probes": Variant("train_step", (("num_probes", 3),)),
@@ -150,10 +149,16 @@ def variants(device: str) -> dict[str, Variant]:
         chosen["torchfil train_step, 1 probe, no CUDA graph"] = Variant(
             "train_step", (("num_probes", 1), ("cuda_graphs", False))
         )
-    if "rel_error" in inspect.signature(FILPrivacyEngine.make_private).parameters:
-        settings = (("rel_error", 0.05), ("epochs", 100))
-        chosen["torchfil train_step, rel_error = 0.05 over 100 epochs"] = Variant("train_step", settings, mean=True)
+    settings = (("rel_error", 0.05), ("epochs", 100))
+    chosen["torchfil train_step, rel_error = 0.05 over 100 epochs"] = Variant("train_step", settings, mean=True)
     return chosen
+
+
+def accounting(**options: Any) -> Accounting:
+    """Options of the accounting and of its execution together."""
+    names = {part.name for part in fields(Execution)}
+    execution = Execution(**{name: options.pop(name) for name in list(options) if name in names})
+    return Accounting(execution=execution, **options)
 
 
 class Loop:
@@ -200,8 +205,11 @@ class Loop:
         else:
             self.engine = FILPrivacyEngine()
             settings = {"max_memory": 2**35 if device.startswith("cuda") else 2**33, **dict(variant.settings)}
+            given["grad_sample_mode"] = settings.pop("grad_sample_mode", "auto")
+            if variant.method == "train_step":
+                given["criterion"] = self.criterion
             module, self.optimizer, loader = self.engine.make_private(
-                **given, criterion=self.criterion, private=model.private, **settings
+                **given, private=model.private, accounting=accounting(**settings)
             )
 
         # all methods draw the same batches, from the loader's own seed

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from torchfil import FILPrivacyEngine
+from torchfil import Accounting, Execution, FILPrivacyEngine
 from torchfil.papers.datasets import DataNotFoundError, ResidentDataset, mnist
 from torchfil.papers.zoo import mnist_cnn
 from torchfil.utils.files import replaced_when_complete
@@ -159,9 +159,9 @@ def train(
         max_grad_norm=recipe.max_grad_norm,
         criterion=nn.CrossEntropyLoss(),
         clip=recipe.clip,
-        amplification=amplification,
-        num_probes=recipe.probes,
-        max_memory=max_memory,
+        accounting=Accounting(
+            num_probes=recipe.probes, amplification=amplification, execution=Execution(max_memory=max_memory)
+        ),
     )
     scheduler: Any = None
     if recipe.schedule == "cosine":

@@ -23,7 +23,7 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchfil import FILPrivacyEngine, fisher
+from torchfil import Accounting, FILPrivacyEngine, fisher
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
 COLUMNS, INFORMATIVE = 20, (3, 9, 16)
@@ -81,8 +81,7 @@ def experiment(seed: int, examples: int = 2000, epochs: int = 10, max_grad_norm:
         target_delta=DELTA,
         epochs=epochs,
         max_grad_norm=max_grad_norm,
-        estimator="exact",
-        track=("diagonal", "plis"),
+        accounting=Accounting(estimator="exact", track=("diagonal", "plis")),
     )
     for _ in range(epochs):
         for x, y in loader:

@@ -23,7 +23,7 @@ def check(run: Any, dataset: Any, q: float | None, clip: str = DEFAULT_CLIP) -> 
     engine = run.engine
     diagonal = fim.diagonal(dim1=1, dim2=2)
     seen = participations > 0
-    trace = engine._training.run.leakage.get_trace()
+    trace = engine.totals.get_trace()
     assert trace.kind == "exact"
     assert relative_error(trace.value, diagonal.sum(dim=1)) < 1e-6
     assert relative_error(engine.get_fil().value, (diagonal.sum(dim=1) / fim.shape[1]).sqrt()) < 1e-6
@@ -104,7 +104,7 @@ def test_theorem_4_on_request() -> None:
     fim, _ = truth(run, dataset, q=None, module=network())
     kappa = Theorem4Amplification(delta=1e-6).kappa(1 / 5, SIGMA)
     assert (
-        relative_error(run.engine._training.run.leakage.get_trace().value, kappa * torch.einsum("bii->b", fim)) < 1e-6
+        relative_error(run.engine.totals.get_trace().value, kappa * torch.einsum("bii->b", fim)) < 1e-6
     )
 
 

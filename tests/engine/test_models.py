@@ -72,13 +72,13 @@ def test_sequential_cnn() -> None:
         nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 3)
     ).double()
     engine, want = account(module, images(), classify, tuple)
-    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine.totals.get_trace().value, want) < 1e-6
 
 
 def test_group_norm_residual_net() -> None:
     torch.manual_seed(0)
     engine, want = account(GroupNormResidual().double(), images(), classify, tuple)
-    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine.totals.get_trace().value, want) < 1e-6
 
 
 class Keywords(nn.Module):
@@ -118,8 +118,8 @@ def test_keyword_inputs_and_dict_batches(private: Private | None) -> None:
         batch_to_inputs=split,
         private=private,
     )
-    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
-    assert engine._training.run.leakage.num_coordinates == (2 if private else 5)
+    assert relative_error(engine.totals.get_trace().value, want) < 1e-6
+    assert engine.totals.num_coordinates == (2 if private else 5)
 
 
 def test_positional_and_keyword_inputs_together() -> None:
@@ -132,7 +132,7 @@ def test_positional_and_keyword_inputs_together() -> None:
         split,
         batch_to_inputs=split,
     )
-    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine.totals.get_trace().value, want) < 1e-6
 
 
 def test_dict_batches_without_a_split_raise_with_the_remedy() -> None:
@@ -152,8 +152,8 @@ def test_transformer_on_integer_tokens() -> None:
 
     module = ModuleValidator.fix(TinyTransformer()).double()  # Opacus's own attention
     engine, want = account(module, dataset, classify, tuple, private=Private(submodule="embedding"))
-    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
-    assert engine._training.run.leakage.num_coordinates == 32
+    assert relative_error(engine.totals.get_trace().value, want) < 1e-6
+    assert engine.totals.num_coordinates == 32
 
 
 class Tokens(nn.Module):
@@ -222,7 +222,7 @@ def test_frozen_backbone_with_a_trainable_head() -> None:
     module[0].requires_grad_(False)
     dataset = TensorDataset(torch.randn(20, 5).double(), torch.randint(3, (20,)))
     engine, want = account(module, dataset, classify, tuple)
-    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine.totals.get_trace().value, want) < 1e-6
 
 
 class LoRALinear(nn.Module):
@@ -241,7 +241,7 @@ def test_lora_style_partial_training() -> None:
     module = nn.Sequential(LoRALinear(nn.Linear(5, 6), 2), nn.Tanh(), LoRALinear(nn.Linear(6, 3), 2)).double()
     dataset = TensorDataset(torch.randn(20, 5).double(), torch.randint(3, (20,)))
     engine, want = account(module, dataset, classify, tuple)
-    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine.totals.get_trace().value, want) < 1e-6
 
 
 def test_private_regression_target() -> None:
@@ -255,8 +255,8 @@ def test_private_regression_target() -> None:
         private=Private(target=True),
         criterion=nn.MSELoss(),
     )
-    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
-    assert engine._training.run.leakage.num_coordinates == 7
+    assert relative_error(engine.totals.get_trace().value, want) < 1e-6
+    assert engine.totals.num_coordinates == 7
 
 
 def test_unwrapped_model() -> None:
@@ -264,7 +264,7 @@ def test_unwrapped_model() -> None:
     module = network()
     dataset = TensorDataset(torch.randn(20, 5).double(), torch.randint(3, (20,)))
     engine, want = account(module, dataset, lambda _hooks, batch: classify(module, batch), tuple, wrap_model=False)
-    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine.totals.get_trace().value, want) < 1e-6
 
 
 def test_gradients_accumulated_over_two_batches() -> None:
@@ -290,7 +290,7 @@ def test_gradients_accumulated_over_two_batches() -> None:
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
-    assert relative_error(engine._training.run.leakage.get_trace().value, want) < 1e-6
+    assert relative_error(engine.totals.get_trace().value, want) < 1e-6
 
 
 class TestDropout:
@@ -341,7 +341,7 @@ class TestDropout:
                 optimizer.step()
             trained.eval()
             assert engine.get_fil().kind == "estimate", "random masks, whatever mode the model is in when asked"
-            values.append(engine._training.run.leakage.get_trace().value.item())
+            values.append(engine.totals.get_trace().value.item())
 
         class Masked(nn.Module):
             def __init__(self, mask: Tensor) -> None:

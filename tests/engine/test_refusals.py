@@ -492,7 +492,7 @@ def test_a_clip_of_ones_own_and_schedulers(monkeypatch: pytest.MonkeyPatch) -> N
         rates.step()
         noise.step()
         threshold.step()
-    assert torch.allclose(engine._training.run.leakage.get_trace().value.cpu(), want, rtol=1e-6)
+    assert torch.allclose(engine.totals.get_trace().value.cpu(), want, rtol=1e-6)
     assert [round(h[0] / SIGMA, 6) for h in engine.accountant.history] == [round(0.9**k, 6) for k in range(5)]
     assert engine.get_individual_epsilon(delta=1e-5).value.max() <= engine.get_epsilon(1e-5) + 1e-9
 

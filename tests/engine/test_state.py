@@ -131,7 +131,7 @@ class TestMerge:
         engines = [
             train(data(40), steps=6, estimator="exact", seed=s, module=network(seed=s)).engine for s in (1, 2, 3)
         ]
-        traces = torch.stack([e._training.run.leakage.get_trace().value for e in engines])
+        traces = torch.stack([e.totals.get_trace().value for e in engines])
         merged = FILPrivacyEngine.merge(engines)
         assert torch.allclose(merged.get_trace().value, traces.mean(dim=0))
         assert torch.allclose(merged.get_trace().standard_error, traces.std(dim=0) / math.sqrt(3))
@@ -156,7 +156,7 @@ class TestPaused:
     def test_totals_become_lower_bounds_loudly(self) -> None:
         engine, model, optimizer, private = start()
         epochs(model, optimizer, private, 1)
-        complete = engine._training.run.leakage.get_trace().value.clone()
+        complete = engine.totals.get_trace().value.clone()
         with pytest.warns(UserWarning, match="Fisher accounting is paused"), engine.paused():
             epochs(model, optimizer, private, 1)
         missed = engine.ledger.sums["missed"]
@@ -263,8 +263,8 @@ def test_probed_runs_are_unbiased_and_their_errors_calibrated(options: dict[str,
         epochs(model, optimizer, private, 8)
         return engine
 
-    truth = run(estimator="exact")._training.run.leakage.get_trace().value
-    results = [run(seed=s, **options)._training.run.leakage.get_trace() for s in range(60)]
+    truth = run(estimator="exact").totals.get_trace().value
+    results = [run(seed=s, **options).totals.get_trace() for s in range(60)]
     values = torch.stack([r.value for r in results])
     z = (values.mean(dim=0) - truth) / (values.std(dim=0) / math.sqrt(60))
     assert (z.abs() < 4).all()
@@ -290,14 +290,14 @@ def test_sampling_error_is_the_spread_over_batches() -> None:
         return engine
 
     engines = [run(seed) for seed in range(60)]
-    traces = torch.stack([e._training.run.leakage.get_trace().value for e in engines])
+    traces = torch.stack([e.totals.get_trace().value for e in engines])
     reported = torch.stack([(1 - 1 / 4) * e._training.run.ledger.sums["square"] for e in engines]).mean(dim=0).sqrt()
     assert torch.allclose(reported.mean(), traces.std(dim=0).mean(), rtol=0.1)
-    leakage = engines[0]._training.run.leakage
+    leakage = engines[0].totals
     error = leakage.get_sampling_error()
     never = leakage.ledger.sums["participations"] == 0
     assert torch.equal(torch.isinf(error), never)
-    public = train(dataset, steps=4, poisson_sampling=False).engine._training.run.leakage
+    public = train(dataset, steps=4, poisson_sampling=False).engine.totals
     assert torch.equal(public.get_sampling_error(), torch.zeros(24, dtype=torch.float64, device=public.ledger.device))
 
 

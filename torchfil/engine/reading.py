@@ -44,6 +44,11 @@ class LeakageReading(PrivacyEngine):
         return self._made
 
     @property
+    def totals(self) -> Leakage:
+        """All that the run says so far, for reading: traces, bounds, attributes, tables."""
+        return self._training.run.leakage
+
+    @property
     def ledger(self) -> Ledger | None:
         """The sums by example so far; None before the first private step."""
         return self._training.run.ledger
@@ -55,23 +60,23 @@ class LeakageReading(PrivacyEngine):
         kind: Literal["trace", "spectral"] = "trace",
     ) -> Estimate:
         """Fisher information loss per example: η̄ = sqrt(tr(I)/d), or η = sqrt(‖I‖₂); see :meth:`Leakage.get_fil`."""
-        return self._training.run.leakage.get_fil(example_ids, kind=kind)
+        return self.totals.get_fil(example_ids, kind=kind)
 
     def was_measured(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """Whether the run says anything about an example, bool [ids]: its FIL of 0 means no leakage only then."""
-        return self._training.run.leakage.was_measured(example_ids)
+        return self.totals.was_measured(example_ids)
 
     def get_mse_bound(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """1/η̄², the MSE per coordinate that no unbiased attacker can get below."""
-        return self._training.run.leakage.get_mse_bound(example_ids)
+        return self.totals.get_mse_bound(example_ids)
 
     def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``."""
-        return self._training.run.leakage.get_attribute_fil(example_ids)
+        return self.totals.get_attribute_fil(example_ids)
 
     def get_plis(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """The PLIS summed over the run, [ids, d]; needs ``track=("plis",)``."""
-        return self._training.run.leakage.get_plis(example_ids)
+        return self.totals.get_plis(example_ids)
 
     def plis(self, example_ids: Iterable[Hashable] | Tensor | None = None, *, private: bool = True) -> Any:
         """Which coordinates drive these examples' privacy loss at the present weights; see :class:`torchfil.PLIS`.
@@ -119,7 +124,7 @@ class LeakageReading(PrivacyEngine):
         """
         if reading not in ("replace-one", "paper"):
             raise ValueError(f"reading={reading!r} must be 'replace-one' or 'paper'")
-        leakage = self._training.run.leakage
+        leakage = self.totals
 
         def rdp(order: float) -> float:
             return sum(
@@ -139,14 +144,14 @@ class LeakageReading(PrivacyEngine):
         self, example_ids: Iterable[Hashable] | Tensor | None = None, *, delta: float | None = None
     ) -> tuple[list[Hashable], dict[str, list[Any]]]:
         """The ids and columns of :meth:`leakage`."""
-        names, columns = self._training.run.leakage.columns(example_ids)
+        names, columns = self.totals.columns(example_ids)
         if delta is not None:
             columns["individual_epsilon"] = self.get_individual_epsilon(names, delta=delta).value.tolist()
         return names, columns
 
     def group_leakage(self, group_of: Mapping[Hashable, Hashable], **options: Any) -> Any:
         """Summaries of η̄ by group; see :meth:`Leakage.groups`."""
-        return self._training.run.leakage.groups(group_of, **options)
+        return self.totals.groups(group_of, **options)
 
     @classmethod
     def merge(cls, engines: Sequence[LeakageReading]) -> Leakage:
@@ -155,7 +160,7 @@ class LeakageReading(PrivacyEngine):
             raise ValueError("merge needs at least one engine")
         if len(set(map(id, engines))) < len(engines):
             raise ValueError("merge was given one engine twice: a run agrees with itself, whatever its error")
-        average = Leakage.average([engine._training.run.leakage for engine in engines])
+        average = Leakage.average([engine.totals for engine in engines])
         told = sorted({engine._mechanism() for engine in engines})
         if len(told) > 1:
             raise ValueError(
