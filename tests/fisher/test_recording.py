@@ -117,7 +117,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "rmsnorm": (lambda: nn.RMSNorm(5), (3, 5)),
     "groupnorm": (lambda: nn.GroupNorm(2, 4), (4, 3, 3)),
     "instancenorm": (lambda: nn.InstanceNorm2d(3, affine=True), (3, 4, 4)),
-    "bilinear-like own parameters": (lambda: Scaled(), (4,)),
+    "own parameters beside a child": (lambda: Scaled(), (4,)),
+    "own parameters in a product": (lambda: Mixed(), (3,)),
     "prelu": (lambda: nn.PReLU(4), (4,)),
 }
 
@@ -144,12 +145,23 @@ def test_each_layer_alone(name: str) -> None:
     check(Flat(layer), torch.randn(BATCH, *shape))
 
 
+class Mixed(nn.Module):
+    """A plain parameter that meets the examples in a matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.mix
+
+
 def test_layers_without_a_rule_are_named() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4), Scaled()).to(DEVICE)
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4), Scaled(), Mixed()).to(DEVICE)
     gradients = ExampleGradients.build(
         model, nn.MSELoss(), torch.randn(3, 4, device=DEVICE), torch.zeros(3, 3).to(DEVICE)
     )
-    assert plan(gradients).generic == ("1 (PReLU)", "2 (Scaled)")
+    assert plan(gradients).generic == ("1 (PReLU)", "3 (Mixed)")
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on GPUs probes are worked at together in compiled passes only")
@@ -548,10 +560,10 @@ class Unmappable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
+        self.mix = nn.Parameter(torch.eye(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.scale * x) if bool(x.sum() < 1e9) else x
+        return torch.tanh(x @ self.mix) if bool(x.sum() < 1e9) else x
 
 
 def test_a_failing_trial_is_a_reason_and_no_crash() -> None:

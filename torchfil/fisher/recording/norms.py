@@ -12,15 +12,10 @@ import torch
 from torch import Tensor
 
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
-from torchfil.fisher.recording.passes import (
-    Call,
-    CutRecording,
-    Part,
-    Recording,
-    cut,
-    record,
-)
-from torchfil.fisher.rules.base import rule_for, total_square
+from torchfil.fisher.recording.cut import CutRecording, Part, cut
+from torchfil.fisher.recording.passes import Recording, record
+from torchfil.fisher.rules.base import total_square
+from torchfil.fisher.rules.call import Call
 from torchfil.fisher.rules.generic import GenericRule
 
 __all__ = ["Held", "NormGradient", "inner_products", "norm_gradient", "squared_norms", "weighted_sum"]
@@ -69,7 +64,7 @@ class Held:
         self.total += largest
 
     def _count(self, part: Part) -> Tensor:
-        generic = [call for call in part.calls if isinstance(rule_for(call.module), GenericRule)]
+        generic = [call for call in part.calls if isinstance(call.rule, GenericRule)]
         if generic:  # it takes no such hooks: two gradients per example
             for call in generic:
                 size = sum(value.numel() * value.itemsize for value in call.parameters.values())
@@ -88,7 +83,7 @@ def squared_norms(recording: Recording) -> Iterator[Part]:
     sharing: list[Call] = []
     for call in recording.calls:
         if all(uses[name] == 1 for name in call.shared_names.values()):
-            yield Part((call,), partial(rule_for(call.module).squared_norm, call))
+            yield Part((call,), partial(call.rule.squared_norm, call))
         else:
             sharing.append(call)
     if sharing:
@@ -98,7 +93,7 @@ def squared_norms(recording: Recording) -> Iterator[Part]:
 def _shared_squared_norm(calls: Sequence[Call], like: Tensor) -> Tensor:
     summed: dict[str, Tensor] = {}
     for call in calls:
-        for local, gradient in rule_for(call.module).gradients(call).items():
+        for local, gradient in call.rule.gradients(call).items():
             name = call.shared_names[local]
             summed[name] = summed[name] + gradient if name in summed else gradient
     return total_square(summed.values(), like)
@@ -115,7 +110,7 @@ def inner_products(
     cotangents: list[Tensor | None] = [None] * len(attached.leaves)
     for call in attached.recording.calls:
         part = {local: direction[name] for local, name in call.shared_names.items()}
-        value, derivatives = rule_for(call.module).inner(call, part, weight)
+        value, derivatives = call.rule.inner(call, part, weight)
         total = total + value
         for leaf, derivative in derivatives:
             attached.put(cotangents, leaf, derivative)
@@ -126,7 +121,7 @@ def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
     """Σ_i weight_i g_i by the model's parameter names, for weights [batch]; not differentiable."""
     result: dict[str, Tensor] = {}
     for call in recording.calls:
-        for local, part in rule_for(call.module).weighted_sum(call, weight).items():
+        for local, part in call.rule.weighted_sum(call, weight).items():
             name = call.shared_names[local]
             result[name] = result[name] + part if name in result else part
     return result

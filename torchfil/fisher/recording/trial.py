@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
+from torchfil.fisher.recording.cut import cut
 from torchfil.fisher.recording.norms import Held, inner_products, norm_gradient, weighted_sum
-from torchfil.fisher.recording.passes import cut, holders, record
+from torchfil.fisher.recording.passes import holders, record
 from torchfil.fisher.rules.base import rule_for
 from torchfil.fisher.rules.convolution import ConvolutionRule
 from torchfil.fisher.rules.generic import GenericRule
@@ -69,7 +70,7 @@ def plan(gradients: ExampleGradients) -> Plan:
         return Plan(str(error) or type(error).__name__, 0)
     if reason is not None:
         return Plan(reason, 0)
-    modules = list(holders(part))
+    modules = list(holders(part.model))
     convolutions = sum(isinstance(rule_for(module), ConvolutionRule) for module in modules)
     return Plan(
         None, 2 * held.total // len(part.examples), _without_rule(part.model, modules), convolutions / len(modules)
