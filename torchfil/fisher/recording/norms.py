@@ -1,10 +1,10 @@
-"""‖g‖² of every example and its gradient with respect to the private coordinates, in one batched pass."""
+"""‖g‖² of every example and its gradient with respect to the private coordinates, in one recorded pass."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,15 @@ from torchfil.fisher.rules.base import total_square
 from torchfil.fisher.rules.call import Call
 from torchfil.fisher.rules.generic import GenericRule
 
-__all__ = ["Held", "NormGradient", "inner_products", "norm_gradient", "squared_norms", "weighted_sum"]
+__all__ = [
+    "Held",
+    "NormGradient",
+    "inner_products",
+    "norm_gradient",
+    "squared_norms",
+    "squares_and_slopes",
+    "weighted_sum",
+]
 
 
 @dataclass(frozen=True)
@@ -127,24 +135,21 @@ def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
     return result
 
 
-def norm_gradient(gradients: ExampleGradients, held: Held | None = None) -> NormGradient:
+def norm_gradient(gradients: ExampleGradients) -> NormGradient:
     """‖g‖² and its gradient with respect to z, by one forward pass, one backward pass, and the backward pass of both.
-
-    Args:
-        gradients: The examples with model and loss.
-        held: Counts what the graphs keep, where given.
 
     Raises:
         UnsupportedCallError: See :func:`torchfil.fisher.recording.record`; ``recording.plan`` tells beforehand.
     """
     z = gradients.examples.z.detach().requires_grad_()
     with torch.enable_grad(), differentiable_twice():
-        with held.counting() if held is not None else nullcontext():
-            recording = record(gradients, z)
-        attached = cut(recording)
-        parts = squared_norms(attached.recording)
-        square, cotangents = attached.differentiated(parts if held is None else held.counted(parts))
-        if held is not None:
-            held.total += sum(leaf.numel() * leaf.itemsize for leaf in attached.leaves)
-        gradient = attached.pulled_back(cotangents, z)
-    return NormGradient(square, gradient.detach())
+        return squares_and_slopes(cut(record(gradients, z)), z)
+
+
+def squares_and_slopes(attached: CutRecording, z: Tensor, held: Held | None = None) -> NormGradient:
+    """‖g‖² and its gradient with respect to z; ``held`` counts what that keeps, where given."""
+    parts = squared_norms(attached.recording)
+    square, cotangents = attached.differentiated(parts if held is None else held.counted(parts))
+    if held is not None:
+        held.total += sum(leaf.numel() * leaf.itemsize for leaf in attached.leaves)
+    return NormGradient(square, attached.pulled_back(cotangents, z).detach())
