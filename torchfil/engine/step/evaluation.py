@@ -20,6 +20,7 @@ from torchfil.fisher.recording import (
     UnsupportedCallError,
     forward_pass,
     plan,
+    run_alike,
 )
 from torchfil.private import Examples
 
@@ -51,6 +52,7 @@ class Evaluator:
         self._graphs: CapturedPasses | None = None
         self._graphs_made_at = replica.changes
         self._plans: dict[Hashable, Plan] = {}
+        self._not_recorded_live: set[Hashable] = set()
 
     def has_plan(self, gradients: ExampleGradients) -> bool:
         """Whether such examples were tried before."""
@@ -105,14 +107,17 @@ class Evaluator:
 
     def recorded_forward(self, examples: Examples, gradients: ExampleGradients) -> RecordedForward | None:
         """The forward half of a recorded pass of the live model; None where the whole pass will not follow from it."""
-        tried = self._plans.get(self._key(examples, tuple(gradients.parameters)))
-        if tried is None or tried.reason is not None or self.replica.written or self._uses_graphs(examples):
+        key = self._key(examples, tuple(gradients.parameters))
+        tried = self._plans.get(key)
+        if tried is None or not tried.fits or self.replica.written or key in self._not_recorded_live:
             return None
-        if len(examples) > self._room(tried):
+        if self._uses_graphs(examples) or len(examples) > self._room(tried):
             return None
+        run_alike(self.replica.live, self.replica.template)
         try:
-            return forward_pass(gradients, examples.z.detach().requires_grad_())
+            return forward_pass(gradients, examples.z.detach().requires_grad_(), once=True)
         except UnsupportedCallError:
+            self._not_recorded_live.add(key)
             return None
 
     def runs_in_pieces(self, batch: PrivateBatch) -> bool:
@@ -138,7 +143,12 @@ class Evaluator:
         chunks: Any = batch.chunks(self.max_memory, 1, one_pass=True)
         if forward is not None:
             live = replace(gradients, model=self.replica.live)
-            chunks = [(slice(0, count), RecordedJacobian(live, mechanism.clip, mechanism.max_grad_norm, forward))]
+            jacobian = RecordedJacobian(live, mechanism.clip, mechanism.max_grad_norm, forward)
+            try:
+                jacobian.output_gradients  # noqa: B018 - the way back to the outputs shows whether it can be used
+                chunks = [(slice(0, count), jacobian)]
+            except UnsupportedCallError:
+                self._not_recorded_live.add(self._key(gradients.examples, tuple(gradients.parameters)))
         for rows, jacobian in chunks:
             if look is not None and rows == slice(0, count):
                 look(jacobian.output_gradients)
@@ -187,7 +197,7 @@ class Evaluator:
 
 
 def _fits(batch: PrivateBatch) -> bool:
-    return batch.known is not None and batch.known.reason is None
+    return batch.known is not None and batch.known.fits
 
 
 def _tell(tried: Plan) -> None:

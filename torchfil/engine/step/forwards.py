@@ -154,17 +154,23 @@ class LoopForward:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the loop receives: the outputs as the start of a graph that ends here."""
 
-        def forward() -> tuple[Any, Examples | None, RecordedForward | None]:
-            recorded = self._record(args, kwargs, self.observer.tracker.batch)
-            if recorded is not None:
-                return recorded[1].outputs, *recorded
+        def plainly() -> Any:
             with torch.no_grad(), differentiable_twice():
-                return self.replica.live(*args, **kwargs), None, None
+                return self.replica.live(*args, **kwargs)
 
-        drops = self.replica.drops_now()
-        (outputs, examples, recorded), masks = call_and_record_masks(forward, self.replica.device, expected=drops)
+        def recorded() -> Any:
+            return self._record(args, kwargs, self.observer.tracker.batch)
+
+        device, drops = self.replica.device, self.replica.drops_now()
+        result, masks = call_and_record_masks(recorded, device, expected=drops)
+        if result is not None:
+            examples, forward = result
+            outputs = forward.outputs
+        else:
+            examples = forward = None
+            outputs, masks = call_and_record_masks(plainly, device, expected=drops)
         leaves = map_tensors(_as_leaf, outputs)
-        self.observer.watch(args, kwargs, leaves, masks=masks, recorded=recorded, examples=examples)
+        self.observer.watch(args, kwargs, leaves, masks=masks, recorded=forward, examples=examples)
         return map_tensors(lambda leaf: leaf.clone() if leaf.requires_grad else leaf, leaves)
 
 

@@ -1,29 +1,21 @@
-"""Per-example gradient norms, and their derivatives, from one batched pass, without per-example gradients."""
+"""The recorded pass: norms of per-example gradients, and their derivatives, of a whole batch, without the gradients."""
 
 from torchfil.fisher.recording.jacobian import RecordedJacobian
 from torchfil.fisher.recording.norms import NormGradient, norm_gradient
-from torchfil.fisher.recording.passes import (
-    Call,
-    RecordedForward,
-    Recording,
-    UnsupportedCallError,
-    forward_pass,
-    record,
-)
+from torchfil.fisher.recording.passes import RecordedForward, Recording, forward_pass, record, run_alike
 from torchfil.fisher.recording.trial import Plan, plan
-from torchfil.fisher.rules.base import LayerRule, register_rule, rule_for
+from torchfil.fisher.rules.call import UnsupportedCallError
 
 __all__ = [
-    "Call",
-    "LayerRule",
     "NormGradient",
     "Plan",
+    "RecordedForward",
     "RecordedJacobian",
     "Recording",
     "UnsupportedCallError",
+    "forward_pass",
     "norm_gradient",
     "plan",
     "record",
-    "register_rule",
-    "rule_for",
+    "run_alike",
 ]

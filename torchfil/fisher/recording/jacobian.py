@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from torchfil.fisher.gradients import differentiable_twice
+from torchfil.clipping import ClipFunction
+from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian, safe_reciprocal
+from torchfil.fisher.recording.cut import CutRecording, cut
 from torchfil.fisher.recording.norms import inner_products, squared_norms, weighted_sum
-from torchfil.fisher.recording.passes import CutRecording, Recording, UnsupportedCallError, cut, record
+from torchfil.fisher.recording.passes import RecordedForward, Recording, forward_pass, targets_at
+from torchfil.fisher.rules.call import UnsupportedCallError
 
 __all__ = ["RecordedJacobian"]
 
@@ -32,16 +35,42 @@ class RecordedJacobian(ClippedJacobian):
     One forward and one backward pass are recorded; ‖g‖² and ⟨u, g⟩ are functions of what each layer saw in them, and
     one more backward pass through both gives ∇‖g‖², or Jᵀu, for the whole batch. Other products come from mapped
     gradients.
+
+    Args:
+        gradients: The examples with model and loss.
+        clip: The clip function.
+        max_grad_norm: C.
+        forward: A forward pass over the same examples, at the same weights, that has run before; None: run one.
     """
 
+    def __init__(
+        self,
+        gradients: ExampleGradients,
+        clip: ClipFunction,
+        max_grad_norm: float,
+        forward: RecordedForward | None = None,
+    ) -> None:
+        super().__init__(gradients, clip, max_grad_norm)
+        if forward is not None and forward.z.shape != gradients.examples.z.shape:
+            raise ValueError(
+                f"the forward pass was over {tuple(forward.z.shape)} examples and coordinates, not over "
+                f"{tuple(gradients.examples.z.shape)}; run forward_pass on these examples, or pass forward=None"
+            )
+        self._given_forward = forward
+
     @cached_property
+    def _forward(self) -> RecordedForward:
+        if self._given_forward is not None:
+            return self._given_forward
+        return forward_pass(self.gradients, self.gradients.examples.z.detach().requires_grad_())
+
+    @property
     def _z(self) -> Tensor:
-        return self.gradients.examples.z.detach().requires_grad_()
+        return self._forward.z
 
     @cached_property
     def _recording(self) -> Recording:
-        with torch.enable_grad():
-            return record(self.gradients, self._z)
+        return self._forward.recording(self.gradients.loss_fn, targets_at(self.gradients, self._z))
 
     @cached_property
     def _cut(self) -> CutRecording:
@@ -55,7 +84,7 @@ class RecordedJacobian(ClippedJacobian):
 
     @cached_property
     def norm(self) -> Tensor:
-        """N = ‖g‖, [batch]."""
+        """n = ‖g‖, [batch]."""
         return self._square[0].sqrt()
 
     @cached_property
@@ -88,7 +117,7 @@ class RecordedJacobian(ClippedJacobian):
             yield from rows
 
     def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
-        r"""R = J̃ᵀM^{1/2}u/s, [batch, d], for u of shape [p]; E[r rᵀ] = I: one derivative for everything.
+        r"""r = J̃ᵀM^{1/2}u/s, [batch, d], for u of shape [p]; E[r rᵀ] = I: one derivative for everything.
 
         With w = M^{1/2}u = sqrt(κ⊥)u + βĝ, β = (sqrt(κ∥) − sqrt(κ⊥))(ĝ·u), it is ∇_z⟨h, g⟩ for the fixed vector
         h = φw + φ′(g·w)ĝ = φ sqrt(κ⊥) u + (φβ + φ′n(sqrt(κ⊥)(ĝ·u) + β)) ĝ, where ∇_z⟨g, g⟩/2 = ∇(n²)/2.
@@ -145,7 +174,7 @@ def _maps_that_pay() -> Iterator[None]:
 
 
 def _plus(a: Tensor | None, weight: Tensor, b: Tensor | None) -> Tensor | None:
-    """A + weight·b, for weights [batch]."""
+    """a + weight·b, for weights [batch]."""
     if b is None:
         return a
     weight = weight.reshape(-1, *[1] * (b.ndim - 1))

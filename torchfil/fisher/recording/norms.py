@@ -1,10 +1,10 @@
-"""‖g‖² of every example and its gradient with respect to the private coordinates, in one batched pass."""
+"""‖g‖² of every example and its gradient with respect to the private coordinates, in one recorded pass."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,18 +12,21 @@ import torch
 from torch import Tensor
 
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
-from torchfil.fisher.recording.passes import (
-    Call,
-    CutRecording,
-    Part,
-    Recording,
-    cut,
-    record,
-)
-from torchfil.fisher.rules.base import rule_for, total_square
+from torchfil.fisher.recording.cut import CutRecording, Part, cut
+from torchfil.fisher.recording.passes import Recording, record
+from torchfil.fisher.rules.base import total_square
+from torchfil.fisher.rules.call import Call
 from torchfil.fisher.rules.generic import GenericRule
 
-__all__ = ["Held", "NormGradient", "inner_products", "norm_gradient", "squared_norms", "weighted_sum"]
+__all__ = [
+    "Held",
+    "NormGradient",
+    "inner_products",
+    "norm_gradient",
+    "squared_norms",
+    "squares_and_slopes",
+    "weighted_sum",
+]
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Held:
         self.total += largest
 
     def _count(self, part: Part) -> Tensor:
-        generic = [call for call in part.calls if isinstance(rule_for(call.module), GenericRule)]
+        generic = [call for call in part.calls if isinstance(call.rule, GenericRule)]
         if generic:  # it takes no such hooks: two gradients per example
             for call in generic:
                 size = sum(value.numel() * value.itemsize for value in call.parameters.values())
@@ -88,7 +91,7 @@ def squared_norms(recording: Recording) -> Iterator[Part]:
     sharing: list[Call] = []
     for call in recording.calls:
         if all(uses[name] == 1 for name in call.shared_names.values()):
-            yield Part((call,), partial(rule_for(call.module).squared_norm, call))
+            yield Part((call,), partial(call.rule.squared_norm, call))
         else:
             sharing.append(call)
     if sharing:
@@ -98,7 +101,7 @@ def squared_norms(recording: Recording) -> Iterator[Part]:
 def _shared_squared_norm(calls: Sequence[Call], like: Tensor) -> Tensor:
     summed: dict[str, Tensor] = {}
     for call in calls:
-        for local, gradient in rule_for(call.module).gradients(call).items():
+        for local, gradient in call.rule.gradients(call).items():
             name = call.shared_names[local]
             summed[name] = summed[name] + gradient if name in summed else gradient
     return total_square(summed.values(), like)
@@ -115,7 +118,7 @@ def inner_products(
     cotangents: list[Tensor | None] = [None] * len(attached.leaves)
     for call in attached.recording.calls:
         part = {local: direction[name] for local, name in call.shared_names.items()}
-        value, derivatives = rule_for(call.module).inner(call, part, weight)
+        value, derivatives = call.rule.inner(call, part, weight)
         total = total + value
         for leaf, derivative in derivatives:
             attached.put(cotangents, leaf, derivative)
@@ -126,30 +129,27 @@ def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
     """Σ_i weight_i g_i by the model's parameter names, for weights [batch]; not differentiable."""
     result: dict[str, Tensor] = {}
     for call in recording.calls:
-        for local, part in rule_for(call.module).weighted_sum(call, weight).items():
+        for local, part in call.rule.weighted_sum(call, weight).items():
             name = call.shared_names[local]
             result[name] = result[name] + part if name in result else part
     return result
 
 
-def norm_gradient(gradients: ExampleGradients, held: Held | None = None) -> NormGradient:
+def norm_gradient(gradients: ExampleGradients) -> NormGradient:
     """‖g‖² and its gradient with respect to z, by one forward pass, one backward pass, and the backward pass of both.
-
-    Args:
-        gradients: The examples with model and loss.
-        held: Counts what the graphs keep, where given.
 
     Raises:
         UnsupportedCallError: See :func:`torchfil.fisher.recording.record`; ``recording.plan`` tells beforehand.
     """
     z = gradients.examples.z.detach().requires_grad_()
     with torch.enable_grad(), differentiable_twice():
-        with held.counting() if held is not None else nullcontext():
-            recording = record(gradients, z)
-        attached = cut(recording)
-        parts = squared_norms(attached.recording)
-        square, cotangents = attached.differentiated(parts if held is None else held.counted(parts))
-        if held is not None:
-            held.total += sum(leaf.numel() * leaf.itemsize for leaf in attached.leaves)
-        gradient = attached.pulled_back(cotangents, z)
-    return NormGradient(square, gradient.detach())
+        return squares_and_slopes(cut(record(gradients, z)), z)
+
+
+def squares_and_slopes(attached: CutRecording, z: Tensor, held: Held | None = None) -> NormGradient:
+    """‖g‖² and its gradient with respect to z; ``held`` counts what that keeps, where given."""
+    parts = squared_norms(attached.recording)
+    square, cotangents = attached.differentiated(parts if held is None else held.counted(parts))
+    if held is not None:
+        held.total += sum(leaf.numel() * leaf.itemsize for leaf in attached.leaves)
+    return NormGradient(square, attached.pulled_back(cotangents, z).detach())

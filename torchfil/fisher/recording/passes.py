@@ -1,17 +1,18 @@
-"""One batched forward and backward pass, with what each layer saw kept as a differentiable graph.
+"""One forward and one backward pass over a batch, with what each layer saw kept as a differentiable graph.
 
 A layer's gradient for one example depends on two things only: its input a_i and the loss's gradient δ_i at its output.
 Both are recorded for the whole batch at once, as differentiable functions of the private coordinates z, so that
-whatever the layer rules make of them (norms, inner products) can be differentiated with respect to z.
+whatever the layer rules make of them (norms, inner products) can be differentiated with respect to z. The forward half,
+:func:`forward_pass`, needs no loss and may run earlier than the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +21,25 @@ from torch.utils import _pytree as pytree
 
 from torchfil.fisher.gradients import (
     ExampleGradients,
+    LossFunction,
     added_to_output,
     call_with,
     differentiable_twice,
     has_active_dropout,
 )
 from torchfil.fisher.masks import replayed_masks
+from torchfil.fisher.recording.watching import WatchedParameters
+from torchfil.fisher.rules.base import rule_for
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
+from torchfil.fisher.rules.generic import GenericRule
+from torchfil.fisher.rules.parameters import ParameterRule
 from torchfil.fisher.rules.substitutes import FastOnCPU, with_substitutes
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["Call", "CutRecording", "Part", "Recording", "UnsupportedCallError", "cut", "holders", "record"]
+__all__ = ["RecordedForward", "Recording", "UnsupportedCallError", "forward_pass", "holders", "record", "targets_at"]
+
+_overwriting: WeakSet[nn.Module] = WeakSet()  # models that have overwritten what a layer saw
+_seen_whole: WeakSet[nn.Module] = WeakSet()  # modules whose parameters cannot be watched one by one
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,7 @@ class Recording:
     """The calls of one pass and the losses, [batch], both differentiable with respect to z.
 
     Attributes:
-        calls: In the order of the forward pass.
+        calls: In the order of the forward pass, those of parameters outside of layers last.
         losses: ℓ of every example.
         output_gradients: ∂ℓ_i/∂output_i for every tensor of the model's output, in its order; 0 where none leads there.
     """
@@ -48,113 +57,121 @@ class Recording:
     output_gradients: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Part:
-    """A summand of every example, [batch], that depends on these calls only."""
-
-    calls: tuple[Call, ...]
-    value: Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class CutRecording:
-    """A recording whose calls begin at leaves: what rules make of the calls is differentiated up to there.
-
-    Attributes:
-        recording: The calls, with leaves for their inputs and δ.
-        leaves: The leaves.
-        origins: What each of them stands for, still attached to z.
-    """
-
-    recording: Recording
-    leaves: tuple[Tensor, ...]
-    origins: tuple[Tensor, ...]
-
-    def differentiated(self, parts: Iterable[Part]) -> tuple[Tensor, list[Tensor | None]]:
-        """Σ parts, [batch], and ∂(Σ_i Σ parts_i)/∂leaf for every leaf, None where it does not matter.
-
-        Part by part, so that the graph of one layer is held at a time.
-        """
-        total = torch.zeros_like(self.recording.losses)
-        cotangents: list[Tensor | None] = [None] * len(self.leaves)
-        for part in parts:
-            with torch.enable_grad():
-                value = part.value()
-                whole = value.sum()
-            total = total + value.detach()
-            if not whole.requires_grad:
-                continue
-            leaves = {id(leaf): leaf for call in part.calls for leaf in call.leaves}.values()
-            found = torch.autograd.grad(whole, tuple(leaves), retain_graph=True, allow_unused=True)
-            for leaf, gradient in zip(leaves, found, strict=True):
-                self.put(cotangents, leaf, gradient)
-        return total, cotangents
-
-    def put(self, cotangents: list[Tensor | None], leaf: Tensor, gradient: Tensor | None) -> None:
-        """Add a gradient to the leaf's place in the list; nothing where the leaf does not depend on z."""
-        place = self._places.get(id(leaf))
-        if gradient is not None and place is not None:
-            known = cotangents[place]
-            cotangents[place] = gradient if known is None else known + gradient
-
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        return {id(leaf): place for place, leaf in enumerate(self.leaves)}
-
-    def pulled_back(self, cotangents: Sequence[Tensor | None], z: Tensor) -> Tensor:
-        """Σ_leaf ⟨cotangent, ∂leaf/∂z⟩, [batch, d]; the graph is kept for the next ones."""
-        pairs = [(origin, c) for origin, c in zip(self.origins, cotangents, strict=True) if c is not None]
-        if not pairs:
-            return torch.zeros_like(z)
-        origins, given = zip(*pairs, strict=True)
-        (result,) = torch.autograd.grad(origins, z, given, retain_graph=True, allow_unused=True, materialize_grads=True)
-        return result
-
-
-def cut(recording: Recording) -> CutRecording:
-    """The recording, cut from the graph that leads to z.
-
-    Raises:
-        UnsupportedCallError: An input that depends on z does not run over the examples first.
-    """
-    leaves: dict[int, Tensor] = {}
-    origins: dict[int, Tensor] = {}
-
-    def leaf(name: str, value: Tensor) -> Tensor:
-        if not value.requires_grad:
-            return value
-        if value.shape[:1] != recording.losses.shape:
-            raise UnsupportedCallError(f"{name}: an input of shape {tuple(value.shape)} is not one per example")
-        if id(value) not in leaves:
-            leaves[id(value)], origins[id(value)] = value.detach().requires_grad_(), value
-        return leaves[id(value)]
-
-    calls = []
-    for call in recording.calls:
-        args, kwargs, delta = map_tensors(partial(leaf, call.name), (call.args, dict(call.kwargs), call.delta))
-        calls.append(replace(call, args=args, kwargs=kwargs, delta=delta, memo={}))
-    return CutRecording(
-        replace(recording, calls=tuple(calls), losses=recording.losses.detach()),
-        tuple(leaves.values()),
-        tuple(origins.values()),
-    )
-
-
 @dataclass
-class _Seen:
-    """What a forward hook saw."""
+class _Use:
+    """One use of a layer in a forward pass, before its δ is known."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Tensor
-    versions: list[int]
+    versions: list[int] = field(init=False)
 
-    def tensors(self) -> list[Tensor]:
-        return [self.output, *tensors_of((self.args, self.kwargs))]
+    def __post_init__(self) -> None:
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [tensor._version for tensor in (self.output, *tensors_of((self.args, self.kwargs)))]
 
     def was_overwritten(self) -> bool:
-        return [tensor._version for tensor in self.tensors()] != self.versions
+        return self._versions() != self.versions
+
+
+@dataclass(frozen=True)
+class RecordedForward:
+    """A forward pass over a batch at z, with what each layer saw: the half of a recording that needs no loss.
+
+    Attributes:
+        gradients: The examples with their model. Their loss and targets do not matter.
+        z: [batch, d]; what follows is differentiable with respect to it.
+        outputs: What the model gave.
+        uses: The layers' calls in order.
+        watched: Where parameters outside of layers met the examples.
+        once: Whether the model must not be run again: the pass is a training loop's own.
+    """
+
+    gradients: ExampleGradients
+    z: Tensor
+    outputs: Any
+    uses: tuple[_Use, ...]
+    watched: WatchedParameters
+    once: bool = False
+
+    def recording(self, loss_fn: LossFunction, targets: Any) -> Recording:
+        """The other half: every example's loss, and the way back to the layers' outputs.
+
+        A model that is seen here to overwrite what a layer saw, or to use a parameter in a way that could not be
+        watched, is run once more, in another way; later ones of its passes begin in that way.
+
+        Args:
+            loss_fn: ``loss_fn(outputs, targets)``.
+            targets: Of the whole batch; a function of z where they are private.
+
+        Raises:
+            UnsupportedCallError: What a layer saw is overwritten in spite of that.
+        """
+        meetings, leaves = self.watched.meetings, self.watched.leaves
+        outputs = tensors_of(self.outputs)
+        places = [use.output for use in self.uses] + [meeting.rows for meeting in meetings]
+        differentiable = [output for output in outputs if output.requires_grad]
+        with torch.enable_grad(), differentiable_twice():
+            losses = _losses(loss_fn, self.outputs, targets)
+            if self._was_overwritten():
+                return self._run_again().recording(loss_fn, targets)
+            found = torch.autograd.grad(
+                losses.sum(), [*places, *differentiable, *leaves.values()], create_graph=True, allow_unused=True
+            )
+
+        # What still reaches a watched parameter itself has passed by all that was seen of it.
+        missed = [
+            name
+            for name, part in zip(leaves, found[len(places) + len(differentiable) :], strict=True)
+            if part is not None
+        ]
+        if missed:
+            _seen_whole.update(_holders_of(self.gradients.model, missed))
+            return self._again().recording(loss_fn, targets)
+
+        deltas = [torch.zeros_like(x) if part is None else part for x, part in zip(places, found, strict=False)]
+        rest = iter(found[len(places) :])
+        at_outputs = tuple(
+            torch.zeros_like(x) if not x.requires_grad or (part := next(rest)) is None else part.detach()
+            for x in outputs
+        )
+        return Recording(self._calls(deltas), losses, at_outputs)
+
+    def _was_overwritten(self) -> bool:
+        return any(use.was_overwritten() for use in self.uses)
+
+    def _run_again(self) -> RecordedForward:
+        """With copies of what may be overwritten."""
+        model = self.gradients.model
+        if model in _overwriting:
+            raise UnsupportedCallError(f"{type(model).__name__} or its loss overwrites what a layer saw")
+        _overwriting.add(model)
+        return self._again()
+
+    def _again(self) -> RecordedForward:
+        if self.once:
+            raise UnsupportedCallError(f"{type(self.gradients.model).__name__} would have to be run a second time")
+        return forward_pass(self.gradients, self.z)
+
+    def _calls(self, deltas: list[Tensor]) -> tuple[Call, ...]:
+        gradients = self.gradients
+        names = {id(module): name for name, module in gradients.model.named_modules()}
+        shared = {id(value): name for name, value in gradients.model.named_parameters()}
+        calls = [
+            _call(gradients, use, names[id(use.module)], delta, shared)
+            for use, delta in zip(self.uses, deltas, strict=False)
+        ]
+        for meeting, delta in zip(self.watched.meetings, deltas[len(self.uses) :], strict=True):
+            parameters = {name: gradients.parameters[name] for name in meeting.names}
+            rule = ParameterRule(meeting.value, {name: self.watched.leaves[name] for name in meeting.names})
+            own_names = dict(zip(meeting.names, meeting.names, strict=True))
+            calls.append(
+                Call(", ".join(meeting.names), gradients.model, rule, (), {}, delta, parameters, {}, own_names)
+            )
+        return tuple(calls)
 
 
 def record(gradients: ExampleGradients, z: Tensor) -> Recording:
@@ -166,30 +183,48 @@ def record(gradients: ExampleGradients, z: Tensor) -> Recording:
     for name, module in gradients.model.named_modules():
         if has_active_dropout(module) and not gradients.examples.masks:
             raise UnsupportedCallError(f"{name}: active dropout draws one mask for a batch")
-    with differentiable_twice():
-        seen, losses, outputs = _forward(gradients, z, clone=False)
-        if any(call.was_overwritten() for call in seen):
-            seen, losses, outputs = _forward(gradients, z, clone=True)
-        places = [*(call.output for call in seen), *(output for output in outputs if output.requires_grad)]
-        found = torch.autograd.grad(losses.sum(), places, create_graph=True, allow_unused=True, materialize_grads=True)
-        deltas, rest = found[: len(seen)], iter(found[len(seen) :])
-        at_outputs = tuple((next(rest) if x.requires_grad else torch.zeros_like(x)).detach() for x in outputs)
-    names = {id(module): name for name, module in gradients.model.named_modules()}
-    shared = {id(value): name for name, value in gradients.model.named_parameters()}
-    calls = tuple(
-        _call(gradients, call, names[id(call.module)], delta, shared) for call, delta in zip(seen, deltas, strict=True)
-    )
-    return Recording(calls, losses, at_outputs)
+    return forward_pass(gradients, z).recording(gradients.loss_fn, targets_at(gradients, z))
 
 
-def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[list[_Seen], Tensor, list[Tensor]]:
-    """The modules' calls in order, every example's loss, and the tensors of the model's output.
+def targets_at(gradients: ExampleGradients, z: Tensor) -> Any:
+    """The examples' targets, with z where they are private."""
+    return gradients.examples.restore(z, gradients.examples.public)[2]
 
-    ``clone`` keeps copies of what may be overwritten.
+
+def forward_pass(gradients: ExampleGradients, z: Tensor, *, once: bool = False) -> RecordedForward:
+    """Run the batch forward at z, [batch, d], with ``gradients.parameters`` as weights, keeping the graph.
+
+    The model may be in use elsewhere: its hooks are called as ever, and nothing is left on it, also after an error.
+    Dropout uses the examples' masks; without any, it draws.
+
+    Args:
+        gradients: The examples with their model.
+        z: Their private coordinates.
+        once: Whether the model must not be run a second time, in another way, where the first one does not serve.
+
+    Raises:
+        UnsupportedCallError: As in :func:`record`; or a second run would be needed.
     """
-    examples, batch = gradients.examples, len(z)
-    args, kwargs, targets, offset = examples.restore(z, examples.public)
-    seen: list[_Seen] = []
+    with torch.enable_grad(), differentiable_twice():
+        forward = _forward(gradients, z, once)
+    if forward.watched.unserved:
+        _seen_whole.update(_holders_of(gradients.model, forward.watched.unserved))
+        return forward._again()
+    return forward._run_again() if forward._was_overwritten() else forward
+
+
+def run_alike(model: nn.Module, copy: nn.Module) -> None:
+    """From now on passes over ``model`` run in the way that its copy was found to need."""
+    if copy in _overwriting:
+        _overwriting.add(model)
+    _seen_whole.update(own for own, other in zip(model.modules(), copy.modules(), strict=True) if other in _seen_whole)
+
+
+def _forward(gradients: ExampleGradients, z: Tensor, once: bool) -> RecordedForward:
+    examples, model, batch = gradients.examples, gradients.model, len(z)
+    clone = model in _overwriting
+    args, kwargs, _, offset = examples.restore(z, examples.public)
+    uses: list[_Use] = []
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         first = output[0] if isinstance(output, tuple) else output
@@ -201,43 +236,69 @@ def _forward(gradients: ExampleGradients, z: Tensor, *, clone: bool) -> tuple[li
             first = first.detach().requires_grad_()
         if clone:
             args, kwargs = map_tensors(Tensor.clone, (args, kwargs))
-        call = _Seen(module, args, kwargs, first, [])
-        call.versions = [tensor._version for tensor in call.tensors()]
-        seen.append(call)
+        uses.append(_Use(module, args, kwargs, first))
         handed_on = first.clone() if clone or constant else first  # a leaf must not be changed in place
         return (handed_on, *output[1:]) if isinstance(output, tuple) else handed_on
 
+    recorded, bare = _layers_and_bare_parameters(gradients)
+    watched = WatchedParameters({name: gradients.parameters[name] for name in bare}, (args, kwargs), batch)
+    weights = {**gradients.parameters, **gradients.constants, **watched.leaves}
     with contextlib.ExitStack() as stack:
-        for module in holders(gradients):
-            handle = module.register_forward_hook(hook, with_kwargs=True)
+        for module in recorded:  # before the user's hooks, which may change an output
+            handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
             stack.callback(handle.remove)
-        stack.enter_context(added_to_output(gradients.model, examples.submodule, offset))
-        stack.enter_context(with_substitutes(gradients.model))
+        stack.enter_context(added_to_output(model, examples.submodule, offset))
+        stack.enter_context(with_substitutes(model))
         if z.device.type == "cpu":
             stack.enter_context(FastOnCPU())
+        if watched.leaves:
+            stack.enter_context(watched)
         stack.enter_context(replayed_masks(examples.masks))
-        weights = {**gradients.parameters, **gradients.constants}
-        outputs = call_with(gradients.model, weights, args, kwargs)
-    outputs = map_tensors(lambda leaf: leaf.view_as(leaf), outputs)  # one may be made from another
-    return seen, _losses(gradients, outputs, targets), tensors_of(outputs)
+        outputs = call_with(model, weights, args, kwargs)
+
+    # One output may be made from another, and the loss may overwrite it.
+    outputs = map_tensors(Tensor.clone if clone else lambda leaf: leaf.view_as(leaf), outputs)
+    return RecordedForward(gradients, z, outputs, tuple(uses), watched, once)
 
 
-def holders(gradients: ExampleGradients) -> Iterator[nn.Module]:
+def holders(model: nn.Module) -> Iterator[nn.Module]:
     """The modules that hold trainable parameters; attention holds its children's, too, and calls them by itself."""
     inside: set[int] = set()
-    for module in gradients.model.modules():
+    for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
             inside |= {id(child) for child in module.modules() if child is not module}
-    for module in gradients.model.modules():
+    for module in model.modules():
         whole = isinstance(module, nn.MultiheadAttention)
         if id(module) not in inside and any(p.requires_grad for p in module.parameters(recurse=whole)):
             yield module
 
 
-def _losses(gradients: ExampleGradients, outputs: Any, targets: Any) -> Tensor:
+def _layers_and_bare_parameters(gradients: ExampleGradients) -> tuple[list[nn.Module], list[str]]:
+    """The modules whose calls are recorded, and the names of the trainable parameters that others hold."""
+    recorded: list[nn.Module] = []
+    bare: set[int] = set()
+    for module in holders(gradients.model):
+        attention = isinstance(module, nn.MultiheadAttention)
+        if attention or module in _seen_whole or not isinstance(rule_for(module), GenericRule):
+            recorded.append(module)
+        else:
+            bare |= {id(value) for value in module.parameters(recurse=False)}
+    named = gradients.model.named_parameters()
+    return recorded, [name for name, value in named if id(value) in bare and name in gradients.parameters]
+
+
+def _holders_of(model: nn.Module, names: list[str] | set[str]) -> list[nn.Module]:
+    """The modules that hold these parameters, under whatever name."""
+    wanted = {id(value) for name, value in model.named_parameters() if name in names}
+    return [m for m in model.modules() if any(id(value) in wanted for value in m.parameters(recurse=False))]
+
+
+def _losses(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
+    """ℓ of every example, [batch]."""
+
     def one(output: Any, target: Any) -> Tensor:
         single = map_tensors(lambda tensor: tensor.unsqueeze(0), (output, target))
-        return gradients.loss_fn(*single).reshape(())
+        return loss_fn(*single).reshape(())
 
     in_dims = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (outputs, targets))
     try:
@@ -252,24 +313,17 @@ def _row(tree: Any, i: int) -> Any:
     return map_tensors(lambda tensor: tensor[i], tree)
 
 
-def _call(gradients: ExampleGradients, seen: _Seen, name: str, delta: Tensor, shared: Mapping[int, str]) -> Call:
-    whole = isinstance(seen.module, nn.MultiheadAttention)
-    weights = {**gradients.parameters, **gradients.constants}
+def _call(gradients: ExampleGradients, use: _Use, name: str, delta: Tensor, shared: Mapping[int, str]) -> Call:
+    whole = isinstance(use.module, nn.MultiheadAttention)
     parameters: dict[str, Tensor] = {}
     names: dict[str, str] = {}
-    for local, value in seen.module.named_parameters(recurse=whole):
+    for local, value in use.module.named_parameters(recurse=whole):
         canonical = shared[id(value)]
         if canonical in gradients.parameters:
             parameters[local], names[local] = gradients.parameters[canonical], canonical
+
     prefix = f"{name}." if name else ""
+    weights = {**gradients.parameters, **gradients.constants}
     local_weights = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
     constants = {local: value for local, value in local_weights.items() if local not in parameters}
-    return Call(name, seen.module, seen.args, seen.kwargs, delta, parameters, constants, names)
-
-
-class RecordedForward:  # TEMP
-    outputs: Any
-
-
-def forward_pass(gradients: Any, z: Any) -> RecordedForward:
-    raise UnsupportedCallError("TEMP")
+    return Call(name, use.module, rule_for(use.module), use.args, use.kwargs, delta, parameters, constants, names)

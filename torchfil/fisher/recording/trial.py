@@ -1,19 +1,23 @@
-"""Whether a batched pass fits a model: a trial with two examples, against plain backward passes of each."""
+"""Whether the recorded pass fits a model: a trial with two examples, against plain backward passes of each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
-from torchfil.fisher.recording.norms import Held, inner_products, norm_gradient, weighted_sum
-from torchfil.fisher.recording.passes import cut, holders, record
-from torchfil.fisher.rules.base import rule_for
+from torchfil.fisher.recording.cut import cut
+from torchfil.fisher.recording.norms import Held, inner_products, squares_and_slopes, weighted_sum
+from torchfil.fisher.recording.passes import record
+from torchfil.fisher.rules.base import LayerRule
+from torchfil.fisher.rules.call import Call
 from torchfil.fisher.rules.convolution import ConvolutionRule
 from torchfil.fisher.rules.generic import GenericRule
+from torchfil.fisher.rules.parameters import ParameterRule
 from torchfil.private import Examples
 
 __all__ = ["Plan", "plan"]
@@ -29,7 +33,7 @@ class Plan:
     """What a trial with two examples found.
 
     Attributes:
-        reason: Why the batched pass does not fit this model; None: it does.
+        reason: Why the recorded pass does not fit this model; None: it does.
         bytes_per_example: What the pass holds for one example.
         generic: The layers without a rule of their own, by name and kind; their gradients are formed one by one.
         convolutions: The share of convolutions among the layers.
@@ -39,6 +43,11 @@ class Plan:
     bytes_per_example: int
     generic: tuple[str, ...] = ()
     convolutions: float = 1.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the recorded pass serves the model."""
+        return self.reason is None
 
 
 def plan(gradients: ExampleGradients) -> Plan:
@@ -56,12 +65,11 @@ def plan(gradients: ExampleGradients) -> Plan:
     held = Held([*gradients.parameters.values(), *gradients.constants.values()])
     try:
         probe = _probe(gradients)
-        rows = _telling_rows(gradients, probe)
+        rows, plain = _telling_rows(gradients, probe)
         part = replace(gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)])
-        reason = _difference(part, probe, held)
-        if reason is not None and part.dtype != torch.float64:
-            reason = _difference_in_float64(part, reason)
-        if reason is None and _some_gradient_vanishes(part, probe):
+        recorded = _recorded(part, probe, held)
+        reason = _settled(part, _difference(recorded, plain))
+        if reason is None and _some_gradient_vanishes(part, plain):
             reason = _difference_nearby(part, probe)
     except torch.OutOfMemoryError:
         raise
@@ -69,11 +77,46 @@ def plan(gradients: ExampleGradients) -> Plan:
         return Plan(str(error) or type(error).__name__, 0)
     if reason is not None:
         return Plan(reason, 0)
-    modules = list(holders(part))
-    convolutions = sum(isinstance(rule_for(module), ConvolutionRule) for module in modules)
-    return Plan(
-        None, 2 * held.total // len(part.examples), _without_rule(part.model, modules), convolutions / len(modules)
-    )
+
+    rules = {call.module: call.rule for call in recorded.calls if not isinstance(call.rule, ParameterRule)}
+    convolutions = sum(isinstance(rule, ConvolutionRule) for rule in rules.values())
+    generic = _without_rule(part.model, rules)
+    return Plan(None, 2 * held.total // len(part.examples), generic, convolutions / max(1, len(rules)))
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """What plain backward passes give: g, [rows, p], ∇‖g‖² and Jᵀu, [rows, d]."""
+
+    gradients: Tensor
+    slopes: Tensor
+    products: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        gradients: ExampleGradients,
+        probe: Tensor,
+        rows: Sequence[int],
+        by_row: dict[int, tuple[Tensor, Tensor, Tensor]] | None = None,
+    ) -> _Plain:
+        """Of these rows, each passed once; ``by_row`` holds what is known already."""
+        by_row = {} if by_row is None else by_row
+        for row in rows:
+            if row not in by_row:
+                by_row[row] = gradients.plain_products_of_one(row, probe)
+        return cls(*map(torch.stack, zip(*(by_row[row] for row in rows), strict=True)))
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What a recorded pass gives: ‖g‖², [rows], ∇‖g‖² and Jᵀu, [rows, d], Σ g, [p], and its calls."""
+
+    squares: Tensor
+    slopes: Tensor
+    products: Tensor
+    summed: Tensor
+    calls: tuple[Call, ...]
 
 
 def _probe(gradients: ExampleGradients) -> Tensor:
@@ -81,31 +124,35 @@ def _probe(gradients: ExampleGradients) -> Tensor:
     return torch.randn(gradients.num_parameters, generator=source).to(gradients.device, gradients.dtype)
 
 
-def _telling_rows(gradients: ExampleGradients, probe: Tensor) -> list[int]:
+def _telling_rows(gradients: ExampleGradients, probe: Tensor) -> tuple[list[int], _Plain]:
     """Rows a, b, a of two examples that differ and have gradients, as far as there are such; of a single one, it."""
     count = len(gradients)
     spread = [round(k * (count - 1) / max(1, _CANDIDATES - 1)) for k in range(_CANDIDATES)]
     candidates = list(dict.fromkeys([0, count - 1, *spread]))
+
     telling: list[int] = []
+    by_row: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for row in candidates:
         if any(_alike(gradients.examples, row, other) for other in telling):
             continue
-        if bool(gradients.plain_products_of_one(row, probe)[0].any()):
+        by_row[row] = gradients.plain_products_of_one(row, probe)
+        if bool(by_row[row][0].any()):
             telling.append(row)
         if len(telling) == 2:
             break
+
     telling = list(dict.fromkeys([*telling, *candidates]))[:2]
-    return [*telling, telling[0]] if count > 1 else telling
+    rows = [*telling, telling[0]] if count > 1 else telling
+    return rows, _Plain.of(gradients, probe, rows, by_row)
 
 
 def _alike(examples: Examples, row: int, other: int) -> bool:
     return all(torch.equal(leaf[row], leaf[other]) for leaf in (examples.z, *examples.tensors))
 
 
-def _some_gradient_vanishes(part: ExampleGradients, probe: Tensor) -> bool:
+def _some_gradient_vanishes(part: ExampleGradients, plain: _Plain) -> bool:
     """Whether a parameter has the gradient 0 for all examples, so that a trial says nothing of it."""
-    total = torch.stack([part.plain_products_of_one(i, probe)[0].abs() for i in range(min(2, len(part)))]).sum(dim=0)
-    return not all(bool(value.any()) for value in part.unflatten(total).values())
+    return not all(bool(value.any()) for value in part.unflatten(plain.gradients.abs().sum(dim=0)).values())
 
 
 def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
@@ -118,27 +165,42 @@ def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
         return value + _FAR_ENOUGH * size * step
 
     near = replace(part, parameters={name: moved(value) for name, value in part.parameters.items()})
-    found = [near.plain_products_of_one(i, probe) for i in range(min(2, len(near)))]
-    if not all(bool(value.isfinite().all()) for values in found for value in values):
+    plain = _Plain.of(near, probe, _laid_out(near))
+    if not all(bool(value.isfinite().all()) for value in (plain.gradients, plain.slopes, plain.products)):
         return None
-    reason = _difference(near, probe)
-    return reason if reason is None or part.dtype == torch.float64 else _difference_in_float64(near, reason)
+    return _settled(near, _difference(_recorded(near, probe), plain))
 
 
-def _difference(part: ExampleGradients, probe: Tensor, held: Held | None = None) -> str | None:
+def _laid_out(part: ExampleGradients) -> list[int]:
+    """The examples a, b, a of a trial as rows of which each stands for itself."""
+    return [0, 1, 0][: len(part)]
+
+
+def _settled(part: ExampleGradients, reason: str | None) -> str | None:
+    """The difference that is left in float64; ``reason``, where the model does not run in it."""
+    if reason is None or part.dtype == torch.float64:
+        return reason
+    doubled = part.double()
+    try:
+        probe = _probe(doubled)
+        return _difference(_recorded(doubled, probe), _Plain.of(doubled, probe, _laid_out(doubled)))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return reason
+
+
+def _difference(recorded: _Recorded, plain: _Plain) -> str | None:
     """What the pass and plain backward passes disagree on; None: nothing."""
-    norms = norm_gradient(part, held)
-    summed, rows = _summed_and_products(part, probe)
-    plain = zip(*(part.plain_products_of_one(i, probe) for i in range(len(part))), strict=True)
-    gradients, slopes, products = map(torch.stack, plain)
-    tolerance = _TOLERANCE.get(part.dtype, 1e-3)
-    squares = gradients.square().sum(dim=1)
-    if not torch.allclose(norms.square, squares, rtol=tolerance, atol=tolerance * float(squares.max())):
+    tolerance = _TOLERANCE.get(plain.gradients.dtype, 1e-3)
+    squares = plain.gradients.square().sum(dim=1)
+    if not torch.allclose(recorded.squares, squares, rtol=tolerance, atol=tolerance * float(squares.max())):
         return "the layers' calls do not account for the whole gradient, or the model mixes examples"
+
     pairs = {
-        "sums of gradients": (summed[None], gradients.sum(dim=0)[None]),
-        "derivatives of gradients' norms": (norms.gradient, slopes),
-        "derivatives of gradients' products with a probe": (rows, products),
+        "sums of gradients": (recorded.summed[None], plain.gradients.sum(dim=0)[None]),
+        "derivatives of gradients' norms": (recorded.slopes, plain.slopes),
+        "derivatives of gradients' products with a probe": (recorded.products, plain.products),
     }
     for name, (found, true) in pairs.items():
         apart, size = (torch.linalg.vector_norm(values, dim=1) for values in (found - true, true))
@@ -147,31 +209,27 @@ def _difference(part: ExampleGradients, probe: Tensor, held: Held | None = None)
     return None
 
 
-def _summed_and_products(part: ExampleGradients, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ_i g_i, [p], and Jᵀu of every example, [batch, d], from one recorded pass."""
+def _recorded(part: ExampleGradients, probe: Tensor, held: Held | None = None) -> _Recorded:
+    """All that the trial compares, from one recorded pass; ``held`` counts what its norms hold."""
     z = part.examples.z.detach().requires_grad_()
     with torch.enable_grad(), differentiable_twice():
-        attached = cut(record(part, z))
+        with held.counting() if held is not None else nullcontext():
+            recording = record(part, z)
+        attached = cut(recording)
+        norms = squares_and_slopes(attached, z, held)
         weight = torch.ones(len(part), dtype=part.dtype, device=part.device)
-        _, cotangents = inner_products(attached, part.unflatten(u), weight)
+        _, cotangents = inner_products(attached, part.unflatten(probe), weight)
         products = attached.pulled_back(cotangents, z).detach()
-        sums = weighted_sum(attached.recording, weight)
+        sums = weighted_sum(recording, weight)
+
     flat = [sums[name] if name in sums else torch.zeros_like(value) for name, value in part.parameters.items()]
-    return torch.cat([value.flatten() for value in flat]), products
+    summed = torch.cat([value.flatten() for value in flat])
+    return _Recorded(norms.square, norms.gradient, products, summed, recording.calls)
 
 
-def _difference_in_float64(part: ExampleGradients, reason: str) -> str | None:
-    """The difference that is left in float64; ``reason``, where the model does not run in it."""
-    doubled = part.double()
-    try:
-        return _difference(doubled, _probe(doubled))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        return reason
-
-
-def _without_rule(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    names = {id(module): name for name, module in model.named_modules()}
-    found = [module for module in modules if isinstance(rule_for(module), GenericRule)]
-    return tuple(f"{names[id(module)] or 'the model itself'} ({type(module).__name__})" for module in found)
+def _without_rule(model: nn.Module, rules: Mapping[nn.Module, LayerRule]) -> tuple[str, ...]:
+    return tuple(
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(rules.get(module), GenericRule)
+    )

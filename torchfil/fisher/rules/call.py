@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from torchfil.utils.trees import tensors_of
+
+if TYPE_CHECKING:
+    from torchfil.fisher.rules.base import LayerRule
 
 __all__ = ["Call", "UnsupportedCallError"]
 
@@ -24,6 +27,7 @@ class Call:
     Attributes:
         name: The module's, as in ``named_modules``.
         module: The module.
+        rule: What makes gradients of the rest.
         args: Its positional inputs.
         kwargs: Its keyword inputs.
         delta: δ, the gradient of the summed loss at its output, [batch, …]; differentiable.
@@ -35,6 +39,7 @@ class Call:
 
     name: str
     module: nn.Module
+    rule: LayerRule
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     delta: Tensor

@@ -1,0 +1,138 @@
+"""Parameters outside of layers: where a forward pass lets them meet the examples.
+
+A module without a rule may use a parameter θ of its own anywhere: a scale of its branch, a table of positions, a class
+token. What it makes of θ alone, θ′ = f(θ) (slices, views, an exponential), is the same for all examples. Where θ′ meets
+something that depends on the examples, in an elementwise operation or a concatenation, every example is handed a view
+of θ′ of its own instead: the gradient at that view is the example's own, and f leads it back to θ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torchfil.utils.trees import map_tensors, tensors_of
+
+__all__ = ["Meeting", "WatchedParameters"]
+
+_ELEMENTWISE = frozenset({"add", "addcmul", "div", "expand_as", "lerp", "mul", "rsub", "sub", "true_divide", "where"})
+_JOINING = frozenset({"cat", "concat", "concatenate"})
+_REPEATING = frozenset({"broadcast_to", "expand", "repeat"})
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where a function of parameters met the examples.
+
+    Attributes:
+        rows: A view of the value for each example, [batch, …]; a leaf.
+        value: θ′, attached to the parameters; broadcast to ``rows``, never along the batch.
+        names: Those of the parameters.
+    """
+
+    rows: Tensor
+    value: Tensor
+    names: tuple[str, ...]
+
+
+class WatchedParameters(TorchFunctionMode):
+    """Inside, a model called with :attr:`leaves` for these parameters lets its examples meet views of their own.
+
+    Guarantees:
+        * The model's outputs are unchanged.
+        * A use that is not understood is left as it is: its parameter's name stands in :attr:`unserved`, or, where
+          the use cannot be seen from here (an autograd function), the loss has a gradient at its leaf.
+
+    Args:
+        parameters: θ by name.
+        inputs: The model's inputs, a tree.
+        batch: The number of examples.
+
+    Attributes:
+        leaves: What to call the model with.
+        meetings: In the order of the forward pass.
+        unserved: The names of parameters that were used in another way.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], inputs: Any, batch: int) -> None:
+        super().__init__()
+        self.leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+        self.meetings: list[Meeting] = []
+        self.unserved: set[str] = set()
+        self._batch = batch
+        self._functions: dict[int, tuple[Tensor, tuple[str, ...]]] = {}  # of parameters alone, and of which
+        for name, leaf in self.leaves.items():
+            self._functions[id(leaf)] = leaf, (name,)
+        self._one_row: dict[int, Tensor] = {}  # what such a function was repeated from, for each example
+        self._of_examples: Any = WeakTensorKeyDictionary()  # that autograd does not know of: tokens, masks
+        for tensor in tensors_of(inputs):
+            self._of_examples[tensor] = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = tensors_of((args, kwargs))
+        ours = [tensor for tensor in tensors if id(tensor) in self._functions]
+        others = any(self._depends_on_examples(tensor) for tensor in tensors if id(tensor) not in self._functions)
+        if ours and others:
+            args, kwargs = self._met(func.__name__, args, kwargs, tensors)
+
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor | tuple | list):
+            for tensor in tensors_of(result):
+                if others and not tensor.requires_grad and not func.__name__.startswith("new_"):
+                    self._of_examples[tensor] = True
+                elif ours and not others and tensor.requires_grad:
+                    self._keep(tensor, ours, func.__name__)
+        return result
+
+    def _depends_on_examples(self, tensor: Tensor) -> bool:
+        return tensor.requires_grad or tensor in self._of_examples
+
+    def _keep(self, tensor: Tensor, sources: list[Tensor], operation: str) -> None:
+        names = dict.fromkeys(name for source in sources for name in self._functions[id(source)][1])
+        self._functions[id(tensor)] = tensor, tuple(names)
+        if operation in _REPEATING:
+            (source,) = sources
+            row = (1,) * (tensor.ndim - source.ndim) + source.shape
+            if row[0] == 1 and (operation != "repeat" or row[1:] == tensor.shape[1:]):
+                self._one_row[id(tensor)] = source
+
+    def _met(self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
+        """The arguments, with views for every example in place of functions of parameters."""
+        in_place, operation = operation.endswith("_") and not operation.startswith("_"), operation.strip("_")
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) if operation in _ELEMENTWISE else None
+        served = (shape is not None or operation in _JOINING) and "out" not in kwargs
+        served = served and not (in_place and id(args[0]) in self._functions)
+        meetings: list[Meeting] = []
+
+        def rows_of(tensor: Tensor) -> Tensor:
+            if id(tensor) not in self._functions:
+                return tensor
+            names = self._functions[id(tensor)][1]
+            meeting = self._meeting(tensor, tensor.shape if shape is None else shape, names) if served else None
+            if meeting is None:
+                self.unserved.update(names)
+                return tensor
+            meetings.append(meeting)
+            return meeting.rows
+
+        replaced: tuple[Any, Any] = map_tensors(rows_of, (args, kwargs))
+        self.meetings += meetings
+        return replaced
+
+    def _meeting(self, tensor: Tensor, shape: torch.Size, names: tuple[str, ...]) -> Meeting | None:
+        """None where the examples do not come first, or are not those that the function was repeated for."""
+        if shape[:1] != (self._batch,):
+            return None
+        value = tensor
+        if tensor.ndim == len(shape) and tensor.shape[0] != 1:
+            if id(tensor) not in self._one_row:
+                return None
+            value = self._one_row[id(tensor)]
+        return Meeting(tensor.detach().expand(shape).requires_grad_(), value, names)
