@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import opacus.tests
+
 from .outcomes import (
     Comparison,
     compare,
@@ -30,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "opacus-tests.md"
 MARKS = ("<!-- results: written by `python -m tests.opacus_suite --update` -->", "<!-- end of results -->")
 
+Records = Mapping[str, Mapping[str, Any]]  # {test: what the plugin noted}
+
 
 def main() -> int:
     """Run what is asked for, print the outcomes and return the exit code."""
@@ -41,7 +45,8 @@ def main() -> int:
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="only tests that match, as in pytest")
     options = parser.parse_args()
     if options.update:
-        return update()
+        stock = run_tests("stock")
+        return update(stock, run_tests("torchfil", engine_tests(stock)))
 
     expected = {} if options.stock else load_expected()
     chosen = [test for test, entry in expected.items() if options.all or options.k or entry["quick"]]
@@ -58,14 +63,19 @@ def main() -> int:
 
 
 def run_tests(engine: str, tests: Sequence[str] = (), expression: str = "") -> dict[str, dict[str, Any]]:
-    """Run Opacus's tests in a process of their own and return the plugin's record of each; no tests named: all."""
-    import opacus.tests
+    """Run Opacus's tests in a process of their own and return the plugin's record of each.
 
+    Args:
+        engine: "stock" or "torchfil".
+        tests: Their names; none: all of the files that name an engine.
+        expression: Only those that match, as in pytest.
+    """
     folder = Path(opacus.tests.__file__).parent
+    files = [path for path in sorted(folder.rglob("*_test.py")) if "PrivacyEngine" in path.read_text()]
     with tempfile.TemporaryDirectory() as temporary:
         results = Path(temporary) / "results.json"
         named = Path(temporary) / "tests.txt"
-        named.write_text("\n".join(str(folder / test) for test in tests) or str(folder))
+        named.write_text("\n".join(str(path) for path in ([folder / test for test in tests] or files)))
         options = ["-q", "--tb=no", "--disable-warnings", "-p", "no:cacheprovider", "-p", f"{__package__}.plugin"]
         options += ["-c", os.devnull, f"--rootdir={folder}"]  # this repository's own settings are not theirs
         if expression:
@@ -78,7 +88,7 @@ def run_tests(engine: str, tests: Sequence[str] = (), expression: str = "") -> d
         return json.loads(results.read_text())
 
 
-def tell(comparison: Comparison, records: Mapping[str, Mapping[str, Any]]) -> None:
+def tell(comparison: Comparison, records: Records) -> None:
     """Print what is not as expected."""
     kinds = {
         "expected to pass, and does not": comparison.lost,
@@ -93,14 +103,15 @@ def tell(comparison: Comparison, records: Mapping[str, Mapping[str, Any]]) -> No
             print(f"{kind}: {test}{text}")
 
 
-def update() -> int:
-    """Run all tests with both engines; rewrite the list of expected outcomes and the table in the docs."""
-    stock = run_tests("stock")
-    tests = engine_tests(stock)
-    records = run_tests("torchfil", tests)
-    outcomes = {test: outcome_of(test, record) for test, record in records.items()}
+def update(stock: Records, records: Records) -> int:
+    """Rewrite the list of expected outcomes and the table in the docs; return the exit code.
 
-    quick = quick_part({test: record["seconds"] for test, record in records.items()}, outcomes)
+    Args:
+        stock: What the tests did with Opacus's engine.
+        records: What those that call an engine did with torchfil's.
+    """
+    outcomes = {test: outcome_of(test, records[test]) for test in engine_tests(stock)}
+    quick = quick_part({test: records[test]["seconds"] for test in outcomes}, outcomes)
     entries = {
         test: {"outcome": outcome, "seconds": records[test]["seconds"], "quick": test in quick}
         for test, outcome in outcomes.items()
