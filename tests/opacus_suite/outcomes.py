@@ -79,17 +79,20 @@ def save_expected(tests: Mapping[str, Mapping[str, Any]], versions: Mapping[str,
 
 
 def summary(outcomes: Mapping[str, str]) -> str:
-    """The table of the docs, in Markdown: how many tests end in which way, and why."""
+    """The table of the docs, in Markdown: how many tests end in which way, which they are, and why."""
+    functions: dict[str, set[str]] = {}
+    for test, outcome in outcomes.items():
+        functions.setdefault(outcome, set()).add(f"`{test.split('::')[-1].removeprefix('test_')}`")
     counts = Counter(outcomes.values())
-    rows = [
-        "| tests | outcome | why |",
-        "|---:|---|---|",
-        f"| {counts[PASSED]} | pass | |",
-        *(f"| {counts[reason.name]} | {reason.title} | {reason.why} |" for reason in REASONS if counts[reason.name]),
-    ]
+
+    rows = ["| tests | outcome | why | test functions |", "|---:|---|---|---|", f"| {counts[PASSED]} | pass | | |"]
+    for reason in REASONS:
+        if counts[reason.name]:
+            names = ", ".join(sorted(functions[reason.name]))
+            rows.append(f"| {counts[reason.name]} | {reason.title} | {reason.why} | {names} |")
     if counts[UNEXPLAINED]:
-        rows.append(f"| {counts[UNEXPLAINED]} | not explained | |")
-    return "\n".join([*rows, f"| {len(outcomes)} | call an engine | |"])
+        rows.append(f"| {counts[UNEXPLAINED]} | not explained | | {', '.join(sorted(functions[UNEXPLAINED]))} |")
+    return "\n".join([*rows, f"| **{len(outcomes)}** | call an engine | | |"])
 
 
 def unused_reasons(outcomes: Mapping[str, str]) -> list[str]:

@@ -79,8 +79,9 @@ REASONS = (
     Reason(
         "left-in-the-middle",
         "refused with another error class",
-        "The loop is left in the middle of a logical batch and a new one begins; going on would release an example "
-        "twice under one draw of noise. Opacus notices the missing `zero_grad` one line later.",
+        "The loop is left in the middle of a logical batch and another one begins: going on would add its examples to "
+        "the unfinished batch under one draw of noise. Opacus goes on; the `ValueError` that the test waits for is the "
+        "one for a missing `zero_grad`, a step later.",
         r"left in the middle of a logical batch",
     ),
     Reason(
