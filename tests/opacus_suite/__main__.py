@@ -26,9 +26,8 @@ from .outcomes import (
     summary,
     unused_reasons,
 )
-from .plugin import ENGINE_VARIABLE, RESULTS_VARIABLE
+from .plugin import ENGINE_VARIABLE, RESULTS_VARIABLE, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "opacus-tests.md"
 MARKS = ("<!-- results: written by `python -m tests.opacus_suite --update` -->", "<!-- end of results -->")
 
@@ -76,8 +75,18 @@ def run_tests(engine: str, tests: Sequence[str] = (), expression: str = "") -> d
         results = Path(temporary) / "results.json"
         named = Path(temporary) / "tests.txt"
         named.write_text("\n".join(str(path) for path in ([folder / test for test in tests] or files)))
-        options = ["-q", "--tb=no", "--disable-warnings", "-p", "no:cacheprovider", "-p", f"{__package__}.plugin"]
-        options += ["-c", os.devnull, f"--rootdir={folder}"]  # this repository's own settings are not theirs
+        options = [
+            "-q",
+            "--tb=no",
+            "--no-summary",
+            "--disable-warnings",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            f"{__package__}.plugin",
+        ]
+        # Neither settings nor conftest.py of a folder above theirs: the latter would also put that folder on the path.
+        options += ["-c", os.devnull, f"--rootdir={folder}", "--noconftest"]
         if expression:
             options += ["-k", expression]
         environment = {**os.environ, ENGINE_VARIABLE: engine, RESULTS_VARIABLE: str(results)}

@@ -18,6 +18,7 @@ from .vision import import_torchvision
 
 ENGINE_VARIABLE = "OPACUS_SUITE_ENGINE"
 RESULTS_VARIABLE = "OPACUS_SUITE_RESULTS"
+ROOT = Path(__file__).resolve().parents[2]
 
 _records: dict[str, dict[str, Any]] = {}
 _running: list[str] = []
@@ -44,6 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         import torchfil
 
+        if ROOT not in Path(torchfil.__file__).resolve().parents:
+            raise pytest.UsageError(
+                f"torchfil was imported from {torchfil.__file__}, not from {ROOT}: another copy would be tested"
+            )
         engine = torchfil.FILPrivacyEngine
     replacement = _recorded(engine)
     opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = replacement
@@ -107,7 +112,7 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 
 def _short(path: str) -> str:
-    for mark in ("site-packages/", f"{Path(__file__).resolve().parents[2]}/"):
+    for mark in ("site-packages/", f"{ROOT}/"):
         path = path.split(mark)[-1]
     return path
 
