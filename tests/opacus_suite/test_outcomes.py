@@ -1,4 +1,5 @@
 import pytest
+
 from opacus_suite.outcomes import PASSED, UNEXPLAINED, compare, load_expected, outcome_of, quick_part
 from opacus_suite.reasons import REASONS
 
