@@ -1,0 +1,142 @@
+"""Run Opacus's own tests with torchfil's engine: ``python -m tests.opacus_suite``; see docs/opacus-tests.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import opacus.tests
+
+from .outcomes import (
+    Comparison,
+    compare,
+    engine_tests,
+    load_expected,
+    outcome_of,
+    quick_part,
+    save_expected,
+    summary,
+    unused_reasons,
+)
+from .plugin import ENGINE_VARIABLE, RESULTS_VARIABLE, ROOT
+
+DOCS = ROOT / "docs" / "opacus-tests.md"
+MARKS = ("<!-- results: written by `python -m tests.opacus_suite --update` -->", "<!-- end of results -->")
+
+Records = Mapping[str, Mapping[str, Any]]  # {test: what the plugin noted}
+
+
+def main() -> int:
+    """Run what is asked for, print the outcomes and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.opacus_suite", description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every test that calls an engine, not only a part")
+    parser.add_argument("--update", action="store_true", help="run everything and rewrite expected.json and the docs")
+    parser.add_argument("--stock", action="store_true", help="with Opacus's engine: what passes without torchfil")
+    parser.add_argument("--json", type=Path, help="where to write the record of every test")
+    parser.add_argument("-k", default="", metavar="EXPRESSION", help="only tests that match, as in pytest")
+    options = parser.parse_args()
+    if options.update:
+        stock = run_tests("stock")
+        return update(stock, run_tests("torchfil", engine_tests(stock)))
+
+    expected = {} if options.stock else load_expected()
+    chosen = [test for test, entry in expected.items() if options.all or options.k or entry["quick"]]
+    records = run_tests("stock" if options.stock else "torchfil", chosen, options.k)
+    if options.json:
+        options.json.write_text(json.dumps(records, indent=1))
+
+    print(summary({test: outcome_of(test, record) for test, record in records.items() if record["engine"]}))
+    if options.stock:
+        return 0
+    comparison = compare(records, expected)
+    tell(comparison, records)
+    return 0 if comparison.good else 1
+
+
+def run_tests(engine: str, tests: Sequence[str] = (), expression: str = "") -> dict[str, dict[str, Any]]:
+    """Run Opacus's tests in a process of their own and return the plugin's record of each.
+
+    Args:
+        engine: "stock" or "torchfil".
+        tests: Their names; none: all of the files that name an engine.
+        expression: Only those that match, as in pytest.
+    """
+    folder = Path(opacus.tests.__file__).parent
+    files = [path for path in sorted(folder.rglob("*_test.py")) if "PrivacyEngine" in path.read_text()]
+    with tempfile.TemporaryDirectory() as temporary:
+        results = Path(temporary) / "results.json"
+        named = Path(temporary) / "tests.txt"
+        named.write_text("\n".join(str(path) for path in ([folder / test for test in tests] or files)))
+        options = [
+            "-q",
+            "--tb=no",
+            "--no-summary",
+            "--disable-warnings",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            f"{__package__}.plugin",
+        ]
+        # Neither settings nor conftest.py of a folder above theirs: the latter would also put that folder on the path.
+        options += ["-c", os.devnull, f"--rootdir={folder}", "--noconftest"]
+        if expression:
+            options += ["-k", expression]
+        environment = {**os.environ, ENGINE_VARIABLE: engine, RESULTS_VARIABLE: str(results)}
+        command = [sys.executable, "-m", "pytest", *options, f"@{named}"]
+        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        if code not in (0, 1) or not results.exists():  # 1: tests failed, which is what is looked at here
+            raise SystemExit(f"pytest ended with exit code {code}: the tests could not be run")
+        return json.loads(results.read_text())
+
+
+def tell(comparison: Comparison, records: Records) -> None:
+    """Print what is not as expected."""
+    kinds = {
+        "expected to pass, and does not": comparison.lost,
+        "ends in a way that reasons.py does not explain": comparison.unexplained,
+        "passes now (run with --update)": comparison.gained,
+        "ends for another reason than expected (run with --update)": comparison.moved,
+    }
+    for kind, tests in kinds.items():
+        for test in tests:
+            record = records[test]
+            text = f": {record['error']}: {record['text']} ({record['line']})" if "error" in record else ""
+            print(f"{kind}: {test}{text}")
+
+
+def update(stock: Records, records: Records) -> int:
+    """Rewrite the list of expected outcomes and the table in the docs; return the exit code.
+
+    Args:
+        stock: What the tests did with Opacus's engine.
+        records: What those that call an engine did with torchfil's.
+    """
+    outcomes = {test: outcome_of(test, records[test]) for test in engine_tests(stock)}
+    quick = quick_part({test: records[test]["seconds"] for test in outcomes}, outcomes)
+    entries = {
+        test: {"outcome": outcome, "seconds": records[test]["seconds"], "quick": test in quick}
+        for test, outcome in outcomes.items()
+    }
+    save_expected(entries, {name: version(name) for name in ("opacus", "torch", "torchvision")})
+    table = summary(outcomes)
+    before, _, rest = DOCS.read_text().partition(MARKS[0])
+    DOCS.write_text(f"{before}{MARKS[0]}\n\n{table}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+
+    print(table)
+    comparison = compare(records, entries)
+    tell(comparison, records)
+    for name in unused_reasons(outcomes):
+        print(f"no test ends for the reason {name!r} any more: take it out of reasons.py")
+    return 0 if comparison.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+import pytest
+
+from opacus_suite.outcomes import PASSED, UNEXPLAINED, compare, load_expected, outcome_of, quick_part
+from opacus_suite.reasons import REASONS
+
+PER_LAYER = {"outcome": "failed", "error": "ValueError", "text": "clipping='per_layer' cannot be accounted for"}
+UNKNOWN = {"outcome": "failed", "error": "AssertionError", "text": "1 != 8"}
+TEST = "privacy_engine_test.py::PrivacyEngineCustomLayerTest::test_basic"
+
+
+@pytest.mark.parametrize(
+    ("record", "outcome"),
+    [({"outcome": PASSED}, PASSED), (PER_LAYER, "per-layer-clipping"), (UNKNOWN, UNEXPLAINED)],
+)
+def test_an_outcome_is_passed_a_documented_reason_or_unexplained(record, outcome):
+    assert outcome_of(TEST, record) == outcome
+
+
+@pytest.mark.parametrize(
+    ("record", "expected", "good", "kind"),
+    [
+        ({"outcome": PASSED}, PASSED, True, None),
+        (PER_LAYER, "per-layer-clipping", True, None),
+        (PER_LAYER, PASSED, False, "lost"),
+        (UNKNOWN, PASSED, False, "unexplained"),
+        (UNKNOWN, "zero-noise", False, "unexplained"),
+        ({"outcome": PASSED}, "zero-noise", True, "gained"),
+        (PER_LAYER, "zero-noise", True, "moved"),
+    ],
+)
+def test_lost_passes_and_unexplained_ends_fail_and_nothing_else_does(record, expected, good, kind):
+    comparison = compare({TEST: record}, {TEST: {"outcome": expected}})
+    assert comparison.good is good
+    assert {name for name, tests in vars(comparison).items() if tests} == ({kind} if kind else set())
+
+
+def test_every_listed_outcome_is_documented():
+    outcomes = {entry["outcome"] for entry in load_expected().values()}
+    assert outcomes <= {PASSED, *(reason.name for reason in REASONS)}
+
+
+def test_the_quick_part_has_every_class_and_function_for_every_outcome():
+    seconds = {f"a_test.py::{c}::{f}": cost for c, cost in (("Fast", 1), ("Slow", 50)) for f in ("one", "two")}
+    outcomes = {test: "zero-noise" if test.endswith("two") else PASSED for test in seconds}
+    assert quick_part(seconds, outcomes, budget=10) == set(seconds)
+    seconds["a_test.py::Slow::three"] = 60
+    outcomes["a_test.py::Slow::three"] = PASSED
+    seconds["a_test.py::Fast::three"] = 1
+    outcomes["a_test.py::Fast::three"] = PASSED
+    assert quick_part(seconds, outcomes, budget=10) == set(seconds) - {"a_test.py::Slow::three"}
