@@ -127,6 +127,10 @@ def assemble(
     return PrivateTraining(run, replica, checks, pipeline, looks, private_module, private_optimizer, loader, watcher)
 
 
+class UnfinishedBatchError(RuntimeError, ValueError):
+    """A pass over the loader was left in the middle of a logical batch; a ValueError, too, as Opacus has it."""
+
+
 def _check_pass(run: Run, optimizer: FILOptimizer, dataset_length: int) -> None:
     """A new pass over the loader starts: refuse leftovers of the last one."""
     if dataset_length != run.ids.num_examples:
@@ -135,7 +139,7 @@ def _check_pass(run: Run, optimizer: FILOptimizer, dataset_length: int) -> None:
             f"{dataset_length} now; the ids would shift. Make a new engine for the new data set."
         )
     if optimizer.inside_logical_batch:
-        raise RuntimeError(
+        raise UnfinishedBatchError(
             "the last pass over the loader was left in the middle of a logical batch (a break under "
             "BatchMemoryManager?): going on would add the next batch to it under one draw of noise. Call "
             "optimizer.discard_partial_batch() to forget the unfinished batch (nothing of it was released)."

@@ -36,6 +36,7 @@ class NormHistory:
     def __init__(self, num_examples: int, device: torch.device | str = "cpu") -> None:
         self.anchor = 0.0  # the noise multiplier of the first step; the grid is anchor · 1.05^k
         self.lowest = math.inf
+        self.noiseless = False  # whether a step was released without noise
         self.noise_multiplier = 0.0
         self.sample_rate = 0.0
         self.steps = 0
@@ -50,7 +51,11 @@ class NormHistory:
 
     def step(self, rows: Tensor, ratio: Tensor, noise_multiplier: float, sample_rate: float) -> None:
         """Account one released step in which the examples ``rows`` had clipped norms ``ratio`` · C."""
-        if self.steps == 0:
+        if noise_multiplier == 0:
+            self.noiseless = True  # nobody's ε is finite any more
+            self.steps += 1
+            return
+        if self.anchor == 0:
             self.anchor = self.noise_multiplier = noise_multiplier
         if noise_multiplier != self.noise_multiplier:
             self._settle(torch.arange(len(self.ratio), device=self.ratio.device))
@@ -121,6 +126,8 @@ def _edges(relative_noise: float, device: torch.device) -> Tensor:
 
 def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tensor:
     """ε_i at δ of these examples, [rows], by the RDP accountant's own orders and conversion."""
+    if history.noiseless:
+        return torch.full((len(rows),), math.inf, dtype=torch.float64)
     if history.steps == 0:
         return torch.zeros(len(rows), dtype=torch.float64)
     result = []

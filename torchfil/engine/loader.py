@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torch.utils.data import WeightedRandomSampler as _Weighted
 
@@ -305,7 +306,10 @@ class FILDataLoader(DataLoader[Any]):
 
 
 def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None) -> tuple[Any, Any]:
-    """The (inputs, targets) of a batch: the user's split, a tuple's last item, or a dict's only target-like key."""
+    """The (inputs, targets) of a batch: the user's split, a tuple's last item, or a dict's only target-like key.
+
+    A batch of one tensor has no targets.
+    """
     if batch_to_inputs is not None:
         return batch_to_inputs(batch)
     remedy = "pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
@@ -316,6 +320,8 @@ def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | 
         return {key: value for key, value in batch.items() if key != keys[0]}, batch[keys[0]]
     if isinstance(batch, (list, tuple)) and len(batch) >= 2:
         return tuple(batch[:-1]), batch[-1]
+    if isinstance(batch, Tensor) or (isinstance(batch, (list, tuple)) and len(batch) == 1):
+        return batch if isinstance(batch, Tensor) else batch[0], None  # data without targets
     raise ValueError(f"cannot tell the targets in a batch of type {type(batch).__name__}; {remedy}")
 
 

@@ -47,6 +47,10 @@ class StepSource(Protocol):
         """Gradients were thrown away."""
         ...
 
+    def backward_passes(self) -> int:
+        """How many backward passes wait for a step."""
+        ...
+
 
 class FILOptimizer(DPOptimizer):
     """A :class:`DPOptimizer` whose clipped sums come from the engine: no per-example gradient is formed.
@@ -59,6 +63,9 @@ class FILOptimizer(DPOptimizer):
         source: Gives the sums, and is told of releases.
         names: The parameters' names by identity.
         **settings: As in :class:`DPOptimizer`.
+
+    Attributes:
+        initial_noise: σ and C before any scheduler, by name.
     """
 
     def __init__(
@@ -72,6 +79,10 @@ class FILOptimizer(DPOptimizer):
     ) -> None:
         super().__init__(optimizer, **settings)
         self.clip = clip
+        self.initial_noise = {
+            "noise_multiplier": float(self.noise_multiplier),
+            "max_grad_norm": float(self.max_grad_norm),
+        }
         self._source = source
         self._names = names
         self._backward_passes = 1
@@ -83,8 +94,8 @@ class FILOptimizer(DPOptimizer):
 
     @property
     def accumulated_iterations(self) -> int:
-        """As in Opacus: backward passes since the last step."""
-        return self._backward_passes
+        """As in Opacus: backward passes since the last step; of the present step, while it is being taken."""
+        return self._source.backward_passes() or self._backward_passes
 
     def clip_and_accumulate(self) -> None:
         """Add the clipped sums of the present physical batch to ``p.summed_grad``; a refusal changes nothing."""
@@ -193,7 +204,7 @@ class GradSampleOptimizer(FILOptimizer):
             _check_processed_flag(p.grad_sample)
         norms = self.per_sample_norms()
         computed = self._source.take(self, norms)
-        self._backward_passes = int(DPOptimizer.accumulated_iterations.fget(self))
+        self._backward_passes = computed.backward_passes
 
         scale = self.clip.scale(norms, self.max_grad_norm)
         sums = []

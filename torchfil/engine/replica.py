@@ -8,6 +8,7 @@ attributes (numbers, flags, texts) of the live modules are taken over before eac
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from torchfil.fisher.gradients import (
     refuse_unsupported_modules,
 )
 from torchfil.private import Examples, Private
+from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["Replica", "buffers_kept"]
 
@@ -65,6 +67,7 @@ class Replica:
         self._changed_integers = 0
         self._buffers = {name for name, _ in module.named_buffers()}
         self._places = _places_of_weights(module)
+        self._default_private: Private | None = None
         self._submodule_shapes: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
 
     @property
@@ -96,9 +99,26 @@ class Replica:
                     self._submodule_shapes[kind] = output_of_one_example(self.live, name, public)
             return self._submodule_shapes[kind]
 
+        if private is None and not any(leaf.is_floating_point() for leaf in tensors_of((args, dict(kwargs)))):
+            private = self._embedding_of(args, dict(kwargs))
         return Examples.from_call(
             args, kwargs, targets, private, submodule_shape=submodule_shape, check_values=check_values
         )
+
+    def _embedding_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Private | None:
+        """The output of the embedding that takes the integer inputs, where there is one; looked for once."""
+        if self._default_private is None:
+            inputs = map_tensors(lambda leaf: leaf[:1], (args, kwargs))
+            names = _embeddings_of_inputs(self.live, *inputs)
+            if len(names) != 1:
+                return None
+            self._default_private = Private(submodule=names[0])
+            warnings.warn(
+                f"no input is floating-point, so that the output of the embedding {names[0]!r} is taken to be private; "
+                f"say so by private=Private(submodule={names[0]!r}), or name another submodule",
+                stacklevel=2,
+            )
+        return self._default_private
 
     def gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
         """The examples' gradients at the present weights, by the copy; buffers that are written are its own."""
@@ -197,6 +217,24 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
         for holder, entries in before:
             holder.update(entries)
+
+
+def _embeddings_of_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The embeddings that are called with one of the inputs as it is, by name."""
+    pointers = {leaf.data_ptr() for leaf in tensors_of((args, kwargs))}
+    names: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+
+                def note(_module: nn.Module, given: tuple[Any, ...], _output: Any, name: str = name) -> None:
+                    if given and isinstance(given[0], Tensor) and given[0].data_ptr() in pointers:
+                        names.append(name)
+
+                stack.callback(module.register_forward_hook(note).remove)
+        with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())), buffers_kept(model):
+            model(*args, **kwargs)
+    return names
 
 
 def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:

@@ -33,7 +33,8 @@ class Resuming(LeakageReading):
             "accountant": dict(self.accountant.state_dict()),
             "run": run.state_dict(),
             "generators": {k: g.get_state() for k, g in generators.items() if g is not None},
-            "noise": {name: float(getattr(optimizer, name)) for name in ("noise_multiplier", "max_grad_norm")},
+            "noise": {name: float(getattr(optimizer, name)) for name in optimizer.initial_noise},
+            "initial_noise": dict(optimizer.initial_noise),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -117,9 +118,17 @@ class Resuming(LeakageReading):
                 set_random_state(saved)
             self.load_state_dict(accounting)
         for name, scheduler in (("noise_multiplier", noise_scheduler), ("max_grad_norm", grad_clip_scheduler)):
-            if scheduler is not None and name in accounting.get("noise", {}):  # a scheduler goes on from where it was
-                setattr(self._training.optimizer, name, accounting["noise"][name])
+            if scheduler is not None:
+                self._go_on_with(name, accounting)
         return checkpoint
+
+    def _go_on_with(self, name: str, accounting: Mapping[str, Any]) -> None:
+        """Bring σ or C to where a scheduler has taken it, from where this engine's run begins."""
+        optimizer = self._training.optimizer
+        own, began = optimizer.initial_noise[name], accounting["initial_noise"][name]
+        reached = accounting["noise"][name]
+        same_start = own == began or began == 0  # then bit for bit
+        setattr(optimizer, name, reached if same_start else own * reached / began)
 
 
 @contextlib.contextmanager

@@ -159,6 +159,10 @@ class StepPipeline:
         """Gradients were thrown away."""
         self.observer.forget_finished()
 
+    def backward_passes(self) -> int:
+        """How many of the loop's backward passes wait for a step."""
+        return len(self.observer.finished())
+
     def close(self) -> None:
         """No further step is taken."""
         self._closed = True
