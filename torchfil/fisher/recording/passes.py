@@ -40,6 +40,7 @@ __all__ = ["RecordedForward", "Recording", "UnsupportedCallError", "forward_pass
 
 _overwriting: WeakSet[nn.Module] = WeakSet()  # models that have overwritten what a layer saw
 _seen_whole: WeakSet[nn.Module] = WeakSet()  # modules whose parameters cannot be watched one by one
+_seen_apart: WeakSet[nn.Module] = WeakSet()  # layers called without the examples, on a range of positions say
 
 
 @dataclass(frozen=True)
@@ -225,10 +226,14 @@ def _forward(gradients: ExampleGradients, z: Tensor, once: bool) -> RecordedForw
     clone = model in _overwriting
     args, kwargs, _, offset = examples.restore(z, examples.public)
     uses: list[_Use] = []
+    apart: list[nn.Module] = []
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         first = output[0] if isinstance(output, tuple) else output
-        if not isinstance(first, Tensor) or first.ndim == 0 or first.shape[0] != batch:
+        if not isinstance(first, Tensor) or first.shape[:1] != (batch,):
+            if isinstance(first, Tensor) and module not in _seen_whole | _seen_apart:
+                apart.append(module)
+                return output
             what = f"shape {tuple(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
             raise UnsupportedCallError(f"a {type(module).__name__} has an output ({what}) that is not one per example")
         constant = not first.requires_grad
@@ -255,6 +260,9 @@ def _forward(gradients: ExampleGradients, z: Tensor, once: bool) -> RecordedForw
             stack.enter_context(watched)
         stack.enter_context(replayed_masks(examples.masks))
         outputs = call_with(model, weights, args, kwargs)
+    if apart:
+        _seen_apart.update(apart)
+        return _forward(gradients, z)
 
     # One output may be made from another, and the loss may overwrite it.
     outputs = map_tensors(Tensor.clone if clone else lambda leaf: leaf.view_as(leaf), outputs)
@@ -278,11 +286,11 @@ def _layers_and_bare_parameters(gradients: ExampleGradients) -> tuple[list[nn.Mo
     recorded: list[nn.Module] = []
     bare: set[int] = set()
     for module in holders(gradients.model):
-        attention = isinstance(module, nn.MultiheadAttention)
-        if attention or module in _seen_whole or not isinstance(rule_for(module), GenericRule):
+        ruled = isinstance(module, nn.MultiheadAttention) or not isinstance(rule_for(module), GenericRule)
+        if module in _seen_whole or (ruled and module not in _seen_apart):
             recorded.append(module)
         else:
-            bare |= {id(value) for value in module.parameters(recurse=False)}
+            bare |= {id(value) for value in module.parameters(recurse=isinstance(module, nn.MultiheadAttention))}
     named = gradients.model.named_parameters()
     return recorded, [name for name, value in named if id(value) in bare and name in gradients.parameters]
 
