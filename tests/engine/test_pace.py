@@ -12,9 +12,10 @@ from loops import data, loader, network
 from torch import nn
 
 from torchfil import FILPrivacyEngine
-from torchfil.accounting.contributions import additions
-from torchfil.accounting.leakage import ExampleIds, Leakage
-from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.contributions import Contribution, additions
+from torchfil.accounting.ids import ExampleIds
+from torchfil.accounting.leakage import Leakage
+from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.pace import Pace, choose
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
@@ -74,13 +75,13 @@ class Simulated:
                 error = samples.std(dim=0) / k**0.5
                 estimate = Estimate(samples.mean(dim=0), error, "estimate", k - 1.0)
                 measurement = Measurement({"trace": estimate}, x, None, None)
-                added: dict[str, Any] = additions(measurement, rate, skipping=rate < 1)
-                contribution = Contribution(rows, x, measured=True, **added)
+                added = additions(measurement, rate, skipping=rate < 1)
+                contribution = Contribution(rows, x, additions=added)
             ledger.add(contribution)
             self.pace.note(contribution)
             if step % 2 == 0:
                 self.pace.update(ledger, step * self.share)
-        self.trace = Leakage(ledger, ExampleIds(self.n, None), exact=False).get_trace()
+        self.trace = Leakage(ledger, ExampleIds(self.n)).get_trace()
 
     def relative_error(self) -> float:
         return float((self.trace.standard_error / self.trace.value).median())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchfil import fisher
 from torchfil.clipping import get_clip
 from torchfil.fisher import ClippedJacobian, Estimate, ExampleGradients, PoissonAmplification
-from torchfil.fisher.estimators import draw_bits, signs_of
+from torchfil.fisher.draws import draw_bits, signs_of
 
 SAMPLERS = ["coordinates", "input-probes", "weight-probes"]
 SEEDS = 250

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.contributions import additions
+from torchfil.accounting.quantities import Track, needs_of
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.estimators import Draws, GivenDraws, Quantity, draw_bits, signs_of
+from torchfil.fisher.draws import Draws, GivenDraws, draw_bits, signs_of
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording import RecordedJacobian
 from torchfil.fisher.recording.compiled import CompilationError, CompiledPass
@@ -70,31 +71,31 @@ class Wanted:
     """What a pass is to give.
 
     Attributes:
-        quantities: Of the Fisher information.
+        track: The tracked quantities.
         seeds: Of the weight probes; none: the step is not measured.
         rate: π, the probability with which such a step is measured.
         summed: Whether the clipped sum is wanted.
-        susceptibility: Whether the PLIS is.
         at_outputs: Whether the gradients at the model's outputs are.
+        estimator: The name of an estimator that the recorded pass serves.
     """
 
-    quantities: tuple[Quantity, ...]
+    track: tuple[Track, ...]
     seeds: tuple[int, ...]
     rate: float = 1.0
     summed: bool = True
-    susceptibility: bool = False
     at_outputs: bool = False
+    estimator: str = "weight-probes"
 
     @property
     def kind(self) -> Hashable:
         """All that a captured pass depends on."""
         return (
-            self.quantities,
+            self.track,
             len(self.seeds),
             self.rate < 1,
             self.summed,
-            self.susceptibility,
             self.at_outputs,
+            self.estimator,
         )
 
 
@@ -124,7 +125,7 @@ class FusedPass:
         The next pass may overwrite what this one gives; see :meth:`FusedResult.kept`. A graph serves batches of one
         ``mode`` of the model, such as which of its modules are in training.
         """
-        found = batch.known
+        found = batch.plan
         assert found is not None
         room = max(1, max_memory // max(1, found.bytes_per_example))
         fits = len(batch.gradients) + self.bucket <= room
@@ -262,10 +263,11 @@ def _result(
     added = None
     if wanted.seeds:
         chunk = [(draws.rows, jacobian)]
+        needs = needs_of(wanted.track)
         measurement = batch.measured(
-            chunk, wanted.quantities, "weight-probes", draws, susceptibility=wanted.susceptibility
+            chunk, needs.quantities, wanted.estimator, draws, susceptibility=needs.susceptibility
         )
-        added = additions(measurement, rate, skipping=wanted.rate < 1)
+        added = additions(measurement, rate, skipping=wanted.rate < 1, track=wanted.track)
     sums = jacobian.clipped_sum(mask) if wanted.summed else {}
     at_outputs = jacobian.output_gradients if wanted.at_outputs else ()
     return FusedResult(jacobian.losses, jacobian.norm, jacobian.clipped_norm, sums, added, at_outputs)

@@ -24,7 +24,7 @@ from torchfil.engine.observer import ForwardPass
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import Settings
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.estimators import Draws
+from torchfil.fisher.draws import Draws
 from torchfil.fisher.gradients import (
     ExampleGradients,
     copy_without_weights,
@@ -255,26 +255,27 @@ class Measurer:
         settings = self.settings
         if can_capture and self.fits_one_pass(batch):
             seeds = Draws.seeds_from(pace.num_probes, self.generator)
-            wanted = Wanted(settings.quantities, seeds, pace.rate, False, "plis" in settings.track, at_outputs=True)
+            wanted = Wanted(settings.track, seeds, pace.rate, False, True, settings.estimator)
             try:
                 one_pass = self.run_once(batch, wanted, optimizer).kept()
             except UnsupportedCallError as error:  # of a batch that is not as the trial's
-                batch = replace(batch, known=self.give_up_one_pass(gradients, str(error)))
+                batch = replace(batch, plan=self.give_up_one_pass(gradients, str(error)))
             else:
                 assert one_pass.additions is not None
                 return Measured(one_pass.norm, one_pass.additions, one_pass.output_gradients)
         if not checked:
             self.check_loss(forward, loss)
         measurement = batch.measure(
-            settings.quantities,
+            settings.needs.quantities,
             settings.estimator,
             pace.num_probes,
             self.generator,
             settings.max_memory,
             test_matrix.to(gradients.dtype) if test_matrix is not None else None,
-            susceptibility="plis" in settings.track,
+            susceptibility=settings.needs.susceptibility,
         )
-        return Measured(measurement.norm, additions(measurement, pace.rate, skipping=pace.rate < 1))
+        added = additions(measurement, pace.rate, skipping=pace.rate < 1, track=settings.track)
+        return Measured(measurement.norm, added)
 
     def summed(
         self,
@@ -297,12 +298,12 @@ class Measurer:
         batch = PrivateBatch(gradients, self.mechanism(optimizer), self.plan(gradients))
         if not self.fits_one_pass(batch):
             raise RuntimeError(
-                f"one pass does not fit this model ({batch.known.reason if batch.known else 'no plan'}); use "
+                f"one pass does not fit this model ({batch.plan.reason if batch.plan else 'no plan'}); use "
                 "grad_sample_mode='hooks', which serves any model whose examples do not mix. This step was not taken."
             )
         settings = self.settings
         seeds = Draws.seeds_from(pace.num_probes, self.generator) if measured else ()
-        wanted = Wanted(settings.quantities, seeds, pace.rate, True, "plis" in settings.track, at_outputs=True)
+        wanted = Wanted(settings.track, seeds, pace.rate, True, True, settings.estimator)
         try:
             return self.run_once(batch, wanted, optimizer).kept()
         except UnsupportedCallError as error:
@@ -313,17 +314,17 @@ class Measurer:
 
     def fits_one_pass(self, batch: PrivateBatch) -> bool:
         """Whether one recorded pass serves this batch's measurement."""
-        found = batch.known
+        found = batch.plan
         return (
             bool(len(batch.gradients))
-            and self.settings.estimator == "weight-probes"
+            and self.settings.chosen_estimator.one_pass
             and found is not None
             and found.reason is None
         )
 
     def would_write_often(self, batch: PrivateBatch) -> bool:
         """Whether the pass would be cut into chunks, each of which writes into the model's buffers."""
-        found = batch.known
+        found = batch.plan
         return bool(self._written) and (
             found is not None and len(batch.gradients) * found.bytes_per_example > self.settings.max_memory
         )

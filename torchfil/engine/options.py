@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchfil.accounting.ledger import TRACKABLE, Track
 from torchfil.accounting.pace import Pace
+from torchfil.accounting.quantities import Needs, Track, needs_of
 from torchfil.clipping import ClipFunction
 from torchfil.fisher.amplification import Amplification, Theorem4Amplification, get_amplification
-from torchfil.fisher.estimators import Quantity, get_estimator
+from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
 from torchfil.private import Private
 
@@ -48,7 +48,7 @@ class Settings:
     epochs: float | None = None
 
     def __post_init__(self) -> None:
-        get_estimator(self.estimator)
+        self.chosen_estimator.check_gives(self.needs.quantities, f"track={self.track}")
         if self.num_probes is not None and self.num_probes < 1:
             raise ValueError(f"num_probes={self.num_probes} must be at least 1")
         self._check_target()
@@ -60,10 +60,11 @@ class Settings:
             raise ValueError(f"norm_refresh={self.norm_refresh} must be at least 1 step")
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction={self.loss_reduction!r} must be 'mean' or 'sum'")
-        if self.one_pass and (self.estimator != "weight-probes" or "sketch" in self.track):
+        if self.one_pass and (not self.chosen_estimator.one_pass or self.needs.products):
+            able = names_of_estimators(lambda other: other.one_pass)
             raise ValueError(
-                f"grad_sample_mode='one-pass' has weight probes only, and no sketch; with estimator={self.estimator!r} "
-                f"and track={self.track} use grad_sample_mode='hooks'"
+                f"grad_sample_mode='one-pass' needs estimator={able}, and has no sketch; with estimator="
+                f"{self.estimator!r} and track={self.track} use grad_sample_mode='hooks'"
             )
         if self.compile and not self.cuda_graphs:
             raise ValueError("compile=True compiles the passes of CUDA graphs; leave out cuda_graphs=False")
@@ -72,17 +73,8 @@ class Settings:
                 f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of {self.clip.norm_bound:g}, "
                 "so the accountant's ε would be too small. Use a calibrated clip, such as 'smooth' or 'gelu'."
             )
-        unknown = set(self.track) - set(TRACKABLE)
-        if unknown:
-            raise ValueError(f"track={sorted(unknown)} is not known; choose from {', '.join(TRACKABLE)}")
-        needs_rows = {"diagonal", "fim"} & set(self.track)
-        if needs_rows and self.estimator in ("coordinates", "input-probes"):
-            raise ValueError(
-                f"track={self.track} needs estimator='weight-probes' or 'exact'; {self.estimator!r} gives the trace "
-                "only"
-            )
-        if "fim" in self.track and self.estimator == "weight-probes" and self.num_probes == 1:
-            raise ValueError("track=('fim',) with weight probes needs num_probes of at least 2")
+        if "matrix" in self.needs.quantities and not self.chosen_estimator.exact and self.num_probes == 1:
+            raise ValueError("track=('fim',) from probes needs num_probes of at least 2")
 
     def _check_target(self) -> None:
         if self.epochs is not None and not self.epochs > 0:
@@ -96,8 +88,9 @@ class Settings:
                 f"rel_error={self.rel_error} chooses the probes and the share of steps by itself; leave out num_probes="
                 f"{self.num_probes} and fil_rate={self.fil_rate}"
             )
-        if self.estimator != "weight-probes":
-            raise ValueError(f"rel_error needs estimator='weight-probes', not {self.estimator!r}")
+        if not self.chosen_estimator.one_pass:
+            able = names_of_estimators(lambda other: other.one_pass)
+            raise ValueError(f"rel_error needs estimator={able}, not {self.estimator!r}")
 
     def pace(self) -> Pace:
         """The pace to begin with."""
@@ -108,17 +101,17 @@ class Settings:
     @property
     def exact(self) -> bool:
         """Whether nothing is sampled."""
-        return self.estimator == "exact" and self.fil_rate == 1
+        return self.chosen_estimator.exact and self.fil_rate == 1
 
     @property
-    def quantities(self) -> tuple[Quantity, ...]:
+    def chosen_estimator(self) -> Estimator:
+        """The estimator with what it can do."""
+        return get_estimator(self.estimator)
+
+    @property
+    def needs(self) -> Needs:
         """What has to be measured at each step."""
-        wanted: tuple[Quantity, ...] = ("trace",)
-        if "diagonal" in self.track:
-            wanted += ("diagonal",)
-        if "fim" in self.track:
-            wanted += ("matrix",)
-        return wanted
+        return needs_of(self.track)
 
 
 def usual_memory(device: torch.device) -> int:

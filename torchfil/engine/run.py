@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.accounting.leakage import ExampleIds, Leakage
-from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.contributions import Contribution
+from torchfil.accounting.ids import ExampleIds
+from torchfil.accounting.leakage import Conditions, Leakage
+from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.timeline import Timeline
 from torchfil.attribution.plis import susceptibility
 from torchfil.engine.epsilon import NormHistory
@@ -31,7 +33,7 @@ from torchfil.engine.one_pass import OnePassModule, OnePassOptimizer
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import Settings
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.estimators import Draws
+from torchfil.fisher.draws import Draws
 from torchfil.fisher.gradients import ExampleGradients, refuse_unsupported_modules
 from torchfil.fisher.recording import UnsupportedCallError
 from torchfil.private import as_call, finiteness_check
@@ -131,9 +133,8 @@ class Run:
         exact = self.settings.exact and not self.drew_masks
         rate = self.measurer.sample_rate if self.settings.amplification.secret_batches else None
         skipping = self.settings.rel_error is not None or self.settings.fil_rate < 1
-        return Leakage(
-            self.ledger, self.ids, exact=exact, test_matrix=self.test_matrix, sample_rate=rate, skipping=skipping
-        )
+        conditions = Conditions(exact=exact, sample_rate=rate, skipping=skipping, test_matrix=self.test_matrix)
+        return Leakage(self.ledger, self.ids, conditions)
 
     def begin_pass(self, dataset_length: int) -> None:
         """A new pass over the loader starts: refuse leftovers of the last one."""
@@ -214,7 +215,7 @@ class Run:
                 at_outputs = [part.output_gradients for part in parts]
                 confirm = self.measurer.confirmation(forwards, at_outputs, loss, (measured_norms, norms))
                 added = {name: torch.cat([part.additions[name] for part in parts]) for name in parts[0].additions}
-                contribution = Contribution(rows, clipped.square(), measured=True, **added)
+                contribution = Contribution(rows, clipped.square(), additions=added)
 
         def stage() -> None:
             if confirm is not None:
@@ -279,7 +280,7 @@ class Run:
 
     def _stage(self, ids: list[int], rows: Tensor, step: FusedResult) -> None:
         contribution = Contribution(
-            rows, step.clipped_norm.square(), measured=not self.paused, **(step.additions or {})
+            rows, step.clipped_norm.square(), measured=not self.paused, additions=step.additions or {}
         )
         ratio = step.clipped_norm / float(self.optimizer.max_grad_norm)
         self._staged.append(_Staged(contribution, ratio, frozenset(ids), self._same_noise(self.optimizer)))
@@ -338,7 +339,7 @@ class Run:
         finite: Callable[[], None],
     ) -> FusedResult | None:
         """What one recorded pass gives; None where it does not fit."""
-        if self.settings.estimator != "weight-probes" or "sketch" in self.settings.track:
+        if not self.settings.chosen_estimator.one_pass or self.settings.needs.products:
             return None
         batch = PrivateBatch(gradients, self.measurer.mechanism(self.optimizer), self.measurer.plan(gradients))
         if (len(gradients) and not self.measurer.fits_one_pass(batch)) or self.measurer.would_write_often(batch):
@@ -371,7 +372,7 @@ class Run:
             ledger, _ = self._new_ledger(gradients.num_coordinates)
         self.measurer.check_coordinates(gradients.num_coordinates, ledger)
         seeds = Draws.seeds_from(self.pace.num_probes, self.generator) if measured else ()
-        wanted = Wanted(settings.quantities, seeds, self.pace.rate, True, "plis" in settings.track)
+        wanted = Wanted(settings.track, seeds, self.pace.rate, True, False, settings.estimator)
         assert self.loss is not None
         even = ignored_targets_check(self.loss, targets)
         step = self.measurer.run_once(batch, wanted, optimizer)
@@ -536,7 +537,7 @@ class Run:
         logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, device)
         ledger = Ledger(self.ids.num_examples, num_coordinates, track=settings.track, sketch_rank=rank, device=device)
         ledger.steps = self.history.steps  # of empty batches
-        if "sketch" not in settings.track:
+        if not settings.needs.products:
             return ledger, None
         gaussian = torch.randn(num_coordinates, rank, generator=self.generator, dtype=torch.float64)
         return ledger, torch.linalg.qr(gaussian).Q.to(device)
