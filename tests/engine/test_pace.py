@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,24 @@ def test_the_target_is_met_where_few_steps_make_up_most_of_a_sum() -> None:
     runs = [Simulated(0.1, 40, seed, unevenness=1.0) for seed in range(6)]
     reached = torch.tensor([run.relative_error() for run in runs]).median()
     assert 0.08 < float(reached) <= 0.1
+
+
+def test_steps_without_noise_do_not_steer() -> None:
+    """What is infinite has no error to lower: the pace is that of the other examples."""
+    plain, mixed = (Pace.steered(0.1, 40.0) for _ in range(2))
+    for pace, value in ((plain, 1.0), (mixed, math.inf)):
+        ledger, rows = Ledger(3, 1), torch.arange(3)
+        trace = torch.tensor([1.0, 1.1, value]).double()
+        error = torch.tensor([0.3, 0.3, 0.3 if value == 1 else 0.0]).double()
+        measurement = Measurement({"trace": Estimate(trace, error, "estimate", 1.0)}, trace)
+        contribution = Contribution(rows, trace, additions=additions(measurement, 1.0, skipping=False))
+        ledger.add(contribution)
+        pace.note(contribution)
+        pace.update(ledger, 1.0)
+    assert 0 < mixed.spread < math.inf
+    assert math.isfinite(mixed.level)
+    assert 0 < mixed.rate <= 1
+    assert mixed.num_probes == plain.num_probes
 
 
 def test_a_looser_target_costs_less() -> None:

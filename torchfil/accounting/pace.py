@@ -107,20 +107,25 @@ class Pace:
         """
         if self.target is None:
             return
+
+        # follow what the last batch showed; a step without noise shows nothing of the usual ones
         if self.noted is not None:
             square, variance, mean = self.noted.tolist()
             self.noted = None
             if 0 < square < math.inf:
                 probes = variance / square - (1 - self.rate)  # the variance of the probes' mean, over π² and its square
-                seen_spread = self.num_probes * probes / self.rate
-                self.spread = min(2.0, max(1e-4, 0.7 * self.spread + 0.3 * seen_spread))
+                spread = self.num_probes * probes / self.rate
+                self.spread = min(2.0, max(1e-4, 0.7 * self.spread + 0.3 * spread))
                 self.level = 0.7 * self.level + 0.3 * self.rate * mean if self.level else self.rate * mean
+
+        # the median example's error so far, and what is still to come
         trace = ledger.sums["trace"]
         seen = (trace > 0) & trace.isfinite()
         if not bool(seen.any()):
             return
         relative = float((ledger.sums["variance"][seen] / trace[seen].square()).median())
         ahead = max(_PASSES_AHEAD, passes / 4) if self.epochs is None else max(0.5, self.epochs - passes)
+
         usual = float(trace[trace.isfinite()].mean()) / passes
         trend = min(1.0, max(0.1, self.level / usual)) if self.level else 1.0
         uneven = ledger.sums["participations"][seen] * ledger.sums["square"][seen] / trace[seen].square()

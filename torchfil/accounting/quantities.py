@@ -92,8 +92,9 @@ class Reading:
         return Estimate(value, error, self.kind, freedom, positive=True)
 
     def without_variance(self, value: Tensor) -> Estimate:
-        """A sum whose variance was not kept: the error is 0 where nothing was sampled, else NaN (not known)."""
-        error = torch.where(value.isinf(), 0.0, torch.full_like(value, 0.0 if self.exact else math.nan))
+        """A sum whose variance was not kept: its error is not known (NaN), but 0 where nothing was sampled or added."""
+        certain = value.isinf() | (value == 0)
+        error = torch.where(certain, 0.0, torch.full_like(value, 0.0 if self.exact else math.nan))
         return Estimate(value, error, self.kind)
 
 

@@ -143,10 +143,10 @@ def exact(
     else:
         values["diagonal"] = jacobian.perpendicular_diagonal(draws.columns_at_once)
     values["trace"] = values["diagonal"].sum(dim=1)
-    found = {
+    perpendicular = {
         name: Moments(values[name], torch.zeros_like(values[name]), float("inf"), exact=True) for name in quantities
     }
-    return _with_parallel_part(jacobian, mechanism, found)
+    return _with_parallel_part(jacobian, mechanism, perpendicular)
 
 
 def coordinates(
@@ -165,8 +165,8 @@ def coordinates(
         total.add(d * jacobian.perpendicular_squared_norm(direction))
     moments = total.result()
     correction = 1 - count / d if count > 1 else 1.0
-    found = replace(moments, variance=moments.variance * correction, exact=count == d)
-    return _with_parallel_part(jacobian, mechanism, {"trace": found})
+    corrected = replace(moments, variance=moments.variance * correction, exact=count == d)
+    return _with_parallel_part(jacobian, mechanism, {"trace": corrected})
 
 
 def input_probes(
