@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.loops import MODELS, Model
 from benchmarks.measuring import attempt
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.estimators import Draws
+from torchfil.fisher.draws import Draws
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian

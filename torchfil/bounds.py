@@ -199,10 +199,13 @@ def rero(
             f"num_samples={num_samples} is too few for prior_success={smallest:g}: the threshold would rest on "
             f"{smallest * num_samples:.1g} samples; take at least {math.ceil(10 / smallest)}"
         )
+
+    # by Neyman and Pearson: E is where the likelihood ratio exceeds its upper quantile under ν
     under_nu = _log_likelihood_ratio(False, q, noise_multiplier, steps, num_samples, generator)
     under_mu = _log_likelihood_ratio(True, q, noise_multiplier, steps, num_samples, generator)
     prior = prior.to(under_nu.device)
     threshold = torch.as_tensor(np.quantile(under_nu.cpu().numpy(), 1 - prior.cpu().numpy())).to(under_nu)
+
     success = (under_mu > threshold[..., None]).double().mean(dim=-1)
     slope = threshold.exp()  # dP_μ/dP_ν on the border of E
     variance = success * (1 - success) + slope.square() * prior * (1 - prior)
@@ -217,7 +220,7 @@ def _log_likelihood_ratio(
     num_samples: int,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Log dμ/dν of ``num_samples`` runs drawn from μ (or from ν), [num_samples], one step at a time."""
+    """log dμ/dν of ``num_samples`` runs drawn from μ (or from ν), [num_samples], one step at a time."""
     device = generator.device if generator is not None else torch.device("cpu")
     total = torch.zeros(num_samples, dtype=torch.float64, device=device)
     log_out = math.log1p(-q) if q < 1 else -math.inf

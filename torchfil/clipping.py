@@ -107,7 +107,7 @@ def get_clip(clip: str | ClipFunction) -> ClipFunction:
 
 
 def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
-    """Sup over t in [0, 1e9] of t / c(t), by a grid (0, and from 1e-12 on) and a local refinement in float64.
+    """sup over t in [0, 1e9] of t / c(t), by a grid (0, and from 1e-12 on) and a local refinement in float64.
 
     Raises:
         ValueError: If c gives no tensor, is not finite and positive there (0 included, where the gradient is
@@ -119,6 +119,8 @@ def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
             f"a clip function must give a tensor of its argument's shape, got {type(given).__name__}; compute c(t) by "
             "torch functions of t"
         )
+
+    # c must be elementwise, finite and positive
     values = given.detach().to(torch.float64).numpy()
     if values.shape != _RATIO_GRID.shape:
         raise ValueError(f"a clip function must be elementwise; got shape {values.shape} for {_RATIO_GRID.shape}")
@@ -126,6 +128,8 @@ def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
     if wrong.any():
         t = _RATIO_GRID[wrong][0]
         raise ValueError(f"a clip function must be finite and positive, but c({t:g}) = {values[wrong][0]:g}")
+
+    # t / c(t) must not be largest at an end of the grid, beyond which nothing was tried
     ratio = _RATIO_GRID / values
     top = int(ratio.argmax())
     if ratio[1] > ratio[2:].max() * (1 + 1e-9):
@@ -139,6 +143,7 @@ def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
             f"t / c(t) grows without bound (a factor {growth:.3g} from t = {_RATIO_GRID[-1000]:.2g} to "
             f"{_RATIO_GRID[-1]:.2g}), so it does not clip: c(t) must grow at least linearly in t"
         )
+
     bracket = _RATIO_GRID[max(top - 1, 0)], _RATIO_GRID[min(top + 1, len(_RATIO_GRID) - 1)]
     refined = optimize.minimize_scalar(
         lambda t: -t / float(c(torch.tensor(t, dtype=torch.float64))),
@@ -188,13 +193,13 @@ def register_clip(
         raise ValueError(f"clip {name!r} is registered already; pass overwrite=True to replace it")
     supremum = supremum_of_ratio(c)
     if norm_bound is None:
-        norm_bound = math.ceil(supremum / _ROUND_UP - 1e-6) * _ROUND_UP
-        norm_bound = round(norm_bound, 4)
+        norm_bound = round(math.ceil(supremum / _ROUND_UP - 1e-6) * _ROUND_UP, 4)
     elif norm_bound < supremum * (1 - 1e-12):
         raise ValueError(
             f"norm_bound={norm_bound:g} of clip {name!r} is too small: t / c(t) reaches {supremum:.6f}. "
             "Leave norm_bound out to have it computed."
         )
+
     slope = derivative if derivative is not None else _autograd_derivative(c)
     if smooth:
         _check_derivative(name, c, slope)

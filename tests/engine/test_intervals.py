@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchfil.accounting.contributions import additions
-from torchfil.accounting.leakage import ExampleIds, Leakage
-from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.contributions import Contribution, additions
+from torchfil.accounting.ids import ExampleIds
+from torchfil.accounting.leakage import Conditions, Leakage
+from torchfil.accounting.ledger import Ledger
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.estimators import _probe_moments
 from torchfil.fisher.results import Estimate
@@ -47,9 +48,9 @@ def run(
             whole = replace(moments, mean=moments.mean + known * trace, certain=known * trace)
             estimate = whole.estimate(positive=True)
             measurement = Measurement({"trace": estimate}, trace, None, None)
-            contribution = Contribution(rows, trace, **additions(measurement, rate, skipping=rate < 1))
+            contribution = Contribution(rows, trace, additions=additions(measurement, rate, skipping=rate < 1))
         ledger.add(contribution)
-    return Leakage(ledger, ExampleIds(n, None), exact=False, skipping=rate < 1), truth
+    return Leakage(ledger, ExampleIds(n), Conditions(skipping=rate < 1)), truth
 
 
 def coverage(rank: int, probes: int, repeats: int = 1, **options: float) -> float:

@@ -191,9 +191,9 @@ def test_refusals_change_nothing() -> None:
 
 
 def test_what_one_pass_cannot_do_is_told() -> None:
-    with pytest.raises(ValueError, match="weight probes only"):
+    with pytest.raises(ValueError, match="needs estimator='weight-probes', and has no sketch"):
         make(estimator="exact")
-    with pytest.raises(ValueError, match="weight probes only"):
+    with pytest.raises(ValueError, match="needs estimator='weight-probes', and has no sketch"):
         make(track=("sketch",))
     with pytest.raises(ValueError, match="wrap_model"):
         make(wrap_model=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from loops import data, loader, network
 from torch import nn
 
 from torchfil import FILPrivacyEngine
-from torchfil.accounting.contributions import additions
-from torchfil.accounting.leakage import ExampleIds, Leakage
-from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.contributions import Contribution, additions
+from torchfil.accounting.ids import ExampleIds
+from torchfil.accounting.leakage import Leakage
+from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.pace import Pace, choose
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
@@ -74,13 +76,13 @@ class Simulated:
                 error = samples.std(dim=0) / k**0.5
                 estimate = Estimate(samples.mean(dim=0), error, "estimate", k - 1.0)
                 measurement = Measurement({"trace": estimate}, x, None, None)
-                added: dict[str, Any] = additions(measurement, rate, skipping=rate < 1)
-                contribution = Contribution(rows, x, measured=True, **added)
+                added = additions(measurement, rate, skipping=rate < 1)
+                contribution = Contribution(rows, x, additions=added)
             ledger.add(contribution)
             self.pace.note(contribution)
             if step % 2 == 0:
                 self.pace.update(ledger, step * self.share)
-        self.trace = Leakage(ledger, ExampleIds(self.n, None), exact=False).get_trace()
+        self.trace = Leakage(ledger, ExampleIds(self.n)).get_trace()
 
     def relative_error(self) -> float:
         return float((self.trace.standard_error / self.trace.value).median())
@@ -104,6 +106,24 @@ def test_the_target_is_met_where_few_steps_make_up_most_of_a_sum() -> None:
     runs = [Simulated(0.1, 40, seed, unevenness=1.0) for seed in range(6)]
     reached = torch.tensor([run.relative_error() for run in runs]).median()
     assert 0.08 < float(reached) <= 0.1
+
+
+def test_steps_without_noise_do_not_steer() -> None:
+    """What is infinite has no error to lower: the pace is that of the other examples."""
+    plain, mixed = (Pace.steered(0.1, 40.0) for _ in range(2))
+    for pace, value in ((plain, 1.0), (mixed, math.inf)):
+        ledger, rows = Ledger(3, 1), torch.arange(3)
+        trace = torch.tensor([1.0, 1.1, value]).double()
+        error = torch.tensor([0.3, 0.3, 0.3 if value == 1 else 0.0]).double()
+        measurement = Measurement({"trace": Estimate(trace, error, "estimate", 1.0)}, trace)
+        contribution = Contribution(rows, trace, additions=additions(measurement, 1.0, skipping=False))
+        ledger.add(contribution)
+        pace.note(contribution)
+        pace.update(ledger, 1.0)
+    assert 0 < mixed.spread < math.inf
+    assert math.isfinite(mixed.level)
+    assert 0 < mixed.rate <= 1
+    assert mixed.num_probes == plain.num_probes
 
 
 def test_a_looser_target_costs_less() -> None:

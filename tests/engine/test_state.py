@@ -14,6 +14,7 @@ from loops import SIGMA, C, data, loader, network, train
 
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.leakage import Leakage
+from torchfil.fisher import NoAmplification, PoissonAmplification, estimators, register_estimator
 
 OPTIONS: dict[str, Any] = {
     "noise_multiplier": SIGMA,
@@ -299,6 +300,35 @@ def test_sampling_error_is_the_spread_over_batches() -> None:
     assert torch.equal(torch.isinf(error), never)
     public = train(dataset, steps=4, poisson_sampling=False).engine.totals
     assert torch.equal(public.get_sampling_error(), torch.zeros(24, dtype=torch.float64, device=public.ledger.device))
+
+
+def test_batches_are_known_however_it_is_said() -> None:
+    """By name or by object: the same FIL, and no chance in which batches drew an example."""
+    for options in ({"amplification": "none"}, {"amplification": NoAmplification()}):
+        leakage = train(data(24), steps=4, estimator="exact", **options).engine._current.leakage
+        assert leakage.conditions.sample_rate is None
+        assert float(leakage.get_sampling_error().abs().max()) == 0
+    secret = train(data(24), steps=4, estimator="exact", amplification=PoissonAmplification()).engine._current.leakage
+    assert secret.conditions.sample_rate == pytest.approx(1 / 3)
+
+
+def test_a_registered_exact_estimator_is_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimators, "_REGISTRY", dict(estimators._REGISTRY))
+    register_estimator("columns", estimators.exact, quantities=("trace", "diagonal"), exact=True)
+    engine = train(data(24), steps=2, estimator="columns", track=("diagonal",)).engine
+    assert engine.get_fil().kind == engine.get_attribute_fil().kind == "exact"
+    assert set(engine.leakage()["fil_kind"]) == {"exact"}
+
+
+def test_a_registered_estimator_of_the_trace_cannot_track_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimators, "_REGISTRY", dict(estimators._REGISTRY))
+    register_estimator("traces", estimators.exact)
+    with pytest.raises(
+        ValueError,
+        match=r"track=\('diagonal',\) needs the diagonal, and estimator='traces' gives the trace only, not the "
+        "diagonal; use estimator='exact' or 'weight-probes'",
+    ):
+        train(data(24), steps=2, estimator="traces", track=("diagonal",))
 
 
 def test_accounting_leaves_the_training_alone() -> None:

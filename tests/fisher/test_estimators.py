@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from torchfil import fisher
 from torchfil.clipping import get_clip
-from torchfil.fisher import ClippedJacobian, Estimate, ExampleGradients, PoissonAmplification
-from torchfil.fisher.estimators import draw_bits, signs_of
+from torchfil.fisher import ClippedJacobian, Estimate, ExampleGradients, PoissonAmplification, estimators
+from torchfil.fisher.draws import Draws, draw_bits, signs_of
+from torchfil.fisher.recording import RecordedJacobian
 
 SAMPLERS = ["coordinates", "input-probes", "weight-probes"]
 SEEDS = 250
@@ -161,16 +163,92 @@ def test_weight_probes_beat_coordinates_by_the_predicted_factor_on_the_mnist_cnn
     assert coordinates / probes == pytest.approx(predicted, rel=2 * tolerance)
 
 
-def test_a_registered_estimator_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchfil.fisher import estimators
+class TestRegistered:
+    """What an estimator can do is asked of it, not of its name."""
 
-    monkeypatch.setattr(estimators, "ESTIMATORS", dict(estimators.ESTIMATORS))
-    fisher.register_estimator("twice", estimators.exact)
-    with pytest.raises(ValueError, match="registered already"):
-        fisher.register_estimator("twice", estimators.exact)
-    case = regression()
-    assert "twice" in fisher.available_estimators()
-    assert fisher.fim_trace(*case.arguments, **settings(case), estimator="twice").kind == "exact"
+    @pytest.fixture(autouse=True)
+    def clean_registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(estimators, "_REGISTRY", dict(estimators._REGISTRY))
+
+    def test_it_is_used_under_its_name(self) -> None:
+        made = fisher.register_estimator("twice", estimators.exact)
+        assert fisher.get_estimator("twice") is made
+        with pytest.raises(ValueError, match="registered already; pass overwrite=True"):
+            fisher.register_estimator("twice", estimators.exact)
+        fisher.register_estimator("twice", estimators.exact, overwrite=True)
+        case = regression()
+        assert "twice" in fisher.available_estimators()
+        assert fisher.fim_trace(*case.arguments, **settings(case), estimator="twice").kind == "exact"
+
+    def test_an_exact_one_draws_nothing_and_is_called_exact(self) -> None:
+        def columns(jacobian: Any, mechanism: Any, quantities: Any, draws: Draws) -> Any:
+            assert draws.seeds == ()
+            assert draws.columns_at_once > 1
+            found = estimators.exact(jacobian, mechanism, quantities, draws)
+            return {name: replace(moments, exact=False) for name, moments in found.items()}
+
+        fisher.register_estimator("columns", columns, exact=True)
+        case = regression()
+        for arguments in (case.arguments, (case.model, case.loss_fn, case.inputs[:0], case.targets[:0])):
+            assert fisher.fim_trace(*arguments, **settings(case), estimator="columns").kind == "exact"
+
+    def test_one_that_the_recorded_pass_serves_is_served_by_it(self) -> None:
+        seen = []
+
+        def probes(jacobian: Any, mechanism: Any, quantities: Any, draws: Draws) -> Any:
+            seen.append(type(jacobian))
+            return estimators.weight_probes(jacobian, mechanism, quantities, draws)
+
+        fisher.register_estimator("mapped", probes)
+        fisher.register_estimator("recorded", probes, one_pass=True)
+        case = regression()
+        values = [
+            fisher.fim_trace(
+                *case.arguments, **settings(case), estimator=name, generator=torch.Generator().manual_seed(1)
+            ).value
+            for name in ("mapped", "recorded")
+        ]
+        assert seen == [ClippedJacobian, RecordedJacobian]
+        torch.testing.assert_close(*values)
+
+    def test_what_it_does_not_give_is_refused_before_it_is_called(self) -> None:
+        fisher.register_estimator("traces", estimators.exact)
+        case = regression()
+        with pytest.raises(
+            ValueError,
+            match="estimator='traces' gives the trace only, not the diagonal; use estimator='exact' or 'weight-probes'",
+        ):
+            fisher.fim_diagonal(*case.arguments, **settings(case), estimator="traces")
+        with pytest.raises(ValueError, match=r"is to give \['diagonal'\]; choose from .* the trace must be among them"):
+            fisher.register_estimator("other", estimators.exact, quantities=("diagonal",))
+        with pytest.raises(ValueError, match=r"is to give \['trace', 'colour'\]; choose from trace, diagonal, matrix"):
+            fisher.register_estimator("other", estimators.exact, quantities=("trace", "colour"))  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("given", "told"),
+        [
+            (lambda moments: {}, r"asked for the diagonal and gave \[\]; it must return a dict with a"),
+            (lambda moments: {"trace": moments}, r"asked for the diagonal and gave \['trace'\]"),
+            (lambda moments: moments, "asked for the diagonal and gave Moments"),
+            (lambda moments: {"diagonal": moments.mean}, "asked for the diagonal and gave"),
+            (
+                lambda moments: {"diagonal": replace(moments, mean=moments.mean.sum(dim=1))},
+                r"gave a diagonal whose mean has shape \(2,\); it must be \(2, 24\), by example of the chunk and",
+            ),
+            (
+                lambda moments: {"diagonal": replace(moments, variance=moments.variance[:1])},
+                r"gave a diagonal whose variance has shape \(1, 24\)",
+            ),
+        ],
+    )
+    def test_what_it_gives_wrongly_is_told(self, given: Any, told: str) -> None:
+        def wrong(jacobian: Any, mechanism: Any, quantities: Any, draws: Draws) -> Any:
+            return given(estimators.exact(jacobian, mechanism, ("diagonal",), draws)["diagonal"])
+
+        fisher.register_estimator("wrong", wrong, quantities=("trace", "diagonal"))
+        case = regression()
+        with pytest.raises(ValueError, match=f"estimator 'wrong' (was )?{told}"):
+            fisher.fim_diagonal(*case.arguments, **settings(case), estimator="wrong")
 
 
 def test_interval_refuses_impossible_confidence() -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torchfil import PLIS, fisher, zoo
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.estimators import Draws, draw_bits, signs_of
+from torchfil.fisher.draws import Draws, draw_bits, signs_of
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian

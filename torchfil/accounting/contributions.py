@@ -2,55 +2,48 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
 from torch import Tensor
 
+from torchfil.accounting.quantities import Track, tracked
 from torchfil.fisher.batch import Measurement
-from torchfil.fisher.estimators import Quantity
 
-__all__ = ["additions"]
+__all__ = ["Contribution", "additions"]
 
 
-def additions(measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
-    """The fields of :class:`torchfil.accounting.ledger.Contribution` by name, [batch, …] each, in float64.
+@dataclass(frozen=True)
+class Contribution:
+    """What one (physical) batch adds: row k belongs to example ``rows[k]``.
 
-    A step that is measured with probability π counts X/π, which has the variance X²(1−π)/π² + v/π, v being that of X.
+    Attributes:
+        rows: Example numbers, [batch].
+        squared_norm: ‖g̃‖², [batch].
+        measured: Whether Fisher information was measured, or skipped at random; otherwise the step was paused for these
+            examples.
+        additions: What is added to each of the tracked quantities' sums, by name, [batch, …] each, already weighted by
+            1/π; empty where the step was skipped at random.
+    """
+
+    rows: Tensor
+    squared_norm: Tensor
+    measured: bool = True
+    additions: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def additions(
+    measurement: Measurement, rate: float | Tensor, *, skipping: bool, track: Collection[Track] = ()
+) -> dict[str, Tensor]:
+    """What a measured step adds to the sums of the trace and of the tracked quantities, [batch, …] each, in float64.
 
     Args:
         measurement: Of a step that was measured.
-        rate: π.
-        skipping: Whether π < 1; then the variance rests on single values, and nothing is certain.
+        rate: π, the probability with which it was.
+        skipping: Whether π < 1.
+        track: The names of the quantities.
     """
-
-    def weighted(quantity: Quantity) -> tuple[Tensor, Tensor]:
-        estimate = measurement.estimates[quantity]
-        value, variance = estimate.value.double(), estimate.standard_error.double().square()
-        if not skipping:
-            return value, variance
-        return value / rate, value.square() * ((1 - rate) / rate**2) + variance / rate
-
-    trace, variance = weighted("trace")
-    estimate = measurement.estimates["trace"]
-    freedom = 1.0 if skipping else estimate.degrees_of_freedom
-    square = (estimate.value.double().square() - estimate.standard_error.double().square()).clamp(min=0)
-    result = {
-        "trace": trace,
-        "variance": variance,
-        "variance_spread": variance.square() / freedom,
-        "square": square / rate,
-    }
-    if not skipping and estimate.kind == "exact":
-        result |= {"certain": trace, "variance_limit": torch.zeros_like(trace)}
-    elif not skipping and estimate.variance_limit is not None:
-        result["variance_limit"] = estimate.variance_limit.double()
-        if estimate.certain is not None:
-            result["certain"] = estimate.certain.double()
-    if "diagonal" in measurement.estimates:
-        result["diagonal"], result["diagonal_variance"] = weighted("diagonal")
-    if "matrix" in measurement.estimates:
-        result["fim"] = weighted("matrix")[0]
-    if measurement.products is not None:
-        result["sketch"] = measurement.products / rate
-    if measurement.susceptibility is not None:
-        result["plis"] = measurement.susceptibility / rate
+    result: dict[str, Tensor] = {}
+    for quantity in tracked(track):
+        result |= quantity.measure(measurement, rate, skipping=skipping)
     return result

@@ -8,70 +8,41 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from torchfil.accounting.groups import group_columns
+from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.quantities import Reading, TrackedQuantity
 from torchfil.fisher.results import Estimate, Kind
+from torchfil.fisher.spectral import largest_eigenvalue
 
-__all__ = ["ExampleIds", "Leakage", "as_table", "plain_key"]
+__all__ = ["Conditions", "Leakage", "as_table"]
 
 
-class ExampleIds:
-    """The examples' names: their numbers in the data set, or the user's own keys, one per example.
+@dataclass(frozen=True)
+class Conditions:
+    """How a run's sums were made, as far as their reading depends on it.
 
-    Args:
-        num_examples: n.
-        keys: n distinct keys; None: 0 … n−1.
+    Attributes:
+        exact: Whether every measured step was measured without sampling.
+        sample_rate: q, where the attacker does not know the batches; then participation is part of what is random. 1
+            for averages over runs, whose standard errors include it. None: batches are known.
+        skipping: Whether steps were skipped at random, so that an example may have taken part without being measured.
+        degrees_of_freedom: Of the standard errors: runs − 1 for averages over runs. None: each example's own, from
+            the spread of its steps' variances.
+        test_matrix: Ω of the sketch, [d, r], where one was kept.
     """
 
-    def __init__(self, num_examples: int, keys: Sequence[Hashable] | None = None) -> None:
-        self.num_examples = num_examples
-        given = keys.tolist() if isinstance(keys, Tensor) else keys
-        self.keys = [plain_key(key) for key in given] if given is not None else None
-        self._row_of: dict[Hashable, int] = {}
-        if self.keys is not None:
-            if len(self.keys) != num_examples:
-                raise ValueError(
-                    f"id_of gives {len(self.keys)} keys for {num_examples} examples; it must give one each"
-                )
-            self._row_of = {key: row for row, key in enumerate(self.keys)}
-            if len(self._row_of) != num_examples:
-                seen: set[Hashable] = set()
-                twice = next(key for key in self.keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-                raise ValueError(
-                    f"id_of gives {twice!r} to more than one example; keys must be distinct. To see several records of "
-                    "one person together, give each its own key and pass groups."
-                )
-
-    def all(self) -> list[Hashable]:
-        """Every id, in the order of the data set."""
-        return list(self.keys) if self.keys is not None else list(range(self.num_examples))
-
-    def rows(self, ids: Iterable[Hashable] | Tensor | None) -> tuple[list[Hashable], Tensor]:
-        """The ids as a list and their rows, in the order asked for; an id asked for twice is answered twice."""
-        if ids is None:
-            return self.all(), torch.arange(self.num_examples)
-        wanted = [plain_key(key) for key in (ids.tolist() if isinstance(ids, Tensor) else ids)]
-        if self.keys is not None:
-            unknown = [key for key in wanted if key not in self._row_of]
-            rows = [self._row_of[key] for key in wanted] if not unknown else []
-        else:
-            unknown = [key for key in wanted if not (type(key) is int and 0 <= key < self.num_examples)]
-            rows = [key for key in wanted if type(key) is int] if not unknown else []
-        if unknown:
-            valid = "the keys of id_of" if self.keys is not None else f"0 to {self.num_examples - 1}"
-            raise KeyError(f"unknown example ids {unknown[:5]}{' …' if len(unknown) > 5 else ''}; ids are {valid}")
-        return wanted, torch.tensor(rows, dtype=torch.long)
-
-
-def plain_key(key: Hashable) -> Hashable:
-    """NumPy's numbers and texts, and tensors of one number, as Python's."""
-    return key.item() if isinstance(key, np.generic) or (isinstance(key, Tensor) and key.ndim == 0) else key
+    exact: bool = False
+    sample_rate: float | None = None
+    skipping: bool = False
+    degrees_of_freedom: float | None = None
+    test_matrix: Tensor | None = None
 
 
 class Leakage:
@@ -83,57 +54,53 @@ class Leakage:
           over which batches draw the example, too; :meth:`get_sampling_error` tells how far one run can be off.
         * Where steps were paused, the Fisher information of an example that took part in them is a lower bound,
           and reading it warns.
+        * Where a step had no noise, the FIL of its examples is infinite and their MSE bound 0, both with error 0:
+          nothing that was sampled could change them.
 
     Args:
         ledger: The sums.
         ids: The examples' names.
-        exact: Whether every step was measured without sampling.
-        test_matrix: Ω of the sketch, [d, r], where one was kept.
-        sample_rate: q, where the attacker does not know the batches; then participation is part of what is random. 1
-            for averages over runs, whose standard errors include it.
-        skipping: Whether steps were skipped at random, so that an example may have taken part without being measured.
-        degrees_of_freedom: Of the standard errors: runs − 1 for averages over runs. None: each example's own, from
-            the spread of its steps' variances.
+        conditions: How the sums were made; None: by sampling, of known batches, without skipping steps.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        ids: ExampleIds,
-        *,
-        exact: bool,
-        test_matrix: Tensor | None = None,
-        sample_rate: float | None = None,
-        skipping: bool = False,
-        degrees_of_freedom: float | None = None,
-    ) -> None:
+    def __init__(self, ledger: Ledger, ids: ExampleIds, conditions: Conditions | None = None) -> None:
         self.ledger = ledger
         self.ids = ids
-        self.exact = exact
-        self.test_matrix = test_matrix
-        self.sample_rate = sample_rate
-        self.skipping = skipping
-        self.degrees_of_freedom = degrees_of_freedom
+        self.conditions = conditions or Conditions()
 
     @property
     def num_coordinates(self) -> int:
         """d, the number of private coordinates."""
         return self.ledger.num_coordinates
 
+    @property
+    def exact(self) -> bool:
+        """Whether every measured step was measured without sampling."""
+        return self.conditions.exact
+
     def was_measured(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """Whether the run says anything about an example, bool [ids]: its FIL of 0 means no leakage only then."""
         rows, sums = self._rows(example_ids), self.ledger.sums
         leaks = sums["trace"][rows] > 0
-        return leaks if self.skipping else leaks | (sums["participations"][rows] > sums["missed"][rows])
+        return leaks if self.conditions.skipping else leaks | (sums["participations"][rows] > sums["missed"][rows])
+
+    def get(self, name: str, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
+        """What a tracked quantity's sums mean, [ids, …]; see :mod:`torchfil.accounting.quantities`.
+
+        Args:
+            name: Of the quantity.
+            example_ids: None: all. An id asked for twice is answered twice.
+        """
+        quantity = next((quantity for quantity in self.ledger.quantities if quantity.name == name), None)
+        if quantity is None:
+            raise ValueError(f"{name!r} was not tracked; make_private with track=({name!r},)")
+        rows = self._rows(example_ids)
+        return quantity.read(self._sums_of(quantity, rows), self._reading(rows))
 
     def get_trace(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
-        """Tr I, the Fisher information summed over the run, [ids]."""
-        rows = self._rows(example_ids)
-        sums = self.ledger.sums
-        found = self._estimate(sums["trace"][rows], sums["variance"][rows], rows)
-        if self.degrees_of_freedom is not None:
-            return found
-        return replace(found, certain=sums["certain"][rows], variance_limit=sums["variance_limit"][rows])
+        """tr I, the Fisher information summed over the run, [ids]."""
+        trace: Estimate = self.get("trace", example_ids)
+        return trace
 
     def get_fil(
         self,
@@ -152,21 +119,17 @@ class Leakage:
             return self.get_trace(example_ids).raised(0.5, self.num_coordinates)
         if kind != "spectral":
             raise ValueError(f"kind={kind!r} must be 'trace' or 'spectral'")
-        rows = self._rows(example_ids)
-        if "fim" in self.ledger.sums:
-            top = torch.linalg.eigvalsh(self.ledger.sums["fim"][rows])[:, -1] if len(rows) else torch.zeros(0)
-            how = self._kind(rows)
-        elif "sketch" in self.ledger.sums and self.test_matrix is not None:
-            top = _nystrom_norm(self.ledger.sums["sketch"][rows], self.test_matrix)
-            how = "lower bound"
-        else:
-            raise ValueError(
-                "the spectral norm of a sum cannot be read from traces; make_private with track=('fim',) for few "
-                "private coordinates, or track=('sketch',)"
-            )
-        value = top.clamp(min=0).sqrt()
-        error = torch.zeros_like(value) if self.exact or how == "lower bound" else torch.full_like(value, math.nan)
-        return Estimate(value, error, how, positive=True)
+        if "fim" in self.ledger.track:
+            rows = self._rows(example_ids)
+            norm = largest_eigenvalue(self.ledger.sums["fim"][rows])
+            return self._reading(rows).without_variance(norm).raised(0.5)
+        if "sketch" in self.ledger.track:
+            bound: Estimate = self.get("sketch", example_ids)
+            return bound.raised(0.5)
+        raise ValueError(
+            "the spectral norm of a sum cannot be read from traces; make_private with track=('fim',) for few "
+            "private coordinates, or track=('sketch',)"
+        )
 
     def get_mse_bound(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """The MSE per coordinate that no unbiased attacker can get below, d / tr(I), [ids]; infinite where none."""
@@ -174,27 +137,20 @@ class Leakage:
 
     def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """sqrt(I_jj) per private coordinate, [ids, d]; its inverse is the error of an unbiased guess of it."""
-        if "diagonal" not in self.ledger.sums and "fim" not in self.ledger.sums:
-            raise ValueError("attributes were not tracked; make_private with track=('diagonal',)")
-        rows = self._rows(example_ids)
-        if "diagonal" in self.ledger.sums:
-            diagonal = self._estimate(
-                self.ledger.sums["diagonal"][rows], self.ledger.sums["diagonal_variance"][rows], rows
-            )
-        else:
-            value = self.ledger.sums["fim"][rows].diagonal(dim1=1, dim2=2)
-            unknown = torch.zeros_like(value) if self.exact else torch.full_like(value, math.nan)
-            diagonal = Estimate(value, unknown, self._kind(rows))
-        return diagonal.raised(0.5)
+        if "diagonal" not in self.ledger.track and "fim" in self.ledger.track:
+            rows = self._rows(example_ids)
+            diagonal = self.ledger.sums["fim"][rows].diagonal(dim1=1, dim2=2)
+            return self._reading(rows).without_variance(diagonal).raised(0.5)
+        tracked: Estimate = self.get("diagonal", example_ids)
+        return tracked.raised(0.5)
 
     def get_plis(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """Σ_t ∂(‖g̃_t‖/s_t)²/∂z over the steps that used the example, [ids, d], in the order of z.
 
         Unbiased where steps were skipped at random; steps that were paused are missing from it.
         """
-        if "plis" not in self.ledger.sums:
-            raise ValueError("PLIS was not accumulated; make_private with track=('plis',)")
-        return self.ledger.sums["plis"][self._rows(example_ids)]
+        susceptibility: Tensor = self.get("plis", example_ids)
+        return susceptibility
 
     def get_sampling_error(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """The standard deviation of η̄ due to chance in which batches drew the example, [ids].
@@ -203,13 +159,13 @@ class Leakage:
         0 where batches count as known; infinite for an example that was never drawn, about which one run says
         nothing. Averaging repeated runs lowers it (:meth:`FILPrivacyEngine.merge`).
         """
-        rows = self._rows(example_ids)
+        rows, q = self._rows(example_ids), self.conditions.sample_rate
         fil = self.get_fil(example_ids).value
-        if self.sample_rate is None:
+        if q is None:
             return torch.zeros_like(fil)
-        deviation = ((1 - self.sample_rate) * self.ledger.sums["square"][rows]).sqrt()
+        deviation = ((1 - q) * self.ledger.sums["square"][rows]).sqrt()
         never = self.ledger.sums["participations"][rows] == 0
-        return torch.where(never, torch.full_like(fil, math.inf), _divide(deviation, 2 * self.num_coordinates * fil))
+        return torch.where(never, math.inf, _divide(deviation, 2 * self.num_coordinates * fil))
 
     def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
         """One table by id: a pandas DataFrame where pandas is installed, else a dict of lists.
@@ -259,33 +215,7 @@ class Leakage:
             A table with ``count``, ``mean``, ``mean_error`` (an upper bound of its standard error: the errors of
             one batch's examples are correlated), ``max``, the quantiles and, with a threshold, ``share_above``.
         """
-        if not hasattr(group_of, "items"):
-            raise TypeError(f"group_of is a {type(group_of).__name__}; map ids to groups: dict(zip(ids, labels))")
-        group_of = dict(group_of.items())
-        if not group_of:
-            raise ValueError("group_of is empty; map at least one example id to a group")
-        nameless = [key for key, group in group_of.items() if group != group]
-        if nameless:
-            raise ValueError(f"group_of has NaN for {nameless[:5]}; leave such ids out, or name their group")
-        members: dict[Hashable, list[Hashable]] = {}
-        for key, group in group_of.items():
-            members.setdefault(group, []).append(key)
-        columns: dict[str, list[Any]] = {}
-        for ids in members.values():
-            fil = self.get_fil(ids)
-            values: dict[str, Any] = {
-                "count": len(ids),
-                "mean": fil.value.mean().item(),
-                "mean_error": fil.standard_error.mean().item(),
-                "max": fil.value.max().item(),
-            }
-            for level in quantiles:
-                values[f"q{100 * level:g}"] = torch.quantile(fil.value, level).item()
-            if threshold is not None:
-                values["share_above"] = (fil.value > threshold).double().mean().item()
-            for name, value in values.items():
-                columns.setdefault(name, []).append(value)
-        return as_table(list(members), columns, index_name="group")
+        return as_table(*group_columns(self.get_fil, group_of, threshold, quantiles), index_name="group")
 
     @classmethod
     def average(cls, runs: Sequence[Leakage]) -> Leakage:
@@ -301,6 +231,8 @@ class Leakage:
                     "runs to average must share data set, private coordinates and track; got "
                     f"{[(r.ids.num_examples, r.num_coordinates, r.ledger.track) for r in runs]}"
                 )
+
+        # sums become means, but what was missed by any run is missing
         average = Ledger.from_state_dict(first.ledger.state_dict(), first.ledger.device)
         average.steps = max(run.ledger.steps for run in runs)
         average.missed_steps = sum(run.ledger.missed_steps for run in runs)
@@ -313,20 +245,18 @@ class Leakage:
                 target.copy_(values.double().mean(dim=0).ceil())
             else:
                 target.copy_(values.mean(dim=0))
-        if count > 1:
-            for name, variance in (("trace", "variance"), ("diagonal", "diagonal_variance")):
-                if name in average.sums:
-                    values = torch.stack([run.ledger.sums[name].to(average.device) for run in runs])
-                    average.sums[variance].copy_(values.var(dim=0) / count)
-        return cls(
-            average,
-            first.ids,
-            exact=count == 1 and first.exact,
-            test_matrix=first.test_matrix,
-            sample_rate=1.0 if count > 1 and first.sample_rate is not None else first.sample_rate,
-            skipping=any(run.skipping for run in runs),
-            degrees_of_freedom=count - 1.0 if count > 1 else first.degrees_of_freedom,
-        )
+        conditions = replace(first.conditions, skipping=any(run.conditions.skipping for run in runs))
+        if count == 1:
+            return cls(average, first.ids, conditions)
+
+        # errors are those from run to run, and hold all that is random in a run
+        for quantity in average.quantities:
+            for name, variance in quantity.variances.items():
+                values = torch.stack([run.ledger.sums[name].to(average.device) for run in runs])
+                average.sums[variance].copy_(values.var(dim=0) / count)
+        rate = None if conditions.sample_rate is None else 1.0
+        conditions = replace(conditions, exact=False, sample_rate=rate, degrees_of_freedom=count - 1.0)
+        return cls(average, first.ids, conditions)
 
     @property
     def _kind_when_complete(self) -> Kind:
@@ -341,18 +271,24 @@ class Leakage:
             warnings.warn(
                 f"{int((missed > 0).sum())} of {len(rows)} examples took part in steps that were paused: their Fisher "
                 "information is a lower bound, and error bounds made from it are not guarantees",
-                stacklevel=4,
+                stacklevel=5,
             )
             return "lower bound"
         return self._kind_when_complete
 
-    def _estimate(self, value: Tensor, variance: Tensor, rows: Tensor) -> Estimate:
-        freedom: float | Tensor | None = self.degrees_of_freedom
-        if freedom is None:
-            spread = self.ledger.sums["variance_spread"][rows]
-            total = self.ledger.sums["variance"][rows].square()
-            freedom = torch.where(spread > 0, total / spread, torch.full_like(spread, math.inf))
-        return Estimate(value, variance.clamp(min=0).sqrt(), self._kind(rows), freedom, positive=True)
+    def _sums_of(self, quantity: TrackedQuantity, rows: Tensor) -> dict[str, Tensor]:
+        """The sums of a quantity at these rows."""
+        return {name: self.ledger.sums[name][rows] for name in quantity.sums(1, 1)}
+
+    def _reading(self, rows: Tensor) -> Reading:
+        conditions = self.conditions
+        return Reading(
+            self._kind(rows),
+            conditions.exact,
+            conditions.degrees_of_freedom,
+            self._sums_of(self.ledger.quantities[0], rows),  # of the trace
+            conditions.test_matrix,
+        )
 
 
 def as_table(names: Sequence[Hashable], columns: Mapping[str, list[Any]], *, index_name: str = "id") -> Any:
@@ -365,21 +301,6 @@ def as_table(names: Sequence[Hashable], columns: Mapping[str, list[Any]], *, ind
 
 
 def _divide(a: Tensor, b: Tensor) -> Tensor:
-    """A / b, and 0 where b is 0: nothing was measured, so nothing is uncertain."""
-    return torch.where(b > 0, a / b.where(b > 0, torch.ones_like(b)), torch.zeros_like(a))
-
-
-def _nystrom_norm(sketch: Tensor, test_matrix: Tensor) -> Tensor:
-    """The largest eigenvalue of Y (ΩᵀY)⁺ Yᵀ for Y = IΩ, [batch]; never above ‖I‖₂ for a PSD matrix I.
-
-    With C = (ΩᵀY)^{-1/2}, it is the largest eigenvalue of C YᵀY C, an r×r matrix.
-    """
-    if sketch.shape[0] == 0:
-        return sketch.new_zeros(0)
-    core = test_matrix.to(sketch).mT @ sketch  # ΩᵀIΩ, [batch, r, r]
-    values, vectors = torch.linalg.eigh((core + core.mT) / 2)
-    floor = values[:, -1:].clamp(min=0) * 1e-10
-    keep = values > floor
-    inverse_root = torch.where(keep, values.where(keep, torch.ones_like(values)).rsqrt(), torch.zeros_like(values))
-    half = sketch @ (vectors * inverse_root[:, None, :])  # Y C, [batch, d, r]
-    return torch.linalg.matrix_norm(half, ord=2).square()
+    """a / b, and 0 where b is 0 or infinite: nothing was measured, or all is known, so nothing is uncertain."""
+    usual = (b > 0) & b.isfinite()
+    return torch.where(usual, a / b.where(usual, torch.ones_like(b)), 0.0)

@@ -6,70 +6,39 @@ bound on the Fisher information of the trained model; a step without the example
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["TRACKABLE", "Contribution", "Ledger", "Track"]
+from torchfil.accounting.contributions import Contribution
+from torchfil.accounting.quantities import OWN_SUMS, Sum, Track, tracked
 
-Track = Literal["diagonal", "fim", "sketch", "plis"]
-TRACKABLE: tuple[Track, ...] = ("diagonal", "fim", "sketch", "plis")
+__all__ = ["Ledger", "Track"]
 
-
-@dataclass(frozen=True)
-class Contribution:
-    """What one (physical) batch adds: row k belongs to example ``rows[k]``.
-
-    Attributes:
-        rows: Example numbers, [batch].
-        squared_norm: ‖g̃‖², [batch].
-        measured: Whether Fisher information was measured; otherwise the step was paused for these examples.
-        trace: tr I_t, already weighted by 1/π where steps are skipped, [batch]; None where this step was
-            skipped at random or not measured.
-        variance: The variance of ``trace``, [batch].
-        variance_spread: variance² / its degrees of freedom, [batch]; summed, it gives those of the total
-            (Welch and Satterthwaite).
-        variance_limit: A variance that is not too small in the mean, whatever the probes, [batch]; None: not known, and
-            infinite from then on.
-        certain: The part of ``trace`` that was not sampled, [batch]; None: 0.
-        square: An estimate of (tr I_t)², [batch]; summed, it gives the variance due to random participation.
-        diagonal: diag I_t, [batch, d]; with its variance.
-        diagonal_variance: [batch, d].
-        fim: I_t, [batch, d, d].
-        sketch: I_t Ω, [batch, d, r].
-        plis: ∂(‖g̃‖/s)²/∂z, [batch, d].
-    """
-
-    rows: Tensor
-    squared_norm: Tensor
-    measured: bool = True
-    trace: Tensor | None = None
-    variance: Tensor | None = None
-    variance_spread: Tensor | None = None
-    variance_limit: Tensor | None = None
-    certain: Tensor | None = None
-    square: Tensor | None = None
-    diagonal: Tensor | None = None
-    diagonal_variance: Tensor | None = None
-    fim: Tensor | None = None
-    sketch: Tensor | None = None
-    plis: Tensor | None = None
+_FORMAT = 2  # of the saved state
 
 
 class Ledger:
     """Sums per example, in float64 on one device.
 
+    Besides those of the trace and of what is tracked (:mod:`torchfil.accounting.quantities`) it keeps, [n] each:
+    ``participations``; ``missed``, those in steps that were paused; ``squared_norm``, Σ‖g̃‖².
+
     Args:
         num_examples: n.
         num_coordinates: d.
         track: What to keep beside the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "sketch" (ndr),
-            "plis" (nd).
+            "plis" (nd), or a registered quantity.
         sketch_rank: r, the number of columns of the test matrix.
         device: Where the sums live.
+
+    Example:
+        >>> ledger = Ledger(num_examples=3, num_coordinates=2)
+        >>> ledger.add(Contribution(torch.tensor([0, 2]), torch.ones(2)))  # a step that was skipped at random
+        >>> ledger.sums["participations"]
+        tensor([1, 0, 1])
     """
 
     def __init__(
@@ -83,26 +52,25 @@ class Ledger:
     ) -> None:
         self.num_examples = num_examples
         self.num_coordinates = num_coordinates
-        self.track = tuple(name for name in TRACKABLE if name in track)
+        self.quantities = tracked(track)
         self.sketch_rank = sketch_rank
         self.steps = 0
         self.missed_steps = 0
         self.sums: dict[str, Tensor] = {
-            name: torch.zeros(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in _layout(num_examples, num_coordinates, self.track, sketch_rank).items()
+            name: torch.zeros(num_examples, *each.shape, dtype=each.dtype, device=device)
+            for name, each in _layout(num_coordinates, track, sketch_rank).items()
         }
 
     @staticmethod
     def bytes_needed(num_examples: int, num_coordinates: int, track: Collection[Track], sketch_rank: int) -> int:
         """How much memory a ledger of that size takes."""
-        layout = _layout(num_examples, num_coordinates, track, sketch_rank)
-        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values())
+        layout = _layout(num_coordinates, track, sketch_rank)
+        return num_examples * sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in layout.values())
 
-    @staticmethod
-    def infinite(like: Tensor) -> dict[str, Tensor]:
-        """TEMP"""
-        inf = torch.full_like(like, math.inf, dtype=torch.float64)
-        return {"trace": inf, "certain": inf, "variance_limit": torch.zeros_like(inf), "square": inf}
+    @property
+    def track(self) -> tuple[Track, ...]:
+        """The names of what is kept beside the trace."""
+        return tuple(quantity.name for quantity in self.quantities if quantity.name != "trace")
 
     @property
     def device(self) -> torch.device:
@@ -117,28 +85,18 @@ class Ledger:
         if not contribution.measured:
             self.sums["missed"].index_add_(0, rows, torch.ones_like(rows))
             return
-        for name in (
-            "trace",
-            "variance",
-            "variance_spread",
-            "variance_limit",
-            "certain",
-            "square",
-            "diagonal",
-            "diagonal_variance",
-            "fim",
-            "sketch",
-            "plis",
-        ):
-            value = getattr(contribution, name)
-            if value is not None and name in self.sums:
-                self.sums[name].index_add_(0, rows, value.double())
-        if contribution.variance_limit is None:
-            self.sums["variance_limit"].index_fill_(0, rows, math.inf)
+
+        for name, value in contribution.additions.items():
+            self.sums[name].index_add_(0, rows, value.to(self.sums[name].dtype))
+        for quantity in self.quantities:
+            for name, number in quantity.unless_told.items():
+                if name not in contribution.additions:
+                    self.sums[name][rows] += number
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors and plain numbers."""
         return {
+            "format": _FORMAT,
             "num_examples": self.num_examples,
             "num_coordinates": self.num_coordinates,
             "track": list(self.track),
@@ -153,8 +111,13 @@ class Ledger:
         """The ledger whose state that is.
 
         Raises:
-            ValueError: If something is missing or has the wrong shape.
+            ValueError: If it was saved by another version, something is missing or has the wrong shape.
         """
+        if state.get("format") != _FORMAT:
+            raise ValueError(
+                f"the ledger's state has format {state.get('format', 1)}, and this version of torchfil reads {_FORMAT} "
+                "only; load it with the version that saved it"
+            )
         try:
             ledger = cls(
                 state["num_examples"],
@@ -171,32 +134,12 @@ class Ledger:
         return ledger
 
 
-def _layout(
-    n: int, d: int, track: Collection[Track], sketch_rank: int
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    unknown = set(track) - set(TRACKABLE)
-    if unknown:
-        raise ValueError(f"track={sorted(unknown)} is not known; choose from {', '.join(TRACKABLE)}")
-    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "trace": ((n,), torch.float64),
-        "variance": ((n,), torch.float64),
-        "variance_spread": ((n,), torch.float64),
-        "variance_limit": ((n,), torch.float64),
-        "certain": ((n,), torch.float64),
-        "square": ((n,), torch.float64),
-        "squared_norm": ((n,), torch.float64),
-        "participations": ((n,), torch.int64),
-        "missed": ((n,), torch.int64),
-    }
-    if "diagonal" in track:
-        layout["diagonal"] = layout["diagonal_variance"] = ((n, d), torch.float64)
-    if "fim" in track:
-        layout["fim"] = ((n, d, d), torch.float64)
-    if "sketch" in track:
-        layout["sketch"] = ((n, d, sketch_rank), torch.float64)
-    if "plis" in track:
-        layout["plis"] = ((n, d), torch.float64)
-    return layout
+def _layout(num_coordinates: int, track: Collection[Track], sketch_rank: int) -> dict[str, Sum]:
+    """All sums, by name."""
+    layout: dict[str, Sum] = {}
+    for quantity in tracked(track):
+        layout |= quantity.sums(num_coordinates, sketch_rank)
+    return layout | OWN_SUMS
 
 
 def _same_shape(name: str, value: Tensor, like: Tensor) -> Tensor:

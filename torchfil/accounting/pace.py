@@ -14,6 +14,7 @@ depend on it, so every sum stays unbiased.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.contributions import Contribution
+from torchfil.accounting.ledger import Ledger
 
 __all__ = ["Pace", "choose"]
 
@@ -44,7 +46,7 @@ def choose(
     trend: float = 1.0,
     unevenness: float = 1.0,
 ) -> tuple[int, float]:
-    """K and π by the formulas above.
+    """k and π by the formulas above.
 
     Args:
         target: r.
@@ -92,8 +94,8 @@ class Pace:
 
     def note(self, contribution: Contribution) -> None:
         """See v and the level by what was measured at the present pace; nothing where the batch was not measured."""
-        trace, variance = contribution.trace, contribution.variance
-        if self.target is not None and trace is not None and variance is not None:
+        if self.target is not None and contribution.additions:
+            trace, variance = contribution.additions["trace"], contribution.additions["variance"]
             self.noted = torch.stack([trace.square().sum(), variance.sum(), trace.mean()])
 
     def update(self, ledger: Ledger, passes: float) -> None:
@@ -105,21 +107,26 @@ class Pace:
         """
         if self.target is None:
             return
+
+        # follow what the last batch showed; a step without noise shows nothing of the usual ones
         if self.noted is not None:
             square, variance, mean = self.noted.tolist()
             self.noted = None
-            if square > 0:
+            if 0 < square < math.inf:
                 probes = variance / square - (1 - self.rate)  # the variance of the probes' mean, over π² and its square
-                seen_spread = self.num_probes * probes / self.rate
-                self.spread = min(2.0, max(1e-4, 0.7 * self.spread + 0.3 * seen_spread))
+                spread = self.num_probes * probes / self.rate
+                self.spread = min(2.0, max(1e-4, 0.7 * self.spread + 0.3 * spread))
                 self.level = 0.7 * self.level + 0.3 * self.rate * mean if self.level else self.rate * mean
+
+        # the median example's error so far, and what is still to come
         trace = ledger.sums["trace"]
-        seen = trace > 0
+        seen = (trace > 0) & trace.isfinite()
         if not bool(seen.any()):
             return
         relative = float((ledger.sums["variance"][seen] / trace[seen].square()).median())
         ahead = max(_PASSES_AHEAD, passes / 4) if self.epochs is None else max(0.5, self.epochs - passes)
-        usual = float(trace.mean()) / passes
+
+        usual = float(trace[trace.isfinite()].mean()) / passes
         trend = min(1.0, max(0.1, self.level / usual)) if self.level else 1.0
         uneven = ledger.sums["participations"][seen] * ledger.sums["square"][seen] / trace[seen].square()
         unevenness = min(_MOST_UNEVEN, max(1.0, float(uneven.median())))

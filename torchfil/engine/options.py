@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from torchfil.accounting.ledger import TRACKABLE
 from torchfil.accounting.pace import Pace
+from torchfil.accounting.quantities import Needs, needs_of
 from torchfil.clipping import ClipFunction
 from torchfil.fisher.amplification import Amplification, get_amplification
-from torchfil.fisher.estimators import Quantity, available_estimators, get_estimator
+from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
 from torchfil.private import Private
 
@@ -88,7 +88,7 @@ class Accounting:
         execution: How the passes run.
 
     Example:
-        >>> Accounting(num_probes=1, track=("diagonal",)).quantities
+        >>> Accounting(num_probes=1, track=("diagonal",)).needs.quantities
         ('trace', 'diagonal')
     """
 
@@ -118,7 +118,9 @@ class Accounting:
             raise ValueError(f"norm_refresh={self.norm_refresh} must be at least 1 step")
         if self.amplification is not None:
             get_amplification(self.amplification)
-        self._check_tracked()
+        self.chosen_estimator.check_gives(self.needs.quantities, f"track={self.track}")
+        if "matrix" in self.needs.quantities and not self.chosen_estimator.exact and self.num_probes == 1:
+            raise ValueError("track=('fim',) from probes needs num_probes of at least 2")
 
     def _check_target(self) -> None:
         if self.epochs is not None and not self.epochs > 0:
@@ -132,40 +134,24 @@ class Accounting:
                 f"rel_error={self.rel_error} chooses the probes and the share of steps by itself; leave out num_probes="
                 f"{self.num_probes} and fil_rate={self.fil_rate}"
             )
-        if not get_estimator(self.estimator).one_pass:
-            raise ValueError(f"rel_error needs estimator='weight-probes', not {self.estimator!r}")
-
-    def _check_tracked(self) -> None:
-        """Raise for what is not known, and for what the estimator does not give."""
-        estimator = get_estimator(self.estimator)
-        unknown = set(self.track) - set(TRACKABLE)
-        if unknown:
-            raise ValueError(f"track={sorted(unknown)} is not known; choose from {', '.join(TRACKABLE)}")
-        missing = [quantity for quantity in self.quantities if quantity not in estimator.quantities]
-        if missing:
-            able = [name for name in available_estimators() if set(missing) <= set(get_estimator(name).quantities)]
-            raise ValueError(
-                f"track={self.track} needs the {' and the '.join(missing)} of the Fisher information; "
-                f"{self.estimator!r} gives the {', '.join(estimator.quantities)} only. Use estimator="
-                + " or ".join(map(repr, able))
-            )
-        if "matrix" in self.quantities and not estimator.exact and self.num_probes == 1:
-            raise ValueError("track=('fim',) with weight probes needs num_probes of at least 2")
+        if not self.chosen_estimator.one_pass:
+            able = names_of_estimators(lambda other: other.one_pass)
+            raise ValueError(f"rel_error needs estimator={able}, not {self.estimator!r}")
 
     @property
-    def quantities(self) -> tuple[Quantity, ...]:
+    def needs(self) -> Needs:
         """What has to be measured at each step."""
-        wanted: tuple[Quantity, ...] = ("trace",)
-        if "diagonal" in self.track:
-            wanted += ("diagonal",)
-        if "fim" in self.track:
-            wanted += ("matrix",)
-        return wanted
+        return needs_of(self.track)
+
+    @property
+    def chosen_estimator(self) -> Estimator:
+        """The estimator, with what it can do."""
+        return get_estimator(self.estimator)
 
     @property
     def exact(self) -> bool:
         """Whether nothing is sampled."""
-        return get_estimator(self.estimator).exact and self.fil_rate == 1
+        return self.chosen_estimator.exact and self.fil_rate == 1
 
     @property
     def skips_steps(self) -> bool:

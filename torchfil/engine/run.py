@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.accounting.leakage import ExampleIds, Leakage
-from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.contributions import Contribution
+from torchfil.accounting.ids import ExampleIds
+from torchfil.accounting.leakage import Conditions, Leakage
+from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.timeline import Timeline
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.losses import IdentifiedLoss
@@ -107,14 +109,13 @@ class Run:
             )
         accounting = self.options.accounting
         rate = self.options.sample_rate if self.options.amplification.secret_batches else None
-        return Leakage(
-            self.ledger,
-            self.ids,
+        conditions = Conditions(
             exact=accounting.exact,
-            test_matrix=self.test_matrix,
             sample_rate=rate,
             skipping=accounting.skips_steps,
+            test_matrix=self.test_matrix,
         )
+        return Leakage(self.ledger, self.ids, conditions)
 
     @property
     def device(self) -> torch.device:
@@ -195,7 +196,7 @@ class Run:
         logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, self.device)
         ledger = Ledger(n, num_coordinates, track=accounting.track, sketch_rank=rank, device=self.device)
         ledger.steps = self.history.steps  # of empty batches
-        if "sketch" not in accounting.track:
+        if not accounting.needs.products:
             return ledger, None
         gaussian = torch.randn(num_coordinates, rank, generator=self.generator, dtype=torch.float64)
         return ledger, torch.linalg.qr(gaussian).Q.to(self.device)
@@ -208,9 +209,7 @@ class Run:
         if not ids:
             return
         rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
-        if noise.noise_multiplier == 0 and not self.paused:  # what is released without noise tells everything
-            added = Ledger.infinite(clipped_norm)
-        contribution = Contribution(rows, clipped_norm.square(), measured=not self.paused, **(added or {}))
+        contribution = Contribution(rows, clipped_norm.square(), measured=not self.paused, additions=added or {})
         self._staged.append(Staged(contribution, clipped_norm / noise.max_grad_norm, frozenset(ids), noise))
 
     def book(self, optimizer: FILOptimizer) -> None:

@@ -16,7 +16,7 @@ from torchfil.fisher.amplification import (
     get_amplification,
     register_amplification,
 )
-from torchfil.fisher.estimators import available_estimators, register_estimator
+from torchfil.fisher.estimators import Estimator, available_estimators, get_estimator, register_estimator
 from torchfil.fisher.fim import exact_fim, fim_diagonal, fim_matrix, fim_spectral_norm, fim_trace
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
@@ -27,6 +27,7 @@ from torchfil.fisher.results import Estimate
 __all__ = [
     "ClippedJacobian",
     "Estimate",
+    "Estimator",
     "ExampleGradients",
     "Mechanism",
     "NoAmplification",
@@ -42,6 +43,7 @@ __all__ = [
     "fim_spectral_norm",
     "fim_trace",
     "get_amplification",
+    "get_estimator",
     "poisson_amplification",
     "reference",
     "register_amplification",

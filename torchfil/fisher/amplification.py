@@ -229,8 +229,8 @@ def name_of_amplification(amplification: Amplification) -> str:
         >>> name_of_amplification(NoAmplification())
         'none'
     """
-    alike = [name for name, known in _REGISTRY.items() if known == amplification]
-    of_class = [name for name, known in _REGISTRY.items() if type(known) is type(amplification)]
+    alike = [name for name, registered in _REGISTRY.items() if registered == amplification]
+    of_class = [name for name, registered in _REGISTRY.items() if type(registered) is type(amplification)]
     return next(iter(alike + of_class), repr(amplification))
 
 

@@ -5,6 +5,7 @@ The public functions of :mod:`torchfil.fisher.fim` and the training engine both 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from torchfil.clipping import ClipFunction
-from torchfil.fisher.amplification import Amplification
-from torchfil.fisher.estimators import Draws, Moments, Quantity, get_estimator
+from torchfil.fisher.amplification import Amplification, NoAmplification
+from torchfil.fisher.draws import Draws
+from torchfil.fisher.estimators import Quantity, get_estimator, shape_of
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.moments import Moments
 from torchfil.fisher.operator import ClippedJacobian
-from torchfil.fisher.recording import Plan, RecordedJacobian, UnsupportedCallError, plan
+from torchfil.fisher.recording import Plan, RecordedJacobian, UnsupportedCallError
+from torchfil.fisher.recording import plan as make_plan
 from torchfil.fisher.results import Estimate
 from torchfil.private import Inputs, Private
 
@@ -44,17 +48,36 @@ class Measurement:
 
     estimates: dict[Quantity, Estimate]
     norm: Tensor
-    products: Tensor | None
-    susceptibility: Tensor | None
+    products: Tensor | None = None
+    susceptibility: Tensor | None = None
+
+    def without_noise(self) -> Measurement:
+        """What it would be without any noise: ±∞, exactly, in place of every number that is not 0."""
+
+        def limit(value: Tensor) -> Tensor:
+            return torch.where(value == 0, value, value.sign() * math.inf)
+
+        return Measurement(
+            {quantity: Estimate.exact(limit(estimate.value)) for quantity, estimate in self.estimates.items()},
+            self.norm,
+            None if self.products is None else limit(self.products),
+            None if self.susceptibility is None else limit(self.susceptibility),
+        )
 
 
 @dataclass(frozen=True)
 class PrivateBatch:
-    """Examples with their model and loss, and the mechanism that releases their gradients."""
+    """Examples with their model and loss, and the mechanism that releases their gradients.
+
+    Attributes:
+        gradients: The examples' gradients.
+        mechanism: What is released of them.
+        plan: What a trial of the recorded pass told before; None: not tried yet.
+    """
 
     gradients: ExampleGradients
     mechanism: Mechanism
-    known: Plan | None = None  # what a trial of the batched pass found before; None: try
+    plan: Plan | None = None
 
     @classmethod
     def build(
@@ -107,18 +130,22 @@ class PrivateBatch:
         """
         if num_probes < 1:
             raise ValueError(f"num_probes={num_probes} must be at least 1")
-        get_estimator(estimator)
+        chosen = get_estimator(estimator)
+        chosen.check_gives(quantities)
+
+        # an exact estimator holds columns of J and draws nothing; any other holds one vector and draws its probes
         columns, vectors = self.working_vectors(estimator, max_memory)
-        seeds = () if estimator == "exact" else Draws.seeds_from(num_probes, generator)
-        one_pass = estimator == "weight-probes" and test_matrix is None
-        batch = replace(self, known=self.known or plan(self.gradients)) if one_pass and len(self.gradients) else self
+        seeds = () if chosen.exact else Draws.seeds_from(num_probes, generator)
+
+        one_pass = chosen.one_pass and test_matrix is None
+        batch = replace(self, plan=self._plan()) if one_pass and len(self.gradients) else self
         chunks = batch.chunks(max_memory, vectors, one_pass=one_pass)
         at_once = batch.probes_at_once(num_probes, max_memory)
         draws = Draws(seeds, slice(0, len(self.gradients)), len(self.gradients), columns, at_once)
         try:
             return self.measured(chunks, quantities, estimator, draws, test_matrix, susceptibility)
         except UnsupportedCallError as error:  # of a batch that is not as the trial's
-            mapped = replace(self, known=Plan(str(error), 0)).chunks(max_memory, vectors, one_pass=True)
+            mapped = replace(self, plan=Plan(str(error), 0)).chunks(max_memory, vectors, one_pass=True)
             return self.measured(mapped, quantities, estimator, draws, test_matrix, susceptibility)
 
     def measured(
@@ -131,15 +158,19 @@ class PrivateBatch:
         susceptibility: bool = False,
     ) -> Measurement:
         """:meth:`measure` over given chunks of the batch, with given draws."""
-        run = get_estimator(estimator)
+        if self.mechanism.noiseless:  # infinite weights times 0 would be NaN: measured with some noise, then without
+            some = replace(self.mechanism, noise_multiplier=1.0, amplification=NoAmplification())
+            noisy = replace(self, mechanism=some)
+            return noisy.measured(chunks, quantities, estimator, draws, test_matrix, susceptibility).without_noise()
+
+        chosen = get_estimator(estimator)
         parts: dict[Quantity, list[Moments]] = {quantity: [] for quantity in quantities}
         empty = torch.zeros(0, dtype=self.gradients.dtype, device=self.gradients.device)
         norms, products = [empty], []
         slopes = [empty.reshape(0, self.gradients.num_coordinates)]
         for rows, jacobian in chunks:
-            found = run(jacobian, self.mechanism, quantities, replace(draws, rows=rows))
-            for quantity in quantities:
-                parts[quantity].append(found[quantity])
+            for quantity, moments in chosen(jacobian, self.mechanism, quantities, replace(draws, rows=rows)).items():
+                parts[quantity].append(moments)
             norms.append(jacobian.norm)
             if susceptibility:
                 factor = 2 * jacobian.clipped_norm / self.mechanism.noise_std**2
@@ -148,7 +179,8 @@ class PrivateBatch:
                 matvec = self._fim_matvec(jacobian)
                 columns_of = [matvec(omega.expand(len(jacobian.norm), -1)) for omega in test_matrix.mT]
                 products.append(torch.stack(columns_of, dim=2))
-        estimates = {quantity: self._collect(quantity, parts[quantity], estimator) for quantity in quantities}
+
+        estimates = {quantity: self._collect(quantity, parts[quantity], exact=chosen.exact) for quantity in quantities}
         return Measurement(
             estimates,
             torch.cat(norms),
@@ -161,10 +193,9 @@ class PrivateBatch:
 
         On a CPU small passes gain, up to half of the time for eight probes; convolutions lose a little.
         """
-        found = self.known
-        if found is None or found.convolutions > _FEW_CONVOLUTIONS or self.gradients.device.type != "cpu":
+        if self.plan is None or self.plan.convolutions > _FEW_CONVOLUTIONS or self.gradients.device.type != "cpu":
             return 1
-        held = max(1, found.bytes_per_example * len(self.gradients))
+        held = max(1, self.plan.bytes_per_example * len(self.gradients))
         return 1 if held > _SMALL_PASS else max(1, min(num_probes, _MOST_PROBES_AT_ONCE, max_memory // held))
 
     def spectral_norm(
@@ -187,13 +218,13 @@ class PrivateBatch:
     def chunks(
         self, max_memory: int, vectors: int, *, one_pass: bool = False
     ) -> Iterator[tuple[slice, ClippedJacobian]]:
-        """The batch in pieces that ``max_memory`` allows, as Jacobians; from one batched pass each where asked for."""
+        """The batch in pieces that ``max_memory`` allows, as Jacobians; from a recorded pass each where asked for."""
         if max_memory <= 0:
             raise ValueError(f"max_memory={max_memory} must be a positive number of bytes")
         if one_pass and len(self.gradients):
-            found = self.known if self.known is not None else plan(self.gradients)
-            if found.reason is None:
-                at_once = max(1, max_memory // max(1, found.bytes_per_example))
+            plan = self._plan()
+            if plan.reason is None:
+                at_once = max(1, max_memory // max(1, plan.bytes_per_example))
                 for rows, examples in self.gradients.examples.chunks(at_once):
                     part = replace(self.gradients, examples=examples)
                     yield rows, RecordedJacobian(part, self.mechanism.clip, self.mechanism.max_grad_norm)
@@ -201,8 +232,11 @@ class PrivateBatch:
         for rows, part in self.gradients.chunks(max_memory, vectors):
             yield rows, ClippedJacobian(part, self.mechanism.clip, self.mechanism.max_grad_norm)
 
+    def _plan(self) -> Plan:
+        return self.plan if self.plan is not None else make_plan(self.gradients)
+
     def _fim_matvec(self, jacobian: ClippedJacobian) -> Callable[[Tensor], Tensor]:
-        """V ↦ Iv for the examples of a chunk."""
+        """v ↦ Iv for the examples of a chunk."""
         perp, par = self.mechanism.weights(jacobian.clipped_norm)
         a = jacobian.clipped_norm_gradient
 
@@ -214,17 +248,16 @@ class PrivateBatch:
 
     def working_vectors(self, estimator: str, max_memory: int) -> tuple[int, int]:
         """How many Jacobian columns to hold per example, and how many vectors of length p the work takes."""
-        if estimator != "exact":
+        if not get_estimator(estimator).exact:
             return 1, _WORKING_VECTORS
         vector = self.gradients.num_parameters * self.gradients.dtype.itemsize
         room = max_memory // vector - _WORKING_VECTORS
         columns = min(self.gradients.num_coordinates, max(1, room // _COPIES_OF_COLUMNS))
         return columns, _COPIES_OF_COLUMNS * columns + _WORKING_VECTORS
 
-    def _collect(self, quantity: Quantity, parts: list[Moments], estimator: str) -> Estimate:
+    def _collect(self, quantity: Quantity, parts: list[Moments], *, exact: bool) -> Estimate:
         if not parts:
-            d = self.gradients.num_coordinates
-            shape = {"trace": (0,), "diagonal": (0, d), "matrix": (0, d, d)}[quantity]
+            shape = shape_of(quantity, 0, self.gradients.num_coordinates)
             value = torch.zeros(shape, dtype=self.gradients.dtype, device=self.gradients.device)
-            return Estimate(value, value, "exact" if estimator == "exact" else "estimate")
+            return Estimate(value, value, "exact" if exact else "estimate")
         return Moments.joined(parts).estimate(positive=quantity != "matrix")

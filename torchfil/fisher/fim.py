@@ -22,7 +22,7 @@ from torchfil.fisher.amplification import Amplification
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, LossFunction
 from torchfil.fisher.results import Estimate
-from torchfil.fisher.spectral import lanczos, power_iteration
+from torchfil.fisher.spectral import lanczos, largest_eigenvalue, power_iteration
 from torchfil.private import Inputs, Private
 
 __all__ = ["exact_fim", "fim_diagonal", "fim_matrix", "fim_spectral_norm", "fim_trace"]
@@ -208,7 +208,7 @@ def fim_spectral_norm(
     )
     if method == "exact":
         matrix = batch.estimate("matrix", "exact", max_memory=max_memory).value
-        return Estimate.exact(torch.linalg.eigvalsh(matrix)[:, -1].clamp(min=0) if len(matrix) else matrix[:, 0, 0])
+        return Estimate.exact(largest_eigenvalue(matrix))
     solve = lanczos if method == "lanczos" else power_iteration
     value = batch.spectral_norm(solve, iterations, generator, max_memory)
     return Estimate(value, torch.zeros_like(value), "lower bound")

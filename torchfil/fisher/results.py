@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from scipy import special, stats
 from torch import Tensor
@@ -12,11 +14,18 @@ from torch import Tensor
 __all__ = ["Estimate", "Kind"]
 
 Kind = Literal["exact", "estimate", "lower bound", "upper bound"]
+_SHOWN = 4  # entries, in a text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Estimate:
     """A value per example (or per coordinate), its standard error, and what it is.
+
+    It stands for its value where an array is expected: ``numpy.asarray(e)``, ``torch.as_tensor(e)``, ``len(e)``,
+    ``float(e)`` of a single number. Indexing and iterating give estimates of the chosen entries.
+
+    Guarantees:
+        * An infinite value has no width: the interval of ∞ is [∞, ∞], and that of its inverse [0, 0].
 
     Attributes:
         value: The number; its first dimension runs over examples.
@@ -35,6 +44,10 @@ class Estimate:
         >>> low, high = e.interval(0.95)
         >>> round(low.item(), 3), round(high.item(), 3)
         (1.804, 2.196)
+        >>> e
+        Estimate([2 ± 0.1], estimate)
+        >>> np.asarray(e), float(e[0])
+        (array([2.], dtype=float32), 2.0)
     """
 
     value: Tensor
@@ -68,8 +81,11 @@ class Estimate:
         width = self._quantile(0.5 + confidence / 2) * self.standard_error
         if not self.positive:
             return self.value - width, self.value + width
+
+        # what is certain has no width, and neither has what is infinite
         certain = torch.zeros_like(self.value) if self.certain is None else self.certain
-        sampled = self.value - certain
+        certain = torch.where(self.value.isinf(), self.value, certain)
+        sampled = torch.where(self.value.isinf(), 0.0, self.value - certain)
         width = width / sampled.where(sampled > 0, torch.ones_like(sampled))
         if self.variance_limit is not None:
             freedom = 2 * sampled.square() / self.variance_limit
@@ -79,8 +95,8 @@ class Estimate:
     def raised(self, exponent: float, unit: float = 1.0) -> Estimate:
         """(value/unit)^exponent of a positive estimate; a negative exponent turns a bound round."""
         value = _raised(self.value, exponent, unit)
-        relative = torch.where(self.value > 0, self.standard_error / self.value, torch.zeros_like(self.value))
-        error = torch.where(self.value > 0, abs(exponent) * value * relative, relative)
+        usual = (self.value > 0) & self.value.isfinite()
+        error = torch.where(usual, abs(exponent) * value * self.standard_error / self.value, 0.0)
         turned: dict[Kind, Kind] = {"lower bound": "upper bound", "upper bound": "lower bound"}
         return replace(
             self,
@@ -93,13 +109,68 @@ class Estimate:
             source=(replace(self, positive=True), exponent, unit),
         )
 
-    def _quantile(self, level: float) -> float | Tensor:
-        """Student's quantile, one number or one per example in a shape that broadcasts to the value's."""
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        value = self.value.detach().cpu().numpy()
+        return np.asarray(value, dtype) if copy is None else np.array(value, dtype, copy=copy)
+
+    def __dlpack__(self, **options: Any) -> Any:  # torch.as_tensor, torch.tensor
+        return self.value.detach().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.value.__dlpack_device__()
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __iter__(self) -> Iterator[Estimate]:
+        return (self[place] for place in range(len(self)))
+
+    def __float__(self) -> float:
+        if self.value.numel() != 1:
+            raise TypeError(f"an estimate of {self.value.numel()} numbers is no float; choose one, as in estimate[0]")
+        return float(self.value)
+
+    def __getitem__(self, index: Any) -> Estimate:
+        """The estimate of those entries: an index, a slice, a list, a mask, or a tuple of such."""
+        freedom = self._freedom()
+        return replace(
+            self,
+            value=self._part(self.value, index),
+            standard_error=self._part(self.standard_error, index),
+            degrees_of_freedom=self._part(freedom, index) if isinstance(freedom, Tensor) else freedom,
+            certain=self._part(self.certain, index),
+            variance_limit=self._part(self.variance_limit, index),
+            source=None if self.source is None else (self.source[0][index], *self.source[1:]),
+        )
+
+    def __repr__(self) -> str:
+        values, errors = self.value.flatten(), self.standard_error.expand_as(self.value).flatten()
+        pairs = zip(values[:_SHOWN].tolist(), errors[:_SHOWN].tolist(), strict=True)
+        entries = [f"{value:.4g}" if error == 0 else f"{value:.4g} ± {error:.2g}" for value, error in pairs]
+        if values.numel() > _SHOWN:
+            entries.append("…")
+        text = ", ".join(entries) if self.value.ndim == 0 else f"[{', '.join(entries)}]"
+        shape = f", shape {tuple(self.value.shape)}" if values.numel() > _SHOWN or self.value.ndim > 1 else ""
+        return f"Estimate({text}, {self.kind}{shape})"
+
+    @staticmethod
+    def _part(value: Any, index: Any) -> Any:
+        return None if value is None else value[index]
+
+    def _freedom(self) -> float | Tensor:
+        """The degrees of freedom, one number or one per entry of the value."""
         freedom = self.degrees_of_freedom
         if not isinstance(freedom, Tensor):
+            return freedom
+        by_row = freedom.reshape(freedom.shape + (1,) * (self.value.ndim - freedom.ndim))
+        return by_row.expand(self.value.shape)
+
+    def _quantile(self, level: float) -> float | Tensor:
+        """Student's quantile, one number or one per entry of the value."""
+        freedom = self._freedom()
+        if not isinstance(freedom, Tensor):
             return float(stats.t.ppf(level, freedom))
-        quantile = torch.from_numpy(stats.t.ppf(level, freedom.cpu().numpy())).to(self.value)
-        return quantile.reshape(-1, *(1,) * (self.value.ndim - 1))
+        return torch.from_numpy(np.asarray(stats.t.ppf(level, freedom.cpu().numpy()))).to(self.value)
 
 
 def _raised(value: Tensor, exponent: float, unit: float) -> Tensor:
@@ -108,8 +179,8 @@ def _raised(value: Tensor, exponent: float, unit: float) -> Tensor:
 
 
 def _log_ratio(freedom: Tensor, level: float) -> Tensor:
-    """Log(ν/χ²_ν(level)), in float64 on the CPU; 0 for infinite ν, infinite where there is none."""
+    """log(ν/χ²_ν(level)), in float64 on the CPU; 0 for infinite ν, infinite where there is none."""
     half = freedom.double().cpu() / 2
-    known = torch.where(half.isfinite() & (half > 0), half, 1.0)
-    ratio = torch.log(known / torch.from_numpy(special.gammaincinv(known.numpy(), level)))
+    usual = torch.where(half.isfinite() & (half > 0), half, 1.0)
+    ratio = torch.log(usual / torch.from_numpy(np.asarray(special.gammaincinv(usual.numpy(), level))))
     return torch.where(half.isinf(), 0.0, torch.where(half > 0, ratio, torch.inf))

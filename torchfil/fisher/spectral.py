@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["lanczos", "power_iteration"]
+__all__ = ["lanczos", "largest_eigenvalue", "nystrom_norm", "power_iteration"]
 
 
 def power_iteration(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Tensor:
@@ -63,6 +63,34 @@ def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) 
     if batch == 0:
         return start.new_zeros(0)
     return torch.linalg.eigvalsh(tridiagonal)[:, -1].clamp(min=0)
+
+
+def largest_eigenvalue(matrix: Tensor) -> Tensor:
+    """λ_max of symmetric matrices, [batch] from [batch, d, d], at least 0; infinite where an entry is not finite."""
+    if matrix.shape[0] == 0:
+        return matrix.new_zeros(0)
+    finite = matrix.isfinite().all(dim=(1, 2))
+    largest = torch.linalg.eigvalsh(matrix.where(finite[:, None, None], torch.zeros_like(matrix)))[:, -1].clamp(min=0)
+    return torch.where(finite, largest, torch.inf)
+
+
+def nystrom_norm(sketch: Tensor, test_matrix: Tensor) -> Tensor:
+    """The largest eigenvalue of Y (ΩᵀY)⁺ Yᵀ for Y = IΩ, [batch]; never above ‖I‖₂ for a PSD matrix I.
+
+    With C = (ΩᵀY)^{-1/2}, it is the largest eigenvalue of C YᵀY C, an r×r matrix. Infinite where Y is not finite.
+    """
+    if sketch.shape[0] == 0:
+        return sketch.new_zeros(0)
+    finite = sketch.isfinite().all(dim=(1, 2))
+    sketch = sketch.where(finite[:, None, None], torch.zeros_like(sketch))
+
+    core = test_matrix.to(sketch).mT @ sketch  # ΩᵀIΩ, [batch, r, r]
+    values, vectors = torch.linalg.eigh((core + core.mT) / 2)
+    floor = values[:, -1:].clamp(min=0) * 1e-10
+    keep = values > floor
+    inverse_root = torch.where(keep, values.where(keep, torch.ones_like(values)).rsqrt(), torch.zeros_like(values))
+    half = sketch @ (vectors * inverse_root[:, None, :])  # Y C, [batch, d, r]
+    return torch.where(finite, torch.linalg.matrix_norm(half, ord=2).square(), torch.inf)
 
 
 def _normalised(v: Tensor) -> Tensor:

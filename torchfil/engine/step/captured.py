@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchfil.engine.step.values import StepValues, Wanted, check_compiled, values_of
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.estimators import GivenDraws, draw_bits, signs_of
+from torchfil.fisher.draws import GivenDraws, draw_bits, signs_of
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording import RecordedJacobian
 from torchfil.fisher.recording.compiled import CompilationError, CompiledPass

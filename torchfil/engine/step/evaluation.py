@@ -11,7 +11,8 @@ from torchfil.engine.replica import Replica
 from torchfil.engine.step.captured import CapturedPasses, OutputLook
 from torchfil.engine.step.values import StepValues, Wanted, joined, values_of
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.estimators import Draws, get_estimator
+from torchfil.fisher.draws import Draws
+from torchfil.fisher.estimators import get_estimator
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording import (
     Plan,
@@ -97,7 +98,7 @@ class Evaluator:
         try:
             values = self._recorded(batch, recorded, look, forward)
         except UnsupportedCallError as error:  # of a batch that is not as the trial's
-            return self._mapped(replace(batch, known=self._give_up(batch.gradients, str(error))), wanted)
+            return self._mapped(replace(batch, plan=self._give_up(batch.gradients, str(error))), wanted)
 
         # Another estimator has its own products with each example's Jacobian.
         if recorded is not wanted:
@@ -122,15 +123,15 @@ class Evaluator:
 
     def runs_in_pieces(self, batch: PrivateBatch) -> bool:
         """Whether a batch is mapped over or cut into chunks, so that the model's forward pass runs more than once."""
-        return not _fits(batch) or len(batch.gradients) > self._room(batch.known or Plan(None, 1))
+        return not _fits(batch) or len(batch.gradients) > self._room(batch.plan or Plan(None, 1))
 
     def _recorded(
         self, batch: PrivateBatch, wanted: Wanted, look: OutputLook | None, forward: RecordedForward | None
     ) -> StepValues:
         """A CUDA graph where the batch fits one, the rest of a pass that began in the loop, or a pass of its own."""
-        assert batch.known is not None
+        assert batch.plan is not None
         gradients, mechanism = batch.gradients, batch.mechanism
-        room, count = self._room(batch.known), len(batch.gradients)
+        room, count = self._room(batch.plan), len(batch.gradients)
         if forward is None and self._uses_graphs(gradients.examples):
             graphs = self._captured_passes()
             if count + graphs.bucket <= room:
@@ -197,7 +198,7 @@ class Evaluator:
 
 
 def _fits(batch: PrivateBatch) -> bool:
-    return batch.known is not None and batch.known.fits
+    return batch.plan is not None and batch.plan.fits
 
 
 def _tell(tried: Plan) -> None:

@@ -27,7 +27,7 @@ from torchfil.engine.step.evaluation import Evaluator
 from torchfil.engine.step.forwards import ForwardPass, Observer
 from torchfil.engine.step.values import StepValues, Wanted, joined
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.estimators import Draws
+from torchfil.fisher.draws import Draws
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import RecordedForward
@@ -97,11 +97,15 @@ class StepPipeline:
         self._closed = False
 
     def mechanism(self, noise: Noise) -> Mechanism:
-        """Clipping, noise and subsampling as the optimizer has them now; a stand-in for σ = 0, which needs none."""
+        """Clipping, noise and subsampling as the optimizer has them now."""
         options = self.options
-        sigma = noise.noise_multiplier or 1.0
         return Mechanism.build(
-            noise.max_grad_norm, sigma, options.clip, options.amplification, sample_rate=options.sample_rate
+            noise.max_grad_norm,
+            noise.noise_multiplier,
+            options.clip,
+            options.amplification,
+            options.sample_rate,
+            allow_zero_noise=True,
         )
 
     # ------------------------------------------------------------------ the user's loop
@@ -219,7 +223,7 @@ class StepPipeline:
     ) -> tuple[StepValues | None, list[Callable[[], None]]]:
         """What one forward pass gives, None where nothing of it is needed, and the checks that have begun."""
         loss = setting.loss
-        measured = setting.measure and not self.run.paused and setting.noise.noise_multiplier > 0
+        measured = setting.measure and not self.run.paused
         if loss is None or not (summed or measured):
             if loss is not None and not self.run.paused:
                 self.checks.check_loss(forward, loss)
@@ -258,13 +262,12 @@ class StepPipeline:
     def _wanted(self, setting: _Setting, measured: bool, *, summed: bool, losses: bool) -> Wanted:
         accounting, pace = self.options.accounting, self.run.pace
         return Wanted(
-            quantities=accounting.quantities,
+            track=tuple(accounting.track),
             estimator=accounting.estimator,
             seeds=Draws.seeds_from(pace.num_probes, self.run.generator) if measured else (),
             rate=pace.rate,
             summed=summed,
             losses=losses,
-            susceptibility="plis" in accounting.track,
             test_matrix=setting.test_matrix if measured else None,
         )
 

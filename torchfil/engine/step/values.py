@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.contributions import additions
+from torchfil.accounting.quantities import Track, needs_of
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.estimators import Draws, Quantity
+from torchfil.fisher.draws import Draws
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.fisher.recording.compiled import CompilationError
 from torchfil.fisher.rules.products import product_precision
@@ -55,36 +56,33 @@ class Wanted:
     """What a pass is to give.
 
     Attributes:
-        quantities: Of the Fisher information.
-        estimator: Its name.
+        track: The quantities that are tracked beside the trace.
+        estimator: The name of the estimator.
         seeds: Of the probes; none: the step is not measured.
         rate: π, the probability with which such a step is measured.
         summed: Whether the clipped sum is wanted.
         losses: Whether the losses are.
-        susceptibility: Whether the PLIS is.
         test_matrix: Ω, [d, r], where I Ω is wanted.
     """
 
-    quantities: tuple[Quantity, ...]
+    track: tuple[Track, ...]
     estimator: str
     seeds: tuple[int, ...]
     rate: float = 1.0
     summed: bool = True
     losses: bool = False
-    susceptibility: bool = False
     test_matrix: Tensor | None = None
 
     @property
     def kind(self) -> Hashable:
         """All that a captured pass depends on."""
         return (
-            self.quantities,
+            self.track,
             self.estimator,
             len(self.seeds),
             self.rate < 1,
             self.summed,
             self.losses,
-            self.susceptibility,
             self.test_matrix is None,
         )
 
@@ -100,15 +98,16 @@ def values_of(
     """All that is wanted of one chunk; ``mask`` (1 or 0, [batch]) says which examples count in the sum."""
     added = None
     if wanted.seeds:
+        needs = needs_of(wanted.track)
         measurement = batch.measured(
             [(draws.rows, jacobian)],
-            wanted.quantities,
+            needs.quantities,
             wanted.estimator,
             draws,
             wanted.test_matrix,
-            wanted.susceptibility,
+            needs.susceptibility,
         )
-        added = additions(measurement, rate, skipping=wanted.rate < 1)
+        added = additions(measurement, rate, skipping=wanted.rate < 1, track=wanted.track)
     sums = jacobian.clipped_sum(mask) if wanted.summed else {}
     losses = jacobian.losses if wanted.losses else None
     return StepValues(losses, jacobian.norm, jacobian.clipped_norm, sums, added, jacobian.output_gradients)

@@ -116,7 +116,7 @@ class RecordedForward:
         places = [use.output for use in self.uses] + [meeting.rows for meeting in meetings]
         differentiable = [output for output in outputs if output.requires_grad]
         with torch.enable_grad(), differentiable_twice():
-            losses = _losses(loss_fn, self.outputs, targets)
+            losses = losses_of(loss_fn, self.outputs, targets)
             if self._was_overwritten():
                 return self._run_again().recording(loss_fn, targets)
             found = torch.autograd.grad(
@@ -218,7 +218,10 @@ def run_alike(model: nn.Module, copy: nn.Module) -> None:
     """From now on passes over ``model`` run in the way that its copy was found to need."""
     if copy in _overwriting:
         _overwriting.add(model)
-    _seen_whole.update(own for own, other in zip(model.modules(), copy.modules(), strict=True) if other in _seen_whole)
+    for own, other in zip(model.modules(), copy.modules(), strict=True):
+        for seen in (_seen_whole, _seen_apart):
+            if other in seen:
+                seen.add(own)
 
 
 def _forward(gradients: ExampleGradients, z: Tensor, once: bool) -> RecordedForward:
@@ -262,7 +265,9 @@ def _forward(gradients: ExampleGradients, z: Tensor, once: bool) -> RecordedForw
         outputs = call_with(model, weights, args, kwargs)
     if apart:
         _seen_apart.update(apart)
-        return _forward(gradients, z)
+        if once:
+            raise UnsupportedCallError(f"{type(model).__name__} would have to be run a second time")
+        return _forward(gradients, z, once)
 
     # One output may be made from another, and the loss may overwrite it.
     outputs = map_tensors(Tensor.clone if clone else lambda leaf: leaf.view_as(leaf), outputs)
@@ -301,7 +306,7 @@ def _holders_of(model: nn.Module, names: list[str] | set[str]) -> list[nn.Module
     return [m for m in model.modules() if any(id(value) in wanted for value in m.parameters(recurse=False))]
 
 
-def _losses(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
+def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
     """ℓ of every example, [batch]."""
 
     def one(output: Any, target: Any) -> Tensor:

@@ -1,0 +1,204 @@
+"""What a run keeps per example: registered, measured, summed, read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import build
+from torch import Tensor
+
+from torchfil.accounting import quantities
+from torchfil.accounting.contributions import Contribution, additions
+from torchfil.accounting.ids import ExampleIds
+from torchfil.accounting.leakage import Conditions, Leakage
+from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.quantities import (
+    Needs,
+    Reading,
+    Sum,
+    TrackedQuantity,
+    available_quantities,
+    needs_of,
+    register_quantity,
+    tracked,
+)
+from torchfil.fisher import ExampleGradients, Mechanism
+from torchfil.fisher.batch import Measurement, PrivateBatch
+
+ALL = ("diagonal", "fim", "sketch", "plis")
+
+
+class Largest(TrackedQuantity):
+    """The largest entry of the diagonal, summed over steps, and how often it was looked at."""
+
+    name = "largest"
+    needs = Needs(("diagonal",))
+
+    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+        return {"largest": Sum(), "looks": Sum(dtype=torch.int64)}
+
+    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+        largest = measurement.estimates["diagonal"].value.double().max(dim=1).values
+        return {"largest": largest / rate, "looks": torch.ones_like(largest)}
+
+    def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Tensor:
+        return sums["largest"] / sums["looks"]
+
+
+@pytest.fixture
+def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantities, "_REGISTRY", dict(quantities._REGISTRY))
+
+
+def batch(sigma: float = 0.9) -> PrivateBatch:
+    case = build("mlp", 4)
+    gradients = ExampleGradients.build(*case.arguments)
+    return PrivateBatch(gradients, Mechanism.build(1.0, sigma, allow_zero_noise=True))
+
+
+def measured(found: PrivateBatch, track: tuple[str, ...], rank: int = 2) -> tuple[Measurement, Tensor]:
+    d, needs = found.gradients.num_coordinates, needs_of(track)
+    omega = torch.eye(d, rank, dtype=found.gradients.dtype, device=found.gradients.device)
+    test_matrix = omega if needs.products else None
+    return found.measure(needs.quantities, "exact", test_matrix=test_matrix, susceptibility=needs.susceptibility), omega
+
+
+def booked(found: PrivateBatch, track: tuple[str, ...], rate: float = 1.0) -> Leakage:
+    """Four examples, of which the first and the third take part in one step."""
+    measurement, omega = measured(found, track)
+    rows = torch.tensor([0, 2], device=omega.device)
+    ledger = Ledger(4, found.gradients.num_coordinates, track=track, sketch_rank=2, device=omega.device)
+    added = additions(measurement, rate, skipping=rate < 1, track=track)
+    ledger.add(Contribution(rows, torch.ones(2, device=omega.device), additions={k: v[rows] for k, v in added.items()}))
+    conditions = Conditions(exact=rate == 1, sample_rate=0.1, skipping=rate < 1, test_matrix=omega)
+    return Leakage(ledger, ExampleIds(4), conditions)
+
+
+class TestRegistry:
+    def test_the_trace_is_always_kept_and_stands_first(self) -> None:
+        assert available_quantities()[0] == "trace"
+        assert [quantity.name for quantity in tracked(("plis", "diagonal"))] == ["trace", "diagonal", "plis"]
+        assert Ledger(3, 2, track=("trace",)).track == ()
+
+    def test_needs_are_joined(self) -> None:
+        assert needs_of(()) == Needs(("trace",))
+        assert needs_of(ALL) == Needs(("trace", "diagonal", "matrix"), products=True, susceptibility=True)
+
+    def test_unknown_names_are_told(self) -> None:
+        with pytest.raises(ValueError, match=r"track=\['colour'\] is not known; choose from trace, diagonal, fim"):
+            Ledger(3, 2, track=("colour",))
+
+    def test_one_class_and_one_call_add_a_quantity(self, clean_registry: None) -> None:
+        register_quantity(Largest())
+        leakage = booked(batch(), ("largest",), rate=0.5)
+        truth = measured(batch(), ("diagonal",))[0].estimates["diagonal"].value.double().max(dim=1).values
+        torch.testing.assert_close(leakage.get("largest", [2, 0]), 2 * truth[[2, 0]])
+        assert leakage.ledger.sums["looks"].dtype == torch.int64
+        copy = Ledger.from_state_dict(leakage.ledger.state_dict(), leakage.ledger.device)
+        assert torch.equal(copy.sums["largest"], leakage.ledger.sums["largest"])
+        assert Ledger.bytes_needed(10, 3, ("largest",), 1) == Ledger.bytes_needed(10, 3, (), 1) + 10 * 16
+
+    def test_names_that_clash_are_refused(self, clean_registry: None) -> None:
+        register_quantity(Largest())
+        with pytest.raises(ValueError, match="'largest' is registered already; pass overwrite=True"):
+            register_quantity(Largest())
+        register_quantity(Largest(), overwrite=True)
+
+        class Clash(Largest):
+            name = "clash"
+
+        with pytest.raises(ValueError, match=r"'clash' keeps sums called \['largest', 'looks'\], as others do"):
+            register_quantity(Clash())
+        assert "clash" not in available_quantities()
+
+
+class TestLedger:
+    def test_the_memory_is_what_the_sums_take(self) -> None:
+        ledger = Ledger(7, 3, track=ALL, sketch_rank=2)
+        taken = sum(value.numel() * value.itemsize for value in ledger.sums.values())
+        assert Ledger.bytes_needed(7, 3, ALL, 2) == taken
+
+    def test_what_was_not_tracked_cannot_be_read(self) -> None:
+        with pytest.raises(ValueError, match=r"'plis' was not tracked; make_private with track=\('plis',\)"):
+            booked(batch(), ("diagonal",)).get_plis()
+
+    def test_older_states_are_refused(self) -> None:
+        state = Ledger(3, 2).state_dict()
+        del state["format"]
+        with pytest.raises(ValueError, match="format 1, and this version of torchfil reads 2 only"):
+            Ledger.from_state_dict(state)
+        with pytest.raises(ValueError, match="lacks 'square'"):
+            sums = {name: value for name, value in Ledger(3, 2).sums.items() if name != "square"}
+            Ledger.from_state_dict(Ledger(3, 2).state_dict() | {"sums": sums})
+
+
+class TestWithoutNoise:
+    """A step without noise shows the gradients: FIL is infinite, the MSE bound 0, and no error is NaN."""
+
+    @pytest.mark.parametrize("rate", [1.0, 0.5])
+    def test_every_reading_is_infinite(self, rate: float) -> None:
+        leakage = booked(batch(sigma=0.0), ALL, rate)
+        took_part = torch.tensor([True, False, True, False], device=leakage.ledger.device)
+        for estimate in (leakage.get_trace(), leakage.get_fil(), leakage.get_fil(kind="spectral")):
+            assert torch.equal(estimate.value.isinf(), took_part)
+            assert torch.equal(estimate.standard_error, torch.zeros_like(estimate.value))
+            assert all(torch.equal(end, estimate.value) for end in estimate.interval(0.95))
+        bound = leakage.get_mse_bound()
+        assert torch.equal(bound.value, torch.where(took_part, 0.0, torch.inf).double())
+        assert torch.equal(bound.standard_error, torch.zeros_like(bound.value))
+        assert all(torch.equal(end, bound.value) for end in bound.interval(0.95))
+        attributes = leakage.get_attribute_fil()
+        assert bool(attributes.value[took_part].isinf().all())
+        assert not bool(attributes.standard_error.isnan().any())
+
+    def test_tables_have_no_nan(self) -> None:
+        leakage = booked(batch(sigma=0.0), ())
+        _, columns = leakage.columns()
+        for name, column in columns.items():
+            if name != "fil_kind":
+                assert not bool(torch.tensor(column, dtype=torch.float64).isnan().any()), name
+        groups = leakage.groups({0: "a", 1: "a", 2: "b", 3: "b"}, quantiles=(0.0, 0.5, 1.0))
+        assert groups.loc["a"].tolist() == [2, torch.inf, 0.0, torch.inf, 0.0, torch.inf, torch.inf]
+
+    def test_finite_steps_before_and_after_change_nothing(self) -> None:
+        leakage, noisy = booked(batch(sigma=0.0), ALL), booked(batch(), ALL)
+        for name, value in noisy.ledger.sums.items():
+            leakage.ledger.sums[name] += value
+        assert leakage.get_fil().value.isinf().tolist() == [True, False, True, False]
+        assert not bool(leakage.get_fil(kind="spectral").value.isnan().any())
+        average = Leakage.average([leakage, noisy])
+        assert average.get_mse_bound([0]).value.item() == 0
+        assert average.get_mse_bound([0]).standard_error.item() == 0
+
+    def test_an_example_whose_gradient_does_not_depend_on_it_leaks_nothing(self) -> None:
+        found = batch(sigma=0.0)
+
+        class Blind(torch.nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return 0 * x.sum(dim=1, keepdim=True) + self.weight
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        x, y = torch.randn(3, 2, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.float64)
+        gradients = ExampleGradients.build(Blind(), torch.nn.MSELoss(), x, y)
+        trace = replace(found, gradients=gradients).estimate("trace", "exact")
+        assert torch.equal(trace.value, torch.zeros(3, dtype=torch.float64))
+
+    @pytest.mark.parametrize("num_probes", [1, 3])
+    @pytest.mark.parametrize("estimator", ["exact", "coordinates", "input-probes", "weight-probes"])
+    def test_every_estimator_says_so(self, estimator: str, num_probes: int) -> None:
+        trace = batch(sigma=0.0).estimate("trace", estimator, num_probes)
+        assert trace.kind == "exact"
+        assert bool((trace.value == torch.inf).all())
+
+    def test_plain_functions_go_on_refusing_it(self) -> None:
+        with pytest.raises(ValueError, match="noise_multiplier=0.0 must be positive and finite"):
+            Mechanism.build(1.0, 0.0)
+        weights: Any = Mechanism.build(1.0, 0.0, allow_zero_noise=True).weights(torch.ones(2))
+        assert all(bool(weight.isinf().all()) for weight in weights)

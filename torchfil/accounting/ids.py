@@ -1,0 +1,64 @@
+"""The examples' names, and their rows in the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["ExampleIds", "plain_key"]
+
+
+class ExampleIds:
+    """The examples' names: their numbers in the data set, or the user's own keys, one per example.
+
+    Args:
+        num_examples: n.
+        keys: n distinct keys; None: 0 … n−1.
+    """
+
+    def __init__(self, num_examples: int, keys: Sequence[Hashable] | None = None) -> None:
+        self.num_examples = num_examples
+        given = keys.tolist() if isinstance(keys, Tensor) else keys
+        self.keys = [plain_key(key) for key in given] if given is not None else None
+        self._row_of: dict[Hashable, int] = {}
+        if self.keys is not None:
+            if len(self.keys) != num_examples:
+                raise ValueError(
+                    f"id_of gives {len(self.keys)} keys for {num_examples} examples; it must give one each"
+                )
+            self._row_of = {key: row for row, key in enumerate(self.keys)}
+            if len(self._row_of) != num_examples:
+                seen: set[Hashable] = set()
+                twice = next(key for key in self.keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+                raise ValueError(
+                    f"id_of gives {twice!r} to more than one example; keys must be distinct. To see several records of "
+                    "one person together, give each its own key and pass groups."
+                )
+
+    def all(self) -> list[Hashable]:
+        """Every id, in the order of the data set."""
+        return list(self.keys) if self.keys is not None else list(range(self.num_examples))
+
+    def rows(self, ids: Iterable[Hashable] | Tensor | None) -> tuple[list[Hashable], Tensor]:
+        """The ids as a list and their rows, in the order asked for; an id asked for twice is answered twice."""
+        if ids is None:
+            return self.all(), torch.arange(self.num_examples)
+        wanted = [plain_key(key) for key in (ids.tolist() if isinstance(ids, Tensor) else ids)]
+        if self.keys is not None:
+            unknown = [key for key in wanted if key not in self._row_of]
+            rows = [self._row_of[key] for key in wanted] if not unknown else []
+        else:
+            unknown = [key for key in wanted if not (type(key) is int and 0 <= key < self.num_examples)]
+            rows = [key for key in wanted if type(key) is int] if not unknown else []
+        if unknown:
+            valid = "the keys of id_of" if self.keys is not None else f"0 to {self.num_examples - 1}"
+            raise KeyError(f"unknown example ids {unknown[:5]}{' …' if len(unknown) > 5 else ''}; ids are {valid}")
+        return wanted, torch.tensor(rows, dtype=torch.long)
+
+
+def plain_key(key: Hashable) -> Hashable:
+    """NumPy's numbers and texts, and tensors of one number, as Python's."""
+    return key.item() if isinstance(key, np.generic) or (isinstance(key, Tensor) and key.ndim == 0) else key

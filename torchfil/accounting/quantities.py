@@ -1,0 +1,317 @@
+"""What a run keeps per example: one object a quantity, from a step's measurement to the reading of the sum.
+
+A quantity says what it needs to be measured, which sums it keeps per example, what a step adds to them and what they
+mean. A step that is measured with probability π counts X/π, which has the variance X²(1−π)/π² + v/π, v being that of X.
+
+To add one, subclass :class:`TrackedQuantity` and call :func:`register_quantity`; then ``track=("its name",)`` keeps it
+and :meth:`torchfil.accounting.leakage.Leakage.get` reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchfil.fisher.batch import Measurement
+from torchfil.fisher.estimators import Quantity
+from torchfil.fisher.results import Estimate, Kind
+from torchfil.fisher.spectral import nystrom_norm
+
+__all__ = [
+    "Needs",
+    "Reading",
+    "Sum",
+    "Track",
+    "TrackedQuantity",
+    "available_quantities",
+    "needs_of",
+    "register_quantity",
+    "tracked",
+]
+
+Track = str  # the name of a tracked quantity
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What has to be measured at a step.
+
+    Attributes:
+        quantities: What the estimator must give.
+        products: Whether the products I Ω with a test matrix are needed.
+        susceptibility: Whether the PLIS is.
+    """
+
+    quantities: tuple[Quantity, ...] = ()
+    products: bool = False
+    susceptibility: bool = False
+
+
+class Sum(NamedTuple):
+    """The shape of a sum for one example, and its dtype."""
+
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float64
+
+
+OWN_SUMS = {"squared_norm": Sum(), "participations": Sum(dtype=torch.int64), "missed": Sum(dtype=torch.int64)}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the sums that are read came about.
+
+    Attributes:
+        kind: "exact", "estimate" or, where steps were paused, "lower bound".
+        exact: Whether every measured step was measured without sampling.
+        degrees_of_freedom: Of the standard errors, where they are those of averages over runs; None: each example's
+            own, from the spread of its steps' variances.
+        trace: The sums of the trace, by name, of the same examples.
+        test_matrix: Ω of the sketch, [d, r], where one was kept.
+    """
+
+    kind: Kind
+    exact: bool
+    degrees_of_freedom: float | None
+    trace: Mapping[str, Tensor]
+    test_matrix: Tensor | None
+
+    def estimate(self, value: Tensor, variance: Tensor) -> Estimate:
+        """A sum with its variance, [ids, …] each; an infinite sum is certain, and has the error 0."""
+        freedom: float | Tensor | None = self.degrees_of_freedom
+        if freedom is None:
+            total, spread = self.trace["variance"].square(), self.trace["variance_spread"]
+            freedom = torch.where(spread > 0, total / spread, math.inf)
+            freedom = torch.where(freedom.isnan(), math.inf, freedom)
+        error = torch.where(value.isinf(), 0.0, variance.clamp(min=0).sqrt())
+        return Estimate(value, error, self.kind, freedom, positive=True)
+
+    def without_variance(self, value: Tensor) -> Estimate:
+        """A sum whose variance was not kept: its error is not known (NaN), but 0 where nothing was sampled or added."""
+        certain = value.isinf() | (value == 0)
+        error = torch.where(certain, 0.0, torch.full_like(value, 0.0 if self.exact else math.nan))
+        return Estimate(value, error, self.kind)
+
+
+class TrackedQuantity:
+    """Something that is summed per example over a run.
+
+    Attributes:
+        name: How ``track`` asks for it.
+        needs: What has to be measured.
+        variances: Which of its sums is the variance of which other, by that one's name.
+        unless_told: What a participation adds to a sum of which the step tells nothing (it was skipped at random, or
+            the measurement lacks that part), where it is not 0.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[Needs] = Needs()
+    variances: ClassVar[Mapping[str, str]] = {}
+    unless_told: ClassVar[Mapping[str, float]] = {}
+
+    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+        """The sums that it keeps for one example, by name."""
+        raise NotImplementedError
+
+    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+        """What a step adds to the sums, [batch, …] each, in float64.
+
+        Args:
+            measurement: Of a step that was measured.
+            rate: π.
+            skipping: Whether π < 1; then the variance rests on single values, and nothing is certain.
+        """
+        raise NotImplementedError
+
+    def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Any:
+        """What the sums of some examples mean, [ids, …]."""
+        raise NotImplementedError
+
+
+def _weighted(estimate: Estimate, rate: float | Tensor, *, skipping: bool) -> tuple[Tensor, Tensor]:
+    """X/π and its variance."""
+    value, variance = estimate.value.double(), estimate.standard_error.double().square()
+    if not skipping:
+        return value, variance
+    return value / rate, value.square() * ((1 - rate) / rate**2) + variance / rate
+
+
+class Trace(TrackedQuantity):
+    """tr I, which every run keeps, with its error.
+
+    Sums, [n] each: ``trace``; its ``variance``; ``variance_spread`` = variance² / its degrees of freedom, which gives
+    those of the total (Welch and Satterthwaite); ``variance_limit``, a variance that is not too small in the mean,
+    whatever the probes, infinite once it is not known; ``certain``, the part of the trace that was not sampled;
+    ``square``, (tr I_t)², which gives the variance due to random participation.
+    """
+
+    name = "trace"
+    needs = Needs(("trace",))
+    variances: ClassVar[Mapping[str, str]] = {"trace": "variance"}
+    unless_told: ClassVar[Mapping[str, float]] = {"variance_limit": math.inf}
+
+    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+        """Six numbers."""
+        names = ("trace", "variance", "variance_spread", "variance_limit", "certain", "square")
+        return {name: Sum() for name in names}
+
+    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+        """The trace and all that is known of its error."""
+        estimate = measurement.estimates["trace"]
+        trace, variance = _weighted(estimate, rate, skipping=skipping)
+        freedom = 1.0 if skipping else estimate.degrees_of_freedom
+        square = (estimate.value.double().square() - estimate.standard_error.double().square()).clamp(min=0)
+        added = {
+            "trace": trace,
+            "variance": variance,
+            "variance_spread": variance.square() / freedom,
+            "square": square / rate,
+        }
+
+        # where steps are skipped, the whole of what is counted is a matter of chance
+        if not skipping and estimate.kind == "exact":
+            added |= {"certain": trace, "variance_limit": torch.zeros_like(trace)}
+        elif not skipping and estimate.variance_limit is not None:
+            added["variance_limit"] = estimate.variance_limit.double()
+            if estimate.certain is not None:
+                added["certain"] = estimate.certain.double()
+        return added
+
+    def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
+        """tr I, [ids]."""
+        estimate = reading.estimate(sums["trace"], sums["variance"])
+        if reading.degrees_of_freedom is not None:
+            return estimate
+        return replace(estimate, certain=sums["certain"], variance_limit=sums["variance_limit"])
+
+
+class Diagonal(TrackedQuantity):
+    """I_jj of every private coordinate j, with its variance: 2nd numbers."""
+
+    name = "diagonal"
+    needs = Needs(("diagonal",))
+    variances: ClassVar[Mapping[str, str]] = {"diagonal": "diagonal_variance"}
+
+    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+        """Two vectors of length d."""
+        return {"diagonal": Sum((num_coordinates,)), "diagonal_variance": Sum((num_coordinates,))}
+
+    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+        """The diagonal and its variance."""
+        diagonal, variance = _weighted(measurement.estimates["diagonal"], rate, skipping=skipping)
+        return {"diagonal": diagonal, "diagonal_variance": variance}
+
+    def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
+        """The diagonal, [ids, d]."""
+        return reading.estimate(sums["diagonal"], sums["diagonal_variance"])
+
+
+class Fim(TrackedQuantity):
+    """The whole matrix I: nd² numbers."""
+
+    name = "fim"
+    needs = Needs(("matrix",))
+
+    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+        """One matrix."""
+        return {"fim": Sum((num_coordinates, num_coordinates))}
+
+    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+        """The matrix."""
+        return {"fim": _weighted(measurement.estimates["matrix"], rate, skipping=skipping)[0]}
+
+    def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
+        """The matrix, [ids, d, d]."""
+        return reading.without_variance(sums["fim"])
+
+
+class Sketch(TrackedQuantity):
+    """I Ω for a fixed test matrix Ω ∈ R^{d×r}: ndr numbers, for a lower bound of the spectral norm."""
+
+    name = "sketch"
+    needs = Needs(products=True)
+
+    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+        """A tall matrix."""
+        return {"sketch": Sum((num_coordinates, sketch_rank))}
+
+    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+        """The products."""
+        assert measurement.products is not None
+        return {"sketch": measurement.products.double() / rate}
+
+    def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
+        """A lower bound of ‖I‖₂, [ids] (Nyström)."""
+        assert reading.test_matrix is not None
+        norm = nystrom_norm(sums["sketch"], reading.test_matrix)
+        return Estimate(norm, torch.zeros_like(norm), "lower bound")
+
+
+class Plis(TrackedQuantity):
+    """Σ_t ∂(‖g̃_t‖/s_t)²/∂z: nd numbers."""
+
+    name = "plis"
+    needs = Needs(susceptibility=True)
+
+    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+        """A vector of length d."""
+        return {"plis": Sum((num_coordinates,))}
+
+    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+        """The derivative of the privacy loss."""
+        assert measurement.susceptibility is not None
+        return {"plis": measurement.susceptibility.double() / rate}
+
+    def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Tensor:
+        """The derivative, [ids, d]."""
+        return sums["plis"]
+
+
+_REGISTRY: dict[str, TrackedQuantity] = {}
+
+
+def available_quantities() -> tuple[str, ...]:
+    """The names that ``track`` may hold; "trace" is kept in any case."""
+    return tuple(_REGISTRY)
+
+
+def register_quantity(quantity: TrackedQuantity, *, overwrite: bool = False) -> None:
+    """Register a quantity under its name, for every ``track=``.
+
+    Raises:
+        ValueError: The name is taken, or a sum has the name of another quantity's.
+    """
+    if quantity.name in _REGISTRY and not overwrite:
+        raise ValueError(f"quantity {quantity.name!r} is registered already; pass overwrite=True to replace it")
+    others = [other for other in _REGISTRY.values() if other.name != quantity.name]
+    taken = set(OWN_SUMS).union(*(other.sums(1, 1) for other in others)) & set(quantity.sums(1, 1))
+    if taken:
+        raise ValueError(f"quantity {quantity.name!r} keeps sums called {sorted(taken)}, as others do; rename them")
+    _REGISTRY[quantity.name] = quantity
+
+
+def tracked(track: Collection[Track]) -> tuple[TrackedQuantity, ...]:
+    """The quantities of a run that tracks these, the trace first, in the order of their registration."""
+    unknown = set(track) - set(_REGISTRY)
+    if unknown:
+        raise ValueError(f"track={sorted(unknown)} is not known; choose from {', '.join(available_quantities())}")
+    return tuple(quantity for name, quantity in _REGISTRY.items() if name == "trace" or name in track)
+
+
+def needs_of(track: Collection[Track]) -> Needs:
+    """What has to be measured at a step of a run that tracks these."""
+    needs = [quantity.needs for quantity in tracked(track)]
+    return Needs(
+        tuple(dict.fromkeys(name for need in needs for name in need.quantities)),
+        any(need.products for need in needs),
+        any(need.susceptibility for need in needs),
+    )
+
+
+for _quantity in (Trace(), Diagonal(), Fim(), Sketch(), Plis()):
+    register_quantity(_quantity)
