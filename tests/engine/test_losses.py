@@ -204,4 +204,6 @@ def test_a_loss_that_goes_round_the_output_is_caught() -> None:
     def loss(o: Any, t: Any) -> Any:
         return F.cross_entropy(o, t) + module.hidden.square().sum(dim=1).mean()
 
-    check_unchanged_after(RuntimeError, "by another road than the model's output", module=module, loss_fn=loss)
+    check_unchanged_after(
+        RuntimeError, "part of the loss does not go through the model's output", module=module, loss_fn=loss
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from torchfil import FILPrivacyEngine, Private
 from torchfil.clipping import get_clip
 from torchfil.fisher import ClippedJacobian, ExampleGradients, reference
+from torchfil.fisher.masks import call_and_record_masks
 from torchfil.fisher.recording import RecordedJacobian
 
 pytestmark = pytest.mark.torch_versions
@@ -187,7 +189,9 @@ def test_the_shape_of_a_submodules_output_is_read_once_for_every_length() -> Non
 
     def calls(length: int) -> int:
         before = module.calls
-        given = engine._training.run.measurer.lay_out((tokens[:5, :length].to(DEVICE),), {}, kinds[:5].to(DEVICE))
+        given = engine._training.replica.lay_out(
+            (tokens[:5, :length].to(DEVICE),), {}, kinds[:5].to(DEVICE), Private(submodule="embedding")
+        )
         assert given.z.shape == (5, 4 * length)
         return module.calls - before
 
@@ -294,7 +298,7 @@ def test_gradients_accumulated_over_two_batches() -> None:
 
 
 class TestDropout:
-    """Masks are drawn afresh at each measurement: unbiased for the mean over masks of the information given masks."""
+    """The masks are those of the loop: unbiased for the mean over masks of the information given masks."""
 
     def module(self) -> nn.Sequential:
         base = network()
@@ -305,12 +309,8 @@ class TestDropout:
         x, y = torch.randn(4, 5).double().to(DEVICE), torch.randint(3, (4,)).to(DEVICE)
         gradients = ExampleGradients.build(module.eval(), nn.CrossEntropyLoss(), x, y)
         module.train()
-        first, second = (
-            ExampleGradients(
-                module, nn.CrossEntropyLoss(), gradients.examples, gradients.parameters, gradients.constants, seed
-            )
-            for seed in (5, 6)
-        )
+        drawn = [call_and_record_masks(lambda: module(x), x.device, expected=True)[1] for _ in range(2)]
+        first, second = (replace(gradients, examples=replace(gradients.examples, masks=masks)) for masks in drawn)
         assert torch.equal(first.gradients(), first.gradients())
         assert not torch.equal(first.gradients(), second.gradients())
         jacobian = first.jacobian_columns(slice(None))
@@ -340,7 +340,7 @@ class TestDropout:
                 F.cross_entropy(model(a.to(DEVICE)), b.to(DEVICE)).backward()
                 optimizer.step()
             trained.eval()
-            assert engine.get_fil().kind == "estimate", "random masks, whatever mode the model is in when asked"
+            assert engine.get_fil().kind == "exact", "given the masks that were drawn"
             values.append(engine.totals.get_trace().value.item())
 
         class Masked(nn.Module):

@@ -17,7 +17,7 @@ from torchfil.engine.optimizer import FILOptimizer
 def test_the_noise_is_opacus_own(noise_multiplier: float, secure: bool) -> None:
     """Number by number, also for sums that do not lie in order."""
     found = []
-    for kind, options in ((DPOptimizer, {}), (FILOptimizer, {"clip": get_clip("hard")})):
+    for kind, options in ((DPOptimizer, {}), (FILOptimizer, {"clip": get_clip("hard"), "source": None, "names": {}})):
         parameters = [nn.Parameter(torch.zeros(3, 4, device=DEVICE)), nn.Parameter(torch.zeros(5, device=DEVICE))]
         optimizer = kind(
             torch.optim.SGD(parameters, lr=0.1),

@@ -68,7 +68,7 @@ def test_a_sum_is_not_released_twice(way: str, clear: bool) -> None:
         optimizer.step()
         norms.append(float(torch.cat([p.summed_grad.flatten() for p in optimizer.params]).norm()))
     assert norms == pytest.approx(norms[:1] * 4, rel=1e-6)
-    assert 0 < norms[0] <= 6 * 0.1
+    assert 0 < norms[0] <= 6 * 0.1 * (1 + 1e-6)
     assert engine.leakage()["participations"].tolist() == [1] * 24
 
 
@@ -531,7 +531,7 @@ def test_a_stand_in_for_an_empty_batch_is_nobody(way: str) -> None:
     drawn = []
     for x, y in loader:
         step(engine, model, optimizer, x, y, way)
-        drawn.append(len(engine._training.run.tracker.ids))
+        drawn.append(len(engine._training.pipeline.observer.tracker.ids))
     assert 0 in drawn
     assert engine.leakage()["participations"].sum() == sum(drawn)
     assert sum(steps for *_, steps in engine.accountant.history) == len(loader)

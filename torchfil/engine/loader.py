@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torch.utils.data import WeightedRandomSampler as _Weighted
 
-__all__ = ["BatchTracker", "FILDataLoader", "plain", "refuse_sampler", "split_batch"]
+__all__ = ["BatchTracker", "FILDataLoader", "make_current", "plain", "refuse_sampler", "split_batch"]
 
 _TRACKERS: weakref.WeakValueDictionary[int, BatchTracker] = weakref.WeakValueDictionary()
 _TOKENS = itertools.count()
@@ -100,6 +100,15 @@ class _Remembering:
         tracker = _TRACKERS.get(self._token)
         if tracker is not None:
             tracker.take(list(self._ids), self)
+
+
+def make_current(tree: Any) -> None:
+    """Make a batch that is handed over as a whole, unread, the current one of its tracker."""
+    if isinstance(tree, _Remembering):
+        tree._touch()
+    elif type(tree) in (tuple, list, dict):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            make_current(part)
 
 
 class RememberingList(_Remembering, list[Any]):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchfil.fisher.masks import replayed_masks
@@ -139,12 +139,18 @@ class ExampleGradients:
         return self._map(lambda z, public: self.loss_of_one(self.parameters, z, public), (), ())
 
     def gradients(self) -> Tensor:
-        """G of every example, [batch, p]."""
-        return self._map(
-            lambda z, public: _flatten(grad(self.loss_of_one)(self.parameters, z, public)),
-            (),
-            (self.num_parameters,),
-        )
+        """g of every example, [batch, p]."""
+        return self.gradients_and_losses()[0]
+
+    def gradients_and_losses(self) -> tuple[Tensor, Tensor]:
+        """g of every example, [batch, p], and ℓ, [batch]."""
+
+        def one(z: Tensor, public: Any) -> Tensor:
+            gradient, loss = grad_and_value(self.loss_of_one)(self.parameters, z, public)
+            return torch.cat([_flatten(gradient), loss.reshape(1).to(self.dtype)])
+
+        both = self._map(one, (), (self.num_parameters + 1,))
+        return both[:, :-1], both[:, -1]
 
     def plain_products_of_one(self, i: int, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """G [p], ∇_z‖g‖² [d] and Jᵀu [d] of example i, for u [p], by plain backward passes.

@@ -50,7 +50,11 @@ class ClippedJacobian:
     @cached_property
     def gradient(self) -> Tensor:
         """g, the unclipped gradients, [batch, p]."""
-        return self.gradients.gradients()
+        return self._gradients_and_losses[0]
+
+    @cached_property
+    def _gradients_and_losses(self) -> tuple[Tensor, Tensor]:
+        return self.gradients.gradients_and_losses()
 
     @cached_property
     def norm(self) -> Tensor:
@@ -92,10 +96,10 @@ class ClippedJacobian:
         """A = ∂‖g̃‖/∂z = (φ + nφ′) ∇n, [batch, d]."""
         return (self.scale + self.norm * self.scale_derivative)[:, None] * self.norm_gradient
 
-    @cached_property
+    @property
     def losses(self) -> Tensor:
         """ℓ of every example, [batch]."""
-        return self.gradients.losses()
+        return self._gradients_and_losses[1]
 
     @property
     def output_gradients(self) -> tuple[Tensor, ...] | None:

@@ -19,6 +19,7 @@ from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step.forwards import ForwardPass
 from torchfil.fisher.masks import replayed_masks
+from torchfil.fisher.recording import losses_of
 from torchfil.private import as_call
 from torchfil.smoothness import non_smooth_operators
 from torchfil.utils.deferred import read_later
@@ -120,6 +121,23 @@ class StepChecks:
 
         return confirm
 
+    def begin_loss_check(self, forward: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Callable[[], None]:
+        """Begin to compare ℓ of each example alone, [batch], with its loss at the outputs of the loop's batch."""
+        with torch.no_grad():
+            theirs = losses_of(loss, forward.outputs, self.targets(forward))
+        tolerance = _TOLERANCE.get(theirs.dtype, 0.1)
+        compared = _begin_comparison([(ours.to(theirs), theirs)])
+
+        def confirm() -> None:
+            ((apart, size),) = compared()
+            if not (math.isfinite(apart) and math.isfinite(size)):
+                _check_finite_outputs(forward)
+                raise RuntimeError(_NOT_FINITE.format("This step was not taken."))
+            if apart > tolerance * size:
+                raise _alone_differs(apart, size)
+
+        return confirm
+
     def begin_norm_check(self, measured: Tensor, released: Tensor) -> Callable[[], None]:
         """Begin to compare ‖g‖ with the norms of the gradients that Opacus has formed, [batch] each."""
         tolerance = _TOLERANCE.get(released.dtype, 0.1)
@@ -159,8 +177,10 @@ class StepChecks:
         look, self.last_norms_were_finite = self.last_norms_were_finite, nothing
         look()
 
-    def check_losses(self, forward: ForwardPass, targets: Any, loss: IdentifiedLoss, ours: Tensor) -> None:
-        """Now and then, raise unless the live model's loss on a batch is that of the recorded pass, [batch].
+    def check_losses(
+        self, forward: ForwardPass, targets: Any, loss: IdentifiedLoss, ours: Tensor, *, now: bool = False
+    ) -> None:
+        """Now and then, or ``now``, raise unless the live model's losses on a batch are the engine's, [batch].
 
         Raises:
             RuntimeError: They differ: something outside the modules' own forward methods changes the output.
@@ -169,7 +189,7 @@ class StepChecks:
         if self._opaque_changes != self.replica.opaque_changes:
             self._opaque_changes, self._until_look = self.replica.opaque_changes, 0
         self._until_look -= 1
-        if self._until_look >= 0:
+        if self._until_look >= 0 and not now:
             return
         self._until_look = 0  # again at the next step, unless this look ends well
 
@@ -180,9 +200,13 @@ class StepChecks:
             live = torch.stack([loss(*_one_example((outputs, targets), i)).reshape(()) for i in few])
         apart, size = float((live - ours[: len(few)]).abs().max()), float(live.abs().max())
         if apart > _TOLERANCE.get(ours.dtype, 0.1) * size:
-            raise RuntimeError(
-                f"the model's losses on this batch are at most {size:.4g}, "
-                f"{_COPY_DIFFERS.format(f'some that differ by up to {apart:.3g}')}"
+            raise (
+                _alone_differs(apart, size)
+                if now
+                else RuntimeError(
+                    f"the model's losses on this batch are at most {size:.4g}, "
+                    f"{_COPY_DIFFERS.format(f'some that differ by up to {apart:.3g}')}"
+                )
             )
         refuse_unequal_weights(loss, outputs, targets, ours)
         self._until_look = _STEPS_BETWEEN_LOOKS
@@ -243,6 +267,14 @@ class StepChecks:
                 f"inputs, {sorted(kwargs)} by name), the loop with {len(forward.args)} and {sorted(forward.kwargs)}; "
                 "pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
             )
+
+
+def _alone_differs(apart: float, size: float) -> RuntimeError:
+    return RuntimeError(
+        f"an example alone has another loss than in its batch (apart by up to {apart:.3g}, the largest being "
+        f"{size:.3g}). Either the model mixes examples, so that no gradient belongs to one of them, or "
+        + _COPY_DIFFERS.format("other outputs")
+    )
 
 
 def _begin_comparison(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], list[list[float]]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchfil.engine.loader import BatchTracker, plain
+from torchfil.engine.loader import BatchTracker, make_current, plain
 from torchfil.engine.replica import Replica
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks, recorded_masks
@@ -20,6 +20,7 @@ from torchfil.utils.trees import map_tensors
 
 __all__ = ["ForwardPass", "HookedForward", "LoopForward", "Observer"]
 
+_FORWARDS_BETWEEN_LOOKS = 128  # at whether a loss goes round the outputs, where the graph would not show it
 _MOST_PENDING = 64  # forward passes that never go backward (logging in training mode) must not pile up
 
 
@@ -150,22 +151,29 @@ class LoopForward:
         self.replica = replica
         self.observer = observer
         self._record = record
+        self._until_look = 0
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the loop receives: the outputs as the start of a graph that ends here."""
+        make_current((args, kwargs))  # a batch that the model itself will read
+
+        # With a graph, a loss that uses more of the model than its outputs shows at the parameters.
+        self._until_look = (self._until_look or _FORWARDS_BETWEEN_LOOKS) - 1
+        with_graph = self._until_look == _FORWARDS_BETWEEN_LOOKS - 1
 
         def plainly() -> Any:
-            with torch.no_grad(), differentiable_twice():
+            with torch.set_grad_enabled(with_graph), differentiable_twice():
                 return self.replica.live(*args, **kwargs)
 
         def recorded() -> Any:
-            return self._record(args, kwargs, self.observer.tracker.batch)
+            return None if with_graph else self._record(args, kwargs, self.observer.tracker.batch)
 
         device, drops = self.replica.device, self.replica.drops_now()
         result, masks = call_and_record_masks(recorded, device, expected=drops)
         if result is not None:
             examples, forward = result
             outputs = forward.outputs
+            forward.z.register_hook(lambda _: self.observer.touched.add("a layer inside the model"))
         else:
             examples = forward = None
             outputs, masks = call_and_record_masks(plainly, device, expected=drops)

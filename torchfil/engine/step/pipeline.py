@@ -32,6 +32,7 @@ from torchfil.fisher.masks import call_and_record_masks, replayed_masks
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples, as_call, check_finite_later
+from torchfil.utils.trees import tensors_of
 
 __all__ = ["Computed", "StepPipeline"]
 
@@ -174,7 +175,7 @@ class StepPipeline:
 
     def _computed(self, optimizer: FILOptimizer, forwards: list[ForwardPass], norms: Tensor | None) -> Computed:
         noise = self.run.check_noise(optimizer)
-        count = sum(len(forward.ids or ()) for forward in forwards) if norms is None else len(norms)
+        count = sum(map(_num_rows, forwards)) if norms is None else len(norms)
         ids = self.run.check_ids(forwards, count)
         measure = self.run.chooses_to_measure()
         if not ids:
@@ -219,7 +220,7 @@ class StepPipeline:
         return _Setting(noise, loss, ledger, test_matrix, measure)
 
     def _evaluated(
-        self, forward: ForwardPass, examples: Examples, setting: _Setting, *, summed: bool, losses: bool = False
+        self, forward: ForwardPass, examples: Examples, setting: _Setting, *, summed: bool
     ) -> tuple[StepValues | None, list[Callable[[], None]]]:
         """What one forward pass gives, None where nothing of it is needed, and the checks that have begun."""
         loss = setting.loss
@@ -248,18 +249,21 @@ class StepPipeline:
 
         values = self.evaluator.evaluate(
             batch,
-            self._wanted(setting, measured, summed=summed, losses=losses),
+            self._wanted(setting, measured, summed=summed),
             look if from_loop else None,
             forward.recorded,
         )
-        if from_loop and not confirmations and not looked_at:
-            self.checks.check_loss(forward, loss)
+        if from_loop and not confirmations:  # a mapped pass has no gradients at outputs, but the same losses
+            if not looked_at:
+                self.checks.check_loss(forward, loss)
+            assert values.losses is not None
+            confirmations.append(self.checks.begin_loss_check(forward, loss, values.losses))
         confirmations.append(self.checks.begin_norm_look(values.norm) if summed else nothing)
         if not from_loop and self.replica.written:
             confirmations.append(lambda: self._write_buffers(forward, batch))
         return values, confirmations
 
-    def _wanted(self, setting: _Setting, measured: bool, *, summed: bool, losses: bool) -> Wanted:
+    def _wanted(self, setting: _Setting, measured: bool, *, summed: bool) -> Wanted:
         accounting, pace = self.options.accounting, self.run.pace
         return Wanted(
             track=tuple(accounting.track),
@@ -267,7 +271,6 @@ class StepPipeline:
             seeds=Draws.seeds_from(pace.num_probes, self.run.generator) if measured else (),
             rate=pace.rate,
             summed=summed,
-            losses=losses,
             test_matrix=setting.test_matrix if measured else None,
         )
 
@@ -355,13 +358,14 @@ class StepPipeline:
             forward.masks = self._fresh_masks(forward)
             examples = replace(examples, masks=forward.masks)
         setting = self._setting(forward, examples, noise, measure, needs_loss=True)
-        values, confirmations = self._evaluated(forward, examples, setting, summed=True, losses=True)
+        values, confirmations = self._evaluated(forward, examples, setting, summed=True)
         assert values is not None
         values = values.kept(sums=False)  # they are released before the next pass
 
         def check_losses() -> None:
             assert values.losses is not None
-            self.checks.check_losses(forward, targets, loss, values.losses)
+            alone = values.output_gradients is None  # mapped: only the losses tell whether the model mixes examples
+            self.checks.check_losses(forward, targets, loss, values.losses, now=alone)
 
         checks = [check_finite, check_batch, check_even, check_losses, *confirmations]
         return self._staging(values, checks, ids, noise, measure, 1, setting)
@@ -391,6 +395,12 @@ def check_coordinates(num_coordinates: int, ledger: Ledger) -> None:
             f"this batch has {num_coordinates} private coordinates per example, earlier ones "
             f"{ledger.num_coordinates}; pad inputs to one length so that the sums compare"
         )
+
+
+def _num_rows(forward: ForwardPass) -> int:
+    """How many examples went through the model."""
+    sizes = [len(leaf) for leaf in tensors_of(forward.outputs) if leaf.ndim]
+    return sizes[0] if sizes else len(forward.ids or ())
 
 
 def _latest(forwards: list[ForwardPass], num_gradients: int) -> list[ForwardPass]:

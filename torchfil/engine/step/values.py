@@ -25,7 +25,7 @@ class StepValues:
     """What one pass over a batch gives.
 
     Attributes:
-        losses: ℓ, [batch]; None where they are not wanted.
+        losses: ℓ, [batch]; None where Opacus's gradients are released unmeasured.
         norm: ‖g‖ before clipping, [batch].
         clipped_norm: ‖g̃‖, [batch].
         sums: Σ_i g̃_i by parameter name; empty where it is not wanted.
@@ -61,7 +61,6 @@ class Wanted:
         seeds: Of the probes; none: the step is not measured.
         rate: π, the probability with which such a step is measured.
         summed: Whether the clipped sum is wanted.
-        losses: Whether the losses are.
         test_matrix: Ω, [d, r], where I Ω is wanted.
     """
 
@@ -70,7 +69,6 @@ class Wanted:
     seeds: tuple[int, ...]
     rate: float = 1.0
     summed: bool = True
-    losses: bool = False
     test_matrix: Tensor | None = None
 
     @property
@@ -82,7 +80,6 @@ class Wanted:
             len(self.seeds),
             self.rate < 1,
             self.summed,
-            self.losses,
             self.test_matrix is None,
         )
 
@@ -109,7 +106,7 @@ def values_of(
         )
         added = additions(measurement, rate, skipping=wanted.rate < 1, track=wanted.track)
     sums = jacobian.clipped_sum(mask) if wanted.summed else {}
-    losses = jacobian.losses if wanted.losses else None
+    losses = jacobian.losses  # of no extra cost
     return StepValues(losses, jacobian.norm, jacobian.clipped_norm, sums, added, jacobian.output_gradients)
 
 

@@ -2,7 +2,7 @@
 
 from torchfil.fisher.recording.jacobian import RecordedJacobian
 from torchfil.fisher.recording.norms import NormGradient, norm_gradient
-from torchfil.fisher.recording.passes import RecordedForward, Recording, forward_pass, record, run_alike
+from torchfil.fisher.recording.passes import RecordedForward, Recording, forward_pass, losses_of, record, run_alike
 from torchfil.fisher.recording.trial import Plan, plan
 from torchfil.fisher.rules.call import UnsupportedCallError
 
@@ -14,6 +14,7 @@ __all__ = [
     "Recording",
     "UnsupportedCallError",
     "forward_pass",
+    "losses_of",
     "norm_gradient",
     "plan",
     "record",
