@@ -141,7 +141,7 @@ class ExampleGradients:
         return self._map(lambda z, public: self.loss_of_one(self.parameters, z, public), (), ())
 
     def gradients(self) -> Tensor:
-        """G of every example, [batch, p]."""
+        """g of every example, [batch, p]."""
         return self._map(
             lambda z, public: _flatten(grad(self.loss_of_one)(self.parameters, z, public)),
             (),
@@ -149,7 +149,7 @@ class ExampleGradients:
         )
 
     def plain_products_of_one(self, i: int, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """G [p], ∇_z‖g‖² [d] and Jᵀu [d] of example i, for u [p], by plain backward passes.
+        """g [p], ∇_z‖g‖² [d] and Jᵀu [d] of example i, for u [p], by plain backward passes.
 
         What everything faster is checked against.
         """
@@ -159,10 +159,10 @@ class ExampleGradients:
         z = one.z[0].detach().requires_grad_()
         with torch.enable_grad(), differentiable_twice():
             loss = self.loss_of_one(parameters, z, public)
-            found = torch.autograd.grad(
+            by_parameter = torch.autograd.grad(
                 loss, list(parameters.values()), create_graph=True, allow_unused=True, materialize_grads=True
             )
-            g = torch.cat([part.flatten() for part in found])
+            g = torch.cat([part.flatten() for part in by_parameter])
             if not g.requires_grad:
                 return g, torch.zeros_like(z), torch.zeros_like(z)
             slope, product = (
@@ -409,13 +409,16 @@ def _explain_layers(model: nn.Module) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        found = [(name or type(model).__name__, module, _instead_of(module)) for name, module in model.named_modules()]
-        known = [f"{name} ({type(module).__name__}): {instead}" for name, module, instead in found if instead]
-        if not known:
+        culprits = [
+            f"{name or type(model).__name__} ({type(module).__name__}): {instead}"
+            for name, module in model.named_modules()
+            if (instead := _instead_of(module)) is not None
+        ]
+        if not culprits:
             raise
         raise UnsupportedModuleError(
             f"the gradient could not be taken example by example ({str(error).strip().splitlines()[0]}). Layers known "
-            f"to prevent that: {'; '.join(known)}."
+            f"to prevent that: {'; '.join(culprits)}."
         ) from error
 
 
