@@ -283,12 +283,12 @@ class _ByHalves(nn.Module):
 
 def test_a_batch_that_is_not_as_the_trials_is_mapped(caplog: pytest.LogCaptureFixture) -> None:
     engine, model, optimizer, loader = start(_ByHalves(), examples(), "auto", seed=1, estimator="exact")
-    other, *_, hooked = start(_ByHalves(), examples(), "hooks", seed=1, estimator="exact")
+    other, *parts, batches = start(mlp(), examples(), "auto", seed=1, estimator="exact")
     x, y = next(iter(loader))
     LOSS(model(x), y).backward()
     optimizer.step()
     assert "gradients are mapped over examples" in caplog.text
-    step(other, *_, *next(iter(hooked)), "hooks")
+    step(other, *parts, *next(iter(batches)), "auto")
     assert torch.allclose(engine.get_fil().value, other.get_fil().value, rtol=1e-4)
 
 

@@ -60,29 +60,34 @@ def check(model: nn.Module, x: Tensor, *, supported: bool = True, loss_fn: Any =
     with torch.no_grad():
         y = torch.randn_like(model(x.clone()))
     loss_fn = loss_fn or nn.MSELoss()
+
     before = {k: v.clone() for k, v in model.state_dict().items()}
     gradients = ExampleGradients.build(model, loss_fn, x, y, None)
     found = plan(gradients)
     assert found.fits == supported, found.reason
     if not supported:
         return
+
     got = norm_gradient(gradients)
     square, slope = brute_force(model, loss_fn, x, y)
     assert torch.allclose(got.square, square, rtol=1e-10)
     assert torch.allclose(got.gradient.reshape(slope.shape), slope, rtol=1e-8, atol=1e-10 * float(slope.abs().max()))
+
     mechanism = Mechanism.build(1.0, 0.7, "gelu", PoissonAmplification(0.1))
-    ghost, mapped = (kind(gradients, mechanism.clip, 1.0) for kind in (RecordedJacobian, ClippedJacobian))
+    recorded, mapped = (kind(gradients, mechanism.clip, 1.0) for kind in (RecordedJacobian, ClippedJacobian))
     probes = torch.randn(3, gradients.num_parameters, dtype=torch.float64, device=DEVICE)
-    pairs = [(ghost.folded_row(mechanism, u), mapped.folded_row(mechanism, u)) for u in probes[:2]]
+    pairs = [(recorded.folded_row(mechanism, u), mapped.folded_row(mechanism, u)) for u in probes[:2]]
     for at_once in (1, 2):
-        pairs += zip(ghost.perpendicular_rows(probes, at_once), mapped.perpendicular_rows(probes), strict=True)
+        pairs += zip(recorded.perpendicular_rows(probes, at_once), mapped.perpendicular_rows(probes), strict=True)
     assert len(pairs) == 8
     for got_row, want in pairs:
         assert torch.allclose(got_row, want, rtol=1e-8, atol=1e-10 * float(want.abs().max()))
+
     mask = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64, device=DEVICE)
-    summed = torch.cat([part.flatten() for part in ghost.clipped_sum(mask).values()])
+    summed = torch.cat([part.flatten() for part in recorded.clipped_sum(mask).values()])
     assert torch.allclose(summed, mask @ mapped.clipped_gradient, rtol=1e-9, atol=1e-12)
-    assert torch.allclose(ghost.clipped_norm_gradient, mapped.clipped_norm_gradient, rtol=1e-8, atol=1e-12)
+    assert torch.allclose(recorded.clipped_norm_gradient, mapped.clipped_norm_gradient, rtol=1e-8, atol=1e-12)
+
     assert found.bytes_per_example > 0
     assert not any(module._forward_hooks for module in model.modules())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -108,7 +113,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear on a grid": (lambda: nn.Linear(3, 2), (2, 4, 3)),
     "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1), (2, 7)),
     "conv2d": (lambda: nn.Conv2d(2, 3, 3), (2, 5, 6)),
-    "conv2d ghost": (lambda: nn.Conv2d(6, 8, 2), (6, 3, 2)),
+    "conv2d by Gram matrices": (lambda: nn.Conv2d(6, 8, 2), (6, 3, 2)),
     "conv2d stride, padding": (lambda: nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2)), (2, 5, 6)),
     "conv2d many channels": (lambda: nn.Conv2d(8, 3, (3, 2), padding=(2, 1)), (8, 4, 5)),
     "conv2d kernel of whole strides": (lambda: nn.Conv2d(9, 2, (4, 2), stride=2, padding=(1, 0)), (9, 7, 6)),
@@ -539,7 +544,7 @@ class LooksAtValues(nn.Module):
 
 
 def test_models_that_cannot_be_mapped_can_still_be_recorded() -> None:
-    """A forward pass that looks at values has no vmap, but one batched pass serves it."""
+    """A forward pass that looks at values has no vmap, but one recorded pass serves it."""
     torch.manual_seed(8)
     model, x, y = LooksAtValues().double(), torch.randn(3, 4).double(), torch.randn(3, 2).double()
     gradients = ExampleGradients.build(model, nn.MSELoss(), x, y, None)

@@ -153,7 +153,7 @@ class ExampleGradients:
         return both[:, :-1], both[:, -1]
 
     def plain_products_of_one(self, i: int, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """G [p], ∇_z‖g‖² [d] and Jᵀu [d] of example i, for u [p], by plain backward passes.
+        """g [p], ∇_z‖g‖² [d] and Jᵀu [d] of example i, for u [p], by plain backward passes.
 
         What everything faster is checked against.
         """
@@ -163,10 +163,10 @@ class ExampleGradients:
         z = one.z[0].detach().requires_grad_()
         with torch.enable_grad(), differentiable_twice(), replayed_masks(one.masks):
             loss = self.loss_of_one(parameters, z, public)
-            found = torch.autograd.grad(
+            by_parameter = torch.autograd.grad(
                 loss, list(parameters.values()), create_graph=True, allow_unused=True, materialize_grads=True
             )
-            g = torch.cat([part.flatten() for part in found])
+            g = torch.cat([part.flatten() for part in by_parameter])
             if not g.requires_grad:
                 return g, torch.zeros_like(z), torch.zeros_like(z)
             slope, product = (
@@ -402,13 +402,16 @@ def _explain_layers(model: nn.Module) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        found = [(name or type(model).__name__, module, _instead_of(module)) for name, module in model.named_modules()]
-        known = [f"{name} ({type(module).__name__}): {instead}" for name, module, instead in found if instead]
-        if not known:
+        culprits = [
+            f"{name or type(model).__name__} ({type(module).__name__}): {instead}"
+            for name, module in model.named_modules()
+            if (instead := _instead_of(module)) is not None
+        ]
+        if not culprits:
             raise
         raise UnsupportedModuleError(
             f"the gradient could not be taken example by example ({str(error).strip().splitlines()[0]}). Layers known "
-            f"to prevent that: {'; '.join(known)}."
+            f"to prevent that: {'; '.join(culprits)}."
         ) from error
 
 

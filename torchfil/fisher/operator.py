@@ -58,7 +58,7 @@ class ClippedJacobian:
 
     @cached_property
     def norm(self) -> Tensor:
-        """N = ‖g‖, [batch]."""
+        """n = ‖g‖, [batch]."""
         return torch.linalg.vector_norm(self.gradient, dim=1)
 
     @cached_property
@@ -93,7 +93,7 @@ class ClippedJacobian:
 
     @cached_property
     def clipped_norm_gradient(self) -> Tensor:
-        """A = ∂‖g̃‖/∂z = (φ + nφ′) ∇n, [batch, d]."""
+        """a = ∂‖g̃‖/∂z = (φ + nφ′) ∇n, [batch, d]."""
         return (self.scale + self.norm * self.scale_derivative)[:, None] * self.norm_gradient
 
     @property
@@ -148,7 +148,7 @@ class ClippedJacobian:
         return map(self.perpendicular_rmatvec, probes)
 
     def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
-        """R = J̃ᵀM^{1/2}u/s, [batch, d], for u of shape [p]; E[r rᵀ] = I for u of ±1.
+        """r = J̃ᵀM^{1/2}u/s, [batch, d], for u of shape [p]; E[r rᵀ] = I for u of ±1.
 
         M = κ⊥P + κ∥ĝĝᵀ weighs the part along the gradient as subsampling does.
         """

@@ -53,8 +53,8 @@ class CutRecording:
             if not whole.requires_grad:
                 continue
             leaves = {id(leaf): leaf for call in part.calls for leaf in call.leaves}.values()
-            found = torch.autograd.grad(whole, tuple(leaves), retain_graph=True, allow_unused=True)
-            for leaf, gradient in zip(leaves, found, strict=True):
+            gradients = torch.autograd.grad(whole, tuple(leaves), retain_graph=True, allow_unused=True)
+            for leaf, gradient in zip(leaves, gradients, strict=True):
                 self.put(cotangents, leaf, gradient)
         return total, cotangents
 
@@ -62,8 +62,8 @@ class CutRecording:
         """Add a gradient to the leaf's place in the list; nothing where the leaf does not depend on z."""
         place = self._places.get(id(leaf))
         if gradient is not None and place is not None:
-            known = cotangents[place]
-            cotangents[place] = gradient if known is None else known + gradient
+            before = cotangents[place]
+            cotangents[place] = gradient if before is None else before + gradient
 
     @cached_property
     def _places(self) -> dict[int, int]:

@@ -135,9 +135,9 @@ class RecordedJacobian(ClippedJacobian):
     def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
         """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 where unused."""
         weight = self.scale if mask is None else self.scale * mask
-        found = weighted_sum(self._recording, weight.to(self.gradients.dtype))
+        sums = weighted_sum(self._recording, weight.to(self.gradients.dtype))
         return {
-            name: found[name] if name in found else torch.zeros_like(value)
+            name: sums[name] if name in sums else torch.zeros_like(value)
             for name, value in self.gradients.parameters.items()
         }
 

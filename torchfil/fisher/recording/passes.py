@@ -111,32 +111,28 @@ class RecordedForward:
         Raises:
             UnsupportedCallError: What a layer saw is overwritten in spite of that.
         """
-        meetings, leaves = self.watched.meetings, self.watched.leaves
-        outputs = tensors_of(self.outputs)
-        places = [use.output for use in self.uses] + [meeting.rows for meeting in meetings]
-        differentiable = [output for output in outputs if output.requires_grad]
+        outputs, leaves = tensors_of(self.outputs), self.watched.leaves
+        places = [use.output for use in self.uses] + [meeting.rows for meeting in self.watched.meetings]
+        ends = [output for output in outputs if output.requires_grad]
         with torch.enable_grad(), differentiable_twice():
             losses = losses_of(loss_fn, self.outputs, targets)
             if self._was_overwritten():
                 return self._run_again().recording(loss_fn, targets)
-            found = torch.autograd.grad(
-                losses.sum(), [*places, *differentiable, *leaves.values()], create_graph=True, allow_unused=True
+            to_all = torch.autograd.grad(
+                losses.sum(), [*places, *ends, *leaves.values()], create_graph=True, allow_unused=True
             )
 
         # What still reaches a watched parameter itself has passed by all that was seen of it.
-        missed = [
-            name
-            for name, part in zip(leaves, found[len(places) + len(differentiable) :], strict=True)
-            if part is not None
-        ]
+        to_leaves = to_all[len(places) + len(ends) :]
+        missed = [name for name, part in zip(leaves, to_leaves, strict=True) if part is not None]
         if missed:
             _seen_whole.update(_holders_of(self.gradients.model, missed))
             return self._again().recording(loss_fn, targets)
 
-        deltas = [torch.zeros_like(x) if part is None else part for x, part in zip(places, found, strict=False)]
-        rest = iter(found[len(places) :])
+        deltas = [torch.zeros_like(x) if part is None else part for x, part in zip(places, to_all, strict=False)]
+        to_ends = iter(to_all[len(places) :])
         at_outputs = tuple(
-            torch.zeros_like(x) if not x.requires_grad or (part := next(rest)) is None else part.detach()
+            torch.zeros_like(x) if not x.requires_grad or (part := next(to_ends)) is None else part.detach()
             for x in outputs
         )
         return Recording(self._calls(deltas), losses, at_outputs)

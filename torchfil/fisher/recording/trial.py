@@ -202,8 +202,8 @@ def _difference(recorded: _Recorded, plain: _Plain) -> str | None:
         "derivatives of gradients' norms": (recorded.slopes, plain.slopes),
         "derivatives of gradients' products with a probe": (recorded.products, plain.products),
     }
-    for name, (found, true) in pairs.items():
-        apart, size = (torch.linalg.vector_norm(values, dim=1) for values in (found - true, true))
+    for name, (fast, true) in pairs.items():
+        apart, size = (torch.linalg.vector_norm(values, dim=1) for values in (fast - true, true))
         if not bool((apart <= 10 * tolerance * size.max()).all()):
             return f"plain backward passes give other {name}: a layer's rule is wrong, or the model mixes examples"
     return None

@@ -65,8 +65,8 @@ class LayerRule:
                 cotangents.append(per_example(weight, gradient) * direction[name])
         if not outputs:
             return value, []
-        found = torch.autograd.grad(outputs, call.leaves, cotangents, retain_graph=True, allow_unused=True)
-        return value, [(leaf, part) for leaf, part in zip(call.leaves, found, strict=True) if part is not None]
+        derivatives = torch.autograd.grad(outputs, call.leaves, cotangents, retain_graph=True, allow_unused=True)
+        return value, [(leaf, part) for leaf, part in zip(call.leaves, derivatives, strict=True) if part is not None]
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """Σ_i weight_i · gradient_i by local parameter name, for weights [batch]; not differentiable."""

@@ -158,9 +158,9 @@ class _Convolution(Function):
         """Many inputs are one large batch; many weights, for one input, are one with many channels."""
         of_a, of_weight, of_bias, _ = in_dims
         if bias is not None and of_bias is not None:
-            found, dim = _Convolution.vmap(info, (of_a, of_weight, None, None), a, weight, None, geometry)
+            result, dim = _Convolution.vmap(info, (of_a, of_weight, None, None), a, weight, None, geometry)
             each = bias.movedim(of_bias, 0).reshape(info.batch_size, 1, -1, *[1] * len(geometry[0]))
-            return found.movedim(dim, 0) + each, 0
+            return result.movedim(dim, 0) + each, 0
         if of_weight is None:
             if of_a is None:
                 return _Convolution.apply(a, weight, bias, geometry)[None], 0
@@ -170,11 +170,11 @@ class _Convolution(Function):
         count, outputs, (*rest, groups) = len(weight), weight.shape[1], geometry
         bias = None if bias is None else bias.repeat(count)
         if of_a is None and groups == 1:
-            found = _Convolution.apply(a, weight.flatten(0, 1), bias, geometry)
+            result = _Convolution.apply(a, weight.flatten(0, 1), bias, geometry)
         else:
             a = a.movedim(of_a, 1) if of_a is not None else a[:, None].expand(-1, count, *a.shape[1:])
-            found = _Convolution.apply(a.flatten(1, 2), weight.flatten(0, 1), bias, (*rest, groups * count))
-        return found.unflatten(1, (count, outputs)), 1
+            result = _Convolution.apply(a.flatten(1, 2), weight.flatten(0, 1), bias, (*rest, groups * count))
+        return result.unflatten(1, (count, outputs)), 1
 
 
 class _Transposed(Function):
@@ -223,8 +223,8 @@ class _Transposed(Function):
         delta = (
             delta.movedim(of_delta, 1) if of_delta is not None else delta[:, None].expand(-1, count, *delta.shape[1:])
         )
-        found = _Transposed.apply(delta.flatten(1, 2), weight.flatten(0, 1), wide, (*rest, groups * count))
-        return found.unflatten(1, (count, shape[1])), 1
+        result = _Transposed.apply(delta.flatten(1, 2), weight.flatten(0, 1), wide, (*rest, groups * count))
+        return result.unflatten(1, (count, shape[1])), 1
 
 
 def _filled_up(x: Tensor) -> Tensor:
@@ -265,11 +265,11 @@ def _by_phases(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geom
     kernel = phases.reshape(-1, outputs, rows, columns)
     if step_y == step_x == 1:
         return F.conv2d(delta, kernel, padding=(rows - 1 - padding[0], columns - 1 - padding[1]))
-    found = F.conv2d(delta, kernel, padding=(rows - 1, columns - 1))
-    found = found.reshape(len(delta), channels, step_y, step_x, *found.shape[2:]).permute(0, 1, 4, 2, 5, 3)
-    found = found.reshape(len(delta), channels, found.shape[2] * step_y, -1)
-    ends = [n + pad - m for n, pad, m in zip(shape[2:], padding, found.shape[2:], strict=True)]
-    return F.pad(found, (-padding[1], ends[1], -padding[0], ends[0]))
+    phased = F.conv2d(delta, kernel, padding=(rows - 1, columns - 1))
+    phased = phased.reshape(len(delta), channels, step_y, step_x, *phased.shape[2:]).permute(0, 1, 4, 2, 5, 3)
+    phased = phased.reshape(len(delta), channels, phased.shape[2] * step_y, -1)
+    ends = [n + pad - m for n, pad, m in zip(shape[2:], padding, phased.shape[2:], strict=True)]
+    return F.pad(phased, (-padding[1], ends[1], -padding[0], ends[0]))
 
 
 def _convolve(module: Convolutional, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

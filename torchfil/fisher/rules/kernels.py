@@ -76,6 +76,8 @@ def _group_pulled_twice_kernel(
     sum_vx = tl.zeros([BLOCK], gamma_at.dtype.element_ty)
     sum_wx = tl.zeros([BLOCK], gamma_at.dtype.element_ty)
     sum_vw = tl.zeros([BLOCK], gamma_at.dtype.element_ty)
+
+    # The means over the group first, because every number of the result needs them all.
     for start in range(0, size, BLOCK):
         place, inside = start + lanes, start + lanes < size
         v = tl.load(gamma_at + row * size + place, mask=inside, other=0.0)
@@ -91,6 +93,7 @@ def _group_pulled_twice_kernel(
     mean_v, mean_w = tl.sum(sum_v, axis=0) / size, tl.sum(sum_w, axis=0) / size
     along_v, along_w = tl.sum(sum_vx, axis=0) / size, tl.sum(sum_wx, axis=0) / size
     both = tl.sum(sum_vw, axis=0) / size - mean_v * mean_w - along_v * along_w
+
     for start in range(0, size, BLOCK):
         place, inside = start + lanes, start + lanes < size
         v = tl.load(gamma_at + row * size + place, mask=inside, other=0.0)

@@ -42,7 +42,7 @@ class ParameterRule(LayerRule):
         (name, leaf), *more = self.leaves.items()
         if self.value is leaf and not more:
             return {name: gradient}
-        found = torch.autograd.grad(
+        by_leaf = torch.autograd.grad(
             self.value,
             list(self.leaves.values()),
             gradient,
@@ -50,4 +50,4 @@ class ParameterRule(LayerRule):
             create_graph=torch.is_grad_enabled(),
             is_grads_batched=True,
         )
-        return dict(zip(self.leaves, found, strict=True))
+        return dict(zip(self.leaves, by_leaf, strict=True))

@@ -30,8 +30,8 @@ class _Patches(Function):
         ctx.walk, ctx.shape = walk, a.shape
         kernels = kernels_for(a)
         if kernels is not None:
-            found: Tensor = kernels.unfold_patches(a.contiguous(), *walk)
-            return found
+            columns: Tensor = kernels.unfold_patches(a.contiguous(), *walk)
+            return columns
         size, stride, dilation, padding = walk
         view = F.pad(a, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else a
         for axis in (0, 1):
