@@ -12,8 +12,8 @@ from torchfil.fisher.gradients import (
     DEFAULT_MAX_MEMORY,
     ExampleGradients,
     LossFunction,
-    refuse_unsupported_modules,
-    refuse_weighted_mean,
+    check_modules,
+    check_unweighted_mean,
     trainable_and_constant,
     without_opacus,
 )
@@ -92,8 +92,8 @@ def layer_index(parameters: dict[str, Tensor], *, bias: bool = True) -> dict[str
 def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> ExampleGradients:
     """As ExampleGradients.build, for gradients alone: nothing need be private, so integer inputs will do."""
     live, model = without_opacus(model)
-    refuse_unsupported_modules(model)
-    refuse_weighted_mean(loss_fn)
+    check_modules(model)
+    check_unweighted_mean(loss_fn)
     args, kwargs = as_call(x)
     n = num_examples(args, kwargs, y)
     if n == 0:

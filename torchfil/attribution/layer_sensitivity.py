@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchfil.attribution.layer_gradients import layer_index
 from torchfil.attribution.layer_table import LayerTable
-from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction, refuse_unsupported_modules
+from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction, check_modules
 from torchfil.private import Inputs, Private, as_call
 
 __all__ = ["jacobian_sensitivity"]
@@ -97,7 +97,7 @@ def jacobian_sensitivity(
 
 
 def _prepared(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any, wrt: Any) -> ExampleGradients:
-    refuse_unsupported_modules(model)
+    check_modules(model)
     if isinstance(wrt, Private):
         return ExampleGradients.build(model, loss_fn, x, y, wrt)
     if wrt == "target":

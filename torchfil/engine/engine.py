@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine.assembly import PrivateTraining, assemble
-from torchfil.engine.loader import FILDataLoader, refuse_sampler
+from torchfil.engine.loader import FILDataLoader, check_sampler
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import Accounting, BatchToInputs, RunOptions, check_modes, check_parameters
 from torchfil.engine.resuming import Resuming
-from torchfil.fisher.gradients import refuse_unsupported_modules, refuse_weighted_mean
+from torchfil.fisher.gradients import check_modules, check_unweighted_mean
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.private import Private
 
@@ -132,9 +132,9 @@ class FILPrivacyEngine(Resuming):
         check_modes(clipping, grad_sample_mode, batch_first, module)
         self._check_noise(noise_multiplier, max_grad_norm, noise_generator)
         if criterion is not None:
-            refuse_weighted_mean(criterion)
+            check_unweighted_mean(criterion)
         self.validate(module=module, optimizer=None, data_loader=None)
-        refuse_unsupported_modules(module, allow_dropout=True)
+        check_modules(module, allow_dropout=True)
 
         prepared = self._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=False, rand_on_empty=rand_on_empty
@@ -237,7 +237,7 @@ class FILPrivacyEngine(Resuming):
                 "the model is private already (make_private was called on it); pass the plain module, or its _module"
             )
         check_parameters(module, optimizer)
-        refuse_sampler(data_loader, poisson_sampling=poisson_sampling)
+        check_sampler(data_loader, poisson_sampling=poisson_sampling)
         return RunOptions(
             accounting,
             amplification=accounting.amplification_for(poisson_sampling=poisson_sampling),

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torch.utils.data import WeightedRandomSampler as _Weighted
 
-__all__ = ["BatchTracker", "FILDataLoader", "make_current", "plain", "refuse_sampler", "split_batch"]
+__all__ = ["BatchTracker", "FILDataLoader", "check_sampler", "make_current", "plain", "split_batch"]
 
 _TRACKERS: weakref.WeakValueDictionary[int, BatchTracker] = weakref.WeakValueDictionary()
 _TOKENS = itertools.count()
@@ -334,7 +334,7 @@ def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | 
     raise ValueError(f"cannot tell the targets in a batch of type {type(batch).__name__}; {remedy}")
 
 
-def refuse_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
+def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
     """Raise for loaders whose sampling cannot be accounted for."""
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         raise ValueError(

@@ -24,11 +24,11 @@ from torchfil.utils.trees import map_tensors, tensors_of
 __all__ = [
     "IdentifiedLoss",
     "LossMismatchError",
+    "check_equal_weights",
+    "check_ignored_targets_later",
     "check_loss",
     "identify_loss",
-    "ignored_targets_check",
     "output_gradients",
-    "refuse_unequal_weights",
 ]
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -143,7 +143,7 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
     )
 
 
-def refuse_unequal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any, losses: Tensor) -> None:
+def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any, losses: Tensor) -> None:
     """Raise :class:`LossMismatchError` where a batch's loss is neither the mean nor the sum of those, [batch]."""
     try:
         whole = loss(outputs, targets)
@@ -163,7 +163,7 @@ def refuse_unequal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any, los
         )
 
 
-def ignored_targets_check(loss: IdentifiedLoss, targets: Any) -> Callable[[], None]:
+def check_ignored_targets_later(loss: IdentifiedLoss, targets: Any) -> Callable[[], None]:
     """Begin to look whether a mean leaves out more targets of some examples than of others; what is returned raises.
 
     The batch's mean then weights examples by how many of their targets count.

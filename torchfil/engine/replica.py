@@ -19,11 +19,11 @@ from torch.utils import _pytree as pytree
 from torchfil.fisher.gradients import (
     ExampleGradients,
     LossFunction,
+    check_modules,
     copy_without_weights,
     has_active_dropout,
     may_drop,
     output_of_one_example,
-    refuse_unsupported_modules,
 )
 from torchfil.private import Examples, Private
 from torchfil.utils.trees import map_tensors, tensors_of
@@ -147,7 +147,7 @@ class Replica:
             return
         flags = tuple(live.training for live, _ in self._pairs)
         if flags != self._flags:
-            refuse_unsupported_modules(self.live, allow_dropout=True)
+            check_modules(self.live, allow_dropout=True)
             self._flags = flags
 
         changed = counted = False

@@ -76,9 +76,9 @@ class ExampleGradients:
             ValueError: No trainable parameter; a batch that :meth:`Examples.build` refuses; a loss that
                 gives more than one number for one example, or a mean weighted by class.
         """
-        refuse_weighted_mean(loss_fn)
+        check_unweighted_mean(loss_fn)
         live, model = without_opacus(model)
-        refuse_unsupported_modules(model)
+        check_modules(model)
         parameters, constants = trainable_and_constant(live)
         if not parameters:
             raise ValueError(
@@ -330,7 +330,7 @@ def has_active_dropout(module: nn.Module) -> bool:
     return float(probability) > 0  # type: ignore[arg-type]
 
 
-def refuse_weighted_mean(loss_fn: LossFunction) -> None:
+def check_unweighted_mean(loss_fn: LossFunction) -> None:
     """Raise for a mean weighted by class: its weights cancel in the loss of a single example, and mix a batch's."""
     if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
         return
@@ -341,7 +341,7 @@ def refuse_weighted_mean(loss_fn: LossFunction) -> None:
         )
 
 
-def refuse_unsupported_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
+def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
     """Raise :class:`UnsupportedModuleError` for modules that mix examples or draw random numbers."""
     for name, module in model.named_modules():
         where = f"{name or type(model).__name__} ({type(module).__name__})"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchfil.engine.loader import BatchTracker, split_batch
-from torchfil.engine.losses import IdentifiedLoss, check_loss, identify_loss, refuse_unequal_weights
+from torchfil.engine.losses import IdentifiedLoss, check_equal_weights, check_loss, identify_loss
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step.forwards import ForwardPass
@@ -208,7 +208,7 @@ class StepChecks:
                     f"{_COPY_DIFFERS.format(f'some that differ by up to {apart:.3g}')}"
                 )
             )
-        refuse_unequal_weights(loss, outputs, targets, ours)
+        check_equal_weights(loss, outputs, targets, ours)
         self._until_look = _STEPS_BETWEEN_LOOKS
 
     def begin_batch_check(self, inputs: Any, targets: Any) -> Callable[[], None]:

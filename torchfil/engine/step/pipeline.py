@@ -17,7 +17,7 @@ from torch import Tensor
 from torchfil.accounting.ledger import Ledger
 from torchfil.engine.loader import plain
 from torchfil.engine.looks import DatasetLooks
-from torchfil.engine.losses import IdentifiedLoss, ignored_targets_check
+from torchfil.engine.losses import IdentifiedLoss, check_ignored_targets_later
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica
@@ -342,7 +342,7 @@ class StepPipeline:
         args, kwargs = as_call(inputs)
         check_finite = check_finite_later(args, kwargs, targets)
         check_batch = self.checks.begin_batch_check((args, kwargs), targets)
-        check_even = ignored_targets_check(loss, targets)
+        check_even = check_ignored_targets_later(loss, targets)
         tracker = self.observer.tracker
         forward = ForwardPass(tracker.ids, tracker.batch, args, kwargs, None)
 
