@@ -67,7 +67,7 @@ def test_a_sum_is_not_released_twice(way: str, clear: bool) -> None:
         optimizer.step()
         norms.append(float(torch.cat([p.summed_grad.flatten() for p in optimizer.params]).norm()))
     assert norms == pytest.approx(norms[:1] * 4, rel=1e-6)
-    assert 0 < norms[0] <= 6 * 0.1
+    assert 0 < norms[0] <= 6 * 0.1 * (1 + 1e-6), "six gradients of norm C at most, but for rounding"
     assert engine.leakage()["participations"].tolist() == [1] * 24
 
 
