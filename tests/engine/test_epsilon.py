@@ -70,7 +70,7 @@ def test_make_private_with_epsilon_spends_its_target() -> None:
             F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
             optimizer.step()
     assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
-    assert engine._training.run.options.num_probes == 2
+    assert engine._training.run.options.accounting.num_probes == 2
 
 
 def rounded_epsilon(ratios: list[float], q: float, sigma: float, delta: float, grid: float = 1.05) -> float:

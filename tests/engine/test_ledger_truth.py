@@ -100,7 +100,7 @@ def test_shuffled_loader_without_poisson_sampling() -> None:
 
 def test_theorem_4_on_request() -> None:
     dataset = data(40)
-    run = train(dataset, steps=6, estimator="exact", amplification="theorem4", theorem4_delta=1e-6)
+    run = train(dataset, steps=6, estimator="exact", amplification=Theorem4Amplification(delta=1e-6))
     fim, _ = truth(run, dataset, q=None, module=network())
     kappa = Theorem4Amplification(delta=1e-6).kappa(1 / 5, SIGMA)
     assert relative_error(run.engine.totals.get_trace().value, kappa * torch.einsum("bii->b", fim)) < 1e-6

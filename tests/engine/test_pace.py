@@ -226,8 +226,8 @@ def test_a_run_that_is_stopped_between_two_looks_resumes_bit_for_bit(tmp_path: P
         epoch(whole, private)
     first, model, optimizer, private = start(0)
     epoch(first, private)
-    run = first._current
-    assert run.history.steps % run._steps_between_looks(run.optimizer) != 0
+    run = first._training.run
+    assert run.history.steps % run._steps_between_looks != 0
     first.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
     second, model, optimizer, private = start(9)
     second.load_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)

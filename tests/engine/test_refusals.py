@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import register_clip
-from torchfil.engine.options import usual_memory
+from torchfil.engine import Execution
 from torchfil.fisher import NoAmplification
 from torchfil.report import load
 
@@ -551,7 +551,7 @@ def test_memory_follows_the_gpu_where_nobody_says(monkeypatch: pytest.MonkeyPatc
     """A quarter of what is free, never less than on a CPU."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**12))
     free = 2**36
-    assert usual_memory(torch.device("cuda")) == 2**34
-    assert usual_memory(torch.device("cpu")) == 2**30
+    assert Execution().memory_on(torch.device("cuda")) == 2**34
+    assert Execution().memory_on(torch.device("cpu")) == 2**30
     free = 2**20
-    assert usual_memory(torch.device("cuda")) == 2**30
+    assert Execution().memory_on(torch.device("cuda")) == 2**30

@@ -108,8 +108,8 @@ class TestResume:
             engine.load_state_dict(plain.state_dict())
         with pytest.raises(ValueError, match="the state lacks"):
             engine.load_state_dict({"run": {}})
-        older = {k: v for k, v in before["run"].items() if k != "drew_masks"}
-        with pytest.raises(ValueError, match=r"the run's state lacks \['drew_masks'\]"):
+        older = {k: v for k, v in before["run"].items() if k != "timeline"}
+        with pytest.raises(ValueError, match=r"the run's state lacks \['timeline'\]"):
             engine.load_state_dict({**before, "run": older})
         with pytest.raises(ValueError, match="the state is of accountant 'prv', this engine's is 'rdp'"):
             engine.load_state_dict({**before, "accountant": {"mechanism": "prv", "history": []}})
@@ -305,10 +305,10 @@ def test_sampling_error_is_the_spread_over_batches() -> None:
 def test_batches_are_known_however_it_is_said() -> None:
     """By name or by object: the same FIL, and no chance in which batches drew an example."""
     for options in ({"amplification": "none"}, {"amplification": NoAmplification()}):
-        leakage = train(data(24), steps=4, estimator="exact", **options).engine._current.leakage
+        leakage = train(data(24), steps=4, estimator="exact", **options).engine.totals
         assert leakage.conditions.sample_rate is None
         assert float(leakage.get_sampling_error().abs().max()) == 0
-    secret = train(data(24), steps=4, estimator="exact", amplification=PoissonAmplification()).engine._current.leakage
+    secret = train(data(24), steps=4, estimator="exact", amplification=PoissonAmplification()).engine.totals
     assert secret.conditions.sample_rate == pytest.approx(1 / 3)
 
 

@@ -25,7 +25,6 @@ from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import Accounting, BatchToInputs, RunOptions, check_modes, check_parameters
 from torchfil.engine.resuming import Resuming
 from torchfil.fisher.gradients import check_modules, check_unweighted_mean
-from torchfil.fisher.mechanism import Mechanism
 from torchfil.private import Private
 
 __all__ = ["FILPrivacyEngine"]
@@ -130,7 +129,7 @@ class FILPrivacyEngine(Resuming):
             batch_to_inputs=batch_to_inputs,
         )
         check_modes(clipping, grad_sample_mode, batch_first, module)
-        self._check_noise(noise_multiplier, max_grad_norm, noise_generator)
+        self._check_noise(noise_multiplier, noise_generator)
         if criterion is not None:
             check_unweighted_mean(criterion)
         self.validate(module=module, optimizer=None, data_loader=None)
@@ -142,6 +141,7 @@ class FILPrivacyEngine(Resuming):
         sampler = prepared.batch_sampler
         if isinstance(sampler, UniformWithReplacementSampler):
             options = replace(options, sample_rate=float(sampler.sample_rate))
+        options.mechanism(noise_multiplier, max_grad_norm)  # raises for numbers that are none
         count, sample_rate = len(data_loader.dataset), 1 / len(prepared)  # type: ignore[arg-type]
         seed = options.accounting.seed
         hooks = grad_sample_mode != "auto" or not wrap_model
@@ -246,11 +246,8 @@ class FILPrivacyEngine(Resuming):
             **options,
         )
 
-    def _check_noise(
-        self, noise_multiplier: float, max_grad_norm: float, noise_generator: torch.Generator | None
-    ) -> None:
-        """Raise for noise that is none; warn where there is none on purpose."""
-        Mechanism.build(max_grad_norm, noise_multiplier or 1.0)
+    def _check_noise(self, noise_multiplier: float, noise_generator: torch.Generator | None) -> None:
+        """Warn where there is no noise, on purpose."""
         if noise_generator is not None and self.secure_mode:
             raise ValueError("Passing seed is prohibited in secure mode: leave out noise_generator=")
         if noise_multiplier == 0:

@@ -16,6 +16,7 @@ from torchfil.clipping import ClipFunction
 from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
+from torchfil.fisher.mechanism import Mechanism
 from torchfil.private import Private
 
 __all__ = ["SHORTCUTS", "Accounting", "BatchToInputs", "Execution", "RunOptions", "check_modes", "check_parameters"]
@@ -250,6 +251,17 @@ class RunOptions:
                 f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of {self.clip.norm_bound:g}, "
                 "so the accountant's ε would be too small. Use a calibrated clip: 'smooth', the default, or 'gelu'."
             )
+
+    def mechanism(self, noise_multiplier: float, max_grad_norm: float) -> Mechanism:
+        """A step with that noise and threshold; σ may be 0."""
+        return Mechanism.build(
+            max_grad_norm,
+            noise_multiplier,
+            self.clip,
+            self.amplification,
+            self.sample_rate,
+            allow_zero_noise=True,
+        )
 
 
 _REASONS_OF_CLIPPING = {

@@ -22,7 +22,6 @@ from torchfil.attacks.comparison import BoundComparison
 from torchfil.bounds import mse_from_rdp, replace_one_rdp
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.epsilon import individual_epsilon
-from torchfil.engine.run import Noise
 from torchfil.engine.run_view import RunView
 from torchfil.engine.saving import Labels, build_saved_run
 from torchfil.fisher.results import Estimate
@@ -182,7 +181,8 @@ class LeakageReading(PrivacyEngine):
         clipping = f"C = {float(training.optimizer.max_grad_norm)}, clip {options.clip.name!r}"
 
         # An amplification may be any object, so that what it does is compared, not what it is called.
-        mechanism = training.pipeline.mechanism(Noise.of(training.optimizer))
+        optimizer = training.optimizer
+        mechanism = options.mechanism(float(optimizer.noise_multiplier) or 1.0, float(optimizer.max_grad_norm))
         factors = torch.cat(mechanism.weights(mechanism.noise_std * torch.tensor([0.1, 1.0, 10.0])))
         amplification = ", ".join(f"{value:.6g}" for value in factors * mechanism.noise_std**2)
         return f"{noise}, {clipping}, amplification by {amplification}, {private}"

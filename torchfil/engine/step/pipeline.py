@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from torchfil.engine.step.values import StepValues, Wanted, joined
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
-from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples, as_call, check_finite_later
 from torchfil.utils.trees import tensors_of
@@ -96,18 +95,6 @@ class StepPipeline:
         self.observer = observer
         self.looks = looks
         self._closed = False
-
-    def mechanism(self, noise: Noise) -> Mechanism:
-        """Clipping, noise and subsampling as the optimizer has them now."""
-        options = self.options
-        return Mechanism.build(
-            noise.max_grad_norm,
-            noise.noise_multiplier,
-            options.clip,
-            options.amplification,
-            options.sample_rate,
-            allow_zero_noise=True,
-        )
 
     # ------------------------------------------------------------------ the user's loop
 
@@ -224,7 +211,7 @@ class StepPipeline:
     ) -> tuple[StepValues | None, list[Callable[[], None]]]:
         """What one forward pass gives, None where nothing of it is needed, and the checks that have begun."""
         loss = setting.loss
-        measured = setting.measure and not self.run.paused
+        measured = (setting.measure or setting.noise.noise_multiplier == 0) and not self.run.paused
         if loss is None or not (summed or measured):
             if loss is not None and not self.run.paused:
                 self.checks.check_loss(forward, loss)
@@ -237,7 +224,7 @@ class StepPipeline:
         looked_at = from_loop and not self.evaluator.has_plan(gradients)
         if looked_at:
             self.checks.check_loss(forward, loss)
-        batch = PrivateBatch(gradients, self.mechanism(setting.noise), self.evaluator.plan(gradients))
+        batch = PrivateBatch(gradients, self.options.mechanism(*astuple(setting.noise)), self.evaluator.plan(gradients))
 
         confirmations: list[Callable[[], None]] = []
 

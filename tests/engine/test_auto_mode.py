@@ -35,6 +35,9 @@ def compare(dataset: Any, module: nn.Module, tolerance: float = 1e-8, **options:
     [
         {},
         {"track": ("diagonal", "plis"), "num_probes": 2},
+        {"track": ("sketch", "fim"), "num_probes": 2},
+        {"estimator": "exact"},
+        {"estimator": "input-probes"},
         {"poisson_sampling": False},
         {"criterion": nn.CrossEntropyLoss()},
         {"fil_rate": 0.5},
@@ -190,33 +193,32 @@ def test_refusals_change_nothing() -> None:
         assert torch.equal(one, other)
 
 
-def test_what_one_pass_cannot_do_is_told() -> None:
-    with pytest.raises(ValueError, match="needs estimator='weight-probes', and has no sketch"):
-        make(estimator="exact")
-    with pytest.raises(ValueError, match="needs estimator='weight-probes', and has no sketch"):
-        make(track=("sketch",))
-    with pytest.raises(ValueError, match="wrap_model"):
-        make(wrap_model=False)
-    dropout = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double().to(DEVICE)
-    _, _, model, optimizer, private = make(dropout)
-    with pytest.raises(RuntimeError, match="dropout is active"):
-        attempt(model, optimizer, forward(model, next(iter(private))))
+class Behind(nn.Module):
+    """Uses a child's weight without calling the child."""
 
-    class Behind(nn.Module):
-        """Uses a child's weight without calling the child."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(5, 3)
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.layer.weight, self.layer.bias)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.layer.weight, self.layer.bias)
 
-    _, module, model, optimizer, private = make(Behind().double().to(DEVICE))
-    before = copy.deepcopy(module.state_dict())
-    with pytest.raises(RuntimeError, match=r"one pass does not fit this model .* use grad_sample_mode='hooks'"):
-        attempt(model, optimizer, forward(model, next(iter(private))))
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+def test_what_the_recorded_pass_does_not_fit_is_mapped_over_examples(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    module = Behind().double()
+    called = nn.Sequential(copy.deepcopy(module.layer))
+    mapped = train(data(40), module=module, grad_sample_mode="auto", steps=6)
+    hooks = train(data(40), module=called, grad_sample_mode="hooks", steps=6)
+    assert_same_run((mapped.engine, module), (hooks.engine, called), 1e-8)
+    told = [record.getMessage() for record in caplog.records if "mapped over examples" in record.getMessage()]
+    assert len(told) == 1, "said once"
+
+
+def test_a_model_that_is_not_wrapped_has_hooks() -> None:
+    _, module, hooks, _, _ = make(wrap_model=False)
+    assert hooks is not module
+    assert hasattr(module, "autograd_grad_sample_hooks")
 
 
 def test_pausing_and_train_step_and_detaching() -> None:
