@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -49,9 +50,9 @@ def test_bare_three_argument_call_runs() -> None:
 
 
 def test_unknown_keywords_raise() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'noise_multiplyer'"):
+    with pytest.raises(TypeError, match="unexpected option 'noise_multiplyer'"):
         make(noise_multiplyer=1.0)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'probes'"):
+    with pytest.raises(TypeError, match="unexpected option 'probes'"):
         engine = FILPrivacyEngine()
         module = network()
         engine.make_private_with_epsilon(
@@ -168,8 +169,8 @@ def test_second_make_private_is_refused() -> None:
 def test_a_refused_make_private_leaves_the_engine_usable() -> None:
     engine, module = FILPrivacyEngine(), network()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="noise_multiplier=0.0 must be positive"):
-        engine.make_private(module, optimizer, loader(data(40)), noise_multiplier=0.0)
+    with pytest.raises(ValueError, match="noise_multiplier=-1.0 must be positive"):
+        engine.make_private(module, optimizer, loader(data(40)), noise_multiplier=-1.0)
     assert not hasattr(module, "autograd_grad_sample_hooks")
     model, optimizer, private = engine.make_private(module, optimizer, loader(data(40)))
     step(model, optimizer, next(iter(private)))
@@ -297,7 +298,7 @@ def test_data_without_numbered_examples_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"noise_multiplier": 0.0}, "noise_multiplier=0.0 must be positive"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 must be positive"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be positive"),
         ({"clipping": "adaptive"}, "counting factors below 1"),
         ({"clipping": "per_layer"}, "one clip factor per layer"),
@@ -333,7 +334,9 @@ def test_too_large_a_ledger_is_refused_and_can_be_confirmed() -> None:
     engine, _, model, optimizer, private = make(track=("fim",), max_ledger_memory=20_000)
     batch = next(iter(private))
     F.cross_entropy(model(batch[0].to(DEVICE)), batch[1].to(DEVICE)).backward()
-    with pytest.raises(MemoryError, match=r"the ledger would take .* GiB.*confirm with max_ledger_memory=\d+"):
+    with pytest.raises(
+        MemoryError, match=r"the ledger would take .* GiB.*confirm with accounting=Accounting\(max_ledger_memory=\d+\)"
+    ):
         optimizer.step()
     assert engine.accountant.history == []
     with pytest.raises(MemoryError, match="Track less"):
@@ -501,12 +504,13 @@ def test_a_trained_padding_row_is_refused_with_the_remedy() -> None:
     module = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 3)).to(DEVICE)
     tokens = TensorDataset(torch.randint(5, (40, 3)), torch.randint(3, (40,)))
     with pytest.raises(ValueError, match=r"embeddings \['0'\] have a padding_idx.*padding_idx = None"):
-        make(tokens, module=module)
+        make(tokens, module=module, grad_sample_mode="hooks")
+    make(tokens, module=copy.deepcopy(module))
     module[0].padding_idx = None
-    make(tokens, module=module)
+    make(tokens, module=module, grad_sample_mode="hooks")
     frozen = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 3)).to(DEVICE)
     frozen[0].requires_grad_(False)
-    make(tokens, module=frozen)
+    make(tokens, module=frozen, grad_sample_mode="hooks")
 
 
 def test_parameters_that_see_one_row_for_the_batch_are_named() -> None:
@@ -518,7 +522,7 @@ def test_parameters_that_see_one_row_for_the_batch_are_named() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.out(x + self.positions(torch.zeros(1, dtype=torch.long, device=x.device)))
 
-    _, _, model, optimizer, private = make(module=Positions().to(DEVICE))
+    _, _, model, optimizer, private = make(module=Positions().to(DEVICE), grad_sample_mode="hooks")
     with pytest.raises(RuntimeError, match=r"parameters of shape \[\(1, 5\)\] saw one row"):
         step(model, optimizer, next(batch for batch in private if len(batch[0]) > 1))
 
@@ -533,7 +537,7 @@ def test_a_detached_model_is_plain_and_its_ledger_stays(wrap_model: bool) -> Non
     engine.detach()
     assert not any(part._forward_hooks or part._backward_hooks for part in module.modules())
     assert torch.equal(engine.get_fil().value, before)
-    with pytest.raises(ValueError, match="[Pp]er sample gradient"):
+    with pytest.raises((ValueError, RuntimeError), match="[Pp]er sample gradient|without a backward pass"):
         step(module, optimizer, next(iter(private)))
 
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine.assembly import PrivateTraining, assemble
 from torchfil.engine.loader import FILDataLoader, check_sampler
+from torchfil.engine.module import is_in_training
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import Accounting, BatchToInputs, RunOptions, check_modes, check_parameters
 from torchfil.engine.resuming import Resuming
@@ -128,12 +129,12 @@ class FILPrivacyEngine(Resuming):
             loss_reduction=loss_reduction,
             batch_to_inputs=batch_to_inputs,
         )
-        check_modes(clipping, grad_sample_mode, batch_first, module)
+        mode = check_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
         self._check_noise(noise_multiplier, noise_generator)
         if criterion is not None:
             check_unweighted_mean(criterion)
-        self.validate(module=module, optimizer=None, data_loader=None)
         check_modules(module, allow_dropout=True)
+        self.validate(module=module, optimizer=None, data_loader=None)
 
         prepared = self._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=False, rand_on_empty=rand_on_empty
@@ -144,9 +145,7 @@ class FILPrivacyEngine(Resuming):
         options.mechanism(noise_multiplier, max_grad_norm)  # raises for numbers that are none
         count, sample_rate = len(data_loader.dataset), 1 / len(prepared)  # type: ignore[arg-type]
         seed = options.accounting.seed
-        hooks = grad_sample_mode != "auto" or not wrap_model
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
-        mode = "hooks" if grad_sample_mode == "auto" else grad_sample_mode
         training = assemble(
             module,
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
@@ -157,7 +156,7 @@ class FILPrivacyEngine(Resuming):
             torch.Generator().manual_seed(torch.initial_seed() % 2**63 if seed is None else seed),
             self._accounted_rate,
             partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
-            if hooks
+            if mode != "auto"
             else None,
             wrapper,
             {
@@ -232,7 +231,8 @@ class FILPrivacyEngine(Resuming):
         """All that is fixed for the run, checked; the sampling rate follows when the loader is prepared."""
         if self._made is not None:
             raise ValueError("this engine accounts for a run already; make a new FILPrivacyEngine for another one")
-        if isinstance(module, AbstractGradSampleModule) or hasattr(module, "autograd_grad_sample_hooks"):
+        hooked = isinstance(module, AbstractGradSampleModule) or hasattr(module, "autograd_grad_sample_hooks")
+        if hooked or is_in_training(module):
             raise ValueError(
                 "the model is private already (make_private was called on it); pass the plain module, or its _module"
             )

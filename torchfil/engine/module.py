@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
@@ -16,7 +17,14 @@ from torch import Tensor, nn
 from torchfil.engine.step.forwards import LoopForward
 from torchfil.utils.trees import tensors_of
 
-__all__ = ["RecordedModule"]
+__all__ = ["RecordedModule", "is_in_training"]
+
+_in_training: WeakSet[nn.Module] = WeakSet()  # modules that are private now
+
+
+def is_in_training(module: nn.Module) -> bool:
+    """Whether a :class:`RecordedModule` trains this very module now."""
+    return module in _in_training
 
 
 class RecordedModule(AbstractGradSampleModule):
@@ -32,6 +40,7 @@ class RecordedModule(AbstractGradSampleModule):
         super().__init__(m, **settings)
         self._loop_forward: LoopForward | None = loop_forward
         self._observer = loop_forward.observer
+        _in_training.add(m)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._note(name))
             for name, p in m.named_parameters()
@@ -72,6 +81,7 @@ class RecordedModule(AbstractGradSampleModule):
             handle.remove()
         self._handles = []
         self._loop_forward = None
+        _in_training.discard(self._module)
 
     def _close(self) -> None:
         super()._close()

@@ -271,17 +271,19 @@ _REASONS_OF_CLIPPING = {
 MODES = ("auto", "hooks", "functorch", "ew")
 
 
-def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module) -> None:
-    """Raise for options of Opacus whose release the accounting would not describe."""
+def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module, *, wrap_model: bool) -> str:
+    """The mode that is used; raise for options of Opacus whose release the accounting would not describe."""
     if clipping != "flat":
         reason = _REASONS_OF_CLIPPING.get(clipping, "it is not known")
         raise ValueError(f"clipping={clipping!r} cannot be accounted for: {reason}. Use 'flat'.")
     if grad_sample_mode not in MODES:
+        ghost = "clips inside the module with Opacus's own hard formula, which is not the one that is accounted for"
+        reason = ghost if grad_sample_mode.startswith("ghost") else "is not known"
         raise ValueError(
-            f"grad_sample_mode={grad_sample_mode!r} clips inside the module with Opacus's own hard formula, which is "
-            f"not the one that is accounted for. Use {', '.join(map(repr, MODES))}; 'auto' forms no per-example "
-            "gradients either."
+            f"grad_sample_mode={grad_sample_mode!r} {reason}. Use 'auto', which forms no per-example gradients either, "
+            f"or one of {', '.join(map(repr, MODES[1:]))}."
         )
+    mode = "hooks" if grad_sample_mode == "auto" and not wrap_model else grad_sample_mode
     if not batch_first:
         raise ValueError("batch_first=False is not supported: the first dimension must run over examples")
     if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__ in (
@@ -296,12 +298,13 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
         for name, part in module.named_modules()
         if isinstance(part, nn.Embedding) and part.padding_idx is not None and part.weight.requires_grad
     ]
-    if padded and grad_sample_mode == "hooks":
+    if padded and mode == "hooks":
         raise ValueError(
             f"the embeddings {padded} have a padding_idx, for whose row torch's gradient is zero and Opacus's is not, "
             "so what is released is not what is accounted for. Use grad_sample_mode='auto', set padding_idx = None on "
             "them (the row is then trained as any other), or freeze them (requires_grad_(False))."
         )
+    return mode
 
 
 def check_parameters(module: nn.Module, optimizer: optim.Optimizer) -> None:

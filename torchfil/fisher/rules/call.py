@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from torchfil.utils.trees import tensors_of
-
-if TYPE_CHECKING:
-    from torchfil.fisher.rules.base import LayerRule
 
 __all__ = ["Call", "UnsupportedCallError"]
 
@@ -39,7 +36,7 @@ class Call:
 
     name: str
     module: nn.Module
-    rule: LayerRule
+    rule: Any  # a LayerRule, whose module imports this one
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     delta: Tensor
