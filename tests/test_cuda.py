@@ -145,7 +145,7 @@ class _Looks(nn.Module):
 
 
 @pytest.mark.parametrize("module", [nn.Linear(5, 3), _Looks()])
-def test_the_fused_step_falls_back_by_itself(module: nn.Module) -> None:
+def test_a_step_falls_back_by_itself(module: nn.Module) -> None:
     """With a graph, without one, and after a capture that failed: the same weights, and random numbers go on."""
     results = []
     for graphs in (True, False):

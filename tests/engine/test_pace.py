@@ -131,7 +131,7 @@ def test_a_looser_target_costs_less() -> None:
     assert costs[0] > 1.5 * costs[1] > 2 * costs[2]
 
 
-def run(seed: int, *, fused: bool = True, epochs: int = 8, **options: Any) -> FILPrivacyEngine:
+def run(seed: int, *, whole: bool = True, epochs: int = 8, **options: Any) -> FILPrivacyEngine:
     torch.manual_seed(0)
     module = network()
     engine = FILPrivacyEngine()
@@ -144,7 +144,7 @@ def run(seed: int, *, fused: bool = True, epochs: int = 8, **options: Any) -> FI
     )
     for _ in range(epochs):
         for x, y in private:
-            if fused:
+            if whole:
                 engine.train_step(x, y)
             else:
                 optimizer.zero_grad()
@@ -166,12 +166,12 @@ def test_in_the_engine_the_sums_stay_unbiased() -> None:
     assert 0.05 < float(table["rel_error"][table["fil"] > 0].median()) < 0.4
 
 
-def test_loop_and_fused_step_keep_the_same_pace() -> None:
-    loop, fused = (run(3, fused=fused, rel_error=0.15, epochs=4) for fused in (False, True))
-    paces = [engine._training.run.pace for engine in (loop, fused)]
+def test_loop_and_train_step_keep_the_same_pace() -> None:
+    loop, whole = (run(3, whole=whole, rel_error=0.15, epochs=4) for whole in (False, True))
+    paces = [engine._training.run.pace for engine in (loop, whole)]
     assert paces[0].num_probes == paces[1].num_probes
     assert paces[0].rate == pytest.approx(paces[1].rate, rel=1e-6)
-    assert torch.allclose(loop.get_fil().value, fused.get_fil().value, rtol=1e-5)
+    assert torch.allclose(loop.get_fil().value, whole.get_fil().value, rtol=1e-5)
 
 
 def test_the_pace_is_part_of_the_state() -> None:

@@ -1,4 +1,4 @@
-"""The fused step against the loop: the same weights, the same ledger, the same ε."""
+"""train_step against the loop: the same weights, the same ledger, the same ε."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 def trained(
-    fused: bool, dataset: Any, module: nn.Module, *, steps: int = 6, batch_size: int = 8, **options: Any
+    whole: bool, dataset: Any, module: nn.Module, *, steps: int = 6, batch_size: int = 8, **options: Any
 ) -> Any:
     """The engine, the module and the losses after so many steps, with fixed batches, noise and probes."""
     module = copy.deepcopy(module).to(DEVICE)
@@ -32,7 +32,7 @@ def trained(
     losses: list[Tensor] = []
     while len(losses) < steps:
         for x, y in private:
-            if fused:
+            if whole:
                 losses.append(engine.train_step(x, y))
             else:
                 optimizer.zero_grad()
@@ -47,10 +47,10 @@ def trained(
 
 def compare(dataset: Any, module: nn.Module, tolerance: float = 1e-6, **options: Any) -> FILPrivacyEngine:
     loop, loop_module, loop_losses = trained(False, dataset, module, **options)
-    fused, fused_module, fused_losses = trained(True, dataset, module, **options)
-    assert_same_run((fused, fused_module), (loop, loop_module), tolerance)
-    assert torch.allclose(fused_losses, loop_losses, rtol=tolerance, atol=tolerance, equal_nan=True)
-    return fused
+    whole, whole_module, whole_losses = trained(True, dataset, module, **options)
+    assert_same_run((whole, whole_module), (loop, loop_module), tolerance)
+    assert torch.allclose(whole_losses, loop_losses, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return whole
 
 
 def test_the_same_run() -> None:

@@ -14,10 +14,11 @@ from cases import CASES, DEVICE, SIGMA, build, grouped, relative_error
 from test_recording import LAYERS, Flat
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchfil.engine.fused import FusedPass, FusedResult, Wanted, confirm
 
 from torchfil import FILPrivacyEngine, zoo
-from torchfil.engine import fused
+from torchfil.engine.step import captured as passes_module
+from torchfil.engine.step.captured import CapturedPasses
+from torchfil.engine.step.values import StepValues, Wanted, check_compiled
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients
@@ -160,12 +161,12 @@ class _Pretended:
     def __init__(self, size: int, compiled: bool = False, probes_at_once: int = 1) -> None:
         self.size, self.compiled, self.probes_at_once = size, compiled, probes_at_once
 
-    def replay(self, examples: Any, wanted: Wanted) -> Any:
+    def replay(self, examples: Any, wanted: Wanted, look: Any) -> Any:
         assert len(examples) <= self.size
         return self
 
 
-class _Choosing(FusedPass):
+class _Choosing(CapturedPasses):
     """Captures and compiles nothing."""
 
     def __init__(self, expected_batch: int, failing: bool = False) -> None:
@@ -178,15 +179,17 @@ class _Choosing(FusedPass):
         return _Pretended(size, **how)
 
 
-def served(passes: FusedPass, gradients: ExampleGradients, count: int) -> tuple[int, bool]:
+def served(passes: CapturedPasses, gradients: ExampleGradients, count: int) -> tuple[int, bool]:
     """The size of the pass that so many examples are given to, and whether it is compiled."""
     found = replayed(passes, gradients, count, probes=1, room=1000)
     return found.size, found.compiled
 
 
-def replayed(passes: FusedPass, gradients: ExampleGradients, count: int, probes: int, room: int) -> Any:
+def replayed(passes: CapturedPasses, gradients: ExampleGradients, count: int, probes: int, room: int) -> Any:
     part = replace(gradients, examples=gradients.examples[slice(0, count)])
-    return passes._replay(PrivateBatch(part, MECHANISM), Wanted(("trace",), tuple(range(probes))), room)
+    return passes.run(
+        PrivateBatch(part, MECHANISM), Wanted((), "weight-probes", tuple(range(probes))), room, None, None
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,14 +244,19 @@ def test_what_cannot_be_compiled_goes_on_as_it_is(caplog: pytest.LogCaptureFixtu
 class _Uncaptured:
     """A captured pass without a GPU: it calls what it was given."""
 
-    def __init__(self, gradients: ExampleGradients, size: int, run: Any, pool: Any, warm_ups: int) -> None:
+    def __init__(
+        self, gradients: ExampleGradients, size: int, stages: Any, pool: Any, warm_ups: int, num_stages: int
+    ) -> None:
         assert len(gradients) == size
-        self.gradients, self.run = gradients, run
+        self.gradients, self.stages = gradients, stages
         for _ in range(warm_ups):
-            run(gradients)
+            assert len(list(stages(gradients))) == num_stages
 
-    def replay(self, examples: Any) -> Any:
-        return self.run(self.gradients)
+    def replay(self, examples: Any, look: Any) -> Any:
+        results = list(self.stages(self.gradients))
+        for result in results[:-1]:
+            look(result)
+        return results
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's graphs are real")
@@ -259,11 +267,11 @@ def test_what_is_compiled_wrongly_is_not_used(
     """Rows that come out too large by a thousandth of their size, from a compiler, are found."""
     case = build("mnist_cnn", 8)
     gradients = ExampleGradients.build(*case.arguments, case.private)
-    wanted, batch = Wanted(("trace",), (1, 2, 3)), PrivateBatch(gradients, MECHANISM)
-    monkeypatch.setattr(fused, "CapturedPass", _Uncaptured)
-    monkeypatch.setattr(fused, "CompiledPass", partial(CompiledPass, backend="eager"))
-    monkeypatch.setattr(fused, "_USES_BEFORE_COMPILING", 2)
-    monkeypatch.setattr(FusedPass, "_memory", lambda self: None)
+    wanted, batch = Wanted((), "weight-probes", (1, 2, 3)), PrivateBatch(gradients, MECHANISM)
+    monkeypatch.setattr(passes_module, "CapturedPass", _Uncaptured)
+    monkeypatch.setattr(passes_module, "CompiledPass", partial(CompiledPass, backend="eager"))
+    monkeypatch.setattr(passes_module, "_USES_BEFORE_COMPILING", 2)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     true = RecordedJacobian.perpendicular_rows
 
     def rows(self: RecordedJacobian, probes: Any, at_once: int = 1) -> Any:
@@ -271,9 +279,9 @@ def test_what_is_compiled_wrongly_is_not_used(
         return (row * 1.001 if spoilt else row for row in true(self, probes, at_once))
 
     monkeypatch.setattr(RecordedJacobian, "perpendicular_rows", rows)
-    passes = FusedPass(8, compiled=True)
-    with caplog.at_level("INFO", logger="torchfil.engine.fused"):
-        plain, *_, last = [passes._replay(batch, wanted, room=1000) for _ in range(3)]
+    passes = CapturedPasses(8, compiled=True)
+    with caplog.at_level("INFO", logger="torchfil.engine.step.captured"):
+        plain, *_, last = [passes.run(batch, wanted, 1000, None, None) for _ in range(3)]
     assert plain is not None
     assert last is not None
     assert plain.additions is not None
@@ -294,9 +302,9 @@ def test_every_part_of_a_pass_is_confirmed(part: str) -> None:
     value = torch.linspace(-1.0, 2.0, 5)
     whole: dict[str, Any] = {name: value.clone() for name in ("losses", "norm", "clipped_norm")}
     whole |= {"sums": {"a": value.clone(), "b": torch.full((3,), 1e-8)}, "additions": {"trace": value.clone()}}
-    true = FusedResult(**whole, output_gradients=(value.clone(),))
+    true = StepValues(**whole, output_gradients=(value.clone(),))
     noisy = replace(true, sums={**true.sums, "b": torch.full((3,), -1e-8)})
-    confirm(noisy, true, torch.float32)
+    check_compiled(noisy, true, torch.float32)
 
     def moved(tree: Any) -> Any:
         if isinstance(tree, dict):
@@ -305,9 +313,9 @@ def test_every_part_of_a_pass_is_confirmed(part: str) -> None:
 
     other = replace(true, **{part: moved(getattr(true, part))})
     with pytest.raises(CompilationError, match=r"off by 0\.02, the largest being 2"):
-        confirm(other, true, torch.float32)
+        check_compiled(other, true, torch.float32)
     with pytest.raises(CompilationError, match="off by nan"):
-        confirm(replace(true, norm=value * float("nan")), true, torch.float32)
+        check_compiled(replace(true, norm=value * float("nan")), true, torch.float32)
 
 
 def test_compiling_needs_graphs() -> None:
@@ -325,7 +333,7 @@ def test_compiling_needs_graphs() -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs are compiled on a GPU only")
 def test_a_compiled_run_is_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, losses and ledger, in float64; compiled after few steps."""
-    monkeypatch.setattr(fused, "_USES_BEFORE_COMPILING", 2)
+    monkeypatch.setattr(passes_module, "_USES_BEFORE_COMPILING", 2)
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(48, 3, 6, 6, generator=generator, dtype=torch.float64)
     dataset = TensorDataset(images, torch.randint(3, (48,), generator=generator))
@@ -350,7 +358,7 @@ def test_a_compiled_run_is_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None
         losses = [engine.train_step(x, y) for _ in range(4) for x, y in private]
         weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         runs.append((torch.stack(losses), weights, engine.get_fil().value))
-        captured = engine._training.run.measurer._fused_pass._captured.values()
+        captured = engine._training.pipeline.evaluator._captured_passes()._captured.values()
         assert any(known.compiled for known in captured) == compiled
     for plain, other in zip(*runs, strict=True):
         assert relative_error(other, plain) < 1e-8
