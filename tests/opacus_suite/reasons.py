@@ -55,13 +55,6 @@ REASONS = (
         r"clipping='adaptive'|target_unclipped_quantile",
     ),
     Reason(
-        "integer-inputs",
-        "refused: nothing private by default",
-        "By default every floating-point input is private, and these models take integers only. Integers have no "
-        'derivative: name the layer whose output is private, `private=Private(submodule="emb")`.',
-        r"nothing private to measure",
-    ),
-    Reason(
         "other-loss",
         "refused: the loss is not a standard one",
         "The loops use `(y - out).mean()` with `y` of another shape than `out`, or `out.sum()` with a gradient of zero."
@@ -74,34 +67,22 @@ REASONS = (
         "refused: batches without targets",
         "The data set has one tensor and the loop's loss is `out.sum()`. Without targets the loss cannot be identified:"
         " pass `criterion=` and `batch_to_inputs=`.",
-        r"cannot tell the targets",
+        r"cannot tell the targets|got Tensor and NoneType",
     ),
     Reason(
-        "left-in-the-middle",
-        "refused with another error class",
-        "The loop is left in the middle of a logical batch and another one begins: going on would add its examples to "
-        "the unfinished batch under one draw of noise. Opacus goes on; the `ValueError` that the test waits for is the "
-        "one for a missing `zero_grad`, a step later.",
-        r"left in the middle of a logical batch",
+        "diverged",
+        "refused: the training diverges",
+        "With noise of standard deviation 1e20 the weights overflow in the first step, and the outputs of the second "
+        "are infinite. Opacus goes on with NaN; here the step is refused.",
+        r"the training has diverged",
+        r"test_compare_to_vanilla",
     ),
     Reason(
-        "zero-noise",
-        "refused: `noise_multiplier=0`",
-        "Without noise a step releases its gradients exactly, and the Fisher information is infinite.",
-        r"noise_multiplier=0\.0 must be positive",
-    ),
-    Reason(
-        "error-class",
-        "refused with another error class",
-        "Opacus's `UnsupportedModuleError` is expected; ours has the same name and is another class.",
-        r"UnsupportedModuleError",
-        r"test_model_validator$",
-    ),
-    Reason(
-        "error-text",
-        "refused with another text",
-        'The text "Module parameters are different than optimizer Parameters" is expected.',
-        r"Module parameters are different",
-        r"test_validator_weight_update_check",
+        "smooth-clip",
+        "differs by the smooth clip",
+        "Some gradients have half the norm of the threshold of 99,999, where the default clip function is 0.1 % below "
+        'hard clipping; the test allows 0.01 %. It passes with `clip="hard"`.',
+        r"Per sample gradients don't sum up",
+        r"TiedWeights.*test_sample_grad_aggregation",
     ),
 )

@@ -127,8 +127,10 @@ class Resuming(LeakageReading):
         optimizer = self._training.optimizer
         own, began = optimizer.initial_noise[name], accounting["initial_noise"][name]
         reached = accounting["noise"][name]
-        same_start = own == began or began == 0  # then bit for bit
-        setattr(optimizer, name, reached if same_start else own * reached / began)
+        if own == began:  # then bit for bit
+            setattr(optimizer, name, reached)
+        elif began:
+            setattr(optimizer, name, own * reached / began)
 
 
 @contextlib.contextmanager
