@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchfil.utils.errors import UnsupportedModuleError
+from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["RandomWatch", "call_and_record_masks", "recorded_masks", "replayed_masks"]
 
@@ -35,7 +36,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             drawn = result[1] if func in _MASK_SECOND else result
-            if not isinstance(drawn, Tensor):
+            if not isinstance(drawn, Tensor) or not _gives_all_it_draws(func):
                 raise _cannot_be_repeated(func)
             self.masks.append(drawn.detach().clone())  # it may be changed in place afterwards
         return result
@@ -62,9 +63,7 @@ class _Replayer(TorchDispatchMode):
 
         if func._schema.is_mutable:
             return args[0].copy_(_in_shape(mask, args[0].shape))
-        like = func(*args, **kwargs)
-        if not isinstance(like, Tensor):
-            raise _cannot_be_repeated(func)
+        like = _drawn_nowhere(func, args, kwargs)
         return _in_shape(mask, like.shape).to(like.dtype, copy=True)
 
 
@@ -138,6 +137,22 @@ class RandomWatch:
         torch.default_generator.set_state(self._cpu)
         if self._cuda is not None:
             self._cuda.set_offset(self._offset)
+
+
+def _gives_all_it_draws(func: Any) -> bool:
+    """Whether all that it draws is what it gives, or fills its first argument with; RReLU's slopes go elsewhere."""
+    first, *others = func._schema.arguments
+    return not any(other.alias_info is not None and other.alias_info.is_write for other in others)
+
+
+def _drawn_nowhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """What ``func`` would give, in shape and dtype alone: no generator moves."""
+    args, kwargs = map_tensors(lambda leaf: torch.empty_like(leaf, device="meta"), (args, kwargs))
+    given = {name: None if name in ("generator", "pin_memory") else value for name, value in kwargs.items()}
+    if not tensors_of((args, kwargs)):
+        given["device"] = "meta"
+    like: Tensor = func(*args, **given)
+    return like
 
 
 def _in_shape(mask: Tensor, shape: torch.Size) -> Tensor:
