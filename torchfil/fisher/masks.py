@@ -141,7 +141,7 @@ class RandomWatch:
 
 def _gives_all_it_draws(func: Any) -> bool:
     """Whether all that it draws is what it gives, or fills its first argument with; RReLU's slopes go elsewhere."""
-    first, *others = func._schema.arguments
+    _first, *others = func._schema.arguments
     return not any(other.alias_info is not None and other.alias_info.is_write for other in others)
 
 
