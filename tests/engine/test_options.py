@@ -207,7 +207,7 @@ class TestMakePrivate:
 
     @pytest.mark.parametrize("given", [{"num_probes": 3}, "exact", 3])
     def test_accounting_that_is_none(self, given: Any) -> None:
-        with pytest.raises(TypeError, match=r"accounting=.* is no Accounting; pass e.g. accounting=Accounting\("):
+        with pytest.raises(TypeError, match=r"accounting=.* is no Accounting; pass e.g. Accounting\("):
             private(accounting=given)
         with pytest.raises(TypeError, match=r"execution=.* is no Execution"):
             Accounting(execution=given)
