@@ -182,9 +182,7 @@ class Accounting:
     def given(cls, accounting: Accounting | None) -> Accounting:
         """The accounting that was given, the usual one for None; raises TypeError for what is none."""
         if accounting is not None and not isinstance(accounting, cls):
-            raise TypeError(
-                f"accounting={accounting!r} is no Accounting; pass e.g. accounting=Accounting(num_probes=3)"
-            )
+            raise TypeError(f"accounting={accounting!r} is no Accounting; pass e.g. Accounting(num_probes=3)")
         return accounting or cls()
 
     def with_shortcuts(self, shortcuts: Mapping[str, Any]) -> Accounting:
