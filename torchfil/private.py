@@ -227,7 +227,7 @@ class Examples:
     @cached_property
     def form(self) -> Hashable:
         """Shapes (the batch's size aside) and dtypes of the tensors of ``public``, and all else that is in it."""
-        return tuple((leaf.shape[1:], leaf.dtype) for leaf in self.tensors), form_of(self.public)
+        return tuple((leaf.shape[1:], leaf.dtype) for leaf in tensors_of(self.public)), form_of(self.public)
 
     @property
     def in_dims(self) -> Any:

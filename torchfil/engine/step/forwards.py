@@ -152,23 +152,26 @@ class LoopForward:
         self.observer = observer
         self._record = record
         self._until_look = 0
+        self._draws = False  # whether the model drew random numbers in its last pass
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the loop receives: the outputs as the start of a graph that ends here."""
         make_current((args, kwargs))  # a batch that the model itself will read
 
         # With a graph, a loss that uses more of the model than its outputs shows at the parameters.
+        device = self.replica.device
         self._until_look = (self._until_look or _FORWARDS_BETWEEN_LOOKS) - 1
-        with_graph = self._until_look == _FORWARDS_BETWEEN_LOOKS - 1
+        look = self._until_look == _FORWARDS_BETWEEN_LOOKS - 1
+        with_graph = look or device.type == "cpu"  # where it costs next to nothing
 
         def plainly() -> Any:
             with torch.set_grad_enabled(with_graph), differentiable_twice():
                 return self.replica.live(*args, **kwargs)
 
         def recorded() -> Any:
-            return None if with_graph else self._record(args, kwargs, self.observer.tracker.batch)
+            return None if look else self._record(args, kwargs, self.observer.tracker.batch)
 
-        device, drops = self.replica.device, self.replica.drops_now()
+        drops = self._draws or self.replica.drops_now()
         result, masks = call_and_record_masks(recorded, device, expected=drops)
         if result is not None:
             examples, forward = result
@@ -177,6 +180,7 @@ class LoopForward:
         else:
             examples = forward = None
             outputs, masks = call_and_record_masks(plainly, device, expected=drops)
+        self._draws = bool(masks)
         leaves = map_tensors(_as_leaf, outputs)
         self.observer.watch(args, kwargs, leaves, masks=masks, recorded=forward, examples=examples)
         return map_tensors(lambda leaf: leaf.clone() if leaf.requires_grad else leaf, leaves)
