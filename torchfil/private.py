@@ -113,7 +113,7 @@ class Examples:
 
     Build one with :meth:`build`. ``public`` holds what a per-example function needs besides z; both are
     batched pytrees and can be mapped over by ``torch.func.vmap`` with :attr:`in_dims`. ``masks`` are the random
-    numbers that the model's forward pass draws for them (:mod:`torchfil.fisher.masks`).
+    numbers that the model's forward pass draws for them, [batch, …] each (:class:`torchfil.fisher.masks.MaskLayouts`).
     """
 
     z: Tensor
@@ -224,15 +224,10 @@ class Examples:
         """The tensors of ``public``, in its order, then the masks."""
         return (*tensors_of(self.public), *self.masks)
 
-    @property
-    def shares_masks(self) -> bool:
-        """Whether a mask does not run over the examples."""
-        return any(mask.shape[:1] != (len(self),) for mask in self.masks)
-
     @cached_property
     def form(self) -> Hashable:
         """Shapes (the batch's size aside) and dtypes of the tensors of ``public``, and all else that is in it."""
-        return tuple((leaf.shape[1:], leaf.dtype) for leaf in self.tensors), form_of(self.public)
+        return tuple((leaf.shape[1:], leaf.dtype) for leaf in tensors_of(self.public)), form_of(self.public)
 
     @property
     def in_dims(self) -> Any:
@@ -242,8 +237,7 @@ class Examples:
     def __getitem__(self, rows: slice | Tensor) -> Examples:
         """The examples of those rows, a slice or numbers [k]."""
         public = map_tensors(lambda leaf: leaf[rows], self.public)
-        masks = tuple(mask[rows] if mask.shape[:1] == (len(self),) else mask for mask in self.masks)
-        return replace(self, z=self.z[rows], public=public, masks=masks)
+        return replace(self, z=self.z[rows], public=public, masks=tuple(mask[rows] for mask in self.masks))
 
     def chunks(self, size: int) -> Iterator[tuple[slice, Examples]]:
         """Pairs (rows, examples of those rows) of at most ``size`` examples each."""

@@ -122,7 +122,7 @@ class FILPrivacyEngine(Resuming):
             module,
             optimizer,
             data_loader,
-            (accounting or Accounting()).with_shortcuts(shortcuts),
+            Accounting.given(accounting).with_shortcuts(shortcuts),
             clip=get_clip(clip),
             private=private,
             poisson_sampling=poisson_sampling,
@@ -211,7 +211,7 @@ class FILPrivacyEngine(Resuming):
             accountant=self.accountant.mechanism(),
             epsilon_tolerance=epsilon_tolerance,
         )
-        accounting = accounting or Accounting()
+        accounting = Accounting.given(accounting)
         if accounting.epochs is None:
             accounting = replace(accounting, epochs=epochs)
         return self.make_private(

@@ -108,6 +108,8 @@ class Accounting:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track))
+        if not isinstance(self.execution, Execution):
+            raise TypeError(f"execution={self.execution!r} is no Execution; pass e.g. Execution(max_memory=2**30)")
         if self.num_probes is not None and self.num_probes < 1:
             raise ValueError(f"num_probes={self.num_probes} must be at least 1")
         self._check_target()
@@ -176,6 +178,13 @@ class Accounting:
                 "random, not for passes over a shuffled data set. Use 'none'."
             )
         return chosen
+
+    @classmethod
+    def given(cls, accounting: Accounting | None) -> Accounting:
+        """The accounting that was given, the usual one for None; raises TypeError for what is none."""
+        if accounting is not None and not isinstance(accounting, cls):
+            raise TypeError(f"accounting={accounting!r} is no Accounting; pass e.g. Accounting(num_probes=3)")
+        return accounting or cls()
 
     def with_shortcuts(self, shortcuts: Mapping[str, Any]) -> Accounting:
         """The same with the options that ``make_private`` was given beside it.

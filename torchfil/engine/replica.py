@@ -19,12 +19,15 @@ from torch.utils import _pytree as pytree
 from torchfil.fisher.gradients import (
     ExampleGradients,
     LossFunction,
+    call_with,
     check_modules,
     copy_without_weights,
+    differentiable_twice,
     has_active_dropout,
     may_drop,
     output_of_one_example,
 )
+from torchfil.fisher.masks import MaskLayouts
 from torchfil.private import Examples, Private
 from torchfil.utils.trees import map_tensors, tensors_of
 
@@ -68,6 +71,7 @@ class Replica:
         self._buffers = {name for name, _ in module.named_buffers()}
         self._places = _places_of_weights(module)
         self._default_private: Private | None = None
+        self._mask_layouts = MaskLayouts()
         self._submodule_shapes: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
 
     @property
@@ -119,6 +123,25 @@ class Replica:
                 stacklevel=2,
             )
         return self._default_private
+
+    def masks_by_example(
+        self, masks: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """Masks that a batch of these inputs has drawn, [batch, …] each; see :class:`MaskLayouts`."""
+        if not masks:
+            return ()
+        inputs = (args, dict(kwargs))
+        self.follow()
+
+        def run_first() -> None:
+            first = map_tensors(lambda leaf: leaf[:1], inputs)
+            trainable, constant = self._weights()
+            buffers = {name: constant[name].clone() for name in self._buffers if name in constant}
+            with torch.no_grad(), differentiable_twice():
+                call_with(self.template, {**trainable, **constant, **buffers}, *first)
+
+        kind = (_kind(inputs), self.key)
+        return self._mask_layouts.by_example(masks, len(tensors_of(inputs)[0]), kind, run_first)
 
     def gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
         """The examples' gradients at the present weights, by the copy; buffers that are written are its own."""

@@ -244,10 +244,14 @@ def _rero_curve(run: RunView) -> dict[str, list[float]] | None:
     if not steps or steps * samples > 20 * _RERO_WORK:
         logger.info("reconstruction robustness of %d steps is left out: too long to sample", steps)
         return None
+    noise_multiplier = min(sigma for sigma, *_ in run.releases)
+    if noise_multiplier == 0:  # nothing is robust
+        certain, none = [1.0] * len(_PRIORS), [0.0] * len(_PRIORS)
+        return {"prior": list(_PRIORS), "success": certain, "estimate": certain, "standard_error": none}
     success = rero(
         _PRIORS,
         q=q,
-        noise_multiplier=min(sigma for sigma, *_ in run.releases),
+        noise_multiplier=noise_multiplier,
         steps=steps,
         num_samples=samples,
         generator=torch.Generator().manual_seed(0),

@@ -11,7 +11,8 @@ The attacker is taken to know the masks, which can only overstate the leakage (t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,10 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchfil.utils.errors import UnsupportedModuleError
+from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["RandomWatch", "call_and_record_masks", "recorded_masks", "replayed_masks"]
+__all__ = ["MaskLayouts", "RandomWatch", "call_and_record_masks", "recorded_masks", "replayed_masks"]
 
 Result = TypeVar("Result")
+_MOST_KINDS = 256
 _MASK_SECOND = (torch.ops.aten.native_dropout.default,)  # gives (values, mask)
 
 
@@ -35,7 +38,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             drawn = result[1] if func in _MASK_SECOND else result
-            if not isinstance(drawn, Tensor):
+            if not isinstance(drawn, Tensor) or not _gives_all_it_draws(func):
                 raise _cannot_be_repeated(func)
             self.masks.append(drawn.detach().clone())  # it may be changed in place afterwards
         return result
@@ -57,15 +60,34 @@ class _Replayer(TorchDispatchMode):
         # Dropout on a GPU is one operation where gradients are wanted, and several where they are not.
         if func in _MASK_SECOND:
             values, probability = args[0], float(args[1])
-            keep = _in_shape(mask, values.shape)
+            keep = self.given(mask, values.shape)
             return values * keep.to(values.dtype) / (1 - probability), keep.to(torch.bool)
 
         if func._schema.is_mutable:
-            return args[0].copy_(_in_shape(mask, args[0].shape))
-        like = func(*args, **kwargs)
-        if not isinstance(like, Tensor):
-            raise _cannot_be_repeated(func)
-        return _in_shape(mask, like.shape).to(like.dtype, copy=True)
+            return args[0].copy_(self.given(mask, args[0].shape))
+        like = _drawn_nowhere(func, args, kwargs)
+        return self.given(mask, like.shape).to(like.dtype, copy=True)
+
+    def given(self, mask: Tensor, shape: torch.Size) -> Tensor:
+        """What is given where numbers of that shape are drawn."""
+        return _in_shape(mask, shape)
+
+
+class _Learner(_Replayer):
+    """Gives a pass over the first example what a batch's masks hold for it, and notes where examples lie in them."""
+
+    def __init__(self, masks: Sequence[Tensor], batch: int) -> None:
+        super().__init__(masks)
+        self.batch = batch
+        self.layouts: list[_Layout] = []
+
+    def given(self, mask: Tensor, shape: torch.Size) -> Tensor:
+        """The first example's part."""
+        layout = _Layout(shape, _dim_of_examples(mask.shape, shape, self.batch))
+        if not layout.fits(mask, self.batch):
+            raise _other_shape(shape, mask.shape)
+        self.layouts.append(layout)
+        return layout.by_example(mask, self.batch)[0]
 
 
 @contextlib.contextmanager
@@ -81,6 +103,69 @@ def recorded_masks() -> Iterator[list[Tensor]]:
     """
     with _Recorder() as recorder:
         yield recorder.masks
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the examples lie in a mask: along ``dim``, each with shape[dim] rows of its own; None: one for all."""
+
+    shape: torch.Size
+    dim: int | None
+
+    def by_example(self, mask: Tensor, batch: int) -> Tensor:
+        """A mask of a batch, [batch, …] with the shape that an example alone draws."""
+        if self.dim is None:
+            return mask.expand(batch, *mask.shape)
+        return mask.unflatten(self.dim, (batch, self.shape[self.dim])).movedim(self.dim, 0)
+
+    def fits(self, mask: Tensor, batch: int) -> bool:
+        """Whether a mask of so many examples may be laid out so."""
+        shape = list(self.shape)
+        if self.dim is not None:
+            shape[self.dim] *= batch
+        return mask.shape == torch.Size(shape)
+
+
+class MaskLayouts:
+    """Puts the masks of a batch in the order of its examples: [batch, …], of the shape that one example alone draws.
+
+    A mask need not run over the examples first: attention draws [batch · heads, …], a recurrent model [time, batch, …],
+    and some are one for all. Which it is shows in a pass over the first example alone, once for every kind of batch.
+    """
+
+    def __init__(self) -> None:
+        self._layouts: dict[Hashable, tuple[_Layout, ...]] = {}
+
+    def by_example(
+        self, masks: Sequence[Tensor], batch: int, kind: Hashable, run_first: Callable[[], Any]
+    ) -> tuple[Tensor, ...]:
+        """The masks by example.
+
+        Args:
+            masks: As :func:`recorded_masks` has them.
+            batch: The number of examples.
+            kind: Batches of one kind have the same layouts, their size aside.
+            run_first: Runs the model on the first example alone.
+
+        Raises:
+            UnsupportedModuleError: Alone, an example draws something else.
+        """
+        if batch == 1:
+            return tuple(mask[None] for mask in masks)
+        kind = (kind, tuple(mask.ndim for mask in masks))
+        layouts = self._layouts.get(kind, ())
+        if len(layouts) != len(masks) or not all(
+            layout.fits(mask, batch) for layout, mask in zip(layouts, masks, strict=True)
+        ):
+            learner = _Learner(masks, batch)
+            with learner:
+                run_first()
+            if learner.left:
+                raise _other_draws("fewer random numbers than")
+            if len(self._layouts) >= _MOST_KINDS:
+                self._layouts.clear()
+            layouts = self._layouts[kind] = tuple(learner.layouts)
+        return tuple(layout.by_example(mask, batch) for layout, mask in zip(layouts, masks, strict=True))
 
 
 @contextlib.contextmanager
@@ -140,13 +225,42 @@ class RandomWatch:
             self._cuda.set_offset(self._offset)
 
 
+def _gives_all_it_draws(func: Any) -> bool:
+    """Whether all that it draws is what it gives, or fills its first argument with; RReLU's slopes go elsewhere."""
+    _first, *others = func._schema.arguments
+    return not any(other.alias_info is not None and other.alias_info.is_write for other in others)
+
+
+def _drawn_nowhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """What ``func`` would give, in shape and dtype alone: no generator moves."""
+    args, kwargs = map_tensors(lambda leaf: torch.empty_like(leaf, device="meta"), (args, kwargs))
+    given = {name: None if name in ("generator", "pin_memory") else value for name, value in kwargs.items()}
+    if not tensors_of((args, kwargs)):
+        given["device"] = "meta"
+    like: Tensor = func(*args, **given)
+    return like
+
+
+def _dim_of_examples(of_batch: torch.Size, of_one: torch.Size, batch: int) -> int | None:
+    """Along which dimension the shape of a whole batch is that of one example so many times; None: along none."""
+    for dim, rows in enumerate(of_one):
+        if of_batch == (*of_one[:dim], batch * rows, *of_one[dim + 1 :]):
+            return dim
+    return None
+
+
 def _in_shape(mask: Tensor, shape: torch.Size) -> Tensor:
-    """The mask as a mapped or a plain pass wants it: the examples' own in another shape, or a shared one repeated."""
-    if mask.numel() == shape.numel():
+    """The mask, by example, as a pass wants it: one that is mapped over examples, or one over all of them."""
+    if shape == mask.shape:
+        return mask
+    if shape == mask.shape[1:]:  # shared, or of a single example
+        return mask[0]
+    dim = _dim_of_examples(shape, mask.shape[1:], len(mask))
+    if dim is not None:
+        return mask.movedim(0, dim).reshape(shape)
+    if mask.numel() == shape.numel() and mask.ndim != len(shape):
         return mask.reshape(shape)
-    if mask.numel() and shape.numel() == shape[0] * mask.numel():
-        return mask.expand(shape[0], *mask.shape).reshape(shape)
-    raise _other_draws(f"random numbers of shape {tuple(shape)} where the loop drew {tuple(mask.shape)}, not as")
+    raise _other_shape(shape, mask.shape)
 
 
 def _other_draws(what: str) -> UnsupportedModuleError:
@@ -154,6 +268,10 @@ def _other_draws(what: str) -> UnsupportedModuleError:
         f"the model draws {what} in the training loop's forward pass, so that its dropout cannot be repeated example "
         "by example: does it draw across examples, or by chance? Use dropout of 0 there, or put that part in eval mode."
     )
+
+
+def _other_shape(shape: torch.Size, drawn: torch.Size) -> UnsupportedModuleError:
+    return _other_draws(f"random numbers of shape {tuple(shape)} where the loop drew {tuple(drawn)}, not as")
 
 
 def _cannot_be_repeated(func: Any) -> UnsupportedModuleError:

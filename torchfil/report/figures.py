@@ -39,7 +39,7 @@ def write_figures(summary: Summary, folder: Path) -> tuple[dict[str, str], str |
         figure = _bars(summary.epsilon_histogram, "individual ε", None, log=False)
         drawn["individual_epsilon.png"] = "distribution of individual ε", figure
     for i, grouping in enumerate(summary.groupings):
-        if grouping.groups:
+        if any(np.isfinite(group.fil) and group.fil > 0 for group in grouping.groups):
             drawn[f"groups_{i + 1}.png"] = f"FIL by {grouping.name}", _groups(grouping)
     if any(name.startswith("fil_") for name in summary.history):
         drawn["over_training.png"] = "FIL over training", _history(summary.history)
@@ -79,7 +79,8 @@ def _groups(grouping: Grouping) -> Figure:
         if np.isfinite(group.high):
             axis.plot([group.low, group.high], [row, row], color=colour, linewidth=2)
         axis.plot([group.fil], [row], "o", color=colour)
-    axis.axvline(grouping.fil, color="0.2", linestyle="--", linewidth=1)
+    if np.isfinite(grouping.fil):
+        axis.axvline(grouping.fil, color="0.2", linestyle="--", linewidth=1)
     axis.set_xscale("log")
     names = [group.name if len(group.name) <= 40 else group.name[:39] + "…" for group in grouping.groups]
     axis.set_yticks(range(len(names)), names, parse_math=False)

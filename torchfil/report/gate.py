@@ -139,7 +139,8 @@ def _disparity(run: SavedRun, policy: Policy, limit: float, name: str, labels: n
     # compared as products: a group with median 0 has no quotient
     least, most = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
     allowed = limit * medians[least]
-    quotient = medians[most] / medians[least] if medians[least] > 0 else (1.0 if medians[most] == 0 else math.inf)
+    alike = medians[most] == medians[least]  # as 0 and infinity may be
+    quotient = 1.0 if alike else medians[most] / medians[least] if medians[least] > 0 else math.inf
     worse = [label for label, median in medians.items() if not median <= allowed]
     detail = f"median FIL of {most!r} over that of {least!r}"
     return Verdict(rule, not worse, limit, quotient, int(np.isin(labels, worse).sum()), detail)

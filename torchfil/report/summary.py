@@ -306,7 +306,7 @@ def _grouping(name: str, labels: np.ndarray, measured: np.ndarray, fil: np.ndarr
 def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: int, smallest: int) -> GroupSummary:
     """One of ``groups`` groups, from log η̄ of its measured examples and the mean over all examples."""
     centre, count, half = float(logs.mean()), len(logs), math.inf
-    if count > 1:
+    if count > 1 and math.isfinite(centre):  # infinite where there was no noise
         spread = float(logs.std(ddof=1)) / math.sqrt(count)
         half = float(stats.t.ppf(1 - 0.025 / groups, count - 1)) * spread
     ends = (math.exp(centre - half), math.exp(centre + half)) if math.isfinite(half) else (0.0, math.inf)

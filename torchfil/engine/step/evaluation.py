@@ -179,7 +179,7 @@ class Evaluator:
 
     def _uses_graphs(self, examples: Examples) -> bool:
         """Whether passes over such examples are captured; copies of written buffers lie elsewhere at each step."""
-        if not self._graphs_wanted or examples.z.device.type != "cuda" or self.replica.written or examples.shares_masks:
+        if not self._graphs_wanted or examples.z.device.type != "cuda" or self.replica.written:
             return False
         return self._captured_passes().works
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torchfil.engine.loader import BatchTracker, make_current, plain
 from torchfil.engine.replica import Replica
 from torchfil.fisher.gradients import differentiable_twice
-from torchfil.fisher.masks import call_and_record_masks, recorded_masks
+from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples
 from torchfil.utils.trees import map_tensors
@@ -152,23 +152,26 @@ class LoopForward:
         self.observer = observer
         self._record = record
         self._until_look = 0
+        self._draws = False  # whether the model drew random numbers in its last pass
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the loop receives: the outputs as the start of a graph that ends here."""
         make_current((args, kwargs))  # a batch that the model itself will read
 
         # With a graph, a loss that uses more of the model than its outputs shows at the parameters.
+        device = self.replica.device
         self._until_look = (self._until_look or _FORWARDS_BETWEEN_LOOKS) - 1
-        with_graph = self._until_look == _FORWARDS_BETWEEN_LOOKS - 1
+        look = self._until_look == _FORWARDS_BETWEEN_LOOKS - 1
+        with_graph = look or device.type == "cpu"  # where it costs next to nothing
 
         def plainly() -> Any:
             with torch.set_grad_enabled(with_graph), differentiable_twice():
                 return self.replica.live(*args, **kwargs)
 
         def recorded() -> Any:
-            return None if with_graph else self._record(args, kwargs, self.observer.tracker.batch)
+            return None if look else self._record(args, kwargs, self.observer.tracker.batch)
 
-        device, drops = self.replica.device, self.replica.drops_now()
+        drops = self._draws or self.replica.drops_now()
         result, masks = call_and_record_masks(recorded, device, expected=drops)
         if result is not None:
             examples, forward = result
@@ -177,6 +180,7 @@ class LoopForward:
         else:
             examples = forward = None
             outputs, masks = call_and_record_masks(plainly, device, expected=drops)
+        self._draws = bool(masks)
         leaves = map_tensors(_as_leaf, outputs)
         self.observer.watch(args, kwargs, leaves, masks=masks, recorded=forward, examples=examples)
         return map_tensors(lambda leaf: leaf.clone() if leaf.requires_grad else leaf, leaves)
@@ -195,6 +199,8 @@ class HookedForward:
         self.observer = observer
         self._open: list[Any] = []  # the recording of masks, while a forward pass runs
         self._masks: list[Tensor] = []
+        self._watch: RandomWatch | None = None
+        self._draws = True  # whether the model drew random numbers in its last pass; recording slows Python down
         module = replica.live
         self._handles = [
             module.register_forward_pre_hook(self._before_forward, prepend=True),
@@ -208,14 +214,19 @@ class HookedForward:
         self.observer.pending.clear()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        self._masks = []
-        if module.training and torch.is_grad_enabled() and self.replica.drops_now():
+        self._masks, self._watch = [], None
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        self._watch = RandomWatch(self.replica.device)
+        if self._draws or self.replica.drops_now():
             self._open = [recorded_masks(), differentiable_twice()]
             self._masks, _ = (context.__enter__() for context in self._open)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         while self._open:  # also after an error inside the forward pass
             self._open.pop().__exit__(None, None, None)
+        if self._watch is not None:
+            self._draws = self._watch.moved()
         if outputs is None or not (module.training and torch.is_grad_enabled()):
             return None
         # An output may be made from another: the loss's derivative is by each alone.

@@ -7,7 +7,7 @@ reads ``p.grad_sample``), the sums are theirs, and the engine's own norms must a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchfil.engine.looks import DatasetLooks
 from torchfil.engine.losses import IdentifiedLoss, check_ignored_targets_later
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import RunOptions
-from torchfil.engine.replica import Replica
+from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.run import Noise, Run
 from torchfil.engine.step.checks import StepChecks, nothing
 from torchfil.engine.step.evaluation import Evaluator
@@ -95,6 +95,7 @@ class StepPipeline:
         self.observer = observer
         self.looks = looks
         self._closed = False
+        self._drew_nothing_at: Hashable = None  # the modules as they were when a forward pass drew no random numbers
 
     # ------------------------------------------------------------------ the user's loop
 
@@ -289,11 +290,14 @@ class StepPipeline:
 
     def _examples(self, forward: ForwardPass) -> Examples:
         """The examples of a forward pass with their private coordinates laid out, and their masks."""
-        if forward.examples is not None:
-            return replace(forward.examples, masks=forward.masks)
-        targets = self.checks.targets(forward)
-        examples = self.replica.lay_out(forward.args, forward.kwargs, targets, self.options.private)
-        return replace(examples, masks=forward.masks)
+        examples = forward.examples
+        if examples is None:
+            targets = self.checks.targets(forward)
+            examples = self.replica.lay_out(forward.args, forward.kwargs, targets, self.options.private)
+        return self._with_masks(examples, forward)
+
+    def _with_masks(self, examples: Examples, forward: ForwardPass) -> Examples:
+        return replace(examples, masks=self.replica.masks_by_example(forward.masks, forward.args, forward.kwargs))
 
     # ------------------------------------------------------------------ train_step
 
@@ -341,9 +345,9 @@ class StepPipeline:
             return self._staging(None, [], ids, noise, measure, 1)
         if self.run.ledger is None:
             check_finite()
-        if self.replica.drops_now():
+        if self._may_draw():
             forward.masks = self._fresh_masks(forward)
-            examples = replace(examples, masks=forward.masks)
+            examples = self._with_masks(examples, forward)
         setting = self._setting(forward, examples, noise, measure, needs_loss=True)
         values, confirmations = self._evaluated(forward, examples, setting, summed=True)
         assert values is not None
@@ -357,14 +361,22 @@ class StepPipeline:
         checks = [check_finite, check_batch, check_even, check_losses, *confirmations]
         return self._staging(values, checks, ids, noise, measure, 1, setting)
 
+    def _may_draw(self) -> bool:
+        """Whether a forward pass may draw random numbers; not where one drew none with the modules as they are."""
+        self.replica.follow()
+        return self.replica.drops_now() or self.replica.key != self._drew_nothing_at
+
     def _fresh_masks(self, forward: ForwardPass) -> tuple[Tensor, ...]:
-        """Masks as the live model draws them for a batch."""
+        """Masks as the live model draws them for a batch; its buffers stay, as this is no pass of the loop's."""
 
         def run_live() -> Any:
-            with torch.no_grad():
+            with torch.no_grad(), buffers_kept(self.replica.live):
                 return self.replica.live(*forward.args, **forward.kwargs)
 
-        return call_and_record_masks(run_live, self.replica.device, expected=True)[1]
+        masks = call_and_record_masks(run_live, self.replica.device, expected=True)[1]
+        if not masks:
+            self._drew_nothing_at = self.replica.key
+        return masks
 
     def _write_buffers(self, forward: ForwardPass, batch: PrivateBatch) -> None:
         """Bring the model's buffers to where its forward pass takes them: once, however the passes were cut."""

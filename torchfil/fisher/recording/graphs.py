@@ -19,7 +19,8 @@ __all__ = ["CapturedPass", "signature"]
 def signature(gradients: ExampleGradients) -> Hashable:
     """What a captured pass depends on, the batch's size and contents and the modes of modules aside."""
     weights = tuple(value.data_ptr() for value in (*gradients.parameters.values(), *gradients.constants.values()))
-    return gradients.examples.form, weights
+    masks = tuple((mask.shape[1:], mask.dtype) for mask in gradients.examples.masks)
+    return gradients.examples.form, masks, weights
 
 
 class CapturedPass:

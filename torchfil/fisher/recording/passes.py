@@ -177,9 +177,6 @@ def record(gradients: ExampleGradients, z: Tensor) -> Recording:
     Raises:
         UnsupportedCallError: Active dropout; a module whose output is no tensor or does not run over the examples.
     """
-    for name, module in gradients.model.named_modules():
-        if has_active_dropout(module) and not gradients.examples.masks:
-            raise UnsupportedCallError(f"{name}: active dropout draws one mask for a batch")
     return forward_pass(gradients, z).recording(gradients.loss_fn, targets_at(gradients, z))
 
 
@@ -192,7 +189,7 @@ def forward_pass(gradients: ExampleGradients, z: Tensor, *, once: bool = False) 
     """Run the batch forward at z, [batch, d], with ``gradients.parameters`` as weights, keeping the graph.
 
     The model may be in use elsewhere: its hooks are called as ever, and nothing is left on it, also after an error.
-    Dropout uses the examples' masks; without any, it draws.
+    Dropout uses the examples' masks; a pass that runs once may draw its own.
 
     Args:
         gradients: The examples with their model.
@@ -202,6 +199,9 @@ def forward_pass(gradients: ExampleGradients, z: Tensor, *, once: bool = False) 
     Raises:
         UnsupportedCallError: As in :func:`record`; or a second run would be needed.
     """
+    for name, module in gradients.model.named_modules():
+        if has_active_dropout(module) and not (once or gradients.examples.masks):
+            raise UnsupportedCallError(f"{name}: active dropout draws one mask for a batch")
     with torch.enable_grad(), differentiable_twice():
         forward = _forward(gradients, z, once)
     if forward.watched.unserved:

@@ -25,6 +25,7 @@ __all__ = ["Plan", "plan"]
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _PROBE_SEED = 1
 _CANDIDATES = 8  # rows among which two examples with a gradient are looked for
+_MOST_NAMES = 4
 _FAR_ENOUGH = 0.1  # of a parameter's size
 
 
@@ -68,7 +69,7 @@ def plan(gradients: ExampleGradients) -> Plan:
         rows, plain = _telling_rows(gradients, probe)
         part = replace(gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)])
         recorded = _recorded(part, probe, held)
-        reason = _settled(part, _difference(recorded, plain))
+        reason = _settled(part, _difference(part, recorded, plain))
         if reason is None and _some_gradient_vanishes(part, plain):
             reason = _difference_nearby(part, probe)
     except torch.OutOfMemoryError:
@@ -168,7 +169,7 @@ def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
     plain = _Plain.of(near, probe, _laid_out(near))
     if not all(bool(value.isfinite().all()) for value in (plain.gradients, plain.slopes, plain.products)):
         return None
-    return _settled(near, _difference(_recorded(near, probe), plain))
+    return _settled(near, _difference(near, _recorded(near, probe), plain))
 
 
 def _laid_out(part: ExampleGradients) -> list[int]:
@@ -183,19 +184,20 @@ def _settled(part: ExampleGradients, reason: str | None) -> str | None:
     doubled = part.double()
     try:
         probe = _probe(doubled)
-        return _difference(_recorded(doubled, probe), _Plain.of(doubled, probe, _laid_out(doubled)))
+        return _difference(doubled, _recorded(doubled, probe), _Plain.of(doubled, probe, _laid_out(doubled)))
     except torch.OutOfMemoryError:
         raise
     except Exception:
         return reason
 
 
-def _difference(recorded: _Recorded, plain: _Plain) -> str | None:
+def _difference(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> str | None:
     """What the pass and plain backward passes disagree on; None: nothing."""
     tolerance = _TOLERANCE.get(plain.gradients.dtype, 1e-3)
     squares = plain.gradients.square().sum(dim=1)
     if not torch.allclose(recorded.squares, squares, rtol=tolerance, atol=tolerance * float(squares.max())):
-        return "the layers' calls do not account for the whole gradient, or the model mixes examples"
+        names = _parameters_apart(part, recorded.summed - plain.gradients.sum(dim=0), tolerance)
+        return f"the layers' calls do not account for the whole gradient{names}, or the model mixes examples"
 
     pairs = {
         "sums of gradients": (recorded.summed[None], plain.gradients.sum(dim=0)[None]),
@@ -207,6 +209,13 @@ def _difference(recorded: _Recorded, plain: _Plain) -> str | None:
         if not bool((apart <= 10 * tolerance * size.max()).all()):
             return f"plain backward passes give other {name}: a layer's rule is wrong, or the model mixes examples"
     return None
+
+
+def _parameters_apart(part: ExampleGradients, apart: Tensor, tolerance: float) -> str:
+    """The parameters at which a difference, [p], does not vanish, in words; nothing where it vanishes everywhere."""
+    sizes = {name: float(torch.linalg.vector_norm(value)) for name, value in part.unflatten(apart).items()}
+    names = [name for name, size in sizes.items() if size > tolerance * max(sizes.values())]
+    return f" of {', '.join(names[:_MOST_NAMES])}{', …' if len(names) > _MOST_NAMES else ''}" if names else ""
 
 
 def _recorded(part: ExampleGradients, probe: Tensor, held: Held | None = None) -> _Recorded:

@@ -129,7 +129,7 @@ def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, m
 
     # the axis spans what can be drawn: an interval may be infinite, and 0 has no logarithm
     finite = [v for row in rows for v in (row.value, row.low, row.high) if math.isfinite(v) and (v > 0 or not log)]
-    finite += [mark.value] if mark else []
+    finite += [mark.value] if mark and math.isfinite(mark.value) else []
     low, high = (min(finite), max(finite)) if finite else (0.1, 1.0)
     if low == high:
         low, high = (low / 2, high * 2) if log else (low - 1, high + 1)

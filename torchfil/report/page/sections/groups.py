@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, count, join, number, table, tag
@@ -53,7 +55,7 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
     # in words what the chart shows: the ends, where they differ by more than 5 %, and who stands out
     first, last = grouping.groups[0], grouping.groups[-1]
     verdict = ""
-    if len(grouping.groups) > 1 and last.fil > 0 and first.fil >= 1.05 * last.fil:
+    if len(grouping.groups) > 1 and 0 < 1.05 * last.fil <= first.fil < math.inf:
         verdict = f"{first.name} has {number(first.fil / last.fil, 2)} times the FIL of {last.name}. "
     more = [group.name for group in grouping.groups if group.compared == "more"]
     verdict += (
