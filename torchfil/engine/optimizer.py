@@ -6,7 +6,7 @@ Noise is added here and nowhere else: ``step()`` is clip and accumulate → nois
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -103,8 +103,7 @@ class FILOptimizer(DPOptimizer):
         computed = self._source.take(self)
         computed.confirm_and_stage()
         self._backward_passes = computed.backward_passes
-        for p in self.params:
-            summed = computed.sums[self._names[id(p)]].view_as(p) if computed.sums is not None else torch.zeros_like(p)
+        for p, summed in zip(self.params, self._by_parameter(computed.sums), strict=True):
             if p.summed_grad is not None:
                 summed = p.summed_grad + summed
             elif self._check_skip_next_step(pop_next=False):
@@ -148,12 +147,18 @@ class FILOptimizer(DPOptimizer):
         if self.loss_reduction == "mean" and self.params:
             torch._foreach_div_([p.grad for p in self.params], self.expected_batch_size * self.accumulated_iterations)
 
-    def release(self, sums: Sequence[Tensor]) -> None:
-        """Take a whole step from given sums of clipped gradients, one for each of ``params``: noise, scale, update."""
+    def _by_parameter(self, sums: Mapping[str, Tensor] | None) -> list[Tensor]:
+        """The sums for each of ``params``; 0 where there are none."""
+        if sums is None:
+            return [torch.zeros_like(p) for p in self.params]
+        return [sums[self._names[id(p)]].view_as(p) for p in self.params]
+
+    def release(self, sums: Mapping[str, Tensor] | None) -> None:
+        """Take a whole step from given sums of clipped gradients by parameter name: noise, scale, update."""
         for group in self.original_optimizer.param_groups:
             for p in group["params"]:
                 p.grad = None
-        for p, summed in zip(self.params, sums, strict=True):
+        for p, summed in zip(self.params, self._by_parameter(sums), strict=True):
             p.summed_grad = summed
         self._backward_passes = 1
         self.add_noise()

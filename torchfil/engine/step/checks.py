@@ -25,7 +25,7 @@ from torchfil.smoothness import non_smooth_operators
 from torchfil.utils.deferred import read_later
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["StepChecks"]
+__all__ = ["StepChecks", "check_copy"]
 
 _STEPS_BETWEEN_LOOKS = 128  # at whether the live model still gives what its copy does
 _EXAMPLES_TO_LOOK_AT = 8
@@ -49,6 +49,14 @@ _COPY_DIFFERS = (
 
 def nothing() -> None:
     """No look to take."""
+
+
+def check_copy(ours: Tensor, loops: Tensor) -> None:
+    """Raise unless ‖g‖ by the engine's copy of the model and by the loop's own pass agree, [batch] each."""
+    ((apart, size),) = _begin_comparison([(ours, loops)])()
+    if apart > _TOLERANCE.get(loops.dtype, 0.1) * size:
+        theirs = f"some that differ by up to {apart:.3g}"
+        raise RuntimeError(f"the gradients' norms are at most {size:.3g}, {_COPY_DIFFERS.format(theirs)}")
 
 
 class StepChecks:

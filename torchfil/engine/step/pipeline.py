@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torchfil.engine.step.values import StepValues, Wanted, joined
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
+from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples, as_call, check_finite_later
 from torchfil.utils.trees import tensors_of
@@ -95,7 +96,15 @@ class StepPipeline:
         self.observer = observer
         self.looks = looks
         self._closed = False
+        self._last_mechanism: tuple[Noise, Mechanism] | None = None
         self._drew_nothing_at: Hashable = None  # the modules as they were when a forward pass drew no random numbers
+
+    def _mechanism(self, noise: Noise) -> Mechanism:
+        """Clipping, noise and subsampling of a release; that of the last noise is kept."""
+        if self._last_mechanism is None or self._last_mechanism[0] != noise:
+            made = self.options.mechanism(noise.noise_multiplier, noise.max_grad_norm)
+            self._last_mechanism = noise, made
+        return self._last_mechanism[1]
 
     # ------------------------------------------------------------------ the user's loop
 
@@ -225,7 +234,7 @@ class StepPipeline:
         looked_at = from_loop and not self.evaluator.has_plan(gradients)
         if looked_at:
             self.checks.check_loss(forward, loss)
-        batch = PrivateBatch(gradients, self.options.mechanism(*astuple(setting.noise)), self.evaluator.plan(gradients))
+        batch = PrivateBatch(gradients, self._mechanism(setting.noise), self.evaluator.plan(gradients))
 
         confirmations: list[Callable[[], None]] = []
 
@@ -318,10 +327,7 @@ class StepPipeline:
             step = self._computed_without_loop(optimizer, self.run.loss, inputs, targets)
             step.confirm_and_stage()
 
-        parameters = dict(self.replica.live.named_parameters())
-        sums = step.sums or {name: torch.zeros_like(value) for name, value in parameters.items()}
-        names = {id(value): name for name, value in parameters.items()}
-        optimizer.release([sums[names[id(p)]].reshape(p.shape) for p in optimizer.params])
+        optimizer.release(step.sums)
         losses = step.losses if step.losses is not None else torch.zeros(0, device=self.replica.device)
         return losses.mean() if self.options.loss_reduction == "mean" else losses.sum()
 
