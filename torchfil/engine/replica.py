@@ -66,6 +66,8 @@ class Replica:
         self._pairs = list(zip(module.modules(), self.template.modules(), strict=True))
         self._flags = tuple(live.training for live, _ in self._pairs)
         self._dropouts = [live for live, _ in self._pairs if may_drop(live)]
+        self._parts = _parts(module)
+        self._num_hooks: int | None = None  # on the live modules, as last seen
         self._attributes: list[_Attributes] = []  # of the live modules, as last taken over
         self._changed_integers = 0
         self._buffers = {name for name, _ in module.named_buffers()}
@@ -165,7 +167,9 @@ class Replica:
 
         Raises:
             UnsupportedModuleError: A module that went into training mode mixes examples.
+            RuntimeError: A module or a parameter was replaced.
         """
+        self._check_parts()
         if self._attributes and _are_as(self._attributes):
             return
         flags = tuple(live.training for live, _ in self._pairs)
@@ -180,6 +184,18 @@ class Replica:
         self._changed_integers += counted
         self._attributes = [_attributes(live) for live, _ in self._pairs]
         self.changes += changed or (counted and self._changed_integers <= _CHANGES_OF_INTEGERS)
+
+    def _check_parts(self) -> None:
+        """Raise where a child or a parameter is another object than it was, and note where hooks have come or gone."""
+        for holder, key, part, name in self._parts:
+            if holder.get(key) is not part:
+                raise RuntimeError(
+                    f"{name} was replaced after make_private: the optimizer and the accounting know the old one, and "
+                    "the new one would not be trained. Change the model before, or make a new engine and optimizer."
+                )
+        num_hooks = sum(len(live._forward_hooks) + len(live._forward_pre_hooks) for live, _ in self._pairs)
+        self.opaque_changes += self._num_hooks not in (None, num_hooks)
+        self._num_hooks = num_hooks
 
     def _take_over(self, live: dict[str, Any], copied: dict[str, Any]) -> tuple[bool, bool]:
         """Set one module's plain attributes; whether one changed that is no integer, and whether an integer did."""
@@ -258,6 +274,16 @@ def _embeddings_of_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[
         with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())), buffers_kept(model):
             model(*args, **kwargs)
     return names
+
+
+def _parts(module: nn.Module) -> list[tuple[dict[str, Any], str, Any, str]]:
+    """Every child and parameter: the dict that holds it, its key there, itself and its full name."""
+    return [
+        (holder, key, part, f"{prefix}.{key}" if prefix else key)
+        for prefix, owner in module.named_modules()
+        for holder in (owner._modules, owner._parameters)
+        for key, part in holder.items()
+    ]
 
 
 def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:

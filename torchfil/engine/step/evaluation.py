@@ -9,6 +9,7 @@ from typing import Any
 
 from torchfil.engine.replica import Replica
 from torchfil.engine.step.captured import CapturedPasses, OutputLook
+from torchfil.engine.step.checks import check_copy
 from torchfil.engine.step.values import StepValues, Wanted, joined, values_of
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
@@ -103,6 +104,7 @@ class Evaluator:
         # Another estimator has its own products with each example's Jacobian.
         if recorded is not wanted:
             measured = self._mapped(batch, replace(wanted, summed=False))
+            check_copy(measured.norm, values.norm)
             return replace(values, additions=measured.additions)
         return values
 
