@@ -77,7 +77,8 @@ def output_gradients(loss: LossFunction, outputs: Any, targets: Any) -> Any:
         single = map_tensors(lambda tensor: tensor.unsqueeze(0), (output, target))
         return loss(*single).reshape(())
 
-    found = vmap(grad(one))(moving, tensors, targets)
+    in_dims = (0, 0, pytree.tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, targets))
+    found = vmap(grad(one), in_dims=in_dims)(moving, tensors, targets)
     zeros = {k: torch.zeros_like(leaf) for k, leaf in tensors.items()}
     return pytree.tree_unflatten([{**zeros, **found}.get(k) for k in range(len(leaves))], form)
 

@@ -38,8 +38,9 @@ _NOT_FINITE = (
 )
 _DIVERGED = (
     "the model's outputs on this batch are NaN or infinite: the training has diverged. Go back to earlier weights with "
-    "a smaller learning rate, or look for an overflow in the model. This step was not taken."
+    "a smaller learning rate, or look for an overflow in the model. {}"
 )
+_NOT_TAKEN = "This step was not taken."
 _COPY_DIFFERS = (
     "the engine's copy of the model gives {}: a forward hook, or an attribute of a module that is no plain number, "
     "flag or text, changes the output, and the copy does not have it. Move it into a module's forward(). This step "
@@ -116,7 +117,7 @@ class StepChecks:
             distances = compared()
             if not all(math.isfinite(number) for pair in distances for number in pair):
                 _check_finite_outputs(forward)
-                raise RuntimeError(_NOT_FINITE.format("This step was not taken."))
+                raise RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
             if all(apart <= tolerance * size for apart, size in distances):
                 return
             self.check_loss(forward, loss)  # says more, if it is the loss
@@ -140,7 +141,7 @@ class StepChecks:
             ((apart, size),) = compared()
             if not (math.isfinite(apart) and math.isfinite(size)):
                 _check_finite_outputs(forward)
-                raise RuntimeError(_NOT_FINITE.format("This step was not taken."))
+                raise RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
             if apart > tolerance * size:
                 raise _alone_differs(apart, size)
 
@@ -154,7 +155,7 @@ class StepChecks:
         def confirm() -> None:
             ((distance, largest),) = compared()
             if not (math.isfinite(distance) and math.isfinite(largest)):
-                raise RuntimeError(_NOT_FINITE.format("This step was not taken."))
+                raise RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
             if distance > tolerance * largest:
                 raise RuntimeError(
                     "the per-example gradients that Opacus has formed differ from those of the engine's loss (norms by "
@@ -166,16 +167,20 @@ class StepChecks:
 
         return confirm
 
-    def begin_norm_look(self, norms: Tensor) -> Callable[[], None]:
-        """Begin to look whether gradients are finite; on a GPU, which is still computing them, until the next step."""
+    def begin_norm_look(self, norms: Tensor, losses: Tensor | None = None) -> Callable[[], None]:
+        """Begin to look whether ‖g‖ is finite, [batch]; on a GPU, which is still computing it, until the next step.
+
+        Where it is not, the losses ℓ, [batch], tell whether the training has diverged.
+        """
         total = read_later(norms.sum())
 
         def confirm(consequence: str) -> None:
             if not math.isfinite(float(total())):
-                raise RuntimeError(_NOT_FINITE.format(consequence))
+                diverged = losses is not None and not bool(losses.isfinite().all())
+                raise RuntimeError((_DIVERGED if diverged else _NOT_FINITE).format(consequence))
 
         if norms.device.type != "cuda":
-            return lambda: confirm("This step was not taken.")
+            return lambda: confirm(_NOT_TAKEN)
         taken = "It was the batch of the last step, which was taken: go back to weights of before."
         self.last_norms_were_finite = lambda: confirm(taken)
         return nothing
@@ -206,6 +211,8 @@ class StepChecks:
             outputs = self.replica.live(*forward.args, **forward.kwargs)
         with torch.no_grad():
             live = torch.stack([loss(*_one_example((outputs, targets), i)).reshape(()) for i in few])
+        if not bool(live.isfinite().all()):
+            raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
         apart, size = float((live - ours[: len(few)]).abs().max()), float(live.abs().max())
         if apart > _TOLERANCE.get(ours.dtype, 0.1) * size:
             raise (
@@ -295,7 +302,7 @@ def _begin_comparison(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], li
 def _check_finite_outputs(forward: ForwardPass) -> None:
     for leaf in tensors_of(forward.outputs):
         if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
-            raise RuntimeError(_DIVERGED)
+            raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
 
 
 def _one_example(tree: Any, i: int) -> Any:

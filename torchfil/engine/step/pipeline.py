@@ -255,7 +255,7 @@ class StepPipeline:
                 self.checks.check_loss(forward, loss)
             assert values.losses is not None
             confirmations.append(self.checks.begin_loss_check(forward, loss, values.losses))
-        confirmations.append(self.checks.begin_norm_look(values.norm) if summed else nothing)
+        confirmations.append(self.checks.begin_norm_look(values.norm, values.losses) if summed else nothing)
         if not from_loop and self.replica.written:
             confirmations.append(lambda: self._write_buffers(forward, batch))
         return values, confirmations
