@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_a_plis_map_of_a_resnet18_with_group_norm_keeps_its_ceiling(ceiling: int
 def test_plis_agrees_with_the_cpu(private: bool) -> None:
     torch.manual_seed(0)
     model, x, y = zoo.mnist_cnn().double(), torch.rand(8, 1, 28, 28).double(), torch.randint(10, (8,))
-    options = {"noise_std": 0.5, "max_grad_norm": 1.0} if private else {}
+    options: dict[str, Any] = {"noise_std": 0.5, "max_grad_norm": 1.0, "clip": "gelu"} if private else {}
     on_gpu = copy.deepcopy(model).cuda()
     want, got = (PLIS(m, nn.CrossEntropyLoss(), **options) for m in (model, on_gpu))
     for _ in range(4):  # eager, captured, replayed with other images and weights
