@@ -287,6 +287,8 @@ class FILDataLoader(DataLoader[Any]):
         note: list[int] = []
         self.plain_dataset: Any = loader.dataset
         self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
+
+        # Both kinds of sampler draw as before, and say when a pass begins.
         sampler = loader.batch_sampler
         self.sample_rate: float | None = None
         if isinstance(sampler, UniformWithReplacementSampler):
@@ -299,6 +301,7 @@ class FILDataLoader(DataLoader[Any]):
                 f"batch_sampler of type {type(sampler).__name__} is not supported; derive it from "
                 "torch.utils.data.BatchSampler, or use Poisson sampling"
             )
+
         super().__init__(
             dataset=NotingDataset(loader.dataset, note),
             batch_sampler=batch_sampler,

@@ -126,6 +126,8 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
     difference = _relative_difference(expected, observed)
     if difference < max(_tolerance(leaf) for leaf in tensors_of(outputs) if leaf.is_floating_point()):
         return
+
+    # Say what it looks like, as far as that can be told.
     factor = _common_factor(expected, observed)
     if factor is not None:
         hint = (

@@ -106,6 +106,8 @@ class Resuming(LeakageReading):
             "noise_scheduler_state_dict": noise_scheduler,
             "grad_clip_scheduler_state_dict": grad_clip_scheduler,
         }
+
+        # A part that cannot be loaded takes the others back with it.
         loaded = [(part.state_dict, part.load_state_dict) for part in (module, *parts.values()) if part is not None]
         with _all_or_nothing(*loaded, (random_state, set_random_state)):
             module.load_state_dict(checkpoint["module_state_dict"], **kwargs)
