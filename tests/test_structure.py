@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 ROWS = (
     {"_version", "utils"},
     {"private", "clipping", "viz", "papers"},
-    {"fisher", "smoothness"},
+    {"fisher", "smoothness", "questions"},
+    {"guessing"},
     {"accounting", "bounds", "glm"},
     {"attribution", "report"},
     {"attacks"},

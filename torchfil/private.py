@@ -114,6 +114,7 @@ class Examples:
     Build one with :meth:`build`. ``public`` holds what a per-example function needs besides z; both are
     batched pytrees and can be mapped over by ``torch.func.vmap`` with :attr:`in_dims`. ``masks`` are the random
     numbers that the model's forward pass draws for them, [batch, …] each (:class:`torchfil.fisher.masks.MaskLayouts`).
+    ``alternatives`` are the same examples, each with one thing changed, in the same layout and with the same masks.
     """
 
     z: Tensor
@@ -121,6 +122,7 @@ class Examples:
     submodule: str | None
     _slots: tuple[_Slot, ...]
     masks: tuple[Tensor, ...] = ()
+    alternatives: tuple[Examples, ...] = ()
 
     @classmethod
     def build(
@@ -221,8 +223,9 @@ class Examples:
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of ``public``, in its order, then the masks."""
-        return (*tensors_of(self.public), *self.masks)
+        """The tensors of ``public``, in its order, then the masks, then those of the alternatives, z first."""
+        others = [tensor for other in self.alternatives for tensor in (other.z, *other.tensors)]
+        return (*tensors_of(self.public), *self.masks, *others)
 
     @cached_property
     def form(self) -> Hashable:
@@ -236,8 +239,17 @@ class Examples:
 
     def __getitem__(self, rows: slice | Tensor) -> Examples:
         """The examples of those rows, a slice or numbers [k]."""
-        public = map_tensors(lambda leaf: leaf[rows], self.public)
-        return replace(self, z=self.z[rows], public=public, masks=tuple(mask[rows] for mask in self.masks))
+        return self.map(lambda leaf: leaf[rows])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Examples:
+        """``function`` of every tensor: z, inputs and targets, masks, and those of the alternatives."""
+        return replace(
+            self,
+            z=function(self.z),
+            public=map_tensors(function, self.public),
+            masks=tuple(map(function, self.masks)),
+            alternatives=tuple(other.map(function) for other in self.alternatives),
+        )
 
     def chunks(self, size: int) -> Iterator[tuple[slice, Examples]]:
         """Pairs (rows, examples of those rows) of at most ``size`` examples each."""

@@ -14,12 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torchfil.accounting.divergences import Divergence
 from torchfil.accounting.groups import group_columns
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.quantities import Reading, TrackedQuantity
 from torchfil.fisher.results import Estimate, Kind
 from torchfil.fisher.spectral import largest_eigenvalue
+from torchfil.guessing import Guess
 
 __all__ = ["Conditions", "Leakage", "as_table"]
 
@@ -152,6 +154,22 @@ class Leakage:
         susceptibility: Tensor = self.get("plis", example_ids)
         return susceptibility
 
+    def get_guess(self, question: str, example_ids: Iterable[Hashable] | Tensor | None = None) -> Guess:
+        """How well any attacker can tell the true answer of an example from others, [ids, answers].
+
+        Args:
+            question: Its name in ``make_private(…, questions={name: …})``.
+            example_ids: None: all. An id asked for twice is answered twice.
+        """
+        asked = self.ledger.questions
+        if question not in asked:
+            raise ValueError(
+                f"the run was not asked {question!r}; its questions are {list(asked) or 'none'}: "
+                f"make_private(…, questions={{{question!r}: …}})"
+            )
+        guess: Guess = self.get(Divergence(question, asked[question]).name, example_ids)
+        return guess
+
     def get_sampling_error(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """The standard deviation of η̄ due to chance in which batches drew the example, [ids].
 
@@ -226,10 +244,11 @@ class Leakage:
         first = runs[0]
         for run in runs[1:]:
             same = run.ids.all() == first.ids.all() and run.num_coordinates == first.num_coordinates
-            if not same or run.ledger.track != first.ledger.track:
+            kept = [(each.ledger.track, each.ledger.questions) for each in (run, first)]
+            if not same or kept[0] != kept[1]:
                 raise ValueError(
-                    "runs to average must share data set, private coordinates and track; got "
-                    f"{[(r.ids.num_examples, r.num_coordinates, r.ledger.track) for r in runs]}"
+                    "runs to average must share data set, private coordinates, track and questions; got "
+                    f"{[(r.ids.num_examples, r.num_coordinates, r.ledger.track, r.ledger.questions) for r in runs]}"
                 )
 
         # sums become means, but what was missed by any run is missing

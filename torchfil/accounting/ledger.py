@@ -6,14 +6,15 @@ bound on the Fisher information of the trained model; a step without the example
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchfil.accounting.contributions import Contribution
-from torchfil.accounting.quantities import OWN_SUMS, Sum, Track, tracked
+from torchfil.accounting.divergences import Divergence
+from torchfil.accounting.quantities import OWN_SUMS, Sum, Track, TrackedQuantity, tracked
 
 __all__ = ["Ledger", "Track"]
 
@@ -33,6 +34,7 @@ class Ledger:
             "plis" (nd), or a registered quantity.
         sketch_rank: r, the number of columns of the test matrix.
         device: Where the sums live.
+        questions: By name the answers of the questions whose divergences are kept.
 
     Example:
         >>> ledger = Ledger(num_examples=3, num_coordinates=2)
@@ -49,28 +51,37 @@ class Ledger:
         track: Collection[Track] = (),
         sketch_rank: int = 4,
         device: torch.device | str = "cpu",
+        questions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.num_examples = num_examples
         self.num_coordinates = num_coordinates
-        self.quantities = tracked(track)
+        self.questions = {name: tuple(answers) for name, answers in (questions or {}).items()}
+        self.quantities = _quantities(track, self.questions)
         self.sketch_rank = sketch_rank
         self.steps = 0
         self.missed_steps = 0
         self.sums: dict[str, Tensor] = {
             name: torch.zeros(num_examples, *each.shape, dtype=each.dtype, device=device)
-            for name, each in _layout(num_coordinates, track, sketch_rank).items()
+            for name, each in _layout(self.quantities, num_coordinates, sketch_rank).items()
         }
 
     @staticmethod
-    def bytes_needed(num_examples: int, num_coordinates: int, track: Collection[Track], sketch_rank: int) -> int:
+    def bytes_needed(
+        num_examples: int,
+        num_coordinates: int,
+        track: Collection[Track],
+        sketch_rank: int,
+        questions: Mapping[str, Sequence[str]] | None = None,
+    ) -> int:
         """How much memory a ledger of that size takes."""
-        layout = _layout(num_coordinates, track, sketch_rank)
+        layout = _layout(_quantities(track, questions or {}), num_coordinates, sketch_rank)
         return num_examples * sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in layout.values())
 
     @property
     def track(self) -> tuple[Track, ...]:
         """The names of what is kept beside the trace."""
-        return tuple(quantity.name for quantity in self.quantities if quantity.name != "trace")
+        asked = {Divergence(name, answers).name for name, answers in self.questions.items()}
+        return tuple(quantity.name for quantity in self.quantities if quantity.name not in {"trace", *asked})
 
     @property
     def device(self) -> torch.device:
@@ -101,6 +112,7 @@ class Ledger:
             "num_coordinates": self.num_coordinates,
             "track": list(self.track),
             "sketch_rank": self.sketch_rank,
+            "questions": {name: list(answers) for name, answers in self.questions.items()},
             "steps": self.steps,
             "missed_steps": self.missed_steps,
             "sums": {name: value.clone() for name, value in self.sums.items()},
@@ -125,6 +137,7 @@ class Ledger:
                 track=state["track"],
                 sketch_rank=state["sketch_rank"],
                 device=device,
+                questions=state.get("questions"),  # earlier states have none
             )
             ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])
             for name, value in ledger.sums.items():
@@ -134,10 +147,15 @@ class Ledger:
         return ledger
 
 
-def _layout(num_coordinates: int, track: Collection[Track], sketch_rank: int) -> dict[str, Sum]:
+def _quantities(track: Collection[Track], questions: Mapping[str, Sequence[str]]) -> tuple[TrackedQuantity, ...]:
+    """What is kept: the trace, what is tracked, and the divergences of the questions."""
+    return (*tracked(track), *(Divergence(name, answers) for name, answers in questions.items()))
+
+
+def _layout(quantities: Iterable[TrackedQuantity], num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
     """All sums, by name."""
     layout: dict[str, Sum] = {}
-    for quantity in tracked(track):
+    for quantity in quantities:
         layout |= quantity.sums(num_coordinates, sketch_rank)
     return layout | OWN_SUMS
 

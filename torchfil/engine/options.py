@@ -18,11 +18,12 @@ from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estima
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.private import Private
+from torchfil.questions import Question, check_questions
 
 __all__ = ["SHORTCUTS", "Accounting", "BatchToInputs", "Execution", "RunOptions", "check_modes", "check_parameters"]
 
 _USUAL_PROBES = 3
-SHORTCUTS = ("num_probes", "rel_error", "track")  # of Accounting, taken by make_private itself
+SHORTCUTS = ("num_probes", "questions", "rel_error", "track")  # of Accounting, taken by make_private itself
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
 
@@ -75,6 +76,8 @@ class Accounting:
             cost.
         track: What to keep beside the trace: "diagonal" for attributes, "fim" or "sketch" for the spectral norm, "plis"
             for the privacy loss's derivative.
+        questions: By name, what an attacker wants to know of every example (:mod:`torchfil.questions`); read with
+            ``engine.get_guess(name)``.
         estimator: "weight-probes", "input-probes", "coordinates", "exact", or a registered one.
         fil_rate: The probability with which a step is measured (and then weighted by its inverse), in (0, 1].
         epochs: With ``rel_error``, the planned number of passes over the data; None: at least eight more are expected
@@ -96,6 +99,7 @@ class Accounting:
     num_probes: int | None = None
     rel_error: float | None = None
     track: Collection[str] = ()
+    questions: Mapping[str, Question] = field(default_factory=dict)
     estimator: str = "weight-probes"
     fil_rate: float = 1.0
     epochs: float | None = None
@@ -108,6 +112,7 @@ class Accounting:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track))
+        object.__setattr__(self, "questions", check_questions(self.questions))
         if not isinstance(self.execution, Execution):
             raise TypeError(f"execution={self.execution!r} is no Execution; pass e.g. Execution(max_memory=2**30)")
         if self.num_probes is not None and self.num_probes < 1:
@@ -193,7 +198,7 @@ class Accounting:
             TypeError: An option that is not known, with the place where it belongs.
             ValueError: One that is given twice.
         """
-        usual = {part.name: part.default for part in dataclasses.fields(self)}
+        usual = vars(Accounting())
         for name in shortcuts:
             if name not in SHORTCUTS:
                 raise _unknown_option(name)

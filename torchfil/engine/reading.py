@@ -25,6 +25,7 @@ from torchfil.engine.epsilon import individual_epsilon
 from torchfil.engine.run_view import RunView
 from torchfil.engine.saving import Labels, build_saved_run
 from torchfil.fisher.results import Estimate
+from torchfil.guessing import Guess
 from torchfil.private import Private
 from torchfil.report.saved_run import save
 
@@ -72,6 +73,10 @@ class LeakageReading(PrivacyEngine):
     def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``."""
         return self.totals.get_attribute_fil(example_ids)
+
+    def get_guess(self, question: str, example_ids: Iterable[Hashable] | Tensor | None = None) -> Guess:
+        """How well **any** attacker can answer a question of ``questions=`` about an example; see :class:`Guess`."""
+        return self.totals.get_guess(question, example_ids)
 
     def get_plis(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """The PLIS summed over the run, [ids, d]; needs ``track=("plis",)``."""

@@ -191,10 +191,14 @@ class Run:
         """An empty ledger for d coordinates, and the test matrix of a sketch."""
         accounting, n = self.options.accounting, self.ids.num_examples
         rank = min(accounting.sketch_rank, num_coordinates)
-        needed = Ledger.bytes_needed(n, num_coordinates, accounting.track, rank) + NormHistory.bytes_needed(n)
+        questions = {name: question.answers for name, question in accounting.questions.items()}
+        needed = Ledger.bytes_needed(n, num_coordinates, accounting.track, rank, questions)
+        needed += NormHistory.bytes_needed(n)
         self._check_memory(needed)
         logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, self.device)
-        ledger = Ledger(n, num_coordinates, track=accounting.track, sketch_rank=rank, device=self.device)
+        ledger = Ledger(
+            n, num_coordinates, track=accounting.track, sketch_rank=rank, device=self.device, questions=questions
+        )
         ledger.steps = self.history.steps  # of empty batches
         if not accounting.needs.products:
             return ledger, None
@@ -281,6 +285,11 @@ class Run:
                 )
             if set(ledger.track) != set(track):
                 raise ValueError(f"the saved ledger tracks {ledger.track}, this run {track}; pass the same track=")
+            asked = {name: question.answers for name, question in self.options.accounting.questions.items()}
+            if ledger.questions != asked:
+                raise ValueError(
+                    f"the saved ledger has the questions {ledger.questions}, this run {asked}; pass the same questions="
+                )
         history = NormHistory(self.ids.num_examples, self.device)
         history.load_state_dict(state["history"])
         timeline = Timeline.from_state_dict(state["timeline"], self.device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.fisher.amplification import Amplification, NoAmplification, agreed_rate, get_amplification
+from torchfil.fisher.divergence import step_divergence
 
 __all__ = ["Mechanism"]
 
@@ -80,6 +81,27 @@ class Mechanism:
     def noiseless(self) -> bool:
         """Whether the step adds no noise, so that it shows the gradients' sum as it is."""
         return self.noise_multiplier == 0
+
+    def divergence(self, products: Tensor) -> Tensor:
+        """What one participation adds to KL(P ‖ P′), P′ the release with g′ in place of g, [batch], in float64.
+
+        Without subsampling ‖g̃ − g̃′‖²/2s²; with secret batches KL_t/q of both mixtures (:func:`step_divergence`), since
+        the step counts whenever the example is drawn. Infinite without noise, unless g̃ = g̃′.
+
+        Args:
+            products: ‖g‖², ‖g′‖² and ⟨g, g′⟩ of the gradients before clipping, [3, batch].
+        """
+        rounding = 1e-10 if products.dtype == torch.float64 else 1e-5
+        products = products.double()
+        own, other = self.clip.scale(products[:2].clamp(min=0).sqrt(), self.max_grad_norm)
+        squared, squared_other, product = products * torch.stack([own * own, other * other, own * other])
+        if self.noiseless:
+            apart = squared + squared_other - 2 * product
+            return torch.where(apart > rounding * (squared + squared_other), math.inf, 0.0).double()
+        rate = self.sample_rate if self.amplification.secret_batches else None
+        variance = self.noise_std**2
+        step = step_divergence(squared / variance, squared_other / variance, product / variance, rate)
+        return step if rate is None else step / rate
 
     def weights(self, clipped_norm: Tensor) -> tuple[Tensor, Tensor]:
         """κ⊥/s² and κ∥/s², [batch] each, for the clipped norms ‖g̃‖, [batch]; infinite without noise."""

@@ -111,6 +111,11 @@ class ClippedJacobian:
         weight = self.scale if mask is None else self.scale * mask
         return self.gradients.unflatten(weight.to(self.gradient.dtype) @ self.gradient)
 
+    def products_with(self, others: ExampleGradients) -> Tensor:
+        """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], g′ being the gradients of the same examples, something changed."""
+        g, h = self.gradient, others.gradients_and_losses()[0]
+        return torch.stack([(g * g).sum(dim=1), (h * h).sum(dim=1), (g * h).sum(dim=1)])
+
     def matvec(self, v: Tensor) -> Tensor:
         """J̃v, [batch, p], for v of shape [batch, d]."""
         along = (self.norm_gradient * v).sum(dim=1)

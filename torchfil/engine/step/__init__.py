@@ -1,6 +1,7 @@
 """One private step: record → sums, norms and accounting → checks → stage → release → book.
 
 forwards    what went through the model: inputs, outputs, masks, the gradient at the outputs
+asking      the batch with other answers to the run's questions
 values      what a pass over a batch gives: losses, norms, clipped sums, what the ledger adds
 captured    that pass as a CUDA graph, compiled where it pays
 evaluation  which pass serves a batch: recorded, or mapped over examples

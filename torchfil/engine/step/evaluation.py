@@ -103,9 +103,9 @@ class Evaluator:
 
         # Another estimator has its own products with each example's Jacobian.
         if recorded is not wanted:
-            measured = self._mapped(batch, replace(wanted, summed=False))
+            measured = self._mapped(batch, replace(wanted, summed=False, questions=()))
             check_copy(measured.norm, values.norm)
-            return replace(values, additions=measured.additions)
+            return replace(values, additions={**(values.additions or {}), **(measured.additions or {})})
         return values
 
     def recorded_forward(self, examples: Examples, gradients: ExampleGradients) -> RecordedForward | None:

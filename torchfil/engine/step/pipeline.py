@@ -7,7 +7,7 @@ reads ``p.grad_sample``), the sums are theirs, and the engine's own norms must a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.run import Noise, Run
+from torchfil.engine.step.asking import Places, with_alternatives
 from torchfil.engine.step.checks import StepChecks, nothing
 from torchfil.engine.step.evaluation import Evaluator
 from torchfil.engine.step.forwards import ForwardPass, Observer
@@ -227,6 +228,11 @@ class StepPipeline:
                 self.checks.check_loss(forward, loss)
             return None, []
         check_coordinates(examples.num_coordinates, setting.ledger)
+        questions: Places = ()
+        if measured and self.options.accounting.questions:
+            examples, questions = with_alternatives(
+                examples, self.options.accounting.questions, self._lay_out, check_values=self.run.ledger is None
+            )
 
         # A loss that is not the loop's would spoil the trial, so it is looked at first.
         gradients = self.replica.gradients(examples, loss)
@@ -246,7 +252,7 @@ class StepPipeline:
 
         values = self.evaluator.evaluate(
             batch,
-            self._wanted(setting, measured, summed=summed),
+            self._wanted(setting, measured, questions, summed=summed),
             look if from_loop else None,
             forward.recorded,
         )
@@ -260,7 +266,7 @@ class StepPipeline:
             confirmations.append(lambda: self._write_buffers(forward, batch))
         return values, confirmations
 
-    def _wanted(self, setting: _Setting, measured: bool, *, summed: bool) -> Wanted:
+    def _wanted(self, setting: _Setting, measured: bool, questions: Places, *, summed: bool) -> Wanted:
         accounting, pace = self.options.accounting, self.run.pace
         return Wanted(
             track=tuple(accounting.track),
@@ -269,7 +275,11 @@ class StepPipeline:
             rate=pace.rate,
             summed=summed,
             test_matrix=setting.test_matrix if measured else None,
+            questions=questions,
         )
+
+    def _lay_out(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Examples:
+        return self.replica.lay_out(args, kwargs, targets, self.options.private, check_values=False)
 
     def _staging(
         self,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from torchfil.accounting.contributions import additions
+from torchfil.accounting.divergences import Divergence
 from torchfil.accounting.quantities import Track, needs_of
+from torchfil.engine.step.asking import Places
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.operator import ClippedJacobian
@@ -62,6 +64,7 @@ class Wanted:
         rate: π, the probability with which such a step is measured.
         summed: Whether the clipped sum is wanted.
         test_matrix: Ω, [d, r], where I Ω is wanted.
+        questions: Which of the examples' alternatives are the answers to which question; see ``asking``.
     """
 
     track: tuple[Track, ...]
@@ -70,6 +73,7 @@ class Wanted:
     rate: float = 1.0
     summed: bool = True
     test_matrix: Tensor | None = None
+    questions: Places = ()
 
     @property
     def kind(self) -> Hashable:
@@ -81,6 +85,7 @@ class Wanted:
             self.rate < 1,
             self.summed,
             self.test_matrix is None,
+            self.questions,
         )
 
 
@@ -105,9 +110,32 @@ def values_of(
             needs.susceptibility,
         )
         added = additions(measurement, rate, skipping=wanted.rate < 1, track=wanted.track)
+    if wanted.questions:
+        added = (added or {}) | _divergences(batch, jacobian, wanted, rate)
     sums = jacobian.clipped_sum(mask) if wanted.summed else {}
     losses = jacobian.losses  # of no extra cost
     return StepValues(losses, jacobian.norm, jacobian.clipped_norm, sums, added, jacobian.output_gradients)
+
+
+def _divergences(
+    batch: PrivateBatch, jacobian: ClippedJacobian, wanted: Wanted, rate: float | Tensor
+) -> dict[str, Tensor]:
+    """What the ledger adds for the questions; of "absent" the gradients' norms tell all."""
+    examples, mechanism = jacobian.gradients.examples, batch.mechanism
+    gradients = replace(jacobian.gradients, model=batch.gradients.model)  # the copy, whose passes nobody counts
+    absent = torch.zeros(3, *jacobian.norm.shape, dtype=jacobian.norm.dtype, device=jacobian.norm.device)
+    absent[0] = jacobian.norm.square()
+
+    by_alternative = [
+        mechanism.divergence(jacobian.products_with(replace(gradients, examples=other)))
+        for other in examples.alternatives
+    ]
+    added: dict[str, Tensor] = {}
+    for name, places in wanted.questions:
+        columns = [mechanism.divergence(absent) if k is None else by_alternative[k] for k in places]
+        quantity = Divergence(name, ("",) * len(places))
+        added |= quantity.added(torch.stack(columns, dim=1), rate, skipping=wanted.rate < 1)
+    return added
 
 
 def joined(parts: Sequence[StepValues]) -> StepValues:

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from torchfil.fisher.gradients import ExampleGradients
+from torchfil.private import Examples
 
 __all__ = ["CompilationError", "CompiledPass"]
 
@@ -77,9 +78,12 @@ class CompiledPass(Generic[Result]):
             leaves = list(fixed)
             for place, tensor in zip(places, tensors, strict=True):
                 leaves[place] = tensor
-            parameters, constants, z, public, others = pytree.tree_unflatten(leaves, form)
-            examples = replace(gradients.examples, z=z, public=public)
-            result = run(replace(gradients, parameters=parameters, constants=constants, examples=examples), others)
+            parameters, constants, (own, *others), more = pytree.tree_unflatten(leaves, form)
+            alternatives = zip(gradients.examples.alternatives, others, strict=True)
+            examples = replace(
+                _at(gradients.examples, own), alternatives=tuple(_at(other, at) for other, at in alternatives)
+            )
+            result = run(replace(gradients, parameters=parameters, constants=constants, examples=examples), more)
             outputs, self._form = pytree.tree_flatten(result)
             self._outputs = [None if isinstance(output, Tensor) else (output,) for output in outputs]
             return [output.detach() for output in outputs if isinstance(output, Tensor)]
@@ -116,4 +120,9 @@ class CompiledPass(Generic[Result]):
 
 def _tensors_of(gradients: ExampleGradients, extra: Any) -> tuple[Any, ...]:
     examples = gradients.examples
-    return gradients.parameters, gradients.constants, examples.z, examples.public, extra
+    batches = [(part.z, part.public) for part in (examples, *examples.alternatives)]
+    return gradients.parameters, gradients.constants, batches, extra
+
+
+def _at(examples: Examples, given: tuple[Tensor, Any]) -> Examples:
+    return replace(examples, z=given[0], public=given[1])

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.private import Examples
-from torchfil.utils.trees import map_tensors
 
 __all__ = ["CapturedPass", "signature"]
 
@@ -20,7 +19,7 @@ def signature(gradients: ExampleGradients) -> Hashable:
     """What a captured pass depends on, the batch's size and contents and the modes of modules aside."""
     weights = tuple(value.data_ptr() for value in (*gradients.parameters.values(), *gradients.constants.values()))
     masks = tuple((mask.shape[1:], mask.dtype) for mask in gradients.examples.masks)
-    return gradients.examples.form, masks, weights
+    return gradients.examples.form, masks, len(gradients.examples.alternatives), weights
 
 
 class CapturedPass:
@@ -53,12 +52,7 @@ class CapturedPass:
     ) -> None:
         examples = gradients.examples
         self.size = size
-        self.examples = replace(
-            examples,
-            z=_filled(examples.z, size),
-            public=map_tensors(lambda leaf: _filled(leaf, size), examples.public),
-            masks=tuple(_filled(mask, size) for mask in examples.masks),
-        )
+        self.examples = examples.map(lambda leaf: _filled(leaf, size))
         self.gradients = replace(gradients, examples=self.examples)
         self._warm_up(stages, warm_ups)
         self.graphs: list[torch.cuda.CUDAGraph] = []

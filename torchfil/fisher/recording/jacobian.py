@@ -18,7 +18,7 @@ from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian, safe_reciprocal
 from torchfil.fisher.recording.cut import CutRecording, cut
-from torchfil.fisher.recording.norms import inner_products, squared_norms, weighted_sum
+from torchfil.fisher.recording.norms import gradient_products, inner_products, squared_norms, weighted_sum
 from torchfil.fisher.recording.passes import RecordedForward, Recording, forward_pass, targets_at
 from torchfil.fisher.rules.call import UnsupportedCallError
 
@@ -150,6 +150,13 @@ class RecordedJacobian(ClippedJacobian):
     def output_gradients(self) -> tuple[Tensor, ...]:
         """∂ℓ_i/∂output_i of every example, for every tensor of the model's output."""
         return self._recording.output_gradients
+
+    def products_with(self, others: ExampleGradients) -> Tensor:
+        """As in :class:`ClippedJacobian`, from one more pass forward and back, of which nothing is kept."""
+        z = others.examples.z.detach()
+        forward = forward_pass(others, z)
+        recording = forward.recording(others.loss_fn, targets_at(others, z), differentiable=False)
+        return gradient_products(self._recording, recording)
 
     def _products(self, u: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """⟨g, u⟩, [batch], and the derivative of Σ_i weight_i⟨g_i, u⟩ at the leaves of the cut."""

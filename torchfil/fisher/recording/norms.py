@@ -14,13 +14,14 @@ from torch import Tensor
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.recording.cut import CutRecording, Part, cut
 from torchfil.fisher.recording.passes import Recording, record
-from torchfil.fisher.rules.base import total_square
-from torchfil.fisher.rules.call import Call
+from torchfil.fisher.rules.base import products_of, total_square
+from torchfil.fisher.rules.call import Call, UnsupportedCallError
 from torchfil.fisher.rules.generic import GenericRule
 
 __all__ = [
     "Held",
     "NormGradient",
+    "gradient_products",
     "inner_products",
     "norm_gradient",
     "squared_norms",
@@ -101,10 +102,35 @@ def squared_norms(recording: Recording) -> Iterator[Part]:
 def _shared_squared_norm(calls: Sequence[Call], like: Tensor) -> Tensor:
     summed: dict[str, Tensor] = {}
     for call in calls:
-        for local, gradient in call.rule.gradients(call).items():
-            name = call.shared_names[local]
-            summed[name] = summed[name] + gradient if name in summed else gradient
+        _add_gradients(summed, call)
     return total_square(summed.values(), like)
+
+
+def _add_gradients(summed: dict[str, Tensor], call: Call) -> None:
+    for local, gradient in call.rule.gradients(call).items():
+        name = call.shared_names[local]
+        summed[name] = summed[name] + gradient if name in summed else gradient
+
+
+def gradient_products(own: Recording, other: Recording) -> Tensor:
+    """‖g‖², ‖g′‖² and ⟨g, g′⟩ of two passes over the same examples, something changed in the other, [3, batch].
+
+    Raises:
+        UnsupportedCallError: The model did not call the same layers in both.
+    """
+    if [call.name for call in own.calls] != [call.name for call in other.calls]:
+        raise UnsupportedCallError("the model calls other layers for an alternative than for the examples themselves")
+    uses = Counter(name for call in own.calls for name in call.shared_names.values())
+    total = own.losses.new_zeros(3, len(own.losses))
+    shared: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    with torch.no_grad():
+        for pair in zip(own.calls, other.calls, strict=True):
+            if all(uses[name] == 1 for name in pair[0].shared_names.values()):
+                total = total + pair[0].rule.products(*pair)
+                continue
+            for call, summed in zip(pair, shared, strict=True):
+                _add_gradients(summed, call)
+        return total + products_of(*shared, own.losses)
 
 
 def inner_products(

@@ -98,7 +98,7 @@ class RecordedForward:
     watched: WatchedParameters
     once: bool = False
 
-    def recording(self, loss_fn: LossFunction, targets: Any) -> Recording:
+    def recording(self, loss_fn: LossFunction, targets: Any, *, differentiable: bool = True) -> Recording:
         """The other half: every example's loss, and the way back to the layers' outputs.
 
         A model that is seen here to overwrite what a layer saw, or to use a parameter in a way that could not be
@@ -107,6 +107,7 @@ class RecordedForward:
         Args:
             loss_fn: ``loss_fn(outputs, targets)``.
             targets: Of the whole batch; a function of z where they are private.
+            differentiable: Whether what is recorded is to be differentiated further.
 
         Raises:
             UnsupportedCallError: What a layer saw is overwritten in spite of that.
@@ -117,9 +118,9 @@ class RecordedForward:
         with torch.enable_grad(), differentiable_twice():
             losses = losses_of(loss_fn, self.outputs, targets)
             if self._was_overwritten():
-                return self._run_again().recording(loss_fn, targets)
+                return self._run_again().recording(loss_fn, targets, differentiable=differentiable)
             to_all = torch.autograd.grad(
-                losses.sum(), [*places, *ends, *leaves.values()], create_graph=True, allow_unused=True
+                losses.sum(), [*places, *ends, *leaves.values()], create_graph=differentiable, allow_unused=True
             )
 
         # What still reaches a watched parameter itself has passed by all that was seen of it.
@@ -127,7 +128,7 @@ class RecordedForward:
         missed = [name for name, part in zip(leaves, to_leaves, strict=True) if part is not None]
         if missed:
             _seen_whole.update(_holders_of(self.gradients.model, missed))
-            return self._again().recording(loss_fn, targets)
+            return self._again().recording(loss_fn, targets, differentiable=differentiable)
 
         deltas = [torch.zeros_like(x) if part is None else part for x, part in zip(places, to_all, strict=False)]
         to_ends = iter(to_all[len(places) :])

@@ -26,6 +26,7 @@ __all__ = [
     "LinearInWeightsRule",
     "OuterProductRule",
     "per_example",
+    "products_of",
     "register_rule",
     "rule_for",
     "total_square",
@@ -44,6 +45,13 @@ class LayerRule:
     def squared_norm(self, call: Call) -> Tensor:
         """Σ over the call's parameters of ‖gradient‖², [batch]."""
         return total_square(self.gradients(call).values(), call.delta)
+
+    def products(self, call: Call, other: Call) -> Tensor:
+        """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], g′ being the same examples' gradients in another pass.
+
+        All three in one form, so that ‖g − g′‖², made of them, has no more than their rounding errors.
+        """
+        return products_of(self.gradients(call), self.gradients(other), call.delta)
 
     def inner(self, call: Call, direction: Mapping[str, Tensor], weight: Tensor) -> tuple[Tensor, Derivatives]:
         """⟨gradient, u⟩, [batch], and the derivatives of Σ_i weight_i⟨gradient_i, u⟩ at the call's inputs and δ.
@@ -82,6 +90,15 @@ def per_example(weight: Tensor, like: Tensor) -> Tensor:
 def total_square(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     """Σ ‖gradient‖² over tensors [batch, …], [batch], in the dtype of ``like``."""
     return sum((g.reshape(len(g), -1).square().sum(dim=1) for g in gradients), start=like.new_zeros(len(like)))
+
+
+def products_of(own: Mapping[str, Tensor], other: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """‖g‖², ‖g′‖² and ⟨g, g′⟩ of gradients by name, [batch, …] each, [3, batch], in the dtype of ``like``."""
+    total = like.new_zeros(3, len(like))
+    for name, gradient in own.items():
+        g, h = gradient.flatten(1), other[name].flatten(1)
+        total = total + torch.stack([(a * b).sum(dim=1) for a, b in ((g, g), (h, h), (g, h))])
+    return total
 
 
 class LinearInWeightsRule(LayerRule):
@@ -155,6 +172,20 @@ class OuterProductRule(LinearInWeightsRule):
         if bias:
             result = result + delta.sum(dim=2).square().sum(dim=(1, 2))
         return result
+
+    def products(self, call: Call, other: Call) -> Tensor:
+        """As in :class:`LayerRule`, in the cheaper of both forms."""
+        (a, delta), (b, epsilon) = self.factors(call), self.factors(other)
+        positions, p_in, p_out = a.shape[2], a.shape[3], delta.shape[3]
+        if positions > 1 and positions * (p_in + p_out) >= p_in * p_out:
+            return super().products(call, other)
+        total = delta.new_zeros(3, len(delta))
+        for k, (x, y, d, e) in enumerate(((a, a, delta, delta), (b, b, epsilon, epsilon), (a, b, delta, epsilon))):
+            if "weight" in call.parameters:
+                total[k] = (batched_product(x, y.mT) * batched_product(d, e.mT)).sum(dim=(1, 2, 3))
+            if "bias" in call.parameters:
+                total[k] += (d.sum(dim=2) * e.sum(dim=2)).sum(dim=(1, 2))
+        return total
 
 
 _RULES: dict[type[nn.Module], LayerRule] = {}

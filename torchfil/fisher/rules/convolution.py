@@ -63,6 +63,11 @@ class ConvolutionRule(OuterProductRule):
         with products_of_patches(call.delta):
             return super().squared_norm(call)
 
+    def products(self, call: Call, other: Call) -> Tensor:
+        """From products of patches."""
+        with products_of_patches(call.delta):
+            return super().products(call, other)
+
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """As in :class:`LayerRule`, by the backward pass of the convolution itself."""
         module, result = call.module, {}

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from torchfil.fisher.rules.base import LinearInWeightsRule, register_rule
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
-from torchfil.fisher.rules.products import gram
+from torchfil.fisher.rules.products import batched_product, gram
 
 __all__ = ["EmbeddingRule"]
 
@@ -38,6 +38,14 @@ class EmbeddingRule(LinearInWeightsRule):
         tokens, delta = self._layout(call)
         same = (tokens[:, :, None] == tokens[:, None, :]).to(delta.dtype)
         return (gram(delta) * same).sum(dim=(1, 2))
+
+    def products(self, call: Call, other: Call) -> Tensor:
+        """As in :class:`LayerRule`: no table per example is formed."""
+        own, others = self._layout(call), self._layout(other)
+        pairs = ((own, own), (others, others), (own, others))
+        return torch.stack([
+            (batched_product(d, e.mT) * (t[:, :, None] == s[:, None, :])).sum(dim=(1, 2)) for (t, d), (s, e) in pairs
+        ])
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """The rows of U, 0 for the padding token, whose row gets no gradient."""

@@ -1,0 +1,385 @@
+"""Questions about an example with finitely many answers: which answer could an attacker tell from the model?
+
+A question gives, for every example of a batch, one or more alternatives: the same example with another answer (another
+value of a column, another label, another token), or no example at all. The run then keeps, per example and alternative,
+D = KL(P ‖ P′) between the laws of all that training released with the true example and with the alternative; see
+:mod:`torchfil.guessing` for what D says about every attacker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchfil.private import Coordinates, Inputs, as_call
+from torchfil.utils.trees import map_tensors
+
+__all__ = ["Absent", "Alternative", "Change", "Column", "Label", "OneHot", "Question", "Region", "Token", "check_questions"]
+
+Key = int | str
+
+
+class Alternative(NamedTuple):
+    """A batch with another answer: inputs and targets in the form and shapes of the true ones."""
+
+    inputs: Any
+    targets: Any
+
+
+class Question:
+    """What an attacker wants to know of an example; a subclass says what the answers are."""
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The names of the alternatives, in order."""
+        raise NotImplementedError
+
+    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+        """The batch with each of the answers; None: without the example.
+
+        Where an answer is the true one of an example, its alternative is the example itself, and D = 0.
+
+        Args:
+            inputs: As the model takes them: a tensor, a tuple, a dict; a dict by position and name where the model is
+                called with both. Not to be changed in place.
+            targets: As the loss takes them, or None.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Absent(Question):
+    """Was the example in the data at all? The alternative is the run without it (membership).
+
+    Example:
+        >>> Absent().answers
+        ('absent',)
+    """
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """One."""
+        return ("absent",)
+
+    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+        """No example."""
+        return (None,)
+
+
+@dataclass(frozen=True)
+class Change(Question):
+    """Any change of a batch, by functions.
+
+    Attributes:
+        function: ``function(inputs, targets) -> (inputs, targets)`` with the alternative for every example of the
+            batch; or several such functions by the name of the answer.
+
+    Example:
+        >>> darker = Change(lambda inputs, targets: (inputs * 0.5, targets))
+        >>> darker.alternatives(torch.ones(1, 2), None)[0].inputs
+        tensor([[0.5000, 0.5000]])
+    """
+
+    function: Callable[[Any, Any], tuple[Any, Any]] | Mapping[str, Callable[[Any, Any], tuple[Any, Any]]]
+
+    def __post_init__(self) -> None:
+        for name, function in self._functions.items():
+            if not callable(function):
+                raise TypeError(f"the answer {name!r} of Change is {function!r}; give a function of (inputs, targets)")
+        if not self._functions:
+            raise ValueError("Change was given no function; it needs at least one answer")
+
+    @property
+    def _functions(self) -> Mapping[str, Callable[[Any, Any], tuple[Any, Any]]]:
+        return self.function if isinstance(self.function, Mapping) else {"changed": self.function}
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The functions' names."""
+        return tuple(map(str, self._functions))
+
+    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+        """What the functions give, each for copies of its own, which it may change."""
+        return tuple(_called(name, function, inputs, targets) for name, function in self._functions.items())
+
+
+def _called(name: str, function: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> Alternative:
+    given = function(*map_tensors(Tensor.clone, (inputs, targets)))
+    if not (isinstance(given, tuple) and len(given) == 2):
+        raise TypeError(
+            f"the answer {name!r} of a Change gave a {type(given).__name__}; its function must return the pair "
+            "(inputs, targets)"
+        )
+    return Alternative(*given)
+
+
+@dataclass(frozen=True)
+class Column(Question):
+    """Another value of one column of a table: given values, or the true value and so much more.
+
+    Attributes:
+        column: Its number, along the last dimension of the input.
+        values: The possible values.
+        by: Changes of the true value, e.g. (10.0,) for an age that is ten years higher; instead of ``values``.
+        names: Of the answers; None: the values.
+        input: The position or name of the input.
+
+    Example:
+        >>> Column(0, by=(10.0,)).alternatives(torch.tensor([[50.0, 1.0]]), None)[0].inputs
+        tensor([[60.,  1.]])
+    """
+
+    column: int
+    values: Sequence[float] = ()
+    by: Sequence[float] = ()
+    names: Sequence[str] | None = None
+    input: Key = 0
+
+    def __post_init__(self) -> None:
+        if bool(self.values) == bool(self.by):
+            raise ValueError(f"Column({self.column}) needs either values= or by=, one of both")
+        _check_names(self.names, len(self.values or self.by))
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The values, or the changes with their sign."""
+        if self.names is not None:
+            return tuple(self.names)
+        return tuple(f"{value:g}" for value in self.values) + tuple(f"{change:+g}" for change in self.by)
+
+    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+        """The column with each value."""
+
+        def changed(value: float, add: bool) -> Alternative:
+            def fill(tensor: Tensor) -> Tensor:
+                result = tensor.clone()
+                result[..., self.column] = result[..., self.column] + value if add else value
+                return result
+
+            return Alternative(_with_input(inputs, self.input, fill), targets)
+
+        return tuple(changed(value, False) for value in self.values) + tuple(changed(by, True) for by in self.by)
+
+
+@dataclass(frozen=True)
+class OneHot(Question):
+    """Another value of an attribute that is coded in several columns, one of them 1 and the others 0.
+
+    Attributes:
+        columns: Their numbers, along the last dimension of the input; every one of them is an answer.
+        names: Of the answers; None: the column numbers.
+        high: The value that means "this one" (of standardised columns one value each).
+        low: The value that means "not this one" (likewise).
+        input: The position or name of the input.
+
+    Example:
+        >>> [a.inputs.tolist() for a in OneHot((0, 1)).alternatives(torch.tensor([[1.0, 0.0, 7.0]]), None)]
+        [[[1.0, 0.0, 7.0]], [[0.0, 1.0, 7.0]]]
+    """
+
+    columns: Sequence[int]
+    names: Sequence[str] | None = None
+    high: float | Sequence[float] = 1.0
+    low: float | Sequence[float] = 0.0
+    input: Key = 0
+
+    def __post_init__(self) -> None:
+        if len(self.columns) < 2:
+            raise ValueError(f"OneHot needs at least two columns, got {list(self.columns)}; use Column for one")
+        _check_names(self.names, len(self.columns))
+        for name in ("high", "low"):
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and len(value) != len(self.columns):
+                raise ValueError(f"OneHot: {name} has {len(value)} values for {len(self.columns)} columns")
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """One a column."""
+        return tuple(self.names) if self.names is not None else tuple(f"column {column}" for column in self.columns)
+
+    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+        """Each column high, the others low."""
+
+        def chosen(place: int) -> Alternative:
+            def fill(tensor: Tensor) -> Tensor:
+                result = tensor.clone()
+                for k, column in enumerate(self.columns):
+                    value = self.high if k == place else self.low
+                    result[..., column] = value[k] if isinstance(value, Sequence) else value
+                return result
+
+            return Alternative(_with_input(inputs, self.input, fill), targets)
+
+        return tuple(chosen(place) for place in range(len(self.columns)))
+
+
+@dataclass(frozen=True)
+class Label(Question):
+    """Another class label: every class is an answer.
+
+    Attributes:
+        num_classes: How many classes there are; targets are class numbers, or class probabilities [batch, classes].
+        names: Of the classes.
+
+    Example:
+        >>> [a.targets.tolist() for a in Label(2).alternatives(torch.zeros(2, 1), torch.tensor([0, 1]))]
+        [[0, 0], [1, 1]]
+    """
+
+    num_classes: int
+    names: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 2:
+            raise ValueError(f"Label(num_classes={self.num_classes}) must have at least two classes")
+        _check_names(self.names, self.num_classes)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The classes."""
+        return tuple(self.names) if self.names is not None else tuple(map(str, range(self.num_classes)))
+
+    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+        """The batch with each class as everybody's target."""
+        if not isinstance(targets, Tensor):
+            raise TypeError(f"Label needs a tensor of targets, got {type(targets).__name__}; use Change")
+
+        def labelled(number: int) -> Tensor:
+            if not targets.is_floating_point() or targets.ndim == 1:
+                return torch.full_like(targets, number)
+            result = torch.zeros_like(targets)
+            result[..., number] = 1
+            return result
+
+        return tuple(Alternative(inputs, labelled(number)) for number in range(self.num_classes))
+
+
+@dataclass(frozen=True)
+class Token(Question):
+    """Another token at one position of a sequence.
+
+    Attributes:
+        position: Along the sequence, the second dimension of the input.
+        values: The token numbers that are answers.
+        names: Of the answers; None: the numbers.
+        input: The position or name of the input.
+
+    Example:
+        >>> Token(1, (7,)).alternatives(torch.tensor([[3, 4, 5]]), None)[0].inputs
+        tensor([[3, 7, 5]])
+    """
+
+    position: int
+    values: Sequence[int]
+    names: Sequence[str] | None = None
+    input: Key = 0
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError("Token was given no values; name the token numbers that are answers")
+        _check_names(self.names, len(self.values))
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The tokens."""
+        return tuple(self.names) if self.names is not None else tuple(map(str, self.values))
+
+    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+        """The sequence with each token at that position."""
+
+        def replaced(token: int) -> Alternative:
+            def fill(tensor: Tensor) -> Tensor:
+                result = tensor.clone()
+                result[:, self.position] = token
+                return result
+
+            return Alternative(_with_input(inputs, self.input, fill), targets)
+
+        return tuple(replaced(token) for token in self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class Region(Question):
+    """A part of the input blotted out: a superpixel greyed, some columns set to their mean.
+
+    Attributes:
+        coordinates: A boolean mask that broadcasts to one example (:func:`torchfil.private.superpixel` makes one), or
+            numbers or a slice along the last dimension.
+        value: What stands there instead.
+        input: The position or name of the input.
+
+    Example:
+        >>> mask = torch.tensor([[True, False], [False, False]])
+        >>> Region(mask, 0.5).alternatives(torch.ones(1, 2, 2), None)[0].inputs
+        tensor([[[0.5000, 1.0000],
+                 [1.0000, 1.0000]]])
+    """
+
+    coordinates: Coordinates
+    value: float = 0.5
+    input: Key = 0
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """One."""
+        return ("blotted out",)
+
+    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+        """The batch with the value in the region."""
+
+        def fill(tensor: Tensor) -> Tensor:
+            where = self.coordinates
+            if isinstance(where, Tensor) and where.dtype == torch.bool:
+                return tensor.masked_fill(where.to(tensor.device), self.value)
+            result = tensor.clone()
+            result[..., where] = self.value
+            return result
+
+        return (Alternative(_with_input(inputs, self.input, fill), targets),)
+
+
+def check_questions(questions: Mapping[str, Question]) -> dict[str, Question]:
+    """The questions by name, checked.
+
+    Raises:
+        TypeError: No mapping from names to questions.
+        ValueError: A question without answers, or with two of one name.
+    """
+    if not isinstance(questions, Mapping):
+        raise TypeError(f"questions={questions!r} must name each question: questions={{'member': Absent()}}")
+    for name, question in questions.items():
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"the question {name!r} needs a name that is a text")
+        if not isinstance(question, Question):
+            raise TypeError(
+                f"the question {name!r} is {question!r}; give one of torchfil.questions, such as Absent(), or "
+                "Change(function)"
+            )
+        answers = question.answers
+        if not answers or len(set(answers)) < len(answers):
+            raise ValueError(f"the question {name!r} needs answers with different names, got {list(answers)}")
+    return dict(questions)
+
+
+def _check_names(names: Sequence[str] | None, count: int) -> None:
+    if names is not None and len(names) != count:
+        raise ValueError(f"names has {len(names)} entries for {count} answers; give one each, in order")
+
+
+def _with_input(inputs: Any, key: Key, change: Callable[[Tensor], Tensor]) -> Any:
+    """The inputs with that one changed."""
+    if isinstance(inputs, Mapping):
+        if key not in inputs:
+            raise ValueError(f"the model's inputs are {list(inputs)}; pass input= one of them, not {key!r}")
+        return {**inputs, key: change(inputs[key])}
+    args = as_call(inputs)[0]
+    if not (isinstance(key, int) and -len(args) <= key < len(args)):
+        raise ValueError(f"the model has {len(args)} positional inputs; pass input= one of their positions, not {key!r}")
+    if isinstance(inputs, Tensor):
+        return change(inputs)
+    place = key % len(args)
+    return (*args[:place], change(args[place]), *args[place + 1 :])
