@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from torchfil.attacks.base import AttackResult, make_generator, with_progress
-from torchfil.attacks.transcripts import VALUES_AT_ONCE, Transcripts, record_dpsgd, sum_of_clipped
+from torchfil.attacks.transcripts import VALUES_AT_ONCE, Transcripts, record_dpsgd, sum_of_others
 
 __all__ = ["Transcripts", "expected_information", "informed_reconstruction", "mean_jacobian", "record_dpsgd"]
 
@@ -161,7 +161,7 @@ class _Problem:
 
 
 def _problem(transcripts: Transcripts, runs: slice, row: int) -> _Problem:
-    remainder = transcripts.noisy_sums[runs] - _others(transcripts, runs, row)
+    remainder = transcripts.noisy_sums[runs] - sum_of_others(transcripts, runs, row)
     member = transcripts.batches[runs, :, row, None]
     return _Problem(transcripts, transcripts.weights[runs], member, remainder, transcripts.public(row))
 
@@ -209,16 +209,6 @@ def _jacobians(transcripts: Transcripts, weights: Tensor, z: Tensor, public: Any
     """J̃ = ∂g̃/∂z, [runs, steps, p, d]."""
     by_step = vmap(lambda w, z: transcripts.clipped_jacobian(w, z, public), in_dims=(0, None))
     return vmap(by_step)(weights, z)
-
-
-def _others(transcripts: Transcripts, runs: slice, row: int) -> Tensor:
-    """The others' clipped gradients, summed, [runs, steps, p]."""
-    members = transcripts.batches[runs].clone()
-    members[..., row] = False
-    weights = transcripts.weights[runs]
-    return torch.stack(
-        [sum_of_clipped(transcripts, weights[:, t], members[:, t]) for t in range(weights.shape[1])], dim=1
-    )
 
 
 def _pieces(transcripts: Transcripts, d: int) -> list[slice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchfil.fisher.mechanism import Mechanism
 from torchfil.private import Private
 from torchfil.utils.trees import map_tensors
 
-__all__ = ["VALUES_AT_ONCE", "Transcripts", "record_dpsgd", "sum_of_clipped"]
+__all__ = ["VALUES_AT_ONCE", "Transcripts", "record_dpsgd", "sum_of_clipped", "sum_of_others"]
 
 VALUES_AT_ONCE = 2**24
 
@@ -31,6 +32,7 @@ class Transcripts:
         batches: Who took part, [runs, steps, n] booleans; known to the attacker.
         gradients: The model, the loss and all examples; an attack reads the other examples and the target's label.
         mechanism: Clipping and noise.
+        sample_rate: q.
     """
 
     weights: Tensor
@@ -38,6 +40,7 @@ class Transcripts:
     batches: Tensor
     gradients: ExampleGradients
     mechanism: Mechanism
+    sample_rate: float = 1.0
 
     def clipped(self, weights: Tensor, z: Tensor, public: Any) -> Tensor:
         """g̃ of one example at one vector of weights, [p]; a function of z [d]."""
@@ -78,6 +81,7 @@ def record_dpsgd(
     runs: int = 1,
     seed: int | None = None,
     generator: torch.Generator | None = None,
+    absent: Sequence[int] = (),
     progress: bool = False,
 ) -> Transcripts:
     """Train ``runs`` times side by side from the model's present weights: θ ← θ − lr (Σ g̃ + s ξ) / (q n).
@@ -99,6 +103,7 @@ def record_dpsgd(
         runs: How many.
         seed: Of noise and batches; or
         generator: their source.
+        absent: Rows that no batch draws; all else stays as it is with them.
         progress: Whether to show a bar.
     """
     if not 0 < sample_rate <= 1:
@@ -113,7 +118,8 @@ def record_dpsgd(
     theta = torch.cat([value.reshape(-1) for value in gradients.parameters.values()]).expand(runs, p)
     weights, sums = theta.new_empty(runs, steps, p), theta.new_empty(runs, steps, p)
     batches = torch.rand(runs, steps, n, generator=source, device=gradients.device) < sample_rate
-    transcripts = Transcripts(weights, sums, batches, gradients, mechanism)
+    batches[:, :, list(absent)] = False
+    transcripts = Transcripts(weights, sums, batches, gradients, mechanism, sample_rate)
     for t in with_progress(range(steps), progress, "private steps", steps):
         weights[:, t] = theta
         noise = torch.randn(runs, p, generator=source, dtype=theta.dtype, device=theta.device)
@@ -132,6 +138,16 @@ def sum_of_clipped(transcripts: Transcripts, weights: Tensor, members: Tensor) -
         clipped = vmap(by_example, in_dims=(0, None, None))(w, examples.z, examples.public)  # [runs, n, p]
         sums.append(torch.einsum("rn,rnp->rp", m.to(clipped.dtype), clipped))
     return torch.cat(sums)
+
+
+def sum_of_others(transcripts: Transcripts, runs: slice, row: int) -> Tensor:
+    """The clipped gradients of all examples but one, summed over the batches of these runs, [runs, steps, p]."""
+    members = transcripts.batches[runs].clone()
+    members[..., row] = False
+    weights = transcripts.weights[runs]
+    return torch.stack(
+        [sum_of_clipped(transcripts, weights[:, t], members[:, t]) for t in range(weights.shape[1])], dim=1
+    )
 
 
 def _flat(tree: dict[str, Tensor]) -> Tensor:

@@ -1,0 +1,146 @@
+"""D of a ledger is KL of whole runs, and no attacker, not even the best, does better than D allows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchfil.attacks.guesses import GuessAttack, best_guess, transcript_ratios, true_positive_rates
+from torchfil.attacks.transcripts import record_dpsgd
+from torchfil.guessing import largest_true_positive_rate, normal_limit_true_positive_rate
+from torchfil.private import Private
+from torchfil.questions import Absent, Change, Label, Question, Token
+
+RATES = (0.01, 0.05, 0.1, 0.3, 0.5)
+MODELS = ("logistic", "two layers", "tokens")
+
+
+class TokensAndReLU(nn.Module):
+    """An integer input and an activation without a derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 2)
+        self.out = nn.Linear(2, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(F.relu(self.table(tokens)).sum(dim=1))
+
+
+def problem(kind: str) -> tuple[nn.Module, Tensor, Tensor, Question, Private | None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        x, y = torch.randn(5, 2, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])
+        if kind == "logistic":
+            changed = Change(lambda inputs, targets: (inputs + torch.tensor([1.0, -0.5]), targets))
+            return nn.Linear(2, 2).double(), x, y, changed, None
+        if kind == "two layers":
+            return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double(), x, y, Label(2), None
+        tokens = torch.randint(0, 3, (5, 2))
+        tokens[0, 0] = 0
+        return TokensAndReLU().double(), tokens, y, Token(0, (1,)), Private(submodule="table")
+
+
+def settings(q: float, sigma: float = 1.2, steps: int = 12) -> dict[str, float | int]:
+    return {"steps": steps, "lr": 0.5, "max_grad_norm": 1.0, "noise_multiplier": sigma, "sample_rate": q}
+
+
+def check_ledger_and_bounds(kind: str, q: float, runs: int, rates: tuple[float, ...] = RATES) -> None:
+    model, inputs, targets, question, private = problem(kind)
+    answer = 1 if kind == "two layers" else 0
+    other = question.alternatives(inputs, targets)[answer]
+    assert other is not None
+    changed = inputs.clone(), targets.clone()
+    for own, new in zip(changed, other, strict=True):
+        own[0] = new[0]
+    source = torch.Generator().manual_seed(7)
+    common = {"runs": runs, "generator": source, "private": private, **settings(q)}
+    true = record_dpsgd(model, nn.CrossEntropyLoss(), inputs, targets, **common)  # type: ignore[arg-type]
+    false = record_dpsgd(model, nn.CrossEntropyLoss(), *changed, **common)  # type: ignore[arg-type]
+    here, there = (transcript_ratios(made, 0, (inputs, targets), changed, private) for made in (true, false))
+
+    # E_P log P/P′ is KL(P ‖ P′); the booked sums must have the same mean
+    ledger, ratio = here.divergence, here.log_ratio
+    error = math.sqrt(float(ledger.var() + ratio.var()) / runs)
+    assert float(ledger.mean()) > 5 * error, "the example would say nothing"
+    assert abs(float(ledger.mean() - ratio.mean())) < 3 * error
+
+    alpha = torch.tensor(rates, dtype=torch.float64)
+    achieved = true_positive_rates(ratio, there.log_ratio, alpha)
+    bound = largest_true_positive_rate(float(ledger.mean()), alpha)
+    noise = 3 * ((achieved * (1 - achieved) + alpha * (1 - alpha)) / runs).sqrt()
+    assert bool((achieved <= bound + noise).all()), (achieved, bound)
+    assert bool((achieved > alpha - noise).all())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("q", [0.3, 1.0])
+def test_ledger_is_the_divergence_of_whole_runs(kind: str, q: float) -> None:
+    check_ledger_and_bounds(kind, q, runs=1_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("q", [0.05, 0.3, 1.0])
+def test_ledger_is_the_divergence_of_forty_thousand_runs(kind: str, q: float) -> None:
+    check_ledger_and_bounds(kind, q, runs=40_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("q", [0.3, 1.0])
+def test_normal_limit_holds_for_many_steps(q: float) -> None:
+    """T = 50, σ = 1: within 0.03 and the error of the simulation."""
+    model, inputs, targets, question, _ = problem("logistic")
+    runs = 6_000
+    attack = best_guess(
+        model, nn.CrossEntropyLoss(), inputs, targets, question, [0], runs=runs, seed=1,
+        false_positive_rates=(0.05, 0.1, 0.3), **settings(q, sigma=1.0, steps=50),
+    )  # fmt: skip
+    rates = torch.as_tensor(attack.achieved)
+    noise = 2.5 * (rates * (1 - rates) / runs).sqrt() * 1.5
+    assert bool(((rates - torch.as_tensor(attack.normal_limit)).abs() < 0.03 + noise).all()), attack.table()
+
+
+def test_membership_of_a_run_without_the_example() -> None:
+    model, inputs, targets, *_ = problem("logistic")
+    attack = best_guess(
+        model, nn.CrossEntropyLoss(), inputs, targets, Absent(), [0, 2], runs=1_000, seed=2,
+        false_positive_rates=(0.1,), **settings(0.3),
+    )  # fmt: skip
+    assert attack.verdicts == [["held"], ["held"]]
+    assert (attack.achieved > 0.1).all()
+
+
+def test_known_batches_tell_more() -> None:
+    model, inputs, targets, question, _ = problem("logistic")
+    attacks = [
+        best_guess(
+            model, nn.CrossEntropyLoss(), inputs, targets, question, [0], runs=500, seed=2,
+            secret_batches=secret, **settings(0.3),
+        )
+        for secret in (True, False)
+    ]  # fmt: skip
+    assert attacks[0].divergence[0] < attacks[1].divergence[0]
+
+
+def test_one_run_tests_nothing() -> None:
+    model, inputs, targets, question, _ = problem("logistic")
+    attack: GuessAttack = best_guess(
+        model, nn.CrossEntropyLoss(), inputs, targets, question, [0], runs=1, seed=2, **settings(0.3)
+    )
+    assert attack.verdicts == [["not testable"] * 3]
+
+
+def test_rates_of_separated_runs() -> None:
+    rates = true_positive_rates(torch.arange(10.0) + 10, torch.arange(10.0), torch.tensor([0.0, 0.1, 0.5]).double())
+    assert rates.tolist() == [1.0, 1.0, 1.0]
+    same = true_positive_rates(torch.arange(100.0), torch.arange(100.0), torch.tensor([0.0, 0.1, 0.5]).double())
+    assert same.tolist() == [0.0, 0.1, 0.5]
+
+
+def test_normal_limit_of_no_divergence_is_chance() -> None:
+    assert normal_limit_true_positive_rate(0.0, 0.2).item() == pytest.approx(0.2)

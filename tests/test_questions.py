@@ -1,0 +1,74 @@
+"""Ready-made questions: what they make of a batch, in every form of inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from torchfil.questions import Absent, Change, Column, Label, OneHot, Question, Region, Token, check_questions
+
+TABLE = torch.tensor([[1.0, 0.0, 5.0], [0.0, 1.0, 6.0]])
+
+
+def values(question: Question, inputs: Any = TABLE, targets: Any = None) -> list[Any]:
+    return [None if other is None else other.inputs for other in question.alternatives(inputs, targets)]
+
+
+def test_columns() -> None:
+    assert [v.tolist() for v in values(OneHot((0, 1)))] == [
+        [[1.0, 0.0, 5.0], [1.0, 0.0, 6.0]],
+        [[0.0, 1.0, 5.0], [0.0, 1.0, 6.0]],
+    ]
+    standardised = OneHot((0, 1), high=(2.0, 3.0), low=(-2.0, -3.0), names=("a", "b"))
+    assert values(standardised)[1][0].tolist() == [-2.0, 3.0, 5.0]
+    assert standardised.answers == ("a", "b")
+    assert values(Column(2, values=(0.0, 9.0)))[1][:, 2].tolist() == [9.0, 9.0]
+    assert values(Column(2, by=(10.0, -1.0)))[1][:, 2].tolist() == [4.0, 5.0]
+    assert Column(2, by=(10.0, -1.0)).answers == ("+10", "-1")
+    assert TABLE[0].tolist() == [1.0, 0.0, 5.0]
+
+
+@pytest.mark.parametrize(("inputs", "key"), [((TABLE, TABLE), 1), ({"a": TABLE, "b": TABLE}, "b"), ({0: TABLE, "b": TABLE}, "b")])
+def test_one_of_several_inputs(inputs: Any, key: Any) -> None:
+    (changed,) = values(Column(2, by=(1.0,), input=key), inputs)
+    assert changed[key][:, 2].tolist() == [6.0, 7.0]
+    other = 0 if not isinstance(inputs, dict) else next(iter(inputs))
+    assert torch.equal(changed[other], TABLE)
+
+
+def test_labels_tokens_regions() -> None:
+    numbers, shares = torch.tensor([0, 2]), torch.eye(3)[[0, 2]]
+    assert [other.targets.tolist() for other in Label(3).alternatives(TABLE, numbers) if other][1] == [1, 1]
+    assert [other.targets.tolist() for other in Label(3).alternatives(TABLE, shares) if other][1] == [[0, 1, 0]] * 2
+    tokens = torch.tensor([[3, 4], [5, 6]])
+    assert values(Token(1, (8, 9)), tokens)[1].tolist() == [[3, 9], [5, 9]]
+    assert values(Region([0, 1], 0.5))[0].tolist() == [[0.5, 0.5, 5.0], [0.5, 0.5, 6.0]]
+    assert Absent().alternatives(TABLE, None) == (None,)
+    named = Change({"up": lambda x, y: (x + 1, y), "down": lambda x, y: (x - 1, y)})
+    assert named.answers == ("up", "down")
+    assert values(named)[1].tolist() == (TABLE - 1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Column(0), "either values= or by="),
+        (lambda: Column(0, values=(1.0,), by=(1.0,)), "either values= or by="),
+        (lambda: Column(0, values=(1.0, 2.0), names=("a",)), "1 entries for 2 answers"),
+        (lambda: OneHot((0,)), "at least two columns"),
+        (lambda: OneHot((0, 1), high=(1.0,)), "1 values for 2 columns"),
+        (lambda: Label(1), "at least two classes"),
+        (lambda: Token(0, ()), "no values"),
+        (lambda: Change({}), "at least one answer"),
+        (lambda: Change({"a": 3}), "give a function"),  # type: ignore[dict-item]
+        (lambda: check_questions({"a": Column(0, values=(1.0, 1.0))}), "different names"),
+        (lambda: values(Column(0, by=(1.0,), input=1)), "1 positional inputs"),
+        (lambda: values(Column(0, by=(1.0,), input="c"), {"a": TABLE}), "are \\['a'\\]"),
+        (lambda: Label(2).alternatives(TABLE, None), "tensor of targets"),
+    ],
+)
+def test_what_cannot_be_asked(make: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()

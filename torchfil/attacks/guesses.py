@@ -1,0 +1,285 @@
+"""The best attacker on a question: the likelihood ratio of recorded runs with the true answer and with another.
+
+By Neyman and Pearson nobody tells the two apart better than who ranks runs by log P(run)/P′(run), P the law of all that
+was released with the true answer and P′ with the other. So its true-positive rates test the bounds that D = KL(P ‖ P′)
+gives for every attacker, and show how far a bound is from what can be done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from torch.func import vmap
+
+from torchfil.accounting.leakage import as_table
+from torchfil.attacks.base import make_generator, with_progress
+from torchfil.attacks.transcripts import VALUES_AT_ONCE, Transcripts, record_dpsgd, sum_of_others
+from torchfil.fisher.divergence import step_divergence
+from torchfil.fisher.gradients import ExampleGradients, LossFunction
+from torchfil.guessing import largest_true_positive_rate, normal_limit_true_positive_rate
+from torchfil.private import Private
+from torchfil.questions import Question
+from torchfil.utils.trees import map_tensors, tensors_of
+
+__all__ = ["FALSE_POSITIVE_RATES", "GuessAttack", "Ratios", "best_guess", "true_positive_rates", "transcript_ratios"]
+
+FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
+Other = tuple[Any, Any] | None  # inputs and targets of the whole data with another answer of one example; None: absent
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """What recorded runs tell about an example's answer, [runs] each.
+
+    Attributes:
+        log_ratio: log P(run)/P′(run), what the best attacker ranks by.
+        divergence: Σ_t KL_t over the steps that drew the example (over q), what a ledger books for the run.
+    """
+
+    log_ratio: Tensor
+    divergence: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class GuessAttack:
+    """The best attacker's rates beside what D allows, by example. Confidential: it depends on private data.
+
+    Attributes:
+        question: The answer that was attacked.
+        rows: The attacked examples, [m].
+        runs: How many runs there are with the true answer, and how many with the other.
+        divergence: D, the mean of the true runs' sums, [m].
+        divergence_error: Its standard error, [m].
+        false_positive_rates: α, [k].
+        achieved: The best attacker's true-positive rates at α, [m, k].
+        achieved_low: The lower ends of their intervals, [m, k].
+        bound: What D allows every attacker, at the upper end of D's interval, [m, k].
+        normal_limit: Φ(Φ⁻¹(α) + sqrt(2D)), an estimate for many small steps, [m, k].
+        confidence: Of the intervals.
+    """
+
+    question: str
+    rows: Sequence[int]
+    runs: int
+    divergence: np.ndarray
+    divergence_error: np.ndarray
+    false_positive_rates: np.ndarray
+    achieved: np.ndarray
+    achieved_low: np.ndarray
+    bound: np.ndarray
+    normal_limit: np.ndarray
+    confidence: float
+
+    @property
+    def testable(self) -> np.ndarray:
+        """Whether there are enough runs to see a false-positive rate of α at all, [k]: at least one in α of them."""
+        return self.runs * self.false_positive_rates >= 1
+
+    @property
+    def verdicts(self) -> list[list[str]]:
+        """"held", "broken" (beyond chance) or "not testable", by example and rate."""
+        broken = self.achieved_low > self.bound
+        return [
+            [("broken" if b else "held") if can else "not testable" for b, can in zip(row, self.testable, strict=True)]
+            for row in broken
+        ]
+
+    def table(self) -> Any:
+        """By example: D and, at each α, the best attacker's rate, the bound, the normal limit and the verdict."""
+        columns: dict[str, list[Any]] = {
+            "divergence": self.divergence.tolist(),
+            "divergence_error": self.divergence_error.tolist(),
+        }
+        verdicts = self.verdicts
+        for k, alpha in enumerate(self.false_positive_rates):
+            columns[f"achieved at {alpha:g}"] = self.achieved[:, k].tolist()
+            columns[f"bound at {alpha:g}"] = self.bound[:, k].tolist()
+            columns[f"normal limit at {alpha:g}"] = self.normal_limit[:, k].tolist()
+            columns[f"verdict at {alpha:g}"] = [row[k] for row in verdicts]
+        return as_table(list(self.rows), columns)
+
+
+def best_guess(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    question: Question,
+    rows: Sequence[int],
+    *,
+    answer: int = 0,
+    runs: int = 2000,
+    false_positive_rates: Sequence[float] = FALSE_POSITIVE_RATES,
+    secret_batches: bool = True,
+    private: Private | None = None,
+    confidence: float = 0.95,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+    **settings: Any,
+) -> GuessAttack:
+    """Train a tiny network many times with the true answer and with another, and let the best attacker tell them apart.
+
+    The attacker sees every noisy gradient, and knows all other examples, who of them was in which batch, and everything
+    about the example but the answer; with ``secret_batches`` not when the example itself was drawn.
+
+    Args:
+        model: Left unchanged.
+        loss_fn: ``loss_fn(outputs, targets)``.
+        inputs: [n, …].
+        targets: [n, …].
+        question: What the attacker wants to know.
+        rows: Which examples to attack.
+        answer: Which of the question's answers is the other one.
+        runs: How many with each answer.
+        false_positive_rates: α.
+        secret_batches: Whether the attacker does not know when the example was drawn.
+        private: As in :func:`record_dpsgd`; integer inputs need ``Private(submodule=…)``.
+        confidence: Of the intervals.
+        seed: Of noise and batches; or
+        generator: their source.
+        progress: Whether to show a bar.
+        **settings: ``steps``, ``lr``, ``max_grad_norm``, ``noise_multiplier``, ``sample_rate``, ``clip`` of
+            :func:`record_dpsgd`.
+    """
+    source = make_generator(generator, seed)
+    alternative = question.alternatives(inputs, targets)[answer]
+    alpha = torch.tensor(false_positive_rates, dtype=torch.float64)
+    found: list[list[Tensor]] = []
+    for row in with_progress(rows, progress, "examples", len(rows)):
+        other: Other = None if alternative is None else _swapped(row, (inputs, targets), alternative)
+        common = {"runs": runs, "generator": source, "private": private, **settings}
+        true = record_dpsgd(model, loss_fn, inputs, targets, **common)
+        false = (
+            record_dpsgd(model, loss_fn, inputs, targets, absent=(row,), **common)
+            if other is None
+            else record_dpsgd(model, loss_fn, *other, **common)
+        )
+
+        # both sets of runs are judged by the same two laws
+        here = transcript_ratios(true, row, (inputs, targets), other, private, secret_batches=secret_batches)
+        there = transcript_ratios(false, row, (inputs, targets), other, private, secret_batches=secret_batches)
+        mean, error = here.divergence.mean(), here.divergence.std() / math.sqrt(runs) if runs > 1 else torch.tensor(0.0)
+        rates = true_positive_rates(here.log_ratio, there.log_ratio, alpha)
+        low = _lower_ends(rates, alpha, runs, confidence)
+        upper = mean + stats.norm.ppf(0.5 + confidence / 2) * error
+        bound, limit = largest_true_positive_rate(upper, alpha), normal_limit_true_positive_rate(mean, alpha)
+        found.append([mean, error, rates, low, bound, limit])
+
+    divergence, error, achieved, low, bound, limit = (
+        torch.stack([part.double().cpu() for part in column]).numpy() for column in zip(*found, strict=True)
+    )
+    return GuessAttack(
+        question.answers[answer],
+        list(rows),
+        runs,
+        divergence,
+        error,
+        alpha.numpy(),
+        achieved,
+        low,
+        bound,
+        limit,
+        confidence,
+    )
+
+
+def transcript_ratios(
+    transcripts: Transcripts,
+    row: int,
+    true: tuple[Any, Any],
+    other: Other,
+    private: Private | None = None,
+    *,
+    secret_batches: bool = True,
+) -> Ratios:
+    """log P/P′ of recorded runs, whichever answer they were made with, and the sums that a ledger books for them.
+
+    With o = (noisy sum − others' part)/s, u = g̃/s and v = g̃′/s a step's ratio is that of (1−q)φ(o) + qφ(o − u) and
+    (1−q)φ(o) + qφ(o − v); with known batches that of φ(o − u) and φ(o − v) where the example was drawn.
+
+    Args:
+        transcripts: The runs.
+        row: The example.
+        true: Inputs and targets of the data with the true answer.
+        other: Those with the other; None: the example is absent.
+        private: As the runs were recorded with.
+        secret_batches: Whether the attacker does not know when the example was drawn.
+    """
+    made, q = transcripts.gradients, transcripts.sample_rate
+    own, others = (
+        None if data is None else ExampleGradients.build(made.model, made.loss_fn, *data, private).examples[row : row + 1]
+        for data in (true, other)
+    )
+    scale = transcripts.mechanism.noise_std
+    runs, steps, p = transcripts.weights.shape
+    size = max(1, VALUES_AT_ONCE // (4 * steps * p))
+    ratios, sums = [], []
+    for start in range(0, runs, size):
+        part = slice(start, min(start + size, runs))
+        weights, drawn = transcripts.weights[part], transcripts.batches[part, :, row]
+        o = (transcripts.noisy_sums[part] - sum_of_others(transcripts, part, row)) / scale
+        u, v = (
+            torch.zeros_like(o) if one is None else _clipped(transcripts, weights, one) / scale for one in (own, others)
+        )
+        products = [(a * b).sum(dim=-1) for a, b in ((u, u), (v, v), (u, v))]
+        exponents = (o * u).sum(dim=-1) - products[0] / 2, (o * v).sum(dim=-1) - products[1] / 2
+
+        if secret_batches and q < 1:
+            log_a, log_b = (torch.logaddexp(torch.full_like(e, math.log1p(-q)), e + math.log(q)) for e in exponents)
+            step, each = log_a - log_b, step_divergence(*products, q) / q
+        else:
+            step, each = (exponents[0] - exponents[1]) * drawn, step_divergence(*products, None)
+        ratios.append(step.sum(dim=1))
+        sums.append((each * drawn).sum(dim=1))
+    return Ratios(torch.cat(ratios), torch.cat(sums))
+
+
+def true_positive_rates(true: Tensor, false: Tensor, false_positive_rates: Tensor) -> Tensor:
+    """The best attacker's true-positive rates at α, [k], from log ratios of runs with either answer, [runs] each.
+
+    The threshold is the smallest at which no more than α of the false runs lie above it; ties there count as missed.
+    """
+    ranked = false.sort(descending=True).values
+    allowed = (false_positive_rates * len(ranked)).floor().long().clamp(max=len(ranked) - 1)
+    thresholds = ranked[allowed.to(ranked.device)]
+    return (true[None, :] > thresholds[:, None]).double().mean(dim=1).cpu()
+
+
+def _lower_ends(rates: Tensor, alpha: Tensor, runs: int, confidence: float) -> Tensor:
+    """Lower ends of the true-positive rate at a false-positive rate of exactly α.
+
+    The rate has its own chance, and so has the threshold: its false-positive rate may be larger than α by its standard
+    error, which a likelihood ratio's rate follows with a slope of at most t/α where it is concave.
+    """
+    z = float(stats.norm.ppf(0.5 + confidence / 2))
+    own = (rates * (1 - rates) / runs).sqrt()
+    through_threshold = rates / alpha * (alpha * (1 - alpha) / runs).sqrt()
+    return (rates - z * (own.square() + through_threshold.square()).sqrt()).clamp(min=0)
+
+
+def _swapped(row: int, data: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The data with one example's row from the other."""
+    rows_of = iter(tensors_of(tuple(other)))
+
+    def swap(leaf: Tensor) -> Tensor:
+        result = leaf.clone()
+        result[row] = next(rows_of)[row]
+        return result
+
+    swapped: tuple[Any, Any] = map_tensors(swap, data)
+    return swapped
+
+
+def _clipped(transcripts: Transcripts, weights: Tensor, example: Any) -> Tensor:
+    """g̃ of one example at weights [runs, steps, p]."""
+    z, public = example.z[0], map_tensors(lambda leaf: leaf[0], example.public)
+    by_step = vmap(lambda w: transcripts.clipped(w, z, public))
+    return vmap(by_step)(weights)
