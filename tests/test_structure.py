@@ -13,6 +13,7 @@ ROWS = (
     {"_version", "utils"},
     {"private", "clipping", "viz", "papers"},
     {"fisher", "smoothness"},
+    {"guessing"},
     {"accounting", "bounds", "glm"},
     {"attribution", "report"},
     {"attacks"},
