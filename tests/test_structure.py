@@ -14,6 +14,7 @@ ROWS = (
     {"private", "clipping", "viz", "papers"},
     {"fisher", "smoothness", "questions"},
     {"guessing"},
+    {"guessing"},
     {"accounting", "bounds", "glm"},
     {"attribution", "report"},
     {"attacks"},

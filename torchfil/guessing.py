@@ -1,0 +1,364 @@
+"""What a divergence D = KL(P ‖ P') between two transcripts means for an attacker who guesses between answers.
+
+P is the law of everything that a run releases where the true answer stands in the data, P' where an alternative does.
+The bounds follow from data processing (nothing made from a release tells P from P' better than the release itself), so
+they bind **every attacker**, biased or not, whatever else it knows. What is random is the run (batches and noise) and
+the attacker's own dice. :func:`normal_limit_true_positive_rate` is the exception: an estimate, and called so.
+
+A D that was measured in one run is an estimate of E_P Σ_t KL_t, and a bound taken at it is an estimate of the bound;
+:meth:`Guess.upper` takes the conservative end of D's interval. These values depend on private data: keep them secret.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchfil.fisher.results import Estimate
+
+__all__ = [
+    "Guess",
+    "divergence_from_mixture",
+    "expected_log_posterior_bound",
+    "expected_posterior_bound",
+    "fano_success",
+    "largest_naming_rate",
+    "largest_success",
+    "largest_total_variation",
+    "largest_true_positive_rate",
+    "normal_limit_true_positive_rate",
+]
+
+Numbers = float | Sequence[float] | Tensor
+_HALVINGS = 100  # of an interval in [0, 1], so that small rates keep their digits too
+
+
+@dataclass(frozen=True)
+class Guess:
+    """How well any attacker can guess the answer to a question about each example, from one run.
+
+    D is measured along one run, so it is an estimate of its mean over runs (the draw of batches and the path of the
+    weights are part of its error only where the estimate says so). The bounds are concave in D: at an estimate they
+    come out too small on average, not too large. Quote them from :meth:`upper`.
+
+    Attributes:
+        divergence: D = KL(P ‖ P') of each example, [ids], or of each of several alternatives, [ids, alternatives].
+        alternatives: The names of the alternatives, one a column of D; empty: not named.
+
+    Example:
+        >>> guess = Guess(Estimate(torch.tensor([0.2354]), torch.tensor([0.01]), "estimate"), ("absent",))
+        >>> guess.true_positive_rate([0.01, 0.05])
+        tensor([[0.1353, 0.2556]], dtype=torch.float64)
+        >>> guess.upper(0.95).true_positive_rate(0.05)
+        tensor([0.2659], dtype=torch.float64)
+    """
+
+    divergence: Estimate
+    alternatives: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.divergence.value.shape)
+        if len(shape) not in (1, 2):
+            raise ValueError(f"divergence has shape {shape}; it must be [ids] or [ids, alternatives]")
+        columns = shape[1] if len(shape) == 2 else 1
+        if self.alternatives and len(self.alternatives) != columns:
+            raise ValueError(
+                f"alternatives={self.alternatives!r} has {len(self.alternatives)} names for {columns} columns of "
+                "divergence; give one name a column, or none"
+            )
+
+    def upper(self, confidence: float = 0.95) -> Guess:
+        """The same at the upper end of D's interval, which D exceeds with probability (1 − confidence)/2."""
+        _, high = self.divergence.interval(confidence)
+        return replace(self, divergence=Estimate(high, torch.zeros_like(high), "upper bound", positive=True))
+
+    def true_positive_rate(self, false_positive_rate: Numbers) -> Tensor:
+        """For every attacker: :func:`largest_true_positive_rate`; D's shape, then that of the rates."""
+        return largest_true_positive_rate(*self._beside(false_positive_rate))
+
+    def normal_limit(self, false_positive_rate: Numbers) -> Tensor:
+        """An estimate for the best attacker, no bound: :func:`normal_limit_true_positive_rate`; shapes as above."""
+        return normal_limit_true_positive_rate(*self._beside(false_positive_rate))
+
+    def total_variation(self) -> Tensor:
+        """For every attacker: :func:`largest_total_variation`, D's shape."""
+        return largest_total_variation(self.divergence.value)
+
+    def success(self, prior: Numbers) -> Tensor:
+        """For every attacker: :func:`largest_success` with prior(s) of the truth; D's shape, then the priors'."""
+        return largest_success(*self._beside(prior))
+
+    def posterior(self, prior: Numbers) -> Tensor:
+        """For every attacker with this prior: :func:`expected_posterior_bound`; D's shape, then that of the priors."""
+        return expected_posterior_bound(*self._beside(prior))
+
+    def several(self, priors: Numbers, overall_rate: Numbers) -> Tensor:
+        """For every attacker: :func:`largest_naming_rate` of the true answer among all, [ids], then the rates' shape.
+
+        Args:
+            priors: The prior of the true answer, then of each alternative in turn, [answers] or [ids, answers].
+            overall_rate: β, how often the attacker names this answer, whatever the truth.
+        """
+        mixture = self.mixture_divergence(priors)
+        return largest_true_positive_rate(*_beside(mixture, overall_rate))
+
+    def mixture_divergence(self, priors: Numbers) -> Tensor:
+        """:func:`divergence_from_mixture` of the true answer and all alternatives, [ids]; priors as in `several`.
+
+        Its mean over records, whose answers follow the prior, is what :func:`fano_success` takes.
+        """
+        value = self.divergence.value
+        columns = value if value.ndim == 2 else value[:, None]
+        return divergence_from_mixture(F.pad(columns, (1, 0)), priors)
+
+    def _beside(self, other: Numbers) -> tuple[Tensor, Tensor]:
+        return _beside(self.divergence.value, other)
+
+
+def largest_true_positive_rate(divergence: Numbers, false_positive_rate: Numbers) -> Tensor:
+    """The largest t with kl(t ‖ α) = t log(t/α) + (1−t) log((1−t)/(1−α)) ≤ D; binds every attacker.
+
+    An attacker who says "this answer" in at most α of the runs where it is false says so in at most t of the runs where
+    it is true: by data processing, kl(P(yes) ‖ P'(yes)) ≤ KL(P ‖ P').
+
+    Args:
+        divergence: D = KL(P ‖ P') ≥ 0, P of the true answer.
+        false_positive_rate: α in [0, 1]; broadcast against D.
+
+    Returns:
+        t in [α, 1], float64, to 1e-12. D = 0 gives α, D = ∞ gives 1, and α = 0 gives 0 for every finite D.
+
+    Example:
+        >>> largest_true_positive_rate([0.0, 0.2354, float("inf")], 0.05)
+        tensor([0.0500, 0.2556, 1.0000], dtype=torch.float64)
+    """
+    limit, alpha = _checked(divergence, false_positive_rate, "false_positive_rate")
+    gain = _largest(lambda gain: _binary_divergence(alpha, gain), 1 - alpha, limit)
+    return alpha + gain
+
+
+def normal_limit_true_positive_rate(divergence: Numbers, false_positive_rate: Numbers) -> Tensor:
+    """Φ(Φ⁻¹(α) + sqrt(2D)): an **estimate** of the best attacker's true-positive rate at α, not a bound.
+
+    It is exact where log p/p' is normal: in the limit of many steps that each say little, and for a Gaussian release.
+
+    Example:
+        >>> normal_limit_true_positive_rate(0.5, [0.01, 0.1])  # 1 standard deviation apart
+        tensor([0.0924, 0.3891], dtype=torch.float64)
+    """
+    limit, alpha = _checked(divergence, false_positive_rate, "false_positive_rate")
+    rate = torch.special.ndtr(torch.special.ndtri(alpha) + (2 * limit).sqrt())
+    return torch.where(limit.isinf(), 1.0, rate)
+
+
+def largest_total_variation(divergence: Numbers) -> Tensor:
+    """min( sqrt(D/2), sqrt(1 − e^{−D}) ): Pinsker's bound and that of Bretagnolle and Huber.
+
+    For every attacker, the true-positive rate is at most this much above the false-positive rate, at any threshold.
+
+    Example:
+        >>> largest_total_variation([0.0, 0.02, 4.0])
+        tensor([0.0000, 0.1000, 0.9908], dtype=torch.float64)
+    """
+    (limit,) = _tensors(divergence)
+    _check_divergence(limit)
+    return torch.minimum((limit / 2).sqrt(), (-torch.expm1(-limit)).sqrt())
+
+
+def largest_success(divergence: Numbers, prior: Numbers) -> Tensor:
+    """How often any attacker picks the right one of two answers: at most π₀ + π₁·TV, π₀ ≥ π₁ the two priors.
+
+    The truth is drawn with the prior here: π P(A) + (1−π)(1 − P'(A)) ≤ max(π, 1−π) + min(π, 1−π)·TV for every set A of
+    releases that makes the attacker say "the true one".
+
+    Args:
+        divergence: D = KL(P ‖ P') ≥ 0.
+        prior: π in [0, 1], of either answer; broadcast against D.
+
+    Example:
+        >>> largest_success([0.0, 0.02, float("inf")], 0.4)
+        tensor([0.6000, 0.6400, 1.0000], dtype=torch.float64)
+    """
+    limit, true = _checked(divergence, prior, "prior")
+    return torch.maximum(true, 1 - true) + torch.minimum(true, 1 - true) * largest_total_variation(limit)
+
+
+def expected_posterior_bound(divergence: Numbers, prior: Numbers) -> Tensor:
+    """The largest mean, over runs on the truth, of the probability that a Bayesian attacker gives to it.
+
+    Proof: the posterior T is a yes said with probability T, so kl(E_P T ‖ E_P' T) ≤ D by data processing; posteriors
+    average to the prior, π E_P T + (1−π) E_P' T = π. The largest E_P T under both is returned; it binds every attacker
+    with this prior. A single run may give a higher posterior.
+
+    Args:
+        divergence: D = KL(P ‖ P') ≥ 0, P of the true answer.
+        prior: π of the true answer, strictly between 0 and 1; broadcast against D.
+
+    Example:
+        >>> expected_posterior_bound([0.0, 0.1, float("inf")], 0.39)
+        tensor([0.3900, 0.5214, 1.0000], dtype=torch.float64)
+    """
+    limit, true = _checked(divergence, prior, "prior")
+    _check_open(true)
+
+    # with d = E_P T − E_P' T the second equation says E_P' T = π(1 − d)
+    gap = _largest(lambda gap: _binary_divergence(true * (1 - gap), gap), torch.ones_like(true), limit)
+    return true + (1 - true) * gap
+
+
+def expected_log_posterior_bound(divergence: Numbers, prior: Numbers) -> Tensor:
+    """The largest mean log posterior of the truth, over runs on the truth: log π − log(π + (1−π) e^{−D}).
+
+    Proof: log T = log π − log(π + (1−π) e^{−L}) with L = log p/p' is concave in L, and E_P L = D (Jensen). So the
+    posterior's geometric mean is at most what odds multiplied by e^D give. Binds every attacker with this prior.
+
+    Example:
+        >>> expected_log_posterior_bound([0.0, 0.1], 0.39).exp()
+        tensor([0.3900, 0.4140], dtype=torch.float64)
+    """
+    limit, true = _checked(divergence, prior, "prior")
+    _check_open(true)
+    return F.logsigmoid(torch.logit(true) + limit)
+
+
+def divergence_from_mixture(divergences: Numbers, priors: Numbers) -> Tensor:
+    """−log Σ_a π_a e^{−D_a} ≥ KL(P ‖ Σ_a π_a P_a), D_a = KL(P ‖ P_a): how far the truth is from all answers together.
+
+    Proof: log p/Σ_a π_a p_a = −log Σ_a π_a e^{−L_a} is concave in L_a = log p/p_a, and E_P L_a = D_a (Jensen).
+
+    Args:
+        divergences: D_a ≥ 0, [..., answers], the true answer among them with its D = 0.
+        priors: π_a ≥ 0 with sum 1, [answers] or [..., answers].
+
+    Returns:
+        [...], at most log 1/π of the true answer.
+
+    Example:
+        >>> divergence_from_mixture([0.0, float("inf"), float("inf")], [0.5, 0.25, 0.25])
+        tensor(0.6931, dtype=torch.float64)
+    """
+    limits, shares = _tensors(divergences, priors)
+    _check_divergence(limits)
+    _check_priors(shares)
+    if limits.shape[-1:] != shares.shape[-1:]:
+        raise ValueError(
+            f"divergences has shape {tuple(limits.shape)} and priors {tuple(shares.shape)}; both end in one entry an "
+            "answer, the true answer included (its divergence is 0)"
+        )
+    return (-torch.logsumexp(shares.log() - limits, dim=-1)).clamp(min=0)
+
+
+def largest_naming_rate(divergences: Numbers, priors: Numbers, overall_rate: Numbers) -> Tensor:
+    """How often any attacker names the true one of several answers, if it names it β of the time overall: at most t.
+
+    kl(t ‖ β) ≤ KL(P ‖ Σ_a π_a P_a), by data processing; "overall" is over runs whose answer is drawn with the prior.
+
+    Args:
+        divergences: D_a, [..., answers], as in :func:`divergence_from_mixture`.
+        priors: π_a, [answers] or [..., answers].
+        overall_rate: β in [0, 1]; broadcast against [...].
+
+    Example:
+        >>> largest_naming_rate([0.0, 0.3, 0.5], [0.2, 0.3, 0.5], 0.2)
+        tensor(0.5645, dtype=torch.float64)
+    """
+    return largest_true_positive_rate(divergence_from_mixture(divergences, priors), overall_rate)
+
+
+def fano_success(mean_information: Numbers, prior: int | Sequence[float] | Tensor) -> Tensor:
+    """The largest share of records, drawn with the prior, whose answer any attacker names rightly: Fano's inequality.
+
+    With I the mutual information between answer and release, kl(success ‖ max_a π_a) ≤ I by data processing, and
+    kl(success ‖ 1/m) ≤ I + log m − H(π) (Fano); the smaller of the two is returned. Both are concave in I, so that I
+    may be a mean over records. Binds every attacker, **on average over people**; one record may be named more often.
+
+    Args:
+        mean_information: I in nats: the mean of KL(P ‖ Σ_a π_a P_a), or of a bound on it
+            (:func:`divergence_from_mixture`), over records whose answers follow the prior.
+        prior: π, [answers], or the number m of answers that are equally likely.
+
+    Example:
+        >>> fano_success([0.0, 0.1, 2.0], 4)
+        tensor([0.2500, 0.4567, 1.0000], dtype=torch.float64)
+        >>> fano_success(0.1, [0.7, 0.2, 0.1])
+        tensor(0.7684, dtype=torch.float64)
+    """
+    if isinstance(prior, int):
+        if prior < 1:
+            raise ValueError(f"prior={prior} must be a number of answers, at least 1, or one prior an answer")
+        prior = torch.full((prior,), 1 / prior, dtype=torch.float64)
+    information, shares = _tensors(mean_information, prior)
+    _check_divergence(information, "mean_information")
+    _check_priors(shares)
+
+    likely = shares[shares > 0]
+    spare = (math.log(len(likely)) + torch.xlogy(likely, likely).sum()).clamp(min=0)  # log m − H(π)
+    processed = largest_true_positive_rate(information, likely.max())
+    return torch.minimum(processed, largest_true_positive_rate(information + spare, 1 / len(likely)))
+
+
+def _binary_divergence(rate: Tensor, gain: Tensor) -> Tensor:
+    """kl(rate + gain ‖ rate), which keeps its digits where the gain is small."""
+    up, down = (torch.where(gain > 0, gain / part, 0.0) for part in (rate, 1 - rate))
+    return torch.special.xlog1py(rate + gain, up) + torch.special.xlog1py((1 - rate) - gain, -down)
+
+
+def _largest(increasing: Callable[[Tensor], Tensor], most: Tensor, limit: Tensor) -> Tensor:
+    """The largest x in [0, most] with increasing(x) ≤ limit, by halving; it errs upwards, by less than rounding."""
+    low, high = torch.zeros_like(most), most
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        inside = increasing(middle) <= limit
+        low, high = torch.where(inside, middle, low), torch.where(inside, high, middle)
+    return torch.where(increasing(most) <= limit, most, torch.where(limit == 0, 0.0, high))
+
+
+def _tensors(*values: Numbers) -> list[Tensor]:
+    """All in float64, on the device of the first tensor among them."""
+    device = next((value.device for value in values if isinstance(value, Tensor)), None)
+    return [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
+
+
+def _beside(divergence: Tensor, other: Numbers) -> tuple[Tensor, Tensor]:
+    """Each entry of the divergence with each of the others, as shapes that broadcast."""
+    limit, beside = _tensors(divergence, other)
+    return limit.reshape(limit.shape + (1,) * beside.ndim), beside
+
+
+def _checked(divergence: Numbers, rate: Numbers, name: str) -> tuple[Tensor, Tensor]:
+    """D and a probability, broadcast against each other."""
+    limit, probability = torch.broadcast_tensors(*_tensors(divergence, rate))
+    _check_divergence(limit)
+    outside = ~((probability >= 0) & (probability <= 1))
+    if bool(outside.any()):
+        raise ValueError(f"{name}={probability[outside][0].item():g} must lie in [0, 1]: it is a probability")
+    return limit, probability
+
+
+def _check_divergence(limit: Tensor, name: str = "divergence") -> None:
+    if bool((~(limit >= 0)).any()):
+        raise ValueError(
+            f"{name}={limit[~(limit >= 0)][0].item():g} must be ≥ 0; where an estimate came out negative, clamp it at 0"
+        )
+
+
+def _check_open(prior: Tensor) -> None:
+    outside = (prior <= 0) | (prior >= 1)
+    if bool(outside.any()):
+        raise ValueError(
+            f"prior={prior[outside][0].item():g} must lie strictly between 0 and 1: an answer that is excluded or "
+            "certain beforehand has no odds that a release could change"
+        )
+
+
+def _check_priors(priors: Tensor) -> None:
+    if priors.ndim == 0 or bool((~(priors >= 0)).any()) or bool(((priors.sum(dim=-1) - 1).abs() > 1e-6).any()):
+        raise ValueError(
+            f"priors={priors.tolist()} must hold one probability ≥ 0 for each answer, the true one included, with sum "
+            "1; divide them by their sum"
+        )
