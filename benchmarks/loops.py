@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import Accounting, Execution, FILPrivacyEngine, Private, zoo
 from torchfil.papers.datasets import DataNotFoundError, cifar10, mnist
+from torchfil.questions import Change
 
 __all__ = ["MODELS", "UNIT", "Loop", "Model", "Variant", "variants"]
 
@@ -133,6 +134,10 @@ class Variant:
     mean: bool = False
 
 
+def _other_label(inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+    return inputs, (targets + 1) % 2
+
+
 def variants(device: str) -> dict[str, Variant]:
     """What is compared, by title; the unit comes second."""
     chosen = {
@@ -144,6 +149,9 @@ def variants(device: str) -> dict[str, Variant]:
         "torchfil train_step, not measured": Variant("train_step", (("num_probes", 1),), paused=True),
         "torchfil train_step, 1 probe": Variant("train_step", (("num_probes", 1),)),
         "torchfil train_step, 3 probes": Variant("train_step", (("num_probes", 3),)),
+        "torchfil train_step, 1 probe, 1 question": Variant(
+            "train_step", (("num_probes", 1), ("questions", {"label": Change(_other_label)}))
+        ),
     }
     if device.startswith("cuda"):
         chosen["torchfil train_step, 1 probe, no CUDA graph"] = Variant(

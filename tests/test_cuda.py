@@ -232,3 +232,30 @@ def test_a_captured_pass_does_not_serve_another_argument(flag: bool) -> None:
         norms.append(torch.tensor(engine.leakage()["squared_norm"].tolist()))
     assert relative_error(norms[0][12:], norms[1][12:]) < 1e-5
     assert relative_error(norms[0][:12], norms[1][:12]) > 0.1
+
+
+def test_questions_in_a_captured_pass() -> None:
+    """Divergences of CUDA graphs are those of plain passes, whatever the batch's size."""
+
+    def divergences(graphs: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = zoo.mnist_cnn().double().cuda()
+        engine = FILPrivacyEngine()
+        data = TensorDataset(torch.rand(96, 1, 28, 28).double().cuda(), torch.randint(10, (96,)).cuda())
+        options = grouped(num_probes=1, seed=3, cuda_graphs=graphs, questions={"label": Label(3), "member": Absent()})
+        model, optimizer, loader = engine.make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            DataLoader(data, batch_size=24, generator=torch.Generator().manual_seed(1)),
+            noise_multiplier=1.0,
+            max_grad_norm=0.5,
+            noise_generator=torch.Generator("cuda").manual_seed(5),
+            criterion=nn.CrossEntropyLoss(),
+            **options,
+        )
+        for _ in range(2):
+            for x, y in loader:
+                engine.train_step(x, y)
+        return torch.cat([engine.get_guess("label").divergence.value.flatten(), engine.get_guess("member").divergence.value])
+
+    torch.testing.assert_close(divergences(True), divergences(False), rtol=1e-8, atol=1e-12)

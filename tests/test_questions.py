@@ -30,7 +30,9 @@ def test_columns() -> None:
     assert TABLE[0].tolist() == [1.0, 0.0, 5.0]
 
 
-@pytest.mark.parametrize(("inputs", "key"), [((TABLE, TABLE), 1), ({"a": TABLE, "b": TABLE}, "b"), ({0: TABLE, "b": TABLE}, "b")])
+@pytest.mark.parametrize(
+    ("inputs", "key"), [((TABLE, TABLE), 1), ({"a": TABLE, "b": TABLE}, "b"), ({0: TABLE, "b": TABLE}, "b")]
+)
 def test_one_of_several_inputs(inputs: Any, key: Any) -> None:
     (changed,) = values(Column(2, by=(1.0,), input=key), inputs)
     assert changed[key][:, 2].tolist() == [6.0, 7.0]

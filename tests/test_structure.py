@@ -14,7 +14,6 @@ ROWS = (
     {"private", "clipping", "viz", "papers"},
     {"fisher", "smoothness", "questions"},
     {"guessing"},
-    {"guessing"},
     {"accounting", "bounds", "glm"},
     {"attribution", "report"},
     {"attacks"},

@@ -49,6 +49,7 @@ class Guess:
     Attributes:
         divergence: D = KL(P ‖ P') of each example, [ids], or of each of several alternatives, [ids, alternatives].
         alternatives: The names of the alternatives, one a column of D; empty: not named.
+        complete: Whether the alternatives are all possible answers, the true one among them (with D = 0).
 
     Example:
         >>> guess = Guess(Estimate(torch.tensor([0.2354]), torch.tensor([0.01]), "estimate"), ("absent",))
@@ -60,6 +61,7 @@ class Guess:
 
     divergence: Estimate
     alternatives: tuple[str, ...] = ()
+    complete: bool = False
 
     def __post_init__(self) -> None:
         shape = tuple(self.divergence.value.shape)
@@ -101,7 +103,8 @@ class Guess:
         """For every attacker: :func:`largest_naming_rate` of the true answer among all, [ids], then the rates' shape.
 
         Args:
-            priors: The prior of the true answer, then of each alternative in turn, [answers] or [ids, answers].
+            priors: Of each alternative in turn, [answers] or [ids, answers]; that of the true answer comes before them
+                unless the alternatives are complete.
             overall_rate: β, how often the attacker names this answer, whatever the truth.
         """
         mixture = self.mixture_divergence(priors)
@@ -114,7 +117,7 @@ class Guess:
         """
         value = self.divergence.value
         columns = value if value.ndim == 2 else value[:, None]
-        return divergence_from_mixture(F.pad(columns, (1, 0)), priors)
+        return divergence_from_mixture(columns if self.complete else F.pad(columns, (1, 0)), priors)
 
     def _beside(self, other: Numbers) -> tuple[Tensor, Tensor]:
         return _beside(self.divergence.value, other)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,18 @@ from torch import Tensor
 from torchfil.private import Coordinates, Inputs, as_call
 from torchfil.utils.trees import map_tensors
 
-__all__ = ["Absent", "Alternative", "Change", "Column", "Label", "OneHot", "Question", "Region", "Token", "check_questions"]
+__all__ = [
+    "Absent",
+    "Alternative",
+    "Change",
+    "Column",
+    "Label",
+    "OneHot",
+    "Question",
+    "Region",
+    "Token",
+    "check_questions",
+]
 
 Key = int | str
 
@@ -31,7 +42,13 @@ class Alternative(NamedTuple):
 
 
 class Question:
-    """What an attacker wants to know of an example; a subclass says what the answers are."""
+    """What an attacker wants to know of an example; a subclass says what the answers are.
+
+    Attributes:
+        complete: Whether the answers are all that are possible, so that the true one is always among them.
+    """
+
+    complete: ClassVar[bool] = False
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -181,6 +198,7 @@ class OneHot(Question):
         [[[1.0, 0.0, 7.0]], [[0.0, 1.0, 7.0]]]
     """
 
+    complete: ClassVar[bool] = True
     columns: Sequence[int]
     names: Sequence[str] | None = None
     high: float | Sequence[float] = 1.0
@@ -230,6 +248,7 @@ class Label(Question):
         [[0, 0], [1, 1]]
     """
 
+    complete: ClassVar[bool] = True
     num_classes: int
     names: Sequence[str] | None = None
 
@@ -378,7 +397,9 @@ def _with_input(inputs: Any, key: Key, change: Callable[[Tensor], Tensor]) -> An
         return {**inputs, key: change(inputs[key])}
     args = as_call(inputs)[0]
     if not (isinstance(key, int) and -len(args) <= key < len(args)):
-        raise ValueError(f"the model has {len(args)} positional inputs; pass input= one of their positions, not {key!r}")
+        raise ValueError(
+            f"the model has {len(args)} positional inputs; pass input= one of their positions, not {key!r}"
+        )
     if isinstance(inputs, Tensor):
         return change(inputs)
     place = key % len(args)

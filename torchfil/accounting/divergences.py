@@ -6,8 +6,8 @@ secret) is unbiased for it, as with Fisher information.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -15,7 +15,14 @@ from torchfil.accounting.quantities import Reading, Sum, TrackedQuantity
 from torchfil.fisher.batch import Measurement
 from torchfil.guessing import Guess
 
-__all__ = ["Divergence"]
+__all__ = ["Asked", "Divergence"]
+
+
+class Asked(NamedTuple):
+    """What a ledger has to know of a question: its answers, and whether the true one is always among them."""
+
+    answers: tuple[str, ...]
+    complete: bool = False
 
 
 class Divergence(TrackedQuantity):
@@ -26,15 +33,15 @@ class Divergence(TrackedQuantity):
 
     Args:
         question: The question's name.
-        answers: The names of its alternatives.
+        asked: Its answers.
     """
 
     variances: Mapping[str, str]  # type: ignore[misc]
     unless_told: ClassVar[Mapping[str, float]] = {}
 
-    def __init__(self, question: str, answers: Sequence[str]) -> None:
+    def __init__(self, question: str, asked: Asked) -> None:
         self.question = question
-        self.answers = tuple(answers)
+        self.asked = asked
         self.name = f"question {question}"  # type: ignore[misc]
         self.variances = {self._sum("divergence"): self._sum("variance")}
 
@@ -43,7 +50,7 @@ class Divergence(TrackedQuantity):
 
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
         """D, its variance from steps that were skipped, and Σ KL_t², [m] each."""
-        shape = (len(self.answers),)
+        shape = (len(self.asked.answers),)
         return {self._sum(part): Sum(shape) for part in ("divergence", "variance", "square")}
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
@@ -60,6 +67,8 @@ class Divergence(TrackedQuantity):
         return result
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Guess:
-        """What D says about every attacker, [ids, m]."""
-        estimate = reading.estimate(sums[self._sum("divergence")], sums[self._sum("variance")])
-        return Guess(estimate, self.answers)
+        """What D says about every attacker, [ids, m]; [ids] for one alternative."""
+        value, variance = sums[self._sum("divergence")], sums[self._sum("variance")]
+        if len(self.asked.answers) == 1:
+            value, variance = value[:, 0], variance[:, 0]
+        return Guess(reading.estimate(value, variance), *self.asked)

@@ -6,14 +6,14 @@ bound on the Fisher information of the trained model; a step without the example
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchfil.accounting.contributions import Contribution
-from torchfil.accounting.divergences import Divergence
+from torchfil.accounting.divergences import Asked, Divergence
 from torchfil.accounting.quantities import OWN_SUMS, Sum, Track, TrackedQuantity, tracked
 
 __all__ = ["Ledger", "Track"]
@@ -34,7 +34,7 @@ class Ledger:
             "plis" (nd), or a registered quantity.
         sketch_rank: r, the number of columns of the test matrix.
         device: Where the sums live.
-        questions: By name the answers of the questions whose divergences are kept.
+        questions: By name those whose divergences are kept.
 
     Example:
         >>> ledger = Ledger(num_examples=3, num_coordinates=2)
@@ -51,11 +51,11 @@ class Ledger:
         track: Collection[Track] = (),
         sketch_rank: int = 4,
         device: torch.device | str = "cpu",
-        questions: Mapping[str, Sequence[str]] | None = None,
+        questions: Mapping[str, Asked] | None = None,
     ) -> None:
         self.num_examples = num_examples
         self.num_coordinates = num_coordinates
-        self.questions = {name: tuple(answers) for name, answers in (questions or {}).items()}
+        self.questions = dict(questions or {})
         self.quantities = _quantities(track, self.questions)
         self.sketch_rank = sketch_rank
         self.steps = 0
@@ -71,7 +71,7 @@ class Ledger:
         num_coordinates: int,
         track: Collection[Track],
         sketch_rank: int,
-        questions: Mapping[str, Sequence[str]] | None = None,
+        questions: Mapping[str, Asked] | None = None,
     ) -> int:
         """How much memory a ledger of that size takes."""
         layout = _layout(_quantities(track, questions or {}), num_coordinates, sketch_rank)
@@ -80,8 +80,8 @@ class Ledger:
     @property
     def track(self) -> tuple[Track, ...]:
         """The names of what is kept beside the trace."""
-        asked = {Divergence(name, answers).name for name, answers in self.questions.items()}
-        return tuple(quantity.name for quantity in self.quantities if quantity.name not in {"trace", *asked})
+        others = (quantity for quantity in self.quantities if not isinstance(quantity, Divergence))
+        return tuple(quantity.name for quantity in others if quantity.name != "trace")
 
     @property
     def device(self) -> torch.device:
@@ -112,7 +112,7 @@ class Ledger:
             "num_coordinates": self.num_coordinates,
             "track": list(self.track),
             "sketch_rank": self.sketch_rank,
-            "questions": {name: list(answers) for name, answers in self.questions.items()},
+            "questions": {name: [list(asked.answers), asked.complete] for name, asked in self.questions.items()},
             "steps": self.steps,
             "missed_steps": self.missed_steps,
             "sums": {name: value.clone() for name, value in self.sums.items()},
@@ -130,6 +130,7 @@ class Ledger:
                 f"the ledger's state has format {state.get('format', 1)}, and this version of torchfil reads {_FORMAT} "
                 "only; load it with the version that saved it"
             )
+        questions = state.get("questions", {})  # earlier states have none
         try:
             ledger = cls(
                 state["num_examples"],
@@ -137,7 +138,7 @@ class Ledger:
                 track=state["track"],
                 sketch_rank=state["sketch_rank"],
                 device=device,
-                questions=state.get("questions"),  # earlier states have none
+                questions={name: Asked(tuple(answers), complete) for name, (answers, complete) in questions.items()},
             )
             ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])
             for name, value in ledger.sums.items():
@@ -147,9 +148,9 @@ class Ledger:
         return ledger
 
 
-def _quantities(track: Collection[Track], questions: Mapping[str, Sequence[str]]) -> tuple[TrackedQuantity, ...]:
+def _quantities(track: Collection[Track], questions: Mapping[str, Asked]) -> tuple[TrackedQuantity, ...]:
     """What is kept: the trace, what is tracked, and the divergences of the questions."""
-    return (*tracked(track), *(Divergence(name, answers) for name, answers in questions.items()))
+    return (*tracked(track), *(Divergence(name, asked) for name, asked in questions.items()))
 
 
 def _layout(quantities: Iterable[TrackedQuantity], num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:

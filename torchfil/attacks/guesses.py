@@ -28,7 +28,7 @@ from torchfil.private import Private
 from torchfil.questions import Question
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["FALSE_POSITIVE_RATES", "GuessAttack", "Ratios", "best_guess", "true_positive_rates", "transcript_ratios"]
+__all__ = ["FALSE_POSITIVE_RATES", "GuessAttack", "Ratios", "best_guess", "transcript_ratios", "true_positive_rates"]
 
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
 Other = tuple[Any, Any] | None  # inputs and targets of the whole data with another answer of one example; None: absent
@@ -84,7 +84,7 @@ class GuessAttack:
 
     @property
     def verdicts(self) -> list[list[str]]:
-        """"held", "broken" (beyond chance) or "not testable", by example and rate."""
+        """By example and rate: "held", "broken" (beyond chance) or "not testable"."""
         broken = self.achieved_low > self.bound
         return [
             [("broken" if b else "held") if can else "not testable" for b, can in zip(row, self.testable, strict=True)]
@@ -166,29 +166,23 @@ def best_guess(
         # both sets of runs are judged by the same two laws
         here = transcript_ratios(true, row, (inputs, targets), other, private, secret_batches=secret_batches)
         there = transcript_ratios(false, row, (inputs, targets), other, private, secret_batches=secret_batches)
-        mean, error = here.divergence.mean(), here.divergence.std() / math.sqrt(runs) if runs > 1 else torch.tensor(0.0)
-        rates = true_positive_rates(here.log_ratio, there.log_ratio, alpha)
-        low = _lower_ends(rates, alpha, runs, confidence)
-        upper = mean + stats.norm.ppf(0.5 + confidence / 2) * error
-        bound, limit = largest_true_positive_rate(upper, alpha), normal_limit_true_positive_rate(mean, alpha)
-        found.append([mean, error, rates, low, bound, limit])
+        found.append(_judged(here, there, alpha, confidence))
 
-    divergence, error, achieved, low, bound, limit = (
-        torch.stack([part.double().cpu() for part in column]).numpy() for column in zip(*found, strict=True)
-    )
-    return GuessAttack(
-        question.answers[answer],
-        list(rows),
-        runs,
-        divergence,
-        error,
-        alpha.numpy(),
-        achieved,
-        low,
-        bound,
-        limit,
-        confidence,
-    )
+    columns = (torch.stack([part.double().cpu() for part in column]).numpy() for column in zip(*found, strict=True))
+    mean, error, rates, low, bound, limit = map(np.asarray, columns)
+    name = question.answers[answer]
+    return GuessAttack(name, list(rows), runs, mean, error, alpha.numpy(), rates, low, bound, limit, confidence)
+
+
+def _judged(here: Ratios, there: Ratios, alpha: Tensor, confidence: float) -> list[Tensor]:
+    """D and its error; at each α the best attacker's rate, its lower end, the bound and the normal limit."""
+    runs = len(here.divergence)
+    mean = here.divergence.mean()
+    error = here.divergence.std() / math.sqrt(runs) if runs > 1 else torch.zeros_like(mean)
+    upper = float(mean + stats.norm.ppf(0.5 + confidence / 2) * error)
+    rates = true_positive_rates(here.log_ratio, there.log_ratio, alpha)
+    bound, limit = largest_true_positive_rate(upper, alpha), normal_limit_true_positive_rate(float(mean), alpha)
+    return [mean, error, rates, _lower_ends(rates, alpha, runs, confidence), bound, limit]
 
 
 def transcript_ratios(
@@ -215,7 +209,9 @@ def transcript_ratios(
     """
     made, q = transcripts.gradients, transcripts.sample_rate
     own, others = (
-        None if data is None else ExampleGradients.build(made.model, made.loss_fn, *data, private).examples[row : row + 1]
+        None
+        if data is None
+        else ExampleGradients.build(made.model, made.loss_fn, *data, private).examples[row : row + 1]
         for data in (true, other)
     )
     scale = transcripts.mechanism.noise_std
@@ -229,14 +225,14 @@ def transcript_ratios(
         u, v = (
             torch.zeros_like(o) if one is None else _clipped(transcripts, weights, one) / scale for one in (own, others)
         )
-        products = [(a * b).sum(dim=-1) for a, b in ((u, u), (v, v), (u, v))]
-        exponents = (o * u).sum(dim=-1) - products[0] / 2, (o * v).sum(dim=-1) - products[1] / 2
+        uu, vv, uv = ((a * b).sum(dim=-1) for a, b in ((u, u), (v, v), (u, v)))
+        exponents = (o * u).sum(dim=-1) - uu / 2, (o * v).sum(dim=-1) - vv / 2
 
         if secret_batches and q < 1:
             log_a, log_b = (torch.logaddexp(torch.full_like(e, math.log1p(-q)), e + math.log(q)) for e in exponents)
-            step, each = log_a - log_b, step_divergence(*products, q) / q
+            step, each = log_a - log_b, step_divergence(uu, vv, uv, q) / q
         else:
-            step, each = (exponents[0] - exponents[1]) * drawn, step_divergence(*products, None)
+            step, each = (exponents[0] - exponents[1]) * drawn, step_divergence(uu, vv, uv, None)
         ratios.append(step.sum(dim=1))
         sums.append((each * drawn).sum(dim=1))
     return Ratios(torch.cat(ratios), torch.cat(sums))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from torchfil.accounting.divergences import Asked
 from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Needs, needs_of
 from torchfil.clipping import ClipFunction
@@ -150,6 +151,11 @@ class Accounting:
     def needs(self) -> Needs:
         """What has to be measured at each step."""
         return needs_of(self.track)
+
+    @property
+    def asked(self) -> dict[str, Asked]:
+        """What the ledger has to know of the questions, by name."""
+        return {name: Asked(question.answers, question.complete) for name, question in self.questions.items()}
 
     @property
     def chosen_estimator(self) -> Estimator:

@@ -191,7 +191,7 @@ class Run:
         """An empty ledger for d coordinates, and the test matrix of a sketch."""
         accounting, n = self.options.accounting, self.ids.num_examples
         rank = min(accounting.sketch_rank, num_coordinates)
-        questions = {name: question.answers for name, question in accounting.questions.items()}
+        questions = accounting.asked
         needed = Ledger.bytes_needed(n, num_coordinates, accounting.track, rank, questions)
         needed += NormHistory.bytes_needed(n)
         self._check_memory(needed)
@@ -285,7 +285,7 @@ class Run:
                 )
             if set(ledger.track) != set(track):
                 raise ValueError(f"the saved ledger tracks {ledger.track}, this run {track}; pass the same track=")
-            asked = {name: question.answers for name, question in self.options.accounting.questions.items()}
+            asked = self.options.accounting.asked
             if ledger.questions != asked:
                 raise ValueError(
                     f"the saved ledger has the questions {ledger.questions}, this run {asked}; pass the same questions="

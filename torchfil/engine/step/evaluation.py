@@ -92,6 +92,8 @@ class Evaluator:
         """
         if not _fits(batch):
             return self._mapped(batch, wanted)
+        if batch.plan is not None and wanted.questions:  # an alternative's pass stands beside the examples' own
+            batch = replace(batch, plan=replace(batch.plan, bytes_per_example=2 * batch.plan.bytes_per_example))
         one_pass = get_estimator(wanted.estimator).one_pass and wanted.test_matrix is None
         recorded = wanted if one_pass or not wanted.seeds else replace(wanted, seeds=())
         if recorded is not wanted and not wanted.summed:

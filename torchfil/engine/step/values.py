@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.contributions import additions
-from torchfil.accounting.divergences import Divergence
+from torchfil.accounting.divergences import Asked, Divergence
 from torchfil.accounting.quantities import Track, needs_of
 from torchfil.engine.step.asking import Places
 from torchfil.fisher.batch import PrivateBatch
@@ -133,7 +133,7 @@ def _divergences(
     added: dict[str, Tensor] = {}
     for name, places in wanted.questions:
         columns = [mechanism.divergence(absent) if k is None else by_alternative[k] for k in places]
-        quantity = Divergence(name, ("",) * len(places))
+        quantity = Divergence(name, Asked(("",) * len(places)))
         added |= quantity.added(torch.stack(columns, dim=1), rate, skipping=wanted.rate < 1)
     return added
 

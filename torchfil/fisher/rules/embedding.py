@@ -43,9 +43,9 @@ class EmbeddingRule(LinearInWeightsRule):
         """As in :class:`LayerRule`: no table per example is formed."""
         own, others = self._layout(call), self._layout(other)
         pairs = ((own, own), (others, others), (own, others))
-        return torch.stack([
-            (batched_product(d, e.mT) * (t[:, :, None] == s[:, None, :])).sum(dim=(1, 2)) for (t, d), (s, e) in pairs
-        ])
+        return torch.stack(
+            [(batched_product(d, e.mT) * (t[:, :, None] == s[:, None, :])).sum(dim=(1, 2)) for (t, d), (s, e) in pairs]
+        )
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """The rows of U, 0 for the padding token, whose row gets no gradient."""
