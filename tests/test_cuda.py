@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from cases import grouped, relative_error
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import PLIS, FILPrivacyEngine, fisher, zoo
+from torchfil.questions import Absent, Label
 
 pytestmark = [
     pytest.mark.cuda,
@@ -256,6 +257,8 @@ def test_questions_in_a_captured_pass() -> None:
         for _ in range(2):
             for x, y in loader:
                 engine.train_step(x, y)
-        return torch.cat([engine.get_guess("label").divergence.value.flatten(), engine.get_guess("member").divergence.value])
+        return torch.cat(
+            [engine.get_guess("label").divergence.value.flatten(), engine.get_guess("member").divergence.value]
+        )
 
     torch.testing.assert_close(divergences(True), divergences(False), rtol=1e-8, atol=1e-12)
