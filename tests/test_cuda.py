@@ -244,7 +244,7 @@ def test_questions_in_a_captured_pass() -> None:
         engine = FILPrivacyEngine()
         data = TensorDataset(torch.rand(96, 1, 28, 28).double().cuda(), torch.randint(10, (96,)).cuda())
         options = grouped(num_probes=1, seed=3, cuda_graphs=graphs, questions={"label": Label(3), "member": Absent()})
-        model, optimizer, loader = engine.make_private(
+        _, _, loader = engine.make_private(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             DataLoader(data, batch_size=24, generator=torch.Generator().manual_seed(1)),

@@ -6,11 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, SavedRun
+from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, QuestionRecord, SavedRun
+
+
+def _question(n: int) -> QuestionRecord:
+    divergence = np.stack([np.linspace(0, 3, n), np.linspace(1, 0, n)], axis=1)
+    return QuestionRecord("sex", ["f", "m"], True, divergence, 1.1 * divergence)
 
 
 def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: Any) -> SavedRun:
-    """A run with every part filled: two groups, three attributes, four pictures, one attack."""
+    """A run with every part filled: two groups, three attributes, four pictures, one attack, one question."""
     rng = np.random.default_rng(seed)
     fil = rng.lognormal(size=n)
     parts: dict[str, Any] = {
@@ -51,5 +56,6 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
                 "gradient", "knows all else", np.arange(3), np.ones(3), np.asarray([2.0, 1.5, 3.0]), np.zeros(3, bool)
             )
         ],
+        "questions": [_question(n)],
     }
     return SavedRun(**{**parts, **changes})

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from run_cases import made_up
 
+from torchfil.guessing import largest_true_positive_rate
 from torchfil.report.gate import Verdict, check
 from torchfil.report.policy import TEMPLATE, Policy, PolicyError, load_policy, parse_policy
 from torchfil.report.saved_run import SavedRun
@@ -63,6 +64,21 @@ class TestRules:
         assert not verdict(without, "min_attribute_error.age", min_attribute_error={"age": 5}).passed
         with pytest.raises(PolicyError, match="the run has no attribute 'aeg'; did you mean 'age'"):
             check(run, parse_policy({"min_attribute_error": {"aeg": 5}}))
+
+    def test_guesses_of_any_attacker_take_the_upper_end(self) -> None:
+        run = made_up(20)
+        rate = float(run.questions[0].rate(0.01).max())
+        assert rate == pytest.approx(float(largest_true_positive_rate(3.3, 0.01)))
+        assert verdict(run, "max_true_positive_rate.sex", max_true_positive_rate={"sex": rate + 1e-9}).passed
+        failed = verdict(run, "max_true_positive_rate.sex", max_true_positive_rate={"sex": rate - 1e-9})
+        assert (failed.passed, failed.offending) == (False, 1)
+        assert failed.found == pytest.approx(rate)
+        limits = {"max_true_positive_rate": {"sex": 0.5}, "at_false_positive_rate": 0.5}
+        assert "wrong 50 %" in verdict(run, "max_true_positive_rate.sex", **limits).detail
+        with pytest.raises(PolicyError, match="did you mean 'sex'"):
+            check(run, parse_policy({"max_true_positive_rate": {"sax": 0.1}}))
+        with pytest.raises(PolicyError, match="questions="):
+            check(dataclasses.replace(run, questions=[]), parse_policy({"max_true_positive_rate": {"sex": 0.1}}))
 
     def test_epsilon(self) -> None:
         run = made_up(20)
@@ -178,7 +194,7 @@ class TestPolicies:
 
     def test_the_template_tells_what_still_applies_when_left_out(self) -> None:
         numbers = {field.name: field.default for field in dataclasses.fields(Policy) if field.default is not None}
-        del numbers["min_attribute_error"]
+        del numbers["min_attribute_error"], numbers["max_true_positive_rate"]
         assert {v.rule: v.limit for v in check(made_up(20), parse_policy({}))} == {
             name: value for name, value in numbers.items() if name.startswith("max_")
         }

@@ -20,6 +20,7 @@ import pytest
 from run_cases import made_up
 
 from torchfil.report import SavedRun, register_section, write_report
+from torchfil.report.aggregates import rounded_count
 from torchfil.report.page import sections as chapters
 from torchfil.report.page.html import number, tag
 from torchfil.report.page.payload import pack, pack_text
@@ -426,3 +427,14 @@ def test_the_page_is_installed_with_the_package() -> None:
     assets = resources.files("torchfil.report") / "assets"
     assert {path.name for path in assets.iterdir()} == {"page.html", "page.css", "page.js"}
     assert "torchfil.report = assets/*" in (Path(__file__).parents[2] / "setup.cfg").read_text()
+
+
+def test_questions_have_a_section_where_they_were_asked(tmp_path: Path) -> None:
+    text = write_report(made_up(), tmp_path / "asked").read_text()
+    assert "What any attacker can tell" in text
+    assert "bind every attacker" in text
+    summary = summarise(made_up()).questions[0]
+    assert summary.above["0.05"] > summary.above["0.5"] > 0
+    assert "What any attacker can tell" not in write_report(made_up(questions=[]), tmp_path / "none").read_text()
+    public = summarise(made_up(), redacted=True).questions[0]
+    assert public.above["0.5"] == rounded_count(summary.above["0.5"], 10)

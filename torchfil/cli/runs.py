@@ -137,6 +137,9 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
         "groups": {name: len(np.unique(labels)) for name, labels in run.groups.items()},
         "attributes": len(run.attributes.names) if run.attributes is not None else 0,
         "pictures": len(run.pictures.rows) if run.pictures is not None else 0,
+        "questions": {
+            question.name: float(np.max(question.rate()[measured], initial=0.0)) for question in run.questions
+        },
         "attacks": [{"name": attack.name, "violated": int(attack.violated.sum())} for attack in run.attacks],
     }
 
@@ -176,6 +179,9 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
         lines.append(["groups", ", ".join(f"{name} ({count})" for name, count in data["groups"].items())])
     if run.attributes is not None:
         lines.append(["attributes", _shortened(run.attributes.names)])
+    for name, rate in data["questions"].items():
+        text = f"{name}: any attacker is right at most {100 * rate:.3g} % of the time where wrong 1 % of the time"
+        lines.append(["question", text])
     for attack in data["attacks"]:
         lines.append(["attack", f"{attack['name']}: {attack['violated']} bounds violated"])
     lines.append(["saved", f"{about.get('created')} by torchfil {about.get('versions', {}).get('torchfil')}"])

@@ -25,7 +25,7 @@ from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.run_view import RunView
 from torchfil.engine.thumbnails import thumbnails
 from torchfil.fisher.amplification import name_of_amplification
-from torchfil.report.saved_run import AttackRecord, Attributes, SavedRun
+from torchfil.report.saved_run import AttackRecord, Attributes, QuestionRecord, SavedRun
 from torchfil.utils.trees import tensors_of
 
 __all__ = ["Labels", "build_saved_run"]
@@ -79,6 +79,7 @@ def build_saved_run(
         history=_history(run),
         bounds=_bounds(run, input_range),
         attacks=records,
+        questions=[_question(leakage, name) for name in leakage.ledger.questions],
     )
 
 
@@ -193,6 +194,14 @@ def _attributes(leakage: Leakage, names: Sequence[str] | None, units: Sequence[s
         error=fil.value.reciprocal().float().cpu().numpy(),
         error_low=high.reciprocal().float().cpu().numpy() if high is not None else None,
     )
+
+
+def _question(leakage: Leakage, name: str) -> QuestionRecord:
+    guess, asked = leakage.get_guess(name), leakage.ledger.questions[name]
+    value, high = guess.divergence.value, guess.upper(0.95).divergence.value
+    columns = (len(value), len(asked.answers))
+    arrays = (part.reshape(columns).cpu().numpy() for part in (value, high))
+    return QuestionRecord(name, list(asked.answers), asked.complete, *arrays)
 
 
 def _labels(name: str, given: Labels, leakage: Leakage) -> np.ndarray:

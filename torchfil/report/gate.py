@@ -94,6 +94,22 @@ def _attribute_errors(run: SavedRun, policy: Policy) -> list[Verdict]:
     return verdicts
 
 
+def _guesses(run: SavedRun, policy: Policy) -> list[Verdict]:
+    alpha = policy.at_false_positive_rate
+    detail = f"largest true-positive rate of any attacker who is wrong {100 * alpha:g} % of the time, upper end"
+    by_name = {question.name: question for question in run.questions}
+    verdicts = []
+    for name, limit in policy.max_true_positive_rate.items():
+        if name not in by_name:
+            known = nearest(name, list(by_name)) or ": make_private(…, questions={…}) keeps them"
+            raise PolicyError(f"the run has no question {name!r}{known}")
+        rates = by_name[name].rate(alpha)[_measured(run)]
+        wrong = int((~(rates <= limit)).sum())
+        largest = float(np.max(rates, initial=0.0))
+        verdicts.append(Verdict(f"max_true_positive_rate.{name}", wrong == 0, limit, largest, wrong, detail))
+    return verdicts
+
+
 def _epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
     limit = policy.max_epsilon
     if limit is None:
@@ -173,6 +189,7 @@ _RULES: tuple[Callable[[SavedRun, Policy], list[Verdict]], ...] = (
     _smallest_bound,
     _share_of_concern,
     _attribute_errors,
+    _guesses,
     _epsilon,
     _individual_epsilon,
     _group_disparity,

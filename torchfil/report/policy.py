@@ -19,6 +19,9 @@ else:
 __all__ = ["TEMPLATE", "Policy", "PolicyError", "load_policy", "nearest", "parse_policy"]
 
 
+_TABLES = ("min_attribute_error", "max_true_positive_rate")  # by attribute, by question
+
+
 class PolicyError(ValueError):
     """A policy cannot be read, or asks for what the run does not have."""
 
@@ -31,6 +34,8 @@ class Policy:
     mse_bound_of_concern: float | None = None
     max_share_of_concern: float | None = None
     min_attribute_error: Mapping[str, float] = field(default_factory=dict)
+    max_true_positive_rate: Mapping[str, float] = field(default_factory=dict)
+    at_false_positive_rate: float = 0.01
     max_epsilon: float | None = None
     max_individual_epsilon: float | None = None
     max_group_disparity: float | None = None
@@ -40,12 +45,13 @@ class Policy:
     max_examples_missed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_share_of_concern", "max_share_not_measured"):
+        for name in ("max_share_of_concern", "max_share_not_measured", "at_false_positive_rate"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise PolicyError(f"{name} = {value} must be a share, between 0 and 1")
-        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "min_attribute_error"}
-        numbers |= {f"min_attribute_error.{name}": value for name, value in self.min_attribute_error.items()}
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TABLES}
+        for table in _TABLES:
+            numbers |= {f"{table}.{name}": value for name, value in getattr(self, table).items()}
         for name, value in numbers.items():
             if value is not None and not value >= 0:
                 raise PolicyError(f"{name} = {value} must not be negative")
@@ -76,9 +82,9 @@ def parse_policy(values: Mapping[str, Any]) -> Policy:
     for name, value in values.items():
         if name not in defaults:
             raise PolicyError(f"unknown key {name!r}{nearest(name, list(defaults))}")
-        if name == "min_attribute_error":
+        if name in _TABLES:
             wrong = not isinstance(value, Mapping) or not all(_is_number(v) for v in value.values())
-            expected = "a table of numbers by attribute"
+            expected = f"a table of numbers by {'attribute' if name == 'min_attribute_error' else 'question'}"
         elif isinstance(defaults[name], int):
             wrong, expected = not isinstance(value, int) or isinstance(value, bool), "a whole number"
         else:
@@ -139,7 +145,15 @@ max_share_not_measured = 0.01
 # Left out, it is 0: one such example fails.
 max_examples_missed = 0
 
+# At which false-positive rate max_true_positive_rate looks. Left out, it is 0.01.
+at_false_positive_rate = 0.01
+
 # The least error of a guess of an attribute, in its own unit, by the names given to save_run.
 # [min_attribute_error]
 # age = 5.0
+
+# For every attacker, whatever it knows: how often it may say rightly that an example has its true answer to a question
+# (not the other), if it says so wrongly in one run of a hundred. By the names of make_private(…, questions={…}).
+# [max_true_positive_rate]
+# member = 0.05
 """

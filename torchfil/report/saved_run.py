@@ -16,14 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load as from_bytes
 from safetensors.numpy import save as to_bytes
 
+from torchfil.guessing import largest_true_positive_rate
 from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import write_bytes
 
-__all__ = ["FORMAT", "SUFFIX", "VERSION", "AttackRecord", "Attributes", "Pictures", "SavedRun", "load", "save"]
+__all__ = [
+    "FORMAT",
+    "SUFFIX",
+    "VERSION",
+    "AttackRecord",
+    "Attributes",
+    "Pictures",
+    "QuestionRecord",
+    "SavedRun",
+    "load",
+    "save",
+]
 
 FORMAT = "torchfil-run"
 VERSION = 1
@@ -54,6 +67,30 @@ class Attributes:
                     f"attribute {name!r} is named {count} times; names must differ, such as '{name} = …' for each "
                     "level of a one-hot attribute"
                 )
+
+
+@dataclass(frozen=True, eq=False)
+class QuestionRecord:
+    """How well any attacker could tell the true answer of a question from others.
+
+    Attributes:
+        name: Of the question.
+        answers: m names.
+        complete: Whether the answers are all that are possible, the true one among them (with D = 0).
+        divergence: D = KL(P ‖ P′), [n, m].
+        divergence_high: The upper end of its 95 % interval, [n, m].
+    """
+
+    name: str
+    answers: list[str]
+    complete: bool
+    divergence: np.ndarray
+    divergence_high: np.ndarray
+
+    def rate(self, false_positive_rate: float = 0.01) -> np.ndarray:
+        """The largest true-positive rate of any attacker, over all answers, at the upper ends, [n]."""
+        worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1)
+        return largest_true_positive_rate(torch.from_numpy(worst), false_positive_rate).numpy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +145,7 @@ class SavedRun:
         history: Over training time: step [t], fil_median, fil_q95, fil_max [t]; may be empty.
         bounds: JSON values: rdp_mse_bound, rero; may be empty.
         attacks: Results of attacks; may be empty.
+        questions: What any attacker could tell; may be empty.
     """
 
     about: dict[str, Any]
@@ -119,6 +157,7 @@ class SavedRun:
     history: dict[str, np.ndarray] = field(default_factory=dict)
     bounds: dict[str, Any] = field(default_factory=dict)
     attacks: list[AttackRecord] = field(default_factory=list)
+    questions: list[QuestionRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not isinstance(self.about, dict) or not isinstance(self.bounds, dict):
@@ -146,6 +185,13 @@ class SavedRun:
                 raise ValueError(
                     f"attributes: {len(names)} names, {len(units)} units and errors of shape {list(shape)} for {n} "
                     "examples; they must agree"
+                )
+        for question in self.questions:
+            shapes = {question.divergence.shape, question.divergence_high.shape}
+            if shapes != {(n, len(question.answers))}:
+                raise ValueError(
+                    f"question {question.name!r} has divergences of shapes {sorted(shapes)} for {n} examples and "
+                    f"{len(question.answers)} answers"
                 )
         if len({len(values) for values in self.history.values()}) > 1:
             raise ValueError(f"history's columns differ in length: { {k: len(v) for k, v in self.history.items()} }")
@@ -319,10 +365,15 @@ def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         arrays[f"attack/{number}/achieved"] = attack.achieved
         arrays[f"attack/{number}/violated"] = attack.violated.astype(bool)
 
+    for number, question in enumerate(run.questions):
+        arrays[f"question/{number}/divergence"] = question.divergence
+        arrays[f"question/{number}/divergence_high"] = question.divergence_high
+
     # safetensors does not keep the order of arrays, so the header does
     attacks = [{"name": attack.name, "threat_model": attack.threat_model} for attack in run.attacks]
     order = {"columns": list(run.columns), "groups": list(run.groups), "history": list(run.history)}
-    values = {"about": run.about, "bounds": run.bounds, "attacks": attacks, "order": order}
+    questions = [{"name": q.name, "answers": q.answers, "complete": q.complete} for q in run.questions]
+    values = {"about": run.about, "bounds": run.bounds, "attacks": attacks, "order": order, "questions": questions}
     header = {key: json.dumps(value) for key, value in values.items()}
     arrays = {name: np.ascontiguousarray(values) for name, values in arrays.items()}
     return arrays, {"format": FORMAT, "version": str(VERSION), **header}
@@ -358,6 +409,16 @@ def _unpacked(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> Sa
                 *(arrays[f"attack/{number}/{part}"] for part in ("rows", "predicted", "achieved", "violated")),
             )
             for number, text in enumerate(json.loads(header["attacks"]))
+        ],
+        questions=[
+            QuestionRecord(
+                text["name"],
+                text["answers"],
+                text["complete"],
+                arrays[f"question/{number}/divergence"],
+                arrays[f"question/{number}/divergence_high"],
+            )
+            for number, text in enumerate(json.loads(header.get("questions", "[]")))  # earlier files have none
         ],
     )
 

@@ -20,15 +20,17 @@ from torchfil.report.aggregates import (
     rounded_count,
     windows,
 )
-from torchfil.report.saved_run import AttackRecord, Attributes, SavedRun
+from torchfil.report.saved_run import AttackRecord, Attributes, QuestionRecord, SavedRun
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = [
+    "FALSE_POSITIVE_RATE",
     "AttackSummary",
     "AttributeSummary",
     "Exposure",
     "GroupSummary",
     "Grouping",
+    "QuestionSummary",
     "Summary",
     "blind_guess",
     "summarise",
@@ -36,6 +38,7 @@ __all__ = [
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 MOST_GROUPS = 60
+FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
 PUBLIC = {
     "title": None,
     "created": None,
@@ -114,6 +117,19 @@ class AttributeSummary:
 
 
 @dataclass(frozen=True)
+class QuestionSummary:
+    """How well any attacker can tell the true answer: the largest true-positive rate at 1 % false positives, by level.
+
+    Of every example its worst answer counts, at the upper end of its 95 % interval.
+    """
+
+    name: str
+    answers: list[str]
+    rate: dict[str, float]
+    above: dict[str, int | str]  # how many examples have a rate above 5, 10 and 50 %
+
+
+@dataclass(frozen=True)
 class AttackSummary:
     """An attack: achieved error over the bound, by level; below 1 the attack did better than the bound.
 
@@ -154,6 +170,7 @@ class Summary:
     attributes: list[AttributeSummary]
     groupings: list[Grouping]
     attacks: list[AttackSummary]
+    questions: list[QuestionSummary]
     history: dict[str, list[float]]
 
 
@@ -218,6 +235,7 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         attributes=_attributes(run.attributes, measured, smallest),
         groupings=[_grouping(name, labels, measured, fil, smallest) for name, labels in run.groups.items()],
         attacks=[_attack(attack, smallest) for attack in run.attacks],
+        questions=[_question(question, measured, smallest) for question in run.questions],
         history=_history(run.history, redacted),
     )
 
@@ -337,6 +355,12 @@ def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
         violated,
         _levels(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
     )
+
+
+def _question(question: QuestionRecord, measured: np.ndarray, smallest: int) -> QuestionSummary:
+    rates = question.rate(FALSE_POSITIVE_RATE)[measured]
+    above = {f"{level:g}": published_count(int((rates > level).sum()), smallest) for level in (0.05, 0.1, 0.5)}
+    return QuestionSummary(question.name, question.answers, _levels(-rates, smallest, sign=-1), above)
 
 
 def _history(history: dict[str, np.ndarray], redacted: bool) -> dict[str, list[float]]:

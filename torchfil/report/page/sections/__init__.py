@@ -19,6 +19,7 @@ from torchfil.report.page.sections import (
     groups,
     history,
     other_bounds,
+    questions,
     training,
 )
 
@@ -32,6 +33,7 @@ _SECTIONS: list[Section] = [
     Section("bounds", "Beside other bounds", other_bounds.render),
     Section("exposed", "The most and the least exposed", exposed.render),
     Section("attributes", "Single attributes", attributes.render),
+    Section("questions", "What any attacker can tell", questions.render),
     Section("groups", "Who is exposed more than others", groups.render),
     Section("epsilon", "Each example’s own ε", epsilon.render),
     Section("attacks", "Attacks", attacks.render),
