@@ -88,3 +88,18 @@ def test_private_training_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert exact["result"]["smallest_95_together"] < exact["result"]["smallest_95_each"] < exact["result"]["smallest"]
     assert exact["result"]["epsilon"] == theorem4["result"]["epsilon"]
     assert 0 < (tmp_path / "out" / "mnist_dpsgd.png").stat().st_size < 200_000
+
+
+def test_questions_about_patients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "iwpc" / "iwpc-scaled.csv", IWPC)
+    monkeypatch.setenv("TORCHFIL_DATA", str(tmp_path))
+    settings = "--steps 6 --rate 0.5 --attacked 1 --runs 40"
+    monkeypatch.setattr(sys, "argv", ["questions", "--out", str(tmp_path / "out"), *settings.split()])
+    runpy.run_path(str(EXAMPLES / "questions_iwpc.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "right at most, if wrong 1 % of the time" in printed
+    assert "not testable" in printed  # 40 runs do not show one wrong answer in a thousand
+    assert (tmp_path / "out" / "questions_iwpc.png").exists()

@@ -24,6 +24,9 @@ def test_columns() -> None:
     standardised = OneHot((0, 1), high=(2.0, 3.0), low=(-2.0, -3.0), names=("a", "b"))
     assert values(standardised)[1][0].tolist() == [-2.0, 3.0, 5.0]
     assert standardised.answers == ("a", "b")
+    without = OneHot((0, 1), names=("a", "b"), dropped="neither")
+    assert without.answers == ("neither", "a", "b")
+    assert [v[0].tolist() for v in values(without)] == [[0.0, 0.0, 5.0], [1.0, 0.0, 5.0], [0.0, 1.0, 5.0]]
     assert values(Column(2, values=(0.0, 9.0)))[1][:, 2].tolist() == [9.0, 9.0]
     assert values(Column(2, by=(10.0, -1.0)))[1][:, 2].tolist() == [4.0, 5.0]
     assert Column(2, by=(10.0, -1.0)).answers == ("+10", "-1")
@@ -59,7 +62,7 @@ def test_labels_tokens_regions() -> None:
         (lambda: Column(0), "either values= or by="),
         (lambda: Column(0, values=(1.0,), by=(1.0,)), "either values= or by="),
         (lambda: Column(0, values=(1.0, 2.0), names=("a",)), "1 entries for 2 answers"),
-        (lambda: OneHot((0,)), "at least two columns"),
+        (lambda: OneHot((0,)), "at least two answers"),
         (lambda: OneHot((0, 1), high=(1.0,)), "1 values for 2 columns"),
         (lambda: Label(1), "at least two classes"),
         (lambda: Token(0, ()), "no values"),

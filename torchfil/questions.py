@@ -188,7 +188,8 @@ class OneHot(Question):
 
     Attributes:
         columns: Their numbers, along the last dimension of the input; every one of them is an answer.
-        names: Of the answers; None: the column numbers.
+        names: Of the columns' answers; None: the column numbers.
+        dropped: The name of one more answer that has no column: it is coded by none of them being 1.
         high: The value that means "this one" (of standardised columns one value each).
         low: The value that means "not this one" (likewise).
         input: The position or name of the input.
@@ -201,13 +202,14 @@ class OneHot(Question):
     complete: ClassVar[bool] = True
     columns: Sequence[int]
     names: Sequence[str] | None = None
+    dropped: str | None = None
     high: float | Sequence[float] = 1.0
     low: float | Sequence[float] = 0.0
     input: Key = 0
 
     def __post_init__(self) -> None:
-        if len(self.columns) < 2:
-            raise ValueError(f"OneHot needs at least two columns, got {list(self.columns)}; use Column for one")
+        if len(self.columns) + (self.dropped is not None) < 2:
+            raise ValueError(f"OneHot needs at least two answers, got the columns {list(self.columns)}; use Column")
         _check_names(self.names, len(self.columns))
         for name in ("high", "low"):
             value = getattr(self, name)
@@ -216,11 +218,12 @@ class OneHot(Question):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """One a column."""
-        return tuple(self.names) if self.names is not None else tuple(f"column {column}" for column in self.columns)
+        """The one without a column, where there is one, and one a column."""
+        named = tuple(self.names) if self.names is not None else tuple(f"column {column}" for column in self.columns)
+        return named if self.dropped is None else (self.dropped, *named)
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
-        """Each column high, the others low."""
+        """Each column high, the others low; all low first, where that is an answer."""
 
         def chosen(place: int) -> Alternative:
             def fill(tensor: Tensor) -> Tensor:
@@ -232,7 +235,8 @@ class OneHot(Question):
 
             return Alternative(_with_input(inputs, self.input, fill), targets)
 
-        return tuple(chosen(place) for place in range(len(self.columns)))
+        first = 0 if self.dropped is None else -1
+        return tuple(chosen(place) for place in range(first, len(self.columns)))
 
 
 @dataclass(frozen=True)

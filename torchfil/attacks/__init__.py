@@ -12,6 +12,7 @@ from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.attacks.glm_bias import BiasedBound, biased_bound
 from torchfil.attacks.glm_reconstruction import GLMReconstruction
+from torchfil.attacks.guesses import GuessAttack, best_guess
 from torchfil.attacks.informed import expected_information, informed_reconstruction
 from torchfil.attacks.inversion import invert_gradients, observed_gradients
 from torchfil.attacks.membership import membership_inference, shadow_runs
@@ -24,9 +25,11 @@ __all__ = [
     "BlackBoxInversion",
     "BoundComparison",
     "GLMReconstruction",
+    "GuessAttack",
     "NominalAttribute",
     "WhiteBoxInversion",
     "accuracy_by_part",
+    "best_guess",
     "biased_bound",
     "compare_with_bounds",
     "expected_information",

@@ -127,7 +127,7 @@ def best_guess(
 ) -> GuessAttack:
     """Train a tiny network many times with the true answer and with another, and let the best attacker tell them apart.
 
-    The attacker sees every noisy gradient, and knows all other examples, who of them was in which batch, and everything
+    The runs with the true answer serve all examples. The attacker sees every noisy gradient, and knows all other examples, who of them was in which batch, and everything
     about the example but the answer; with ``secret_batches`` not when the example itself was drawn.
 
     Args:
@@ -149,14 +149,14 @@ def best_guess(
         **settings: ``steps``, ``lr``, ``max_grad_norm``, ``noise_multiplier``, ``sample_rate``, ``clip`` of
             :func:`record_dpsgd`.
     """
-    source = make_generator(generator, seed)
+    source = make_generator(generator, seed, tensors_of((inputs, targets))[0].device)
     alternative = question.alternatives(inputs, targets)[answer]
     alpha = torch.tensor(false_positive_rates, dtype=torch.float64)
     found: list[list[Tensor]] = []
+    common = {"runs": runs, "generator": source, "private": private, **settings}
+    true = record_dpsgd(model, loss_fn, inputs, targets, **common)
     for row in with_progress(rows, progress, "examples", len(rows)):
         other: Other = None if alternative is None else _swapped(row, (inputs, targets), alternative)
-        common = {"runs": runs, "generator": source, "private": private, **settings}
-        true = record_dpsgd(model, loss_fn, inputs, targets, **common)
         false = (
             record_dpsgd(model, loss_fn, inputs, targets, absent=(row,), **common)
             if other is None
@@ -211,7 +211,7 @@ def transcript_ratios(
     own, others = (
         None
         if data is None
-        else ExampleGradients.build(made.model, made.loss_fn, *data, private).examples[row : row + 1]
+        else ExampleGradients.build(made.model, made.loss_fn, *data, private).examples[slice(row, row + 1)]
         for data in (true, other)
     )
     scale = transcripts.mechanism.noise_std
@@ -221,7 +221,7 @@ def transcript_ratios(
     for start in range(0, runs, size):
         part = slice(start, min(start + size, runs))
         weights, drawn = transcripts.weights[part], transcripts.batches[part, :, row]
-        o = (transcripts.noisy_sums[part] - sum_of_others(transcripts, part, row)) / scale
+        o = _without_others(transcripts, part, row) / scale
         u, v = (
             torch.zeros_like(o) if one is None else _clipped(transcripts, weights, one) / scale for one in (own, others)
         )
@@ -236,6 +236,14 @@ def transcript_ratios(
         ratios.append(step.sum(dim=1))
         sums.append((each * drawn).sum(dim=1))
     return Ratios(torch.cat(ratios), torch.cat(sums))
+
+
+def _without_others(transcripts: Transcripts, runs: slice, row: int) -> Tensor:
+    """The noisy sums of these runs less the others' part, [runs, steps, p]."""
+    if transcripts.noise is None:
+        return transcripts.noisy_sums[runs] - sum_of_others(transcripts, runs, row)
+    own = _clipped(transcripts, transcripts.weights[runs], transcripts.gradients.examples[slice(row, row + 1)])
+    return transcripts.noise[runs] + own * transcripts.batches[runs, :, row, None]
 
 
 def true_positive_rates(true: Tensor, false: Tensor, false_positive_rates: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class Transcripts:
         gradients: The model, the loss and all examples; an attack reads the other examples and the target's label.
         mechanism: Clipping and noise.
         sample_rate: q.
+        noise: sξ_t, [runs, steps, p]: who knows all others gets it from the sums, and is spared to compute theirs.
     """
 
     weights: Tensor
@@ -41,6 +42,7 @@ class Transcripts:
     gradients: ExampleGradients
     mechanism: Mechanism
     sample_rate: float = 1.0
+    noise: Tensor | None = None
 
     def clipped(self, weights: Tensor, z: Tensor, public: Any) -> Tensor:
         """g̃ of one example at one vector of weights, [p]; a function of z [d]."""
@@ -119,11 +121,13 @@ def record_dpsgd(
     weights, sums = theta.new_empty(runs, steps, p), theta.new_empty(runs, steps, p)
     batches = torch.rand(runs, steps, n, generator=source, device=gradients.device) < sample_rate
     batches[:, :, list(absent)] = False
-    transcripts = Transcripts(weights, sums, batches, gradients, mechanism, sample_rate)
+    noises = torch.empty_like(sums)
+    transcripts = Transcripts(weights, sums, batches, gradients, mechanism, sample_rate, noises)
     for t in with_progress(range(steps), progress, "private steps", steps):
         weights[:, t] = theta
         noise = torch.randn(runs, p, generator=source, dtype=theta.dtype, device=theta.device)
-        sums[:, t] = sum_of_clipped(transcripts, theta, batches[:, t]) + mechanism.noise_std * noise
+        noises[:, t] = mechanism.noise_std * noise
+        sums[:, t] = sum_of_clipped(transcripts, theta, batches[:, t]) + noises[:, t]
         theta = theta - lr / (sample_rate * n) * sums[:, t]
     return transcripts
 

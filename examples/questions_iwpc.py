@@ -1,0 +1,189 @@
+"""What any attacker can tell about a patient: the VKORC1 genotype from a dose model that was trained by DP-SGD (IWPC).
+
+A small network learns warfarin doses privately. For every patient the run keeps D = KL(P ‖ P′) between the laws of all
+that training released with the true genotype and with another. D bounds every attacker, who may know all else: how
+often it names the genotype rightly if it rarely does so wrongly, and how sure a prior of 39 % may become on average.
+With --attacked, the best attacker of all (the likelihood ratio of recorded runs) tries it on some of the patients.
+
+TORCHFIL_DATA=/path/to/data python examples/questions_iwpc.py --out out
+TORCHFIL_DATA=/path/to/data python examples/questions_iwpc.py --out out --attacked 4 --runs 1000 --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchfil import Accounting, FILPrivacyEngine
+from torchfil.attacks import best_guess
+from torchfil.papers.datasets import DataNotFoundError, TabularTask, iwpc
+from torchfil.questions import OneHot
+
+ATTRIBUTE, HIDDEN, LEARNING_RATE, THRESHOLD = "vkorc1", 8, 2.0, 1.0
+ALPHA = (0.001, 0.01, 0.1)
+
+
+def genotype(task: TabularTask) -> OneHot:
+    """The question: every level of the attribute is an answer, the first has no column."""
+    columns = task.attributes[ATTRIBUTE]
+    first, *others = task.levels[ATTRIBUTE]
+    names = tuple(task.columns[column].split("=")[1] for column in columns)
+    assert sorted(names) == sorted(others)
+    return OneHot(columns, names=names, dropped=first)
+
+
+def network(inputs: int) -> nn.Module:
+    """One hidden layer."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)).double()
+
+
+def train(x: Tensor, y: Tensor, question: OneHot, sigma: float, rate: float, steps: int) -> FILPrivacyEngine:
+    """A private run that asks for the genotype."""
+    torch.manual_seed(1)
+    model = network(x.shape[1]).to(x.device)
+    engine = FILPrivacyEngine()
+    loader = DataLoader(TensorDataset(x, y), batch_size=max(1, round(rate * len(x))))
+    model, optimizer, loader = engine.make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+        loader,
+        noise_multiplier=sigma,
+        max_grad_norm=THRESHOLD,
+        criterion=nn.MSELoss(),
+        accounting=Accounting(num_probes=1, questions={ATTRIBUTE: question}),
+    )
+    done = 0
+    while done < steps:
+        for batch in loader:
+            engine.train_step(*batch)
+            done += 1
+            if done == steps:
+                break
+    return engine
+
+
+def main() -> None:
+    """Print the tables and save the picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--noise-multiplier", type=float, default=1.0, help="σ")
+    parser.add_argument("--rate", type=float, default=1 / 15, help="q")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--attacked", type=int, default=0, help="on how many patients the best attacker tries it")
+    parser.add_argument("--runs", type=int, default=1000, help="of the attacker, with each genotype")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        task = iwpc()
+    except DataNotFoundError as error:
+        raise SystemExit(f"skipped: {error}") from None
+
+    x = torch.tensor(task.train_inputs, device=options.device)
+    y = torch.tensor(task.train_targets, device=options.device)[:, None]
+    question, levels = genotype(task), task.level_numbers(ATTRIBUTE, task.train_inputs)
+    sigma, rate, steps = options.noise_multiplier, options.rate, options.steps
+    engine = train(x, y, question, sigma, rate, steps)
+    print(f"{len(x):,} patients, {steps} steps, σ = {sigma:g}, q = {rate:.3f}: ε = {engine.get_epsilon(1e-5):.2f}")
+
+    # all patients: D of the worst other genotype, and the posterior of the true one
+    guess = engine.get_guess(ATTRIBUTE).upper(0.95)
+    divergence = guess.divergence.value.cpu()
+    shares = torch.tensor(np.bincount(levels, minlength=len(question.answers)) / len(levels))
+    order = list(task.levels[ATTRIBUTE])
+    prior = shares[[order.index(answer) for answer in question.answers]]
+    worst = divergence.max(dim=1).values
+    rates = guess.true_positive_rate(0.01).amax(dim=1).cpu()
+    mixture = guess.mixture_divergence(prior.to(guess.divergence.value.device)).cpu()
+    print(f"prior: {', '.join(f'{a} {p:.2f}' for a, p in zip(question.answers, prior.tolist(), strict=True))}")
+    print("patients              D      right at most, if wrong 1 % of the time")
+    for name, level in (("the most exposed", 1.0), ("5 % are more exposed", 0.95), ("half are more exposed", 0.5)):
+        print(f"{name:<20}  {worst.quantile(level):6.3f}  {100 * rates.quantile(level):5.1f} %")
+    summary = {
+        "divergence": worst.tolist(),
+        "rate": rates.tolist(),
+        "mixture": mixture.tolist(),
+        "prior": prior.tolist(),
+    }
+
+    if options.attacked:
+        summary["attacks"] = attack(x, y, question, worst, options)
+    (options.out / "questions_iwpc.json").write_text(json.dumps(summary))
+    draw(worst, rates, summary.get("attacks"), options.out / "questions_iwpc.png")
+
+
+def attack(
+    x: Tensor, y: Tensor, question: OneHot, worst: Tensor, options: argparse.Namespace
+) -> list[dict[str, float]]:
+    """The best attacker on patients from the most to the least exposed, each against another genotype."""
+    ranks = np.unique(np.linspace(0, len(worst) - 1, options.attacked).round().astype(int))
+    rows = worst.argsort(descending=True)[ranks.tolist()].tolist()
+    found = []
+    print("\npatient  other      D  " + "  ".join(f"wrong {100 * alpha:g} %: right / bound" for alpha in ALPHA))
+    for row in rows:
+        own = [bool((other.inputs[row] == x[row]).all()) for other in question.alternatives(x, y) if other is not None]
+        answer = next(k for k, same in enumerate(own) if not same)
+        result = best_guess(
+            network(x.shape[1]).to(x.device),
+            nn.MSELoss(),
+            x,
+            y,
+            question,
+            [row],
+            answer=answer,
+            runs=options.runs,
+            false_positive_rates=ALPHA,
+            seed=row,
+            steps=options.steps,
+            lr=LEARNING_RATE,
+            max_grad_norm=THRESHOLD,
+            noise_multiplier=options.noise_multiplier,
+            sample_rate=options.rate,
+        )
+        pairs = zip(result.achieved[0], result.bound[0], result.verdicts[0], strict=True)
+        text = "  ".join(f"{100 * r:8.1f} % / {100 * b:.1f} % {v}" for r, b, v in pairs)
+        print(f"{row:7d}  {question.answers[answer]:<5}  {result.divergence[0]:6.3f}  {text}", flush=True)
+        found.append(
+            {
+                "row": row,
+                "answer": answer,
+                "divergence": float(result.divergence[0]),
+                "achieved": result.achieved[0].tolist(),
+                "bound": result.bound[0].tolist(),
+                "limit": result.normal_limit[0].tolist(),
+            }
+        )
+    return found
+
+
+def draw(worst: Tensor, rates: Tensor, attacks: list[dict[str, float]] | None, path: Path) -> None:
+    """Every patient's bound by its D, and what the best attacker reached."""
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axis = figure.subplots()
+    axis.scatter(worst, 100 * rates, s=5, color="#0072B2", linewidths=0, alpha=0.5, label="bound for every attacker")
+    if attacks:
+        place = ALPHA.index(0.01)
+        points = [(one["divergence"], 100 * one["achieved"][place]) for one in attacks]  # type: ignore[index]
+        axis.scatter(*zip(*points, strict=True), s=36, marker="^", color="#D55E00", label="the best attacker")
+    axis.axhline(1, color="#666666", linestyle=":", linewidth=1.2, label="blind guess")
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlabel="D of the worst other genotype (nats)",
+        ylabel="right, if wrong 1 % of the time (%)",
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
