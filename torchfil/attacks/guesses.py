@@ -127,8 +127,9 @@ def best_guess(
 ) -> GuessAttack:
     """Train a tiny network many times with the true answer and with another, and let the best attacker tell them apart.
 
-    The runs with the true answer serve all examples. The attacker sees every noisy gradient, and knows all other examples, who of them was in which batch, and everything
-    about the example but the answer; with ``secret_batches`` not when the example itself was drawn.
+    The runs with the true answer serve all examples. The attacker sees every noisy gradient, and knows all other
+    examples, who of them was in which batch, and everything about the example but the answer; with ``secret_batches``
+    not when the example itself was drawn.
 
     Args:
         model: Left unchanged.
