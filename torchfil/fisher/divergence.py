@@ -8,9 +8,9 @@ Under Poisson sampling with rate q, and with the other examples' part taken away
 and E_P Σ_t KL_t(P ‖ P') is the divergence D of the transcripts (:mod:`torchfil.guessing` says what D means).
 
 With A = 1−q + q e^{⟨u,o⟩ − ‖u‖²/2} and B alike for v (the densities over φ), KL = (1−q) E₀ log A/B + q E_u log A/B, the
-means over o ~ φ and o ~ φ(· − u). log A and log B each depend on one normal number alone, so the mean of their difference
-may be taken as if both numbers came from the same ξ ~ N(0, 1): one integral instead of two, whose integrand is small
-where u is close to v. Let y be the exponent in B and y + Δ that in A:
+means over o ~ φ and o ~ φ(· − u). log A and log B each depend on one normal number alone, so the mean of their
+difference may be taken as if both numbers came from the same ξ ~ N(0, 1): one integral over a line instead of one over
+the plane, whose integrand is small where u is close to v. Let y be the exponent in B and y + Δ that in A:
 
     under φ:         y = −‖v‖²/2 + ‖v‖ξ,           Δ = (‖v‖² − ‖u‖²)/2 + (‖u‖ − ‖v‖)ξ
     under φ(· − u):  y = ⟨u,v⟩ − ‖v‖²/2 + ‖v‖ξ,    Δ = ‖u − v‖²/2 + (‖u‖ − ‖v‖)ξ
