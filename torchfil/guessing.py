@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Numbers = float | Sequence[float] | Tensor
-_HALVINGS = 100  # of an interval in [0, 1], so that small rates keep their digits too
+_HALVINGS = 64  # of an interval in [0, 1]: more than rounding leaves, so that small rates keep their digits too
 
 
 @dataclass(frozen=True)
@@ -312,13 +312,13 @@ def _binary_divergence(rate: Tensor, gain: Tensor) -> Tensor:
 
 
 def _largest(increasing: Callable[[Tensor], Tensor], most: Tensor, limit: Tensor) -> Tensor:
-    """The largest x in [0, most] with increasing(x) ≤ limit, by halving; it errs upwards, by less than rounding."""
+    """The largest x in [0, most] with increasing(x) ≤ limit, by halving the interval that holds it."""
     low, high = torch.zeros_like(most), most
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         inside = increasing(middle) <= limit
         low, high = torch.where(inside, middle, low), torch.where(inside, high, middle)
-    return torch.where(increasing(most) <= limit, most, torch.where(limit == 0, 0.0, high))
+    return torch.where(increasing(most) <= limit, most, torch.where(limit == 0, 0.0, low))
 
 
 def _tensors(*values: Numbers) -> list[Tensor]:

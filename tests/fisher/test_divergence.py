@@ -1,0 +1,181 @@
+"""The divergence of one step against integration in the plane, adaptive integration, and its known limits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torchfil.fisher import poisson_amplification
+from torchfil.fisher.divergence import step_divergence
+
+RATES = [1e-5, 1e-3, 0.01, 0.05, 0.3, 0.9, 1.0]
+NORMS = [0.0, 0.3, 1.3, 5.0]
+COSINES = [-1.0, -0.3, 0.9, 1.0]
+
+
+def divergence(norm: float, other: float, cosine: float, q: float | None) -> float:
+    squares = torch.tensor([norm**2, other**2, norm * other * cosine], dtype=torch.float64)
+    return step_divergence(*squares, q).item()
+
+
+def in_the_plane(norm: float, other: float, cosine: float, q: float) -> float:
+    """∫ φ (A log A/B − A + B), an integrand ≥ 0, on a fine grid over the plane of u and v."""
+    step = 0.2
+    x, y = np.arange(-14, 14, step)[:, None], np.arange(-9, 14, step)
+    with_true = norm * x - norm**2 / 2
+    with_other = other * (cosine * x + math.sqrt(1 - cosine**2) * y) - other**2 / 2
+    log_out, log_in = math.log1p(-q) if q < 1 else -math.inf, math.log(q)
+    log_density, log_other = np.logaddexp(log_out, log_in + with_true), np.logaddexp(log_out, log_in + with_other)
+    density = np.exp(log_density)
+    r = q * np.exp(with_true) * np.expm1(with_other - with_true) / density  # B/A − 1
+    small = np.where(np.abs(r) < 1e-2, r, 0)
+    series = sum((-1) ** k * small**k / k for k in range(2, 8))  # of r − log(1 + r)
+    excess = np.where(np.abs(r) < 1e-2, series, r - (log_other - log_density))
+    return float((np.exp(-(x**2 + y**2) / 2) * density * excess).sum() * step**2 / (2 * math.pi))
+
+
+@pytest.mark.parametrize("q", RATES)
+def test_against_integration_in_the_plane(q: float) -> None:
+    pairs = [(norm, other, c) for norm in NORMS for other in NORMS for c in (COSINES if norm * other else [0.0])]
+    want = np.array([in_the_plane(*pair, q) for pair in pairs])
+    norm, other, cosine = torch.tensor(pairs, dtype=torch.float64).T
+    got = step_divergence(norm**2, other**2, norm * other * cosine, q).numpy()
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-19, err_msg=str(pairs))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-8)
+
+
+def adaptive(norm: float, other: float, cosine: float, q: float) -> float:
+    """The four means of log(1 − q + q e^…), each by adaptive integration that knows where the logarithm turns."""
+    logit = math.log(q) - math.log1p(-q)
+
+    def mean(at: float, deviation: float) -> float:
+        def integrand(xi: float) -> float:
+            z = logit + at + deviation * xi
+            log = math.log1p(-q) + max(z, 0) + math.log1p(math.exp(-abs(z)))
+            return math.exp(-(xi**2) / 2) / math.sqrt(2 * math.pi) * log
+
+        turn, width = -(logit + at) / max(deviation, 1e-9), 4 / max(deviation, 1)
+        points = sorted({0.0, *(p for p in (turn - width, turn, turn + width) if abs(p) < 12)})
+        return float(integrate.quad(integrand, -12, 12, points=points, epsabs=1e-11, epsrel=1e-11, limit=400)[0])
+
+    without = mean(-(norm**2) / 2, norm) - mean(-(other**2) / 2, other)
+    with_it = mean(norm**2 / 2, norm) - mean(norm * other * cosine - other**2 / 2, other)
+    return (1 - q) * without + q * with_it
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.floats(0, 5), st.floats(0, 5), st.floats(-1, 1), st.floats(math.log(1e-5), math.log(0.99)).map(math.exp))
+def test_against_adaptive_integration(norm: float, other: float, cosine: float, q: float) -> None:
+    assert divergence(norm, other, cosine, q) == pytest.approx(adaptive(norm, other, cosine, q), abs=1e-8)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.floats(5, 50), st.floats(0, 50), st.floats(-1, 1), st.sampled_from([1e-5, 0.01, 0.5]))
+def test_large_norms(norm: float, other: float, cosine: float, q: float) -> None:
+    for pair in ((norm, other), (other, norm)):
+        assert divergence(*pair, cosine, q) == pytest.approx(adaptive(*pair, cosine, q), rel=1e-4, abs=1e-8)
+
+
+@pytest.mark.parametrize("q", [1e-5, 0.01, 0.5, 0.9])
+def test_far_apart(q: float) -> None:
+    half = 50.0**2 / 2
+    assert divergence(50, 0, 0, q) == pytest.approx((1 - q) * math.log1p(-q) + q * (math.log(q) + half), rel=1e-6)
+    assert divergence(0, 50, 0, q) == pytest.approx(-math.log1p(-q), rel=1e-6)
+    opposite = q * (math.log(q) - math.log1p(-q) + half)  # the release without the example is the nearer one
+    assert divergence(50, 50, -1, q) == pytest.approx(opposite, rel=1e-6)
+    assert divergence(200, 200, -1, q) > opposite
+
+
+@pytest.mark.parametrize("q", RATES)
+@pytest.mark.parametrize("norm", [0.01, 0.7, 2.0, 5.0])
+def test_close_pairs_give_the_fisher_information(norm: float, q: float) -> None:
+    """KL(u ‖ u + δ) → q κ ‖δ‖²/2, κ∥ along u and κ⊥ across it: two modules, one limit."""
+    perp, par = poisson_amplification(norm, q)
+    along = norm * 1e-4
+    assert divergence(norm, norm + along, 1.0, q) == pytest.approx(q * par.item() * along**2 / 2, rel=1e-3)
+    angle = 1e-4
+    across = 2 * norm * math.sin(angle / 2)
+    assert divergence(norm, norm, math.cos(angle), q) == pytest.approx(q * perp.item() * across**2 / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("q", [1e-5, 0.05, 0.9])
+@pytest.mark.parametrize("norm", [1e-9, 0.99e-4, 1.01e-4, 1e-3])
+def test_tiny_gradients(norm: float, q: float) -> None:
+    for ratio, cosine in ((0.0, 0.0), (1.0, -1.0), (0.5, 0.3)):
+        gap = 1 + ratio**2 - 2 * ratio * cosine
+        want = q**2 * norm**2 * gap / 2
+        assert divergence(norm, ratio * norm, cosine, q) == pytest.approx(want, rel=2 * norm**2 + 1e-6, abs=0)
+
+
+@pytest.mark.parametrize("q", RATES)
+def test_between_zero_and_known_batches(q: float) -> None:
+    """The divergence is convex: who does not know the batches learns at most q of what one does who knows."""
+    random = torch.rand(4, 300, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    norm, other = 50 * random[0] ** 4, 50 * random[1] ** 4
+    arguments = (norm**2, other**2, norm * other * (2 * random[2] - 1))
+    got, known = step_divergence(*arguments, q), step_divergence(*arguments, None)
+    assert (got >= 0).all()
+    assert (got <= q * known * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("q", [None, *RATES])
+def test_exactly_zero_for_the_same_gradient(q: float | None) -> None:
+    squared = torch.tensor([0.0, 1e-30, 1e-5, 0.3, 7.0, 25.0, 2500.0], dtype=torch.float32)
+    assert step_divergence(squared, squared, squared, q).tolist() == [0.0] * 7
+
+
+def test_known_batches_and_rounding() -> None:
+    u, v = torch.randn(2, 50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    arguments = (u.square().sum(-1), v.square().sum(-1), (u * v).sum(-1))
+    for q in (None, 1, 1.0):
+        torch.testing.assert_close(step_divergence(*arguments, q), (u - v).square().sum(-1) / 2)
+
+    # rounding that makes ⟨u, v⟩ larger than ‖u‖‖v‖ gives no negative divergence
+    one = torch.ones(3)
+    assert step_divergence(one, one, one * (1 + 1e-6), 0.1).tolist() == [0.0] * 3
+    assert step_divergence(one, one, one * (1 + 1e-6), None).tolist() == [0.0] * 3
+
+
+def test_shapes_and_types() -> None:
+    squared = torch.rand(3, 2, 4, dtype=torch.float32, requires_grad=True)
+    got = step_divergence(squared, 0 * squared, 0 * squared, 0.1)
+    assert got.shape == squared.shape
+    assert got.dtype == torch.float64
+    assert not got.requires_grad
+    assert step_divergence(torch.ones(0), torch.ones(0), torch.ones(0), 0.1).shape == (0,)
+    assert step_divergence(torch.tensor([math.nan]), torch.ones(1), torch.ones(1), 0.1).isnan().all()
+    with pytest.raises(ValueError, match="q=1.5 must lie in"):
+        step_divergence(squared, squared, squared, 1.5)
+
+
+def test_it_never_looks_at_a_value() -> None:
+    def pass_(squared: Tensor, other: Tensor, product: Tensor) -> Tensor:
+        return step_divergence(squared, other, product, 0.1)
+
+    arguments = (torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]), torch.tensor([0.0, -1.0]))
+    traced = make_fx(pass_)(*(torch.zeros(2) for _ in arguments))
+    torch.testing.assert_close(traced(*arguments), pass_(*arguments))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_in_a_cuda_graph() -> None:
+    arguments = [torch.zeros(5, device="cuda") for _ in range(3)]
+    step_divergence(*arguments, 0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step_divergence(*arguments, 0.1)
+    values = torch.rand(3, 5)
+    values[2] *= values[:2].prod(dim=0).sqrt()
+    for argument, value in zip(arguments, values, strict=True):
+        argument.copy_(value)
+    graph.replay()
+    torch.testing.assert_close(got.cpu(), step_divergence(*values, 0.1))
