@@ -167,6 +167,7 @@ def test_a_flip_inside_the_model_keeps_the_examples_own_coordinates(mode: str) -
     truth = torch.where(flips, diagonal.flip(-1), diagonal)
 
     rows = torch.tensor([int((dataset.tensors[0] == row).all(dim=1).nonzero()) for row in x])
-    assert flips.any() and not flips.all()
+    assert flips.any()
+    assert not flips.all()
     assert torch.allclose(run.engine.get_attribute_fil(rows).value.cpu().square(), truth, rtol=1e-6)
     assert not torch.allclose(diagonal, truth, rtol=0.1)
