@@ -62,10 +62,11 @@ def _below_guess(report: Report) -> list[Markup]:
     if summary.guess is None or summary.below_guess is None:
         return []
     if summary.below_guess == 0:
-        text = join(tag("b", "No measured example"), " has a bound below the error of a blind guess")
+        text = join(tag("b", "No measured example"), " has")
     else:
-        share = tag("b", _capital(_share(summary.below_guess, report)))
-        text = join(share, " have a bound below the error of a blind guess")
+        text = join(tag("b", _capital(_share(summary.below_guess, report))), " have")
+    guess = f"of a blind guess, {number(summary.guess)} at most, which needs no model and is open to every attacker"
+    text = join(text, f" an MSE bound below the squared error {guess}")
     if summary.low_below_guess not in (None, summary.below_guess):
         text = join(
             text, "; allowing for the uncertainty of the measurement, ", _share(summary.low_below_guess, report)
