@@ -86,9 +86,11 @@ def _private_tensors(batch: tuple[Any, Any], options: RunOptions) -> list[Tensor
     A private submodule's output depends on every input.
     """
     (args, kwargs), targets = as_call(batch[0]), batch[1]
-    named = {**dict(enumerate(args)), **kwargs}
+    named: dict[int | str, Any] = dict(enumerate(args))
+    named.update(kwargs)
     private = options.private or Private()
-    keys = [private.inputs] if isinstance(private.inputs, Integral | str) else private.inputs or ()
+    given = () if private.inputs is None else private.inputs
+    keys = [given] if isinstance(given, int | str | Integral) else given
 
     inputs = tensors_of(named)
     chosen = tensors_of([named[key] for key in keys if key in named])

@@ -48,7 +48,11 @@ class FILPrivacyEngine(Resuming):
         * A refused call or step changes nothing.
 
     What one run says: the sum over the realised steps is an unbiased estimate of an upper bound on the model's Fisher
-    information (Guo et al. 2022, Theorem 3); :meth:`merge` averages repeated runs.
+    information (Guo et al. 2022, Theorem 3). It binds unbiased attackers, on average over runs; its inverse, the MSE
+    bound, is an estimate from one run. :meth:`merge` averages repeated runs.
+
+    Augmentation: the numbers are about the tensors that the model sees. Sums by coordinate are refused where the data
+    set draws other values each time an example is read.
 
     Dropout: the attacker is taken to know the masks, which can only overstate the leakage.
 
