@@ -294,6 +294,9 @@ def test_an_estimated_bound_is_called_an_estimate(tmp_path: Path) -> None:
     assert estimate in text
     assert low_end in text
     assert "These bounds bind unbiased attackers: those whose guesses are right on average" in text
+    run.columns["mse_bound_low"][3] = 0  # drawn once, for example
+    text = sentences(write_report(run, tmp_path / "report"), "findings")
+    assert "for some examples, drawn too rarely, one run does not tell how far below its estimate" in text
     run.columns["mse_bound_low"][3] = np.nan
     unknown = "an estimate from one run; how far below it the truth may lie is not known."
     assert unknown in sentences(write_report(run, tmp_path / "report"), "findings")

@@ -142,7 +142,8 @@ class Leakage:
     def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """sqrt(I_jj) per private coordinate, [ids, d].
 
-        On average over runs an unbiased guess of the coordinate is off by at least 1/sqrt(I_jj). Quote the inverse of the upper end of its interval.
+        On average over runs an unbiased guess of the coordinate is off by at least 1/sqrt(I_jj). Quote the inverse of
+        the upper end of the interval.
         """
         if "diagonal" not in self.ledger.track and "fim" in self.ledger.track:
             rows = self._rows(example_ids)

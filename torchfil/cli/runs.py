@@ -163,7 +163,7 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
         ["ε", f"{number(about.get('epsilon'))} at δ = {about.get('delta')} ({about.get('accountant')})"],
         ["FIL", f"median {number(fil['median'])}, 95 % below {number(fil['q95'])}, largest {number(fil['max'])}"],
         ["MSE bound", f"{number(data['smallest_mse_bound'])}, the smallest lower end (95 %, each example by itself):"],
-        ["", "unbiased attackers err by at least this on average; biased ones may err less"],
+        ["", "unbiased attackers err by at least this on average, biased ones may err less; 0: one run does not tell"],
     ]
 
     # the rest only where there is something to tell

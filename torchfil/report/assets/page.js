@@ -294,7 +294,9 @@
     let above = 0, known = 0;
     for (let i = 0; i < n; i++) if (data.status[i] !== NOT_MEASURED) { known++; if (data.fil[i] > fil) above++; }
     const bound = data.mse_bound ? data.mse_bound[row] : 1 / fil ** 2;
-    const end = data.mse_bound_low ? `; the lower end of the 95 % interval is ± ${number(Math.sqrt(data.mse_bound_low[row]))}` : "";
+    const low = data.mse_bound_low ? data.mse_bound_low[row] : NaN;
+    const untold = Number.isNaN(low) || (low === 0 && bound > 0);
+    const end = untold ? ", which does not tell how far below the truth may lie" : `; the lower end of the 95 % interval is ± ${number(Math.sqrt(low))}`;
     const off = `an estimated ± ${number(Math.sqrt(bound))} or more per input on average (root mean square; an estimate from one run${end})`;
     const understated = data.status[row] === LOWER_BOUND ? " Some of its steps were not measured: it leaks more than shown." : "";
     return `Number ${(above + 1).toLocaleString("en")} of ${known.toLocaleString("en")} by exposure. An unbiased guess of its inputs is off by ${off}.${understated}`;

@@ -50,7 +50,7 @@ def _exposure(report: Report) -> list[Markup]:
         f"An unbiased guess of {whom} is off by an estimated ",
         tag("b", number(root(worst.mse_bound))),
         f" or more per input on average (root mean square{_unit(report)}). That is an estimate from one run",
-        _lowest_end(summary),
+        _lowest_end(summary, worst.mse_bound),
         ".",
     )
     return [most_exposed, join(WHO_IS_BOUND), *_below_guess(report)]
@@ -74,10 +74,15 @@ def _below_guess(report: Report) -> list[Markup]:
     return [join(text, ".")]
 
 
-def _lowest_end(summary: Summary) -> Markup:
+def _lowest_end(summary: Summary, smallest_bound: float) -> Markup:
     """What the uncertainty of the measurement leaves of the bounds."""
     if summary.lowest_end is None or math.isnan(summary.lowest_end):
         return join("; how far below it the truth may lie is not known")
+    if summary.lowest_end == 0 < smallest_bound:
+        return join(
+            "; for some examples, drawn too rarely, one run does not tell how far below its estimate the truth may lie "
+            "(a low end of 0)"
+        )
     which = (
         f"; the {summary.smallest} lowest lower ends (95 %, each example by itself) together give "
         if summary.redacted
