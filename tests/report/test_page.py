@@ -157,7 +157,7 @@ def test_the_parquet_file_holds_the_run(tmp_path: Path) -> None:
     assert table["id"] == run.ids.tolist()
     assert table["fil"][7] is None
     assert table["fil"][6] == run.columns["fil"][6]
-    assert table["error of age"][6] == run.attributes.error[6, 0]  # type: ignore[union-attr]
+    assert table["least error of age"][6] == run.attributes.error[6, 0]  # type: ignore[union-attr]
     assert table["group sex"] == run.groups["sex"].tolist()
 
 
@@ -287,18 +287,48 @@ def test_an_estimated_bound_is_called_an_estimate(tmp_path: Path) -> None:
     least, low = run.columns["mse_bound"].min(), run.columns["mse_bound_low"].min()
     assert summarise(run).lowest_end == pytest.approx(low)
     text = sentences(write_report(run, tmp_path / "report"), "findings")
-    assert (
-        f"with a root mean squared error of an estimated {number(least**0.5)} per input; no measured example’s " in text
+    estimate = f"An unbiased guess of the most exposed example is off by an estimated {number(least**0.5)} or more per "
+    low_end = (
+        "an estimate from one run; no measured example’s lower end (95 %, each example by itself) is below "
+        f"{number(low**0.5)}."
     )
-    assert f"lower end (95 %, each example by itself) is below {number(low**0.5)}." in text
-    run.columns["mse_bound_low"][3] = np.nan
+    assert estimate in text
+    assert low_end in text
+    assert "These bounds bind unbiased attackers: those whose guesses are right on average" in text
+    run.columns["mse_bound_low"][3] = 0  # drawn once, for example
     text = sentences(write_report(run, tmp_path / "report"), "findings")
-    assert f"an estimated {number(least**0.5)} per input; how far below it may lie is not known." in text
+    assert "for some examples, drawn too rarely, one run does not tell how far below its estimate" in text
+    run.columns["mse_bound_low"][3] = np.nan
+    unknown = "an estimate from one run; how far below it the truth may lie is not known."
+    assert unknown in sentences(write_report(run, tmp_path / "report"), "findings")
     without = made_up(columns={name: v for name, v in run.columns.items() if name != "mse_bound_low"})
     assert summarise(without).lowest_end is None
-    for plain in (without, with_one_uncertain(exact=True)):
-        text = sentences(write_report(plain, tmp_path / "report"), "findings")
-        assert f"with a root mean squared error of no less than {number(least**0.5)} per input." in text
+    assert unknown in sentences(write_report(without, tmp_path / "report"), "findings")
+
+    # no probes, but still the batches and the noise of one run
+    text = sentences(write_report(with_one_uncertain(exact=True), tmp_path / "report"), "findings")
+    assert estimate in text
+    assert low_end in text
+
+
+def test_few_measured_participations_are_warned_of(tmp_path: Path) -> None:
+    def findings(**mechanism: float) -> str:
+        run = made_up(about=made_up().about | {"mechanism": mechanism})
+        return sentences(write_report(run, tmp_path / "report"), "findings")
+
+    warning = "About 5 measured participations stand behind each example: 25 % of the steps were measured"
+    assert warning in findings(fil_rate=0.25, sample_rate=0.1, steps=200)
+    assert "the safest-looking are so by luck" in findings(fil_rate=0.5, steps=10)
+    assert "stand behind" not in findings(fil_rate=0.25, sample_rate=0.1, steps=2000)
+    assert "stand behind" not in findings(fil_rate=1.0, sample_rate=0.1, steps=20)
+
+
+@pytest.mark.parametrize("pictures", [True, False])
+def test_the_least_exposed_are_not_called_safe(tmp_path: Path, pictures: bool) -> None:
+    run = made_up() if pictures else made_up(pictures=None)
+    text = sentences(write_report(run, tmp_path / "report"), "exposed")
+    assert "Least exposedThey look safe partly by luck." in text
+    assert "low end" in text
 
 
 def test_attributes_show_the_lower_end(tmp_path: Path) -> None:
@@ -312,15 +342,32 @@ def test_attributes_show_the_lower_end(tmp_path: Path) -> None:
     text = sentences(write_report(both, tmp_path / "report"), "attributes")
     assert "± 4 years" in text.replace("\u00a0", " ")
     assert "6" not in text
-    assert "lower end of its 95 % interval, each example by itself" in text
+    assert "is off by at least this on average" in text
+    assert "Each number is the lower end of a 95 % interval, of each example by itself." in text
     one = made_up(attributes=type(run.attributes)(names, units, error))
     text = sentences(write_report(one, tmp_path / "report"), "attributes")
     assert "± 6 years" in text.replace("\u00a0", " ")
-    assert "These are estimates whose uncertainty is not known." in text
-    exact = made_up(attributes=type(run.attributes)(names, units, error, error), about=run.about | {"exact": True})
-    text = sentences(write_report(exact, tmp_path / "report"), "attributes")
-    assert "interval" not in text
-    assert "estimates" not in text
+    assert "These are estimates from one run; how far below them the truth may lie is not known." in text
+
+
+def test_every_place_shows_the_lower_end_of_an_attribute(tmp_path: Path) -> None:
+    run = made_up(pictures=None)
+    assert run.attributes is not None
+    names, units = run.attributes.names, run.attributes.units
+    low = np.full((len(run), 3), 4.0)
+    page = write_report(
+        made_up(pictures=None, attributes=type(run.attributes)(names, units, np.full((len(run), 3), 6.0), low)),
+        tmp_path / "report",
+    )
+    exposed = sentences(page, "exposed").replace("\u00a0", " ")
+    assert "unbiased guesses are off by at least, on average" in exposed
+    assert "age ± 4 years" in exposed
+    assert "± 6" not in exposed
+    (first, *_) = csv.DictReader((page.parent / "leakage.csv").open())
+    assert float(first["least error of age"]) == 4
+    packed = re.search(r'id="data-attribute0">([^<]+)<', page.read_text())
+    assert packed is not None
+    assert set(unpacked(packed[1], "Float32")) == {4.0}
 
 
 def test_the_blind_guess_is_explained_and_counted(tmp_path: Path) -> None:

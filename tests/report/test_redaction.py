@@ -193,7 +193,7 @@ def test_the_lowest_end_is_that_of_many(tmp_path: Path) -> None:
     text = re.sub(r"<[^>]+>", "", write_report(run, tmp_path / "public", redacted=True).read_text())
     assert summary.lowest_end is not None
     shown = number(summary.lowest_end**0.5)
-    assert "The 10 most exposed examples together could be guessed, without bias, with a root mean squared" in text
+    assert "An unbiased guess of the 10 most exposed examples together is off by an estimated " in text
     assert f"the 10 lowest lower ends (95 %, each example by itself) together give {shown}." in text
     assert summarise(made_up(9), redacted=True).lowest_end is None
 

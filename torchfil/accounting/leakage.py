@@ -134,11 +134,19 @@ class Leakage:
         )
 
     def get_mse_bound(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
-        """The MSE per coordinate that no unbiased attacker can get below, d / tr(I), [ids]; infinite where none."""
+        """d / tr(I), [ids], infinite where nothing leaked: an unbiased attacker's MSE per coordinate is at least this.
+
+        On average over runs, that is, where tr(I) is the mean over runs. Of one run it is an estimate, and too large on
+        average (Jensen): quote the lower end of its interval.
+        """
         return self.get_trace(example_ids).raised(-1.0, self.num_coordinates)
 
     def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
-        """sqrt(I_jj) per private coordinate, [ids, d]; its inverse is the error of an unbiased guess of it."""
+        """sqrt(I_jj) per private coordinate, [ids, d].
+
+        On average over runs an unbiased guess of the coordinate is off by at least 1/sqrt(I_jj). Quote the inverse of
+        the upper end of the interval.
+        """
         if "diagonal" not in self.ledger.track and "fim" in self.ledger.track:
             rows = self._rows(example_ids)
             diagonal = self.ledger.sums["fim"][rows].diagonal(dim1=1, dim2=2)

@@ -149,7 +149,7 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     model, mechanism = about.get("model", {}), about.get("mechanism", {})
     target, count = mechanism.get("rel_error"), mechanism.get("num_probes")
     drawn = f"{count} probes" if target is None else f"probes for a relative error of {100 * target:g} %"
-    probed = "exact" if about.get("exact") else f"{drawn}, {mechanism.get('estimator')}"
+    probed = "no probes" if about.get("exact") else f"{drawn}, {mechanism.get('estimator')}"
 
     lines = [
         ["", str(about.get("title", "a saved run"))],
@@ -165,7 +165,8 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
         ],
         ["ε", f"{number(about.get('epsilon'))} at δ = {about.get('delta')} ({about.get('accountant')})"],
         ["FIL", f"median {number(fil['median'])}, 95 % below {number(fil['q95'])}, largest {number(fil['max'])}"],
-        ["MSE bound", f"at least {number(data['smallest_mse_bound'])} for every measured example (lower end of 95 %)"],
+        ["MSE bound", f"{number(data['smallest_mse_bound'])}, the smallest lower end (95 %, each example by itself):"],
+        ["", "unbiased attackers err by at least this on average, biased ones may err less; 0: one run does not tell"],
     ]
 
     # the rest only where there is something to tell
@@ -190,7 +191,7 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     if data["most_exposed"]:
         shown = [name for name in ("fil", "fil_error", "mse_bound", "mse_bound_low", "epsilon") if name in run.columns]
         rows = [[str(row["id"]), *(number(float(row[name])) for name in shown)] for row in data["most_exposed"]]
-        text += "\n\nmost exposed\n" + table(["id", *shown], rows)
+        text += "\n\nmost exposed (estimates from one run)\n" + table(["id", *shown], rows)
     return text
 
 

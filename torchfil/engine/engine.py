@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine.assembly import PrivateTraining, assemble
+from torchfil.engine.augmentation import check_reads_alike
 from torchfil.engine.loader import FILDataLoader, check_sampler
 from torchfil.engine.module import is_in_training
 from torchfil.engine.optimizer import FILOptimizer
@@ -47,7 +48,11 @@ class FILPrivacyEngine(Resuming):
         * A refused call or step changes nothing.
 
     What one run says: the sum over the realised steps is an unbiased estimate of an upper bound on the model's Fisher
-    information (Guo et al. 2022, Theorem 3); :meth:`merge` averages repeated runs.
+    information (Guo et al. 2022, Theorem 3). It binds unbiased attackers, on average over runs; its inverse, the MSE
+    bound, is an estimate from one run. :meth:`merge` averages repeated runs.
+
+    Augmentation: the numbers are about the tensors that the model sees. Sums by coordinate are refused where the data
+    set draws other values each time an example is read.
 
     Dropout: the attacker is taken to know the masks, which can only overstate the leakage.
 
@@ -238,13 +243,15 @@ class FILPrivacyEngine(Resuming):
             )
         check_parameters(module, optimizer)
         check_sampler(data_loader, poisson_sampling=poisson_sampling)
-        return RunOptions(
+        run_options = RunOptions(
             accounting,
             amplification=accounting.amplification_for(poisson_sampling=poisson_sampling),
             sample_rate=None,
             max_memory=accounting.execution.memory_on(next(module.parameters()).device),
             **options,
         )
+        check_reads_alike(data_loader.dataset, data_loader.collate_fn, run_options)
+        return run_options
 
     def _check_noise(self, noise_multiplier: float, noise_generator: torch.Generator | None) -> None:
         """Warn where there is no noise, on purpose."""

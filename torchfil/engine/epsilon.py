@@ -3,7 +3,7 @@
 A step of a Gaussian mechanism whose sensitivity to example i is ‖g̃_i‖ ≤ C has, for i, the RDP of noise multiplier
 σC/‖g̃_i‖ (Feldman & Zrnic 2021; Yu et al. 2022). Norms are rounded up to a grid, so that the numbers are computed
 once per grid value at the end. Between participations the last seen norm stands in, C where none was seen yet:
-the result is an **estimate**, not a guarantee.
+the result is an **estimate**, not a guarantee. It is output-specific, too: the norms are those on this run's way.
 """
 
 from __future__ import annotations

@@ -76,18 +76,21 @@ class Accounting:
             and of the MSE bound is twice as large): probes and skipped steps are chosen as the run goes, at the lowest
             cost.
         track: What to keep beside the trace: "diagonal" for attributes, "fim" or "sketch" for the spectral norm, "plis"
-            for the privacy loss's derivative.
+            for the privacy loss's derivative. All sum by coordinate, so that data sets that augment at random are
+            refused.
         questions: By name, what an attacker wants to know of every example (:mod:`torchfil.questions`); read with
             ``engine.get_guess(name)``.
         estimator: "weight-probes", "input-probes", "coordinates", "exact", or a registered one.
-        fil_rate: The probability with which a step is measured (and then weighted by its inverse), in (0, 1].
+        fil_rate: The probability with which a step is measured (and then weighted by its inverse), in (0, 1]. For long
+            runs: where few participations of an example are measured, its own number is mostly chance.
         epochs: With ``rel_error``, the planned number of passes over the data; None: at least eight more are expected
             at any time, so that a shorter run ends above the target.
         amplification: What the attacker does not know of the batches: "poisson" (exact; the default with Poisson
             sampling), "none" (the default without), "theorem4", a registered name or an object with
             ``factors(rho, q, sigma)``.
         sketch_rank: Columns of the sketch.
-        norm_refresh: Every so many steps, look up every example's gradient norm for ``get_individual_epsilon``.
+        norm_refresh: Every so many steps, look up every example's gradient norm for ``get_individual_epsilon``;
+            recommended where individual ε is read.
         seed: Of the probes; None: taken from torch's seed without drawing from its stream.
         max_ledger_memory: The largest ledger, in bytes, that is made without asking.
         execution: How the passes run.

@@ -67,11 +67,11 @@ class LeakageReading(PrivacyEngine):
         return self.totals.was_measured(example_ids)
 
     def get_mse_bound(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
-        """1/η̄², the MSE per coordinate that no unbiased attacker can get below."""
+        """1/η̄²: an unbiased attacker's MSE per coordinate is at least this on average; an estimate from one run."""
         return self.totals.get_mse_bound(example_ids)
 
     def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
-        """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``."""
+        """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``. Quote 1 / its upper end."""
         return self.totals.get_attribute_fil(example_ids)
 
     def get_guess(self, question: str, example_ids: Iterable[Hashable] | Tensor | None = None) -> Guess:
@@ -102,8 +102,9 @@ class LeakageReading(PrivacyEngine):
     ) -> Estimate:
         """Each example's own ε at δ, from its own clipped norms; never above :meth:`get_epsilon`.
 
-        An estimate: between participations the last seen norm stands in, ``max_grad_norm`` where none was seen;
-        ``norm_refresh`` looks the norms up more often. Its error is not a sampling error and is given as NaN.
+        It is output-specific: the norms are those on this run's way, and no guarantee of differential privacy follows.
+        And an estimate: between participations the last seen norm stands in, ``max_grad_norm`` where none was seen;
+        set ``norm_refresh``, which looks the norms up more often. Its error is no sampling error and given as NaN.
         """
         run = self._training.run
         _check_delta(delta)
@@ -119,7 +120,7 @@ class LeakageReading(PrivacyEngine):
         *,
         reading: Literal["replace-one", "paper"] = "replace-one",
     ) -> float:
-        """Theorem 1 of Guo et al. 2022: one MSE bound for all, from the run's Rényi divergence of order 2.
+        """Theorem 1 of Guo et al. 2022: one MSE bound for all, from the run's Rényi divergence; unbiased attackers.
 
         Args:
             diameters: The range of each private coordinate; one number for all.

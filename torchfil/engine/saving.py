@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
 import math
 import platform
-import random
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -20,6 +18,7 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.bounds import rero
+from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.epsilon import epsilon_over_time
 from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.run_view import RunView
@@ -62,7 +61,7 @@ def build_saved_run(
     columns["epsilon"] = run.individual_epsilon.cpu().numpy()
 
     # both read examples of the data set, whose augmentation would move the generators of a run that goes on
-    with _global_generators_as_they_were():
+    with generators_kept():
         about = _about(run, hash_data)
         shown = thumbnails(run, columns["fil"], columns["participations"], pictures) if pictures else None
     about["title"] = title if title is not None else f"{about['model']['name']} on {len(columns['fil']):,} examples"
@@ -102,18 +101,6 @@ def _attack_record(attack: AttackResult | BoundComparison, leakage: Leakage) -> 
         )
     compared = attack if isinstance(attack, BoundComparison) else compare_with_bounds(leakage, attack)
     return compared.record(leakage.ids.all())
-
-
-@contextlib.contextmanager
-def _global_generators_as_they_were() -> Iterator[None]:
-    """Reading data that are augmented draws from them."""
-    plain, numpys = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(plain)
-        np.random.set_state(numpys)
 
 
 def _about(run: RunView, hash_data: bool) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def _smallest_bound(run: SavedRun, policy: Policy) -> list[Verdict]:
     low = _of_measured(run, "mse_bound_low")
     least = float(np.min(low, initial=math.inf))
     wrong = int((~(low >= limit)).sum())
-    return [Verdict("min_mse_bound", wrong == 0, limit, least, wrong, "smallest MSE bound, lower end of its interval")]
+    detail = "smallest MSE bound of unbiased attackers, lower end of its interval"
+    return [Verdict("min_mse_bound", wrong == 0, limit, least, wrong, detail)]
 
 
 def _share_of_concern(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -89,7 +90,7 @@ def _attribute_errors(run: SavedRun, policy: Policy) -> list[Verdict]:
         wrong = int((~(values >= limit)).sum())
         least = float(np.min(values, initial=math.inf))
         unit = f" in {run.attributes.units[place]}" if run.attributes.units[place] else ""
-        detail = f"smallest error of a guess{unit}, lower end of its interval"
+        detail = f"smallest average error of unbiased guesses{unit}, lower end of its interval"
         verdicts.append(Verdict(rule, wrong == 0, limit, least, wrong, detail))
     return verdicts
 
@@ -129,7 +130,16 @@ def _individual_epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
         return [Verdict("max_individual_epsilon", False, limit, None, len(run), "individual ε was not computed")]
     wrong = int((~(values <= limit)).sum())
     largest = float(np.max(values, initial=0.0))
-    return [Verdict("max_individual_epsilon", wrong == 0, limit, largest, wrong, "largest individual ε (an estimate)")]
+    return [
+        Verdict(
+            "max_individual_epsilon",
+            wrong == 0,
+            limit,
+            largest,
+            wrong,
+            "largest individual ε (an estimate for these outputs)",
+        )
+    ]
 
 
 def _group_disparity(run: SavedRun, policy: Policy) -> list[Verdict]:

@@ -112,17 +112,19 @@ def _is_number(value: Any) -> bool:
 TEMPLATE = """\
 # A policy for `torchfil gate RUN --policy policy.toml`. Remove or comment out what you do not ask for.
 # Left out, max_violated_bounds, max_share_not_measured and max_examples_missed still apply, at their strictest: 0.
-# Rules on single examples take the conservative end of every 95 % interval.
+# Rules on single examples take the conservative end of every 95 % interval, of each example by itself.
 
-# No example's MSE bound may be smaller. Per private coordinate, in the squared unit of the inputs: an attacker who
-# knows everything else guesses a coordinate with at least this mean squared error.
+# No example's MSE bound may be smaller. Per private coordinate, in the squared unit of the inputs: an unbiased attacker
+# (one whose guesses are right on average over repeated trainings) who knows everything else guesses a coordinate with
+# at least this mean squared error, on average. A biased attacker, who starts from beliefs about the data, may err less.
 min_mse_bound = 0.01
 
 # At most this share of the examples may have an MSE bound under that of concern.
 mse_bound_of_concern = 0.05
 max_share_of_concern = 0.05
 
-# Differential privacy: the run's ε, and the largest of the examples' own ε (an estimate).
+# Differential privacy: the run's ε binds every attacker. The largest of the examples' own ε is an estimate that belongs
+# to this run's outputs, and no guarantee; train with Accounting(norm_refresh=…) before you rely on it.
 max_epsilon = 8.0
 # max_individual_epsilon = 4.0
 
@@ -148,7 +150,8 @@ max_examples_missed = 0
 # At which false-positive rate max_true_positive_rate looks. Left out, it is 0.01.
 at_false_positive_rate = 0.01
 
-# The least error of a guess of an attribute, in its own unit, by the names given to save_run.
+# By how much an unbiased guess of an attribute must be off at least, on average (root mean square), in its own unit, by
+# the names given to save_run.
 # [min_attribute_error]
 # age = 5.0
 

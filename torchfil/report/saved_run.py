@@ -51,7 +51,8 @@ class Attributes:
     Attributes:
         names: k names.
         units: k units, "" where there is none.
-        error: 1/sqrt(I_jj) in the attribute's own unit, [n, k]; infinite where nothing leaked.
+        error: 1/sqrt(I_jj) in the attribute's own unit, [n, k]: an unbiased guess is off by at least this, on average.
+            An estimate from one run; infinite where nothing leaked.
         error_low: The lower end of its 95 % interval, [n, k], or None where it is not known.
     """
 
@@ -67,6 +68,11 @@ class Attributes:
                     f"attribute {name!r} is named {count} times; names must differ, such as '{name} = …' for each "
                     "level of a one-hot attribute"
                 )
+
+    @property
+    def shown(self) -> np.ndarray:
+        """What is shown, [n, k]: the lower end; the error itself, an estimate, where that end is not known."""
+        return self.error if self.error_low is None else self.error_low
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,7 +105,7 @@ class Grouping:
 
 @dataclass(frozen=True)
 class AttributeSummary:
-    """How closely an attribute could be inferred, ± in its own unit, by level of exposure.
+    """By how much an unbiased guess of an attribute is off at least, ± in its own unit, by level of exposure.
 
     With ``lower_end``, ``error`` is made from the lower ends of the errors' 95 % intervals, otherwise from the errors.
     """
@@ -289,10 +289,10 @@ def _levels(
 def _attributes(attributes: Attributes | None, measured: np.ndarray, smallest: int) -> list[AttributeSummary]:
     if attributes is None:
         return []
-    lower_end = attributes.error_low is not None
-    errors = np.asarray(attributes.error_low if lower_end else attributes.error, dtype=np.float64)[measured]
+    errors = np.asarray(attributes.shown, dtype=np.float64)[measured]
+    known = attributes.error_low is not None
     return [
-        AttributeSummary(name, unit, _levels(errors[:, j][~np.isnan(errors[:, j])], smallest), lower_end)
+        AttributeSummary(name, unit, _levels(errors[:, j][~np.isnan(errors[:, j])], smallest), known)
         for j, (name, unit) in enumerate(zip(attributes.names, attributes.units, strict=True))
     ]
 

@@ -17,9 +17,10 @@ STATUS = np.array(["measured", "lower bound", "not measured"])
 
 
 def columns_of(run: SavedRun) -> dict[str, np.ndarray]:
-    """Name ↦ [n]: id, status, the run's columns, groups and ± of attributes.
+    """Name ↦ [n]: id, status, the run's columns, groups, and "least error of" every attribute.
 
-    What was not measured is NaN (an empty cell), not zero.
+    That is the lower end of the error's interval, or the error itself where the end is not known. What was not
+    measured is NaN (an empty cell), not zero.
     """
     status = status_of(run)
     unknown = status == NOT_MEASURED
@@ -30,7 +31,7 @@ def columns_of(run: SavedRun) -> dict[str, np.ndarray]:
     table |= {f"group {name}": labels.astype(str) for name, labels in run.groups.items()}
     if run.attributes is not None:
         for j, name in enumerate(run.attributes.names):
-            table[f"error of {name}"] = np.where(unknown, np.nan, run.attributes.error[:, j].astype(np.float64))
+            table[f"least error of {name}"] = np.where(unknown, np.nan, run.attributes.shown[:, j].astype(np.float64))
     return table
 
 

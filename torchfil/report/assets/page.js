@@ -294,10 +294,10 @@
     let above = 0, known = 0;
     for (let i = 0; i < n; i++) if (data.status[i] !== NOT_MEASURED) { known++; if (data.fil[i] > fil) above++; }
     const bound = data.mse_bound ? data.mse_bound[row] : 1 / fil ** 2;
-    const low = data.mse_bound_low ? data.mse_bound_low[row] : bound;
-    const off = low === bound
-      ? `at least ± ${number(Math.sqrt(bound))} per input (root mean square)`
-      : `an estimated ± ${number(Math.sqrt(bound))} per input (root mean square) or more; the lower end of the 95 % interval is ± ${number(Math.sqrt(low))}`;
+    const low = data.mse_bound_low ? data.mse_bound_low[row] : NaN;
+    const untold = Number.isNaN(low) || (low === 0 && bound > 0);
+    const end = untold ? ", which does not tell how far below the truth may lie" : `; the lower end of the 95 % interval is ± ${number(Math.sqrt(low))}`;
+    const off = `an estimated ± ${number(Math.sqrt(bound))} or more per input on average (root mean square; an estimate from one run${end})`;
     const understated = data.status[row] === LOWER_BOUND ? " Some of its steps were not measured: it leaks more than shown." : "";
     return `Number ${(above + 1).toLocaleString("en")} of ${known.toLocaleString("en")} by exposure. An unbiased guess of its inputs is off by ${off}.${understated}`;
   };
@@ -317,7 +317,7 @@
     const attacks = spec.attacks.flatMap((attack) => attack.rows.flatMap((target, i) => (target === row
       ? [[attack.name, `error ${number(attack.achieved[i])}, bound ${number(attack.predicted[i])}`]] : [])));
     dialog.replaceChildren(top, element("span", "Confidential", "kept"), ...(pictures.childElementCount ? [pictures] : []), element("p", sentence(row)),
-      ...listed("Measured", values), ...listed("Groups", groups), ...listed("Could be inferred to", attributes), ...listed("Attacks", attacks));
+      ...listed("Measured", values), ...listed("Groups", groups), ...listed(`An unbiased guess is off by ${spec.lower_ends ? "at least" : "an estimated"}, on average`, attributes), ...listed("Attacks", attacks));
     dialog.showModal();
     dialog.scrollTop = 0;
   };

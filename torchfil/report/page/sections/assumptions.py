@@ -9,22 +9,32 @@ __all__ = ["render"]
 
 
 def render(report: Report) -> Markup | None:
-    """Attacker, batches, clipping, and which numbers are exact, estimated or bounds."""
+    """Attacker, batches, clipping, which numbers are estimates and which bounds, and what is not counted."""
     points = [
         ("The attacker", _attacker(report)),
         ("The batches", _batches(report)),
         ("Clipping", _clipping(report)),
-        ("Exact, estimated, bound", _certainty(report)),
+        ("Estimates and bounds", _certainty(report)),
         (
             "The model",
             "Its output must change smoothly with its inputs; with ReLU or max pooling the numbers do not hold.",
+        ),
+        (
+            "Augmentation",
+            "The numbers are about the tensors that the model saw. Where flips, crops or other views were drawn at "
+            "random, FIL is about the views.",
+        ),
+        (
+            "Not counted",
+            "Early stopping, choosing among models, and learning-rate schedules that look at losses on private data "
+            "give something away themselves. Neither ε nor FIL counts it, nor other runs on the same data.",
         ),
     ]
     return join(
         paragraph(
             "Fisher information loss (FIL, η̄) tells how much the released model changes when an example’s "
-            "inputs change a little. Its inverse square is a floor under the mean squared error of every "
-            "unbiased guess of these inputs: the larger the bound, the safer the example."
+            "inputs change a little. On average over repeated trainings, its inverse square is a floor under the mean "
+            "squared error of every unbiased guess of these inputs: the larger the bound, the safer the example."
         ),
         tag("dl", [join(tag("dt", name), tag("dd", text)) for name, text in points if text], class_="points"),
     )
@@ -33,8 +43,8 @@ def render(report: Report) -> Markup | None:
 def _attacker(report: Report) -> str:
     return (
         "Knows the model, every other example, all settings and every noisy gradient of the training, and guesses "
-        "without bias: right on average. An attacker who mixes in beliefs about the data is biased and may err less; "
-        "only the bound on reconstruction (ReRo) holds for every attacker."
+        "without bias: right on average over repeated trainings. An attacker who mixes in beliefs about the data is "
+        "biased and may err less; ε and the bound on reconstruction (ReRo) hold for every attacker."
     )
 
 
@@ -51,8 +61,8 @@ def _batches(report: Report) -> str | None:
         return "Each example entered each batch by chance, and the attacker is taken to know which batches it was in."
     return (
         "Each example entered each batch independently by chance, and the attacker does not know which. The "
-        "numbers are sums over the batches of this one run; how far chance can have moved them is the sampling "
-        "error. An example that no batch drew has not been measured."
+        "numbers are sums over the batches of this one run; how much the random choice of batches could change them is "
+        "the sampling error. An example that no batch drew has not been measured."
     )
 
 
@@ -71,18 +81,20 @@ def _certainty(report: Report) -> str:
     exact, probes = report.about("exact"), report.about("mechanism", "num_probes")
     rate, target = report.about("mechanism", "fil_rate"), report.about("mechanism", "rel_error")
     if exact:
-        how = "FIL was computed exactly at every step of this run."
+        how = "FIL was computed without probes at every step of this run."
     elif target is not None:
         how = (
-            "FIL is an unbiased estimate; random probes and the share of steps were chosen for a relative standard "
-            f"error of {100 * target:g} % for the median example; its error stands beside it."
+            "FIL was measured with random probes, at some of the steps, chosen for a relative standard error of "
+            f"{100 * target:g} % for the median example; it stands beside each."
         )
     else:
         drawn = f" from {probes} random probe{'s' if probes != 1 else ''} a step" if probes else ""
         some = f", on {100 * rate:g} % of the steps" if rate is not None and rate < 1 else ""
-        how = f"FIL is an unbiased estimate{drawn}{some}; its standard error stands beside it."
+        how = f"FIL was measured{drawn}{some}; the standard error of the probes stands beside it."
     return (
-        f"{how} The MSE bound is a floor for unbiased attackers computed from it, and its “low end” is the lower "
-        "end of its 95 % interval. The bounds from ε are proven, the same for all, and loose. An example’s own ε "
-        "is an estimate."
+        f"{how} FIL² and the MSE bound, its inverse, are estimates from one run: with other batches and other noise "
+        "the training would have gone another way, and an inverse of an estimate is too large on average. The “low "
+        "end” is the lower end of the bound’s 95 % interval, of each example by itself, which allows for probes, "
+        "batches and the way that the noise has led the weights. The bounds from ε are proven, the same for all, and "
+        "loose. An example’s own ε is an estimate that belongs to this run’s outputs."
     )

@@ -1,4 +1,4 @@
-"""How closely single attributes could be inferred, in their own units."""
+"""By how much an unbiased guess of a single attribute is off at least, in its own unit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torchfil.report.summary import AttributeSummary
 __all__ = ["render"]
 
 MOST = 24
+LOWER_END = "Each number is the lower end of a 95 % interval, of each example by itself."
+ESTIMATE = "These are estimates from one run; how far below them the truth may lie is not known."
 
 
 def render(report: Report) -> Markup | None:
@@ -33,24 +35,17 @@ def render(report: Report) -> Markup | None:
     rest = f" Of {len(attributes)} attributes, {chosen} are shown; summary.json has the rest." if chosen else ""
     return join(
         paragraph(
-            "An unbiased attacker who knows everything else about an example, all its other attributes included, "
-            "cannot infer the attribute more closely than this: the standard error of the best guess, in the "
-            "attribute’s own unit",
-            _certainty(report, attributes[0].lower_end),
-            " A number much larger than the attribute’s range means that nothing is given away.",
+            "An unbiased guess of the attribute, by somebody who knows everything else about the example, all its "
+            "other attributes included, is off by at least this on average (root mean square, in the attribute’s own "
+            "unit). ",
+            LOWER_END if attributes[0].lower_end else ESTIMATE,
+            " A number much larger than the attribute’s range means that the model gives an unbiased attacker nothing. "
+            "Somebody who knows what values are usual can guess more closely, with bias.",
             rest,
         ),
         table(head, rows),
         paragraph("Each attribute has its own ranking: its most exposed example need not be another’s.", class_="note"),
     )
-
-
-def _certainty(report: Report, lower_end: bool) -> str:
-    if report.about("exact"):
-        return "."
-    if lower_end:
-        return ", at the lower end of its 95 % interval, each example by itself."
-    return ". These are estimates whose uncertainty is not known."
 
 
 def _chosen(attributes: list[AttributeSummary]) -> tuple[list[AttributeSummary], str]:

@@ -59,9 +59,10 @@ def _explained(report: Report) -> Markup:
         tag("b", "The dashed line"),
         f" is what somebody errs by who has never seen the model. Inputs lie between {number(ends[0])} and "
         f"{number(ends[1])}; always answering {number(middle)} is off by at most {number(ends[1] - middle)}, a "
-        f"squared error of at most {number(guess)}. Right of the line, no unbiased attacker does better with the "
-        "model than that. Left of it the bound leaves room to learn more from the model than a blind guess "
-        "gives; it does not say that an attack gets there.",
+        f"squared error of at most {number(guess)}. Right of the line, an unbiased attacker who uses the model errs by "
+        "more than that on average. Left of it the bound leaves room to learn more from the model than a blind guess "
+        "gives; it does not say that an attack gets there. A biased attacker may start from the blind guess, so "
+        "that it need not err by more than the line; no bound in this chapter says how much less.",
     )
 
 
@@ -70,15 +71,16 @@ def _table(report: Report) -> Markup:
     digits = 2 if summary.redacted else 3
     with_low = summary.exposure[0].mse_bound_low is not None
     head = ["Of the measured examples", "FIL η̄", "MSE bound", *(["its low end"] if with_low else []), "± per input"]
+    shown = [row.mse_bound_low if with_low else row.mse_bound for row in summary.exposure]
     rows = [
         [
             named_level(row.level, row.examples, summary.redacted),
             number(row.fil, digits, even=True),
             number(row.mse_bound, digits, even=True),
             *([number(row.mse_bound_low, digits, even=True)] if with_low else []),
-            number(root(row.mse_bound), digits, even=True),
+            number(root(bound), digits, even=True),
         ]
-        for row in summary.exposure
+        for row, bound in zip(summary.exposure, shown, strict=True)
     ]
     note = (
         f"Each row is a geometric mean over {summary.smallest} examples of neighbouring rank"
@@ -86,4 +88,13 @@ def _table(report: Report) -> Markup:
         if summary.redacted
         else ""
     )
-    return join(table(head, rows), paragraph("± per input is the root of the MSE bound. ", note, class_="note"))
+    of_what = "the low end" if with_low else "the MSE bound"
+    return join(
+        table(head, rows),
+        paragraph(
+            f"± per input is the root of {of_what}: an unbiased guess of an input is off by at least this, on average. "
+            "Bounds are estimates from one run; the largest are so partly by luck. ",
+            note,
+            class_="note",
+        ),
+    )

@@ -35,9 +35,11 @@ def render(report: Report) -> Markup | None:
     at = f" at δ = {number(delta)}" if delta is not None else ""
     return join(
         paragraph(
-            f"ε for everybody{at} assumes gradients of the full clipping norm at every step. With an example’s "
-            "own norms it is smaller. This is an estimate, for between two participations the last norm seen "
-            "stands in."
+            f"ε for everybody{at} binds every attacker and assumes gradients of the full clipping norm at every step. "
+            "With an example’s own norms it is smaller. But these norms were seen on the way of this one run: an "
+            "example’s own ε belongs to these outputs (it is output-specific), another run would give another, and it "
+            "is no guarantee of differential privacy. It is also an estimate: between two participations the last norm "
+            "seen stands in; Accounting(norm_refresh=…) looks the norms up more often."
         ),
         chart,
         table(["Of the examples", "ε"], rows, class_="slim"),

@@ -36,15 +36,16 @@ COLUMNS = (
     Column(
         "mse_bound",
         "MSE bound",
-        "no unbiased guess of the inputs errs by less (mean square per input); an estimate where its low end is lower",
+        "an unbiased guess of the inputs errs by at least this on average (mean square per input); an estimate from "
+        "one run",
         narrow=True,
     ),
     Column("fil", "FIL η̄", "Fisher information loss; larger is more exposed", narrow=True),
-    Column("mse_bound_low", "low end", "of the 95 % interval of the MSE bound"),
-    Column("epsilon", "own ε", "the example’s own ε, an estimate"),
+    Column("mse_bound_low", "low end", "of the 95 % interval of the MSE bound: the number to quote"),
+    Column("epsilon", "own ε", "the example’s own ε for this run’s outputs; an estimate, no guarantee"),
     Column("participations", "drawn", "how many batches held the example"),
-    Column("fil_error", "error", "standard error of FIL from the probes"),
-    Column("sampling_error", "sampling", "how far chance in the draw of batches can have moved FIL"),
+    Column("fil_error", "error", "standard error of FIL from probes and skipped steps alone"),
+    Column("sampling_error", "sampling", "how much the random choice of batches could change FIL"),
     Column("missed", "missed", "participations that were not measured", detail=True),
     Column("squared_norm", "Σ‖g̃‖²", "sum of squared clipped gradient norms", detail=True),
 )
@@ -145,6 +146,7 @@ def _packed(run: SavedRun) -> tuple[dict[str, Any], dict[str, Packed], list[str]
     spec["columns"] = _columns(run, unknown, blocks)
     spec["groups"] = _groups(run, blocks)
     spec["attributes"] = _attributes(run, unknown, blocks)
+    spec["lower_ends"] = run.attributes is not None and run.attributes.error_low is not None
 
     spec["attacks"] = [
         {
@@ -209,7 +211,7 @@ def _attributes(run: SavedRun, unknown: np.ndarray, blocks: _Blocks) -> list[dic
         if j > len(entries):
             blocks.left_out.append(name)
             continue
-        values = np.where(unknown, np.nan, np.asarray(run.attributes.error[:, j], dtype=np.float64))
+        values = np.where(unknown, np.nan, np.asarray(run.attributes.shown[:, j], dtype=np.float64))
         if blocks.add(f"attribute{j}", pack(values), name):
             entries.append({"name": name, "unit": unit, "data": f"attribute{j}"})
     return entries

@@ -17,6 +17,11 @@ PLIS = (
     " The second picture shows which pixels drive the privacy loss (PLIS): orange raises it, purple lowers it, "
     "each on its own scale."
 )
+LUCK = (
+    "They look safe partly by luck. Each bound is an estimate from one run, and the largest of many estimates are "
+    "those that chance has moved up: fewer draws than usual, or small probes. Read the low end, and do not call an "
+    "example safe because it stands here."
+)
 
 
 def render(report: Report) -> Markup | None:
@@ -44,18 +49,19 @@ def render(report: Report) -> Markup | None:
     maps = run.pictures is not None and run.pictures.maps is not None
     return join(
         paragraph(
-            f"Ranked by their MSE bound among {len(order):,} measured examples; select one for its details.",
+            f"Ranked by their MSE bound, an estimate from one run, among {len(order):,} measured examples; select one "
+            "for its details.",
             PLIS if maps else "",
         ),
         tag("h3", "Most exposed"),
         draw(run, most, rank, pictured, status),
-        [tag("h3", "Least exposed"), draw(run, least, rank, pictured, status)] if least else None,
+        [tag("h3", "Least exposed"), paragraph(LUCK), draw(run, least, rank, pictured, status)] if least else None,
     )
 
 
 def _cards(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int, int], status: np.ndarray) -> Markup:
     assert run.pictures is not None
-    cards = []
+    cards, low = [], run.columns.get("mse_bound_low")
     for row in rows:
         image = thumbnail(run.pictures.images[pictured[row]])
         pictures = [tag("img", src=as_data_url(image), alt="", class_="picture")]
@@ -69,6 +75,7 @@ def _cards(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int,
             tag("span", pictures, class_="pictures"),
             tag("span", str(run.ids[row]), class_="id"),
             tag("span", f"MSE bound {number(float(run.columns['mse_bound'][row]))}", class_="bound"),
+            [tag("span", f"low end {number(float(low[row]))}", class_="bound")] if low is not None else None,
             tag("span", f"rank {rank[row]:,}{_in_part(status, row)}", class_="rank"),
             type="button",
             class_="card",
@@ -81,24 +88,26 @@ def _cards(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int,
 
 def _lines(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int, int], status: np.ndarray) -> Markup:
     # errors of different units are compared through their medians, for which 10,000 examples are enough
-    typical = np.median(np.asarray(run.attributes.error[:SAMPLE], dtype=np.float64), axis=0) if run.attributes else None
-    lines = []
+    typical = np.median(np.asarray(run.attributes.shown[:SAMPLE], dtype=np.float64), axis=0) if run.attributes else None
+    lines, low = [], run.columns.get("mse_bound_low")
     for row in rows:
         name = tag("button", str(run.ids[row]), type="button", class_="link", data_row=row, aria_haspopup="dialog")
         cells = [
             tag("td", f"{rank[row]:,}", class_="rank"),
             tag("th", name, scope="row"),
             tag("td", number(float(run.columns["mse_bound"][row])), _in_part(status, row)),
+            tag("td", number(float(low[row]))) if low is not None else None,
             tag("td", _closest(run, row, typical), class_="words") if typical is not None else None,
         ]
         lines.append(tag("tr", cells))
 
-    closest = tag("th", "could be inferred most closely", scope="col", class_="words")
+    closest = tag("th", "unbiased guesses are off by at least, on average", scope="col", class_="words")
     head = tag(
         "tr",
         tag("th", "Rank", scope="col", class_="rank"),
         tag("th", "Example", scope="col"),
         tag("th", "MSE bound", scope="col"),
+        tag("th", "its low end", scope="col") if low is not None else None,
         closest if typical is not None else None,
     )
     return tag("div", tag("table", tag("thead", head), tag("tbody", lines), class_="plain ranked"), class_="scroll")
@@ -111,7 +120,7 @@ def _in_part(status: np.ndarray, row: int) -> str:
 def _closest(run: SavedRun, row: int, typical: np.ndarray) -> str:
     """The attributes with the least error relative to their median over examples, in their own unit."""
     assert run.attributes is not None
-    error = np.asarray(run.attributes.error[row], dtype=np.float64)
+    error = np.asarray(run.attributes.shown[row], dtype=np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         relative = error / typical
     order = [int(j) for j in np.argsort(relative) if np.isfinite(error[j])][:NAMED]

@@ -10,10 +10,23 @@ from torchfil.report.summary import Summary
 
 __all__ = ["render"]
 
+FEW_PARTICIPATIONS = 20
+WHO_IS_BOUND = (
+    "These bounds bind unbiased attackers: those whose guesses are right on average over repeated trainings. Somebody "
+    "who starts from beliefs about the data is biased and may come closer; ε and ReRo bind every attacker."
+)
+
 
 def render(report: Report) -> Markup | None:
     """One sentence for each finding."""
-    items = [*_budget(report), *_exposure(report), *_unmeasured(report), *_groups(report), *_attacks(report)]
+    items = [
+        *_budget(report),
+        *_exposure(report),
+        *_short_run(report),
+        *_unmeasured(report),
+        *_groups(report),
+        *_attacks(report),
+    ]
     return tag("ul", [tag("li", item) for item in items], class_="findings")
 
 
@@ -32,18 +45,15 @@ def _exposure(report: Report) -> list[Markup]:
     if not summary.exposure:
         return [join("Too few examples were measured to say anything about exposure.")]
     worst = summary.exposure[0]
-    who = f"The {worst.examples} most exposed examples together" if summary.redacted else "The most exposed example"
-    estimated = summary.lowest_end is not None and not report.about("exact")
+    whom = f"the {worst.examples} most exposed examples together" if summary.redacted else "the most exposed example"
     most_exposed = join(
-        who,
-        " could be guessed, without bias, with a root mean squared error of ",
-        "an estimated " if estimated else "no less than ",
+        f"An unbiased guess of {whom} is off by an estimated ",
         tag("b", number(root(worst.mse_bound))),
-        f" per input{_unit(report)}",
-        _lowest_end(summary) if estimated else None,
+        f" or more per input on average (root mean square{_unit(report)}). That is an estimate from one run",
+        _lowest_end(summary, worst.mse_bound),
         ".",
     )
-    return [most_exposed, *_below_guess(report)]
+    return [most_exposed, join(WHO_IS_BOUND), *_below_guess(report)]
 
 
 def _below_guess(report: Report) -> list[Markup]:
@@ -52,9 +62,11 @@ def _below_guess(report: Report) -> list[Markup]:
     if summary.guess is None or summary.below_guess is None:
         return []
     if summary.below_guess == 0:
-        text = join(tag("b", "No measured example"), " falls below the error of a blind guess")
+        text = join(tag("b", "No measured example"), " has")
     else:
-        text = join(tag("b", _capital(_share(summary.below_guess, report))), " fall below the error of a blind guess")
+        text = join(tag("b", _capital(_share(summary.below_guess, report))), " have")
+    guess = f"of a blind guess, {number(summary.guess)} at most, which needs no model and is open to every attacker"
+    text = join(text, f" an MSE bound below the squared error {guess}")
     if summary.low_below_guess not in (None, summary.below_guess):
         text = join(
             text, "; allowing for the uncertainty of the measurement, ", _share(summary.low_below_guess, report)
@@ -62,16 +74,38 @@ def _below_guess(report: Report) -> list[Markup]:
     return [join(text, ".")]
 
 
-def _lowest_end(summary: Summary) -> Markup:
+def _lowest_end(summary: Summary, smallest_bound: float) -> Markup:
     """What the uncertainty of the measurement leaves of the bounds."""
     if summary.lowest_end is None or math.isnan(summary.lowest_end):
-        return join("; how far below it may lie is not known")
+        return join("; how far below it the truth may lie is not known")
+    if summary.lowest_end == 0 < smallest_bound:
+        return join(
+            "; for some examples, drawn too rarely, one run does not tell how far below its estimate the truth may lie "
+            "(a low end of 0)"
+        )
     which = (
         f"; the {summary.smallest} lowest lower ends (95 %, each example by itself) together give "
         if summary.redacted
         else "; no measured example’s lower end (95 %, each example by itself) is below "
     )
     return join(which, tag("b", number(root(summary.lowest_end))))
+
+
+def _short_run(report: Report) -> list[Markup]:
+    """A warning where steps were left out at random and few are left for an example."""
+    rate, q, steps = (report.about("mechanism", name) for name in ("fil_rate", "sample_rate", "steps"))
+    if rate is None or steps is None or rate >= 1:
+        return []
+    measured = rate * steps * (1 if q is None else q)
+    if measured >= FEW_PARTICIPATIONS:
+        return []
+    return [
+        join(
+            tag("b", f"About {number(measured, 2)} measured participations stand behind each example", class_="warn"),
+            f": {100 * rate:g} % of the steps were measured, in a short run. Numbers of single examples are then "
+            "mostly chance, and the safest-looking are so by luck. Measure every step (fil_rate = 1), or train longer.",
+        )
+    ]
 
 
 def _unmeasured(report: Report) -> list[Markup]:
@@ -143,4 +177,4 @@ def _share(some: int | str | None, report: Report) -> str:
 
 def _unit(report: Report) -> str:
     unit = report.about("unit_of_inputs")
-    return f" (unit: {unit})" if unit else ""
+    return f"; unit: {unit}" if unit else ""

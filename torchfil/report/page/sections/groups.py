@@ -25,7 +25,8 @@ def render(report: Report) -> Markup | None:
         ),
         [_grouping(grouping, report) for grouping in report.summary.groupings],
         paragraph(
-            "What to do about it: a generalised linear model can be reweighted until everybody leaks alike (",
+            "What to do about it: a generalised linear model can be reweighted until everybody leaks alike, as far as "
+            "the weights are held fixed (",
             tag("code", "torchfil.glm.iteratively_reweighted_fil"),
             ", “Linear models” in torchfil’s README). For other models more noise, stronger clipping or fewer "
             "steps lower everybody’s exposure.",

@@ -37,8 +37,9 @@ def _rdp(report: Report) -> Markup | None:
 
     return join(
         paragraph(
-            "Differential privacy alone gives one bound for everybody, and must assume the worst example. The "
-            "dots show how much more is known when each example is measured; further right is safer."
+            "Differential privacy alone gives one bound for everybody, and must assume the worst example; it is "
+            "proven. FIL measures each example, and is an estimate from one run. Both bind unbiased attackers, on "
+            "average; further right is safer."
         ),
         svg.figure(
             lambda width: svg.intervals(rows, width=width, axis="bound on the mean squared error per input (MSE)"),

@@ -1,0 +1,103 @@
+"""Data sets that draw another tensor each time an example is read: what cannot be summed over their views is refused.
+
+Fisher information of a step is about the tensor that the model saw. With random flips or crops that is a drawn view,
+and coordinate j is another pixel in every step: sums by coordinate would mix them. The trace has no coordinates: it
+stays, as a sum over the views.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Collection, Iterator
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchfil.accounting.quantities import tracked
+from torchfil.engine.loader import split_batch
+from torchfil.engine.options import RunOptions
+from torchfil.private import Private, as_call
+from torchfil.utils.trees import tensors_of
+
+__all__ = ["check_reads_alike", "generators_kept"]
+
+_EXAMPLES_TO_READ = 16  # a flip of one in two passes unseen once in 65,536 runs
+
+
+def check_reads_alike(dataset: Any, collate_fn: Callable[[list[Any]], Any], options: RunOptions) -> None:
+    """Read some examples twice, where sums by coordinate are tracked, and refuse those that differ.
+
+    A rare random transform can pass unseen: 16 examples are read.
+
+    Args:
+        dataset: With numbered examples.
+        collate_fn: Makes a batch of its items.
+        options: What is tracked and what is private.
+
+    Raises:
+        ValueError: What is private of an example differs between two reads.
+    """
+    by_coordinate = _by_coordinate(options.accounting.track)
+    rows = range(0, len(dataset), max(1, len(dataset) // _EXAMPLES_TO_READ))[:_EXAMPLES_TO_READ]
+    if not by_coordinate or not rows:
+        return
+
+    with generators_kept():
+        first, second = (
+            _private_tensors(split_batch(collate_fn([dataset[row] for row in rows]), options.batch_to_inputs), options)
+            for _ in range(2)
+        )
+
+    if len(first) != len(second) or not all(map(_equal, first, second)):
+        names = ", ".join(map(repr, by_coordinate))
+        raise ValueError(
+            f"track=({names},) sums by coordinate, but this data set gives other values each time an example is read "
+            "(a random transform?): coordinate j would be another pixel at every step. Either track the trace alone, "
+            "which is then about the views that were drawn; or take the random transform out of the data set and draw "
+            "it inside the model's forward(), whose random numbers are accounted for, so that coordinates are the "
+            "example's own. If what differs is not private, name what is: private=Private(inputs=…)."
+        )
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Inside, data can be read, and augmented, without moving the generators of Python, NumPy and torch."""
+    plain, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(plain)
+        np.random.set_state(numpys)
+
+
+def _by_coordinate(track: Collection[str]) -> list[str]:
+    """The names of the tracked quantities whose sums have the private coordinates as a dimension."""
+    return [quantity.name for quantity in tracked(track) if quantity.sums(1, 1) != quantity.sums(2, 1)]
+
+
+def _private_tensors(batch: tuple[Any, Any], options: RunOptions) -> list[Tensor]:
+    """The tensors whose coordinates are summed: those that are named, else the floating-point ones, else all.
+
+    A private submodule's output depends on every input.
+    """
+    (args, kwargs), targets = as_call(batch[0]), batch[1]
+    named: dict[int | str, Any] = dict(enumerate(args))
+    named.update(kwargs)
+    private = options.private or Private()
+    given = () if private.inputs is None else private.inputs
+    keys = [given] if isinstance(given, int | str | Integral) else given
+
+    inputs = tensors_of(named)
+    chosen = tensors_of([named[key] for key in keys if key in named])
+    if not chosen and private.submodule is None:
+        chosen = [leaf for leaf in inputs if leaf.is_floating_point()]
+    return (chosen or inputs) + (tensors_of(targets) if private.target else [])
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
