@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchfil.utils.deferred import read_later
-from torchfil.utils.trees import form_of, map_tensors, tensors_of
+from torchfil.utils.trees import kind_of, map_tensors, tensors_of
 
 __all__ = [
     "Coordinates",
@@ -227,7 +227,7 @@ class Examples:
     @cached_property
     def form(self) -> Hashable:
         """Shapes (the batch's size aside) and dtypes of the tensors of ``public``, and all else that is in it."""
-        return tuple((leaf.shape[1:], leaf.dtype) for leaf in tensors_of(self.public)), form_of(self.public)
+        return kind_of(self.public)
 
     @property
     def in_dims(self) -> Any:
