@@ -134,10 +134,6 @@ class ExampleGradients:
         parameters, constants = map_tensors(doubled, (self.parameters, self.constants))
         return replace(self, examples=examples, parameters=parameters, constants=constants)
 
-    def losses(self) -> Tensor:
-        """ℓ of every example, [batch]."""
-        return self._map(lambda z, public: self.loss_of_one(self.parameters, z, public), (), ())
-
     def gradients(self) -> Tensor:
         """g of every example, [batch, p]."""
         return self.gradients_and_losses()[0]
@@ -177,14 +173,13 @@ class ExampleGradients:
 
     def jvp(self, v: Tensor) -> Tensor:
         """Jv of every example, [batch, p], for v of shape [batch, d]."""
+        return self._map(self._jvp_of_one, ((v, 0),), (self.num_parameters,))
 
-        def one(z: Tensor, public: Any, v: Tensor) -> Tensor:
-            def directional(parameters: dict[str, Tensor]) -> Tensor:
-                return (grad(self.loss_of_one, argnums=1)(parameters, z, public) * v).sum()
+    def _jvp_of_one(self, z: Tensor, public: Any, v: Tensor) -> Tensor:
+        def directional(parameters: dict[str, Tensor]) -> Tensor:
+            return (grad(self.loss_of_one, argnums=1)(parameters, z, public) * v).sum()
 
-            return _flatten(grad(directional)(self.parameters))
-
-        return self._map(one, ((v, 0),), (self.num_parameters,))
+        return _flatten(grad(directional)(self.parameters))
 
     def vjp(self, u: Tensor) -> Tensor:
         """Jᵀu of every example, [batch, d], for u of shape [p] (shared) or [batch, p]."""
@@ -208,13 +203,7 @@ class ExampleGradients:
             return torch.stack([self.jvp(e.expand(len(self), -1)) for e in basis], dim=2)
 
         def one(z: Tensor, public: Any) -> Tensor:
-            def column(e: Tensor) -> Tensor:
-                def directional(parameters: dict[str, Tensor]) -> Tensor:
-                    return (grad(self.loss_of_one, argnums=1)(parameters, z, public) * e).sum()
-
-                return _flatten(grad(directional)(self.parameters))
-
-            return vmap(column, out_dims=1)(basis)  # [p, columns]
+            return vmap(lambda e: self._jvp_of_one(z, public, e), out_dims=1)(basis)  # [p, columns]
 
         return self._map(one, (), (self.num_parameters, len(basis)))
 

@@ -103,14 +103,12 @@ class _PatchesByPosition(Function):
 
 def patches_by_position(module: nn.Conv2d, a: Tensor) -> Tensor:
     """The input's patches, [batch, positions, kernel·channels]; differentiable once."""
-    result: Tensor = _PatchesByPosition.apply(*_walked(module, a))
-    return result
+    return _PatchesByPosition.apply(*_walked(module, a))
 
 
 def patches(module: nn.Conv2d, a: Tensor) -> Tensor:
     """The input's patches as the module walks over it, [batch, channels·kernel, positions]; differentiable once."""
-    result: Tensor = _Patches.apply(*_walked(module, a))
-    return result
+    return _Patches.apply(*_walked(module, a))
 
 
 def _walked(module: nn.Conv2d, a: Tensor) -> tuple[Tensor, _Walk]:
