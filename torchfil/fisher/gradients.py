@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -143,7 +143,7 @@ class ExampleGradients:
 
         def one(z: Tensor, public: Any) -> Tensor:
             gradient, loss = grad_and_value(self.loss_of_one)(self.parameters, z, public)
-            return torch.cat([_flatten(gradient), loss.reshape(1).to(self.dtype)])
+            return torch.cat([flatten(gradient), loss.reshape(1).to(self.dtype)])
 
         both = self._map(one, (), (self.num_parameters + 1,))
         return both[:, :-1], both[:, -1]
@@ -173,13 +173,15 @@ class ExampleGradients:
 
     def jvp(self, v: Tensor) -> Tensor:
         """Jv of every example, [batch, p], for v of shape [batch, d]."""
-        return self._map(self._jvp_of_one, ((v, 0),), (self.num_parameters,))
+        return self._map(self.jvp_of_one, ((v, 0),), (self.num_parameters,))
 
-    def _jvp_of_one(self, z: Tensor, public: Any, v: Tensor) -> Tensor:
+    def jvp_of_one(self, z: Tensor, public: Any, v: Tensor) -> Tensor:
+        """Jv of one example, [p], for z and v of shape [d]; may be mapped over each of them."""
+
         def directional(parameters: dict[str, Tensor]) -> Tensor:
             return (grad(self.loss_of_one, argnums=1)(parameters, z, public) * v).sum()
 
-        return _flatten(grad(directional)(self.parameters))
+        return flatten(grad(directional)(self.parameters))
 
     def vjp(self, u: Tensor) -> Tensor:
         """Jᵀu of every example, [batch, d], for u of shape [p] (shared) or [batch, p]."""
@@ -203,7 +205,7 @@ class ExampleGradients:
             return torch.stack([self.jvp(e.expand(len(self), -1)) for e in basis], dim=2)
 
         def one(z: Tensor, public: Any) -> Tensor:
-            return vmap(lambda e: self._jvp_of_one(z, public, e), out_dims=1)(basis)  # [p, columns]
+            return vmap(lambda e: self.jvp_of_one(z, public, e), out_dims=1)(basis)  # [p, columns]
 
         return self._map(one, (), (self.num_parameters, len(basis)))
 
@@ -354,7 +356,8 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
             )
 
 
-def _flatten(tree: dict[str, Tensor]) -> Tensor:
+def flatten(tree: Mapping[str, Tensor]) -> Tensor:
+    """Tensors by parameter name as one vector, [p]."""
     return torch.cat([value.reshape(-1) for value in tree.values()])
 
 
