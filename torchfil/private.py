@@ -168,7 +168,7 @@ class Examples:
         if check_values:
             check_finite(args, kwargs, targets)
         public = (args, kwargs, targets)
-        device = _device(args, kwargs)
+        device = tensors_of((args, kwargs))[0].device
 
         named: dict[Key, Any] = dict(enumerate(args))
         named.update(kwargs)
@@ -328,10 +328,6 @@ def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "inputs must be a tensor, a tuple of positional inputs or a dict of keyword inputs, "
         f"got {type(inputs).__name__}"
     )
-
-
-def _device(args: Any, kwargs: Any) -> torch.device:
-    return tensors_of((args, kwargs))[0].device
 
 
 def num_examples(args: Any, kwargs: Any, targets: Any) -> int:

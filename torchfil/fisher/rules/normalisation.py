@@ -231,12 +231,6 @@ def _pulled(v: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     return result
 
 
-def _group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
-    """``module(x)`` for inputs [batch, channels, …]; differentiable twice in x, its weights being constants."""
-    flat = x.reshape(*x.shape[:2], -1).contiguous()
-    return _GroupNorm.apply(flat, module.weight, module.bias, module.num_groups, module.eps).reshape(x.shape)
-
-
 def _layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
     """``module(x)`` for inputs […, *normalized_shape]; differentiable twice in x, its weights being constants."""
     flat = x.flatten(-len(module.normalized_shape))
@@ -250,8 +244,10 @@ def _group_substitute(module: nn.GroupNorm) -> Callable[..., Tensor]:
     """On GPUs without Triton or a compiler torch's own is faster, whose many operations are mostly on few numbers."""
 
     def forward(x: Tensor) -> Tensor:
-        ours = x.device.type == "cpu" or being_traced() or kernels_for(x) is not None
-        return _group_norm(module, x) if ours else type(module).forward(module, x)
+        if x.device.type != "cpu" and not being_traced() and kernels_for(x) is None:
+            return type(module).forward(module, x)
+        flat = x.reshape(*x.shape[:2], -1).contiguous()
+        return _GroupNorm.apply(flat, module.weight, module.bias, module.num_groups, module.eps).reshape(x.shape)
 
     return forward
 
