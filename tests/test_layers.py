@@ -449,5 +449,6 @@ def test_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [text.get_text() for text in axis.texts] == ["inf"]
     assert len(axis.patches) == 13
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "torchfil.viz._notebook")  # as before anything was drawn
     with pytest.raises(ImportError, match=r"pip install 'torchfil\[report\]'"):
         _table(("a",), [1]).plot()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchfil.utils.deferred import read_later
-from torchfil.utils.trees import form_of, map_tensors, tensors_of
+from torchfil.utils.trees import kind_of, map_tensors, tensors_of
 
 __all__ = [
     "Coordinates",
@@ -170,7 +170,7 @@ class Examples:
         if check_values:
             check_finite(args, kwargs, targets)
         public = (args, kwargs, targets)
-        device = _device(args, kwargs)
+        device = tensors_of((args, kwargs))[0].device
 
         named: dict[Key, Any] = dict(enumerate(args))
         named.update(kwargs)
@@ -230,7 +230,7 @@ class Examples:
     @cached_property
     def form(self) -> Hashable:
         """Shapes (the batch's size aside) and dtypes of the tensors of ``public``, and all else that is in it."""
-        return tuple((leaf.shape[1:], leaf.dtype) for leaf in tensors_of(self.public)), form_of(self.public)
+        return kind_of(self.public)
 
     @property
     def in_dims(self) -> Any:
@@ -340,10 +340,6 @@ def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "inputs must be a tensor, a tuple of positional inputs or a dict of keyword inputs, "
         f"got {type(inputs).__name__}"
     )
-
-
-def _device(args: Any, kwargs: Any) -> torch.device:
-    return tensors_of((args, kwargs))[0].device
 
 
 def num_examples(args: Any, kwargs: Any, targets: Any) -> int:

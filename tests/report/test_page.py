@@ -472,7 +472,7 @@ def test_numbers_keep_their_size() -> None:
 
 def test_the_page_is_installed_with_the_package() -> None:
     assets = resources.files("torchfil.report") / "assets"
-    assert {path.name for path in assets.iterdir()} == {"page.html", "page.css", "page.js"}
+    assert {path.name for path in assets.iterdir()} == {"page.html", "page.css", "page.js", "policy.toml"}
     assert "torchfil.report = assets/*" in (Path(__file__).parents[2] / "setup.cfg").read_text()
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
+from tqdm.auto import tqdm
 
 from torchfil.viz.common import as_array
 
@@ -85,9 +86,5 @@ def make_generator(
 
 def with_progress(items: Iterable[Item], progress: bool, title: str, total: int | None = None) -> Iterable[Item]:
     """The items, counted by a progress bar (tqdm) where asked for."""
-    if not progress:
-        return items
-    from tqdm.auto import tqdm
-
-    bar: Any = tqdm(items, desc=title, total=total)
+    bar: Iterable[Item] = tqdm(items, desc=title, total=total, disable=not progress)
     return bar

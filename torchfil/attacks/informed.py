@@ -151,8 +151,9 @@ class _Problem:
         return replace(self, weights=self.weights[runs], member=self.member[runs], remainder=self.remainder[runs])
 
     def residuals(self, z: Tensor) -> Tensor:
-        """r − g̃(z), 0 in steps without the example, [runs, steps, p]."""
-        return (self.remainder - _clipped_at(self.transcripts, self.weights, z, self.public)) * self.member
+        """r − g̃(z), 0 in steps without the example, [runs, steps, p], for guesses z [runs, d] that differ by run."""
+        by_step = vmap(lambda w, z: self.transcripts.clipped(w, z, self.public), in_dims=(0, None))
+        return (self.remainder - vmap(by_step)(self.weights, z)) * self.member
 
     def normal_equations(self, z: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
         """JᵀJ, [runs, d, d], and Jᵀ(r − g̃), [runs, d]."""
@@ -199,14 +200,8 @@ def _levenberg_marquardt(problem: _Problem, z: Tensor, iterations: int) -> tuple
     return z, misfit
 
 
-def _clipped_at(transcripts: Transcripts, weights: Tensor, z: Tensor, public: Any) -> Tensor:
-    """g̃ of one example, whose guess z [runs, d] differs by run, at weights [runs, steps, p]; [runs, steps, p]."""
-    by_step = vmap(lambda w, z: transcripts.clipped(w, z, public), in_dims=(0, None))
-    return vmap(by_step)(weights, z)
-
-
 def _jacobians(transcripts: Transcripts, weights: Tensor, z: Tensor, public: Any) -> Tensor:
-    """J̃ = ∂g̃/∂z, [runs, steps, p, d]."""
+    """J̃ = ∂g̃/∂z at weights [runs, steps, p] and guesses z [runs, d], [runs, steps, p, d]."""
     by_step = vmap(lambda w, z: transcripts.clipped_jacobian(w, z, public), in_dims=(0, None))
     return vmap(by_step)(weights, z)
 

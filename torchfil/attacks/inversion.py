@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 
 from torchfil.attacks.base import AttackResult, make_generator, with_progress
 from torchfil.attacks.similarity import haarpsi, ssim
-from torchfil.fisher.gradients import LossFunction, trainable_and_constant
+from torchfil.fisher.gradients import LossFunction, flatten, trainable_and_constant
 from torchfil.viz.common import as_array
 
 __all__ = ["Inversion", "invert_gradients", "observed_gradients", "total_variation"]
@@ -191,7 +191,6 @@ def _gradient(model: nn.Module, loss_fn: LossFunction, weights: dict[str, Tensor
         return loss_fn(outputs, target.unsqueeze(0)).reshape(())
 
     def one(x: Tensor, target: Tensor) -> Tensor:
-        parts = grad(loss)(weights, x, target)
-        return torch.cat([part.reshape(-1) for part in parts.values()])
+        return flatten(grad(loss)(weights, x, target))
 
     return one

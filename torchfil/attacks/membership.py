@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.integrate import trapezoid
 from torch import Tensor, nn
 
 from torchfil.attacks.base import AttackResult, make_generator, with_progress
@@ -212,7 +213,8 @@ def _log_odds(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _judged(name: str, scores: np.ndarray, members: np.ndarray) -> MembershipResult:
-    areas = np.array([_area(*_curve(s, m)) for s, m in zip(scores, members, strict=True)])
+    curves = [_curve(s, m) for s, m in zip(scores, members, strict=True)]
+    areas = np.array([trapezoid(true, false) for false, true in curves])
     error = float(areas.std(ddof=1) / len(areas) ** 0.5) if len(areas) > 1 else float("nan")
     return MembershipResult(name, scores, members, float(areas.mean()), error)
 
@@ -234,7 +236,3 @@ def _best_threshold(scores: np.ndarray, members: np.ndarray) -> float:
     false, true = _curve(scores.ravel(), members.ravel())
     cuts = np.concatenate([[np.inf], np.unique(scores)[::-1]])  # the thresholds of the curve
     return float(cuts[np.argmax(true - false)])
-
-
-def _area(false: np.ndarray, true: np.ndarray) -> float:
-    return float((np.diff(false) * (true[1:] + true[:-1]) / 2).sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.func import grad, vmap
 
 from torchfil.attacks.base import make_generator, with_progress
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction
-from torchfil.fisher.gradients import ExampleGradients, LossFunction
+from torchfil.fisher.gradients import ExampleGradients, LossFunction, flatten
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.private import Private
 from torchfil.utils.trees import map_tensors
@@ -46,18 +46,15 @@ class Transcripts:
 
     def clipped(self, weights: Tensor, z: Tensor, public: Any) -> Tensor:
         """g̃ of one example at one vector of weights, [p]; a function of z [d]."""
-        g = _flat(grad(self.gradients.loss_of_one)(self.gradients.unflatten(weights), z, public))
+        g = flatten(grad(self.gradients.loss_of_one)(self.gradients.unflatten(weights), z, public))
         return g * self.mechanism.clip.scale(g.norm(), self.mechanism.max_grad_norm)
 
     def clipped_jacobian(self, weights: Tensor, z: Tensor, public: Any) -> Tensor:
         """J̃ = φ J + φ′ ĝ (gᵀJ), ĝ = g/‖g‖, of one example, [p, d]; the columns of J = ∂g/∂z by Je = ∂⟨∂ℓ/∂z, e⟩/∂θ."""
-        shaped, loss = self.gradients.unflatten(weights), self.gradients.loss_of_one
-
-        def column(e: Tensor) -> Tensor:
-            return _flat(grad(lambda w: (grad(loss, argnums=1)(w, z, public) * e).sum())(shaped))
-
-        J = vmap(column, out_dims=1)(torch.eye(len(z), dtype=z.dtype, device=z.device))
-        g = _flat(grad(loss)(shaped, z, public))
+        here = replace(self.gradients, parameters=self.gradients.unflatten(weights))
+        basis = torch.eye(len(z), dtype=z.dtype, device=z.device)
+        J = vmap(lambda e: here.jvp_of_one(z, public, e), out_dims=1)(basis)
+        g = flatten(grad(here.loss_of_one)(here.parameters, z, public))
         norm, clip, bound = g.norm(), self.mechanism.clip, self.mechanism.max_grad_norm
         unit = g / norm.clamp(min=torch.finfo(g.dtype).tiny)
         return clip.scale(norm, bound) * J + clip.scale_derivative(norm, bound) * torch.outer(unit, g @ J)
@@ -117,7 +114,7 @@ def record_dpsgd(
     n, p = len(gradients), gradients.num_parameters
     source = make_generator(generator, seed, gradients.device)
 
-    theta = torch.cat([value.reshape(-1) for value in gradients.parameters.values()]).expand(runs, p)
+    theta = flatten(gradients.parameters).expand(runs, p)
     weights, sums = theta.new_empty(runs, steps, p), theta.new_empty(runs, steps, p)
     batches = torch.rand(runs, steps, n, generator=source, device=gradients.device) < sample_rate
     batches[:, :, list(absent)] = False
@@ -152,7 +149,3 @@ def sum_of_others(transcripts: Transcripts, runs: slice, row: int) -> Tensor:
     return torch.stack(
         [sum_of_clipped(transcripts, weights[:, t], members[:, t]) for t in range(weights.shape[1])], dim=1
     )
-
-
-def _flat(tree: dict[str, Tensor]) -> Tensor:
-    return torch.cat([value.reshape(-1) for value in tree.values()])

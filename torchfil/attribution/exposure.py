@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 from scipy import stats
-from torch import Tensor
 
 from torchfil.accounting.leakage import as_table
+from torchfil.viz.common import as_array
 
 __all__ = ["AUROC", "auroc", "rank_by_exposure"]
 
@@ -44,11 +44,9 @@ def auroc(scores: Any, is_outlier: Any) -> AUROC:
         >>> auroc([0.1, 0.2, 0.8, 0.9], [False, False, True, True]).value
         1.0
     """
-    values, outlier = _array(scores).astype(float), _array(is_outlier).astype(bool)
-    if values.ndim != 1 or values.shape != outlier.shape:
+    values, outlier = _scores(scores), as_array(is_outlier).astype(bool)
+    if values.shape != outlier.shape:
         raise ValueError(f"scores {list(values.shape)} and is_outlier {list(outlier.shape)} must both be [n]")
-    if np.isnan(values).any():
-        raise ValueError(f"scores has NaN at {np.flatnonzero(np.isnan(values))[:5].tolist()}")
     if not (outlier.any() and (~outlier).any()):
         raise ValueError(f"is_outlier must hold both: {outlier.sum()} of {len(outlier)} are outliers")
 
@@ -81,11 +79,7 @@ def rank_by_exposure(scores: Any, ids: Sequence[Hashable] | None = None, *, name
     Returns:
         A pandas DataFrame where pandas is installed, else a dict of lists.
     """
-    values = _array(scores).astype(float)
-    if values.ndim != 1:
-        raise ValueError(f"scores has shape {list(values.shape)}; it must be one number per example")
-    if np.isnan(values).any():
-        raise ValueError(f"scores has NaN at {np.flatnonzero(np.isnan(values))[:5].tolist()}")
+    values = _scores(scores)
     names = list(range(len(values))) if ids is None else list(ids)
     if len(names) != len(values):
         raise ValueError(f"ids has {len(names)} names for {len(values)} scores")
@@ -96,5 +90,10 @@ def rank_by_exposure(scores: Any, ids: Sequence[Hashable] | None = None, *, name
     return as_table([names[i] for i in order], columns)
 
 
-def _array(values: Any) -> np.ndarray:
-    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+def _scores(scores: Any) -> np.ndarray:
+    values = as_array(scores).astype(float)
+    if values.ndim != 1:
+        raise ValueError(f"scores has shape {list(values.shape)}; it must be one number per example")
+    if np.isnan(values).any():
+        raise ValueError(f"scores has NaN at {np.flatnonzero(np.isnan(values))[:5].tolist()}")
+    return values

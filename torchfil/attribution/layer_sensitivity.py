@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from torchfil.attribution.layer_gradients import layer_index
 from torchfil.attribution.layer_table import LayerTable
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction, check_modules
 from torchfil.private import Inputs, Private, as_call
+from torchfil.utils.trees import map_tensors
 
 __all__ = ["jacobian_sensitivity"]
 
@@ -124,12 +124,9 @@ def _continuous(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> T
         return y
 
     # The model's output for one example tells the number of classes.
-    args, kwargs = as_call(x)
+    args, kwargs = map_tensors(lambda leaf: leaf[:1], as_call(x))
     with torch.no_grad():
-        output = model(
-            *(leaf[:1] if isinstance(leaf, Tensor) else leaf for leaf in args),
-            **{key: leaf[:1] if isinstance(leaf, Tensor) else leaf for key, leaf in kwargs.items()},
-        )
+        output = model(*args, **kwargs)
     if not isinstance(output, Tensor) or output.ndim != y.ndim + 1 or output.shape[2:] != y.shape[1:]:
         what = f"outputs of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(
@@ -156,16 +153,12 @@ def _continuous(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> T
     return probabilities
 
 
-def _pieces(batch: ExampleGradients, columns: int) -> Iterator[tuple[slice, ExampleGradients, int]]:
-    """The batch in pieces of whole examples, and how many coordinates to take at once."""
-    d = max(1, batch.num_coordinates)
-    for rows, examples in batch.examples.chunks(max(1, columns // d)):
-        yield rows, replace(batch, examples=examples), min(columns, d)
-
-
 def _norms(batch: ExampleGradients, index: dict[str, Tensor], norm: Norm, columns: int) -> dict[str, Tensor]:
     norms = {layer: torch.zeros(len(batch), dtype=batch.dtype, device=batch.device) for layer in index}
-    for rows, piece, width in _pieces(batch, columns):
+    d = max(1, batch.num_coordinates)
+    width = min(columns, d)
+    for rows, examples in batch.examples.chunks(max(1, columns // d)):  # whole examples, some coordinates at once
+        piece = replace(batch, examples=examples)
         for start in range(0, batch.num_coordinates, width):
             jacobian = piece.jacobian_columns(slice(start, start + width))  # [rows, p, width]
             for layer, places in index.items():

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchfil.accounting.leakage import as_table
+from torchfil.viz.common import new_figure
 
 __all__ = ["LayerTable"]
 
@@ -73,18 +74,12 @@ class LayerTable:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("LayerTable.plot needs matplotlib: pip install 'torchfil[report]'") from error
-
         # Names that would run into each other are tilted, and need height.
         longest = max(map(len, self._shown))
         rotated = longest * len(self) > 40
         if ax is None:
             height = 3.4 + (0.055 * longest if rotated else 0.0)
-            figure = Figure(figsize=(max(4.0, 1.6 + 0.45 * len(self)), height), layout="constrained")
-            ax = figure.add_subplot()
+            ax = new_figure(max(4.0, 1.6 + 0.45 * len(self)), height, "constrained").subplots()
 
         places = np.arange(len(self))
         drawn = np.isfinite(self.value)

@@ -78,7 +78,9 @@ def susceptibility(
         with contextlib.suppress(UnsupportedCallError):  # of a batch that is not as the trial's
             parts = [recorded_pass(replace(gradients, examples=examples)) for _, examples in chunks]
     if not parts:
-        parts = [_from_gradients(part) for _, part in gradients.chunks(max_memory, _WORKING_VECTORS)]
+        for _, part in gradients.chunks(max_memory, _WORKING_VECTORS):
+            g = part.gradients()
+            parts.append(NormGradient(g.square().sum(dim=1), 2 * part.vjp(g)))
     square = torch.cat([part.square for part in parts])
     slope = torch.cat([part.gradient for part in parts])
 
@@ -91,11 +93,6 @@ def susceptibility(
         weight = factor * scale * (scale + norm * clip.scale_derivative(norm, max_grad_norm))
         factor = factor * scale.square()
     return Susceptibility(factor * square, weight[:, None] * slope)
-
-
-def _from_gradients(gradients: ExampleGradients) -> NormGradient:
-    g = gradients.gradients()
-    return NormGradient(g.square().sum(dim=1), 2 * gradients.vjp(g))
 
 
 class _GraphedNorms:

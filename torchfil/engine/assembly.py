@@ -99,11 +99,7 @@ def assemble(
     checks = StepChecks(replica, options, tracker)
     execution = options.accounting.execution
     evaluator = Evaluator(
-        replica,
-        expected_batch,
-        options.max_memory,
-        cuda_graphs=execution.cuda_graphs,
-        compiled=execution.compile,
+        replica, expected_batch, options.max_memory, cuda_graphs=execution.cuda_graphs, compiled=execution.compile
     )
     pipeline = StepPipeline(run, replica, evaluator, checks, observer, looks)
 

@@ -8,6 +8,7 @@ batches, workers, and ``BatchMemoryManager`` (which rebuilds the loader from its
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -101,6 +102,9 @@ class _Remembering:
         if tracker is not None:
             tracker.take(list(self._ids), self)
 
+    def __reduce__(self) -> Any:
+        return _rebuild, (_content(self), self._ids, self._token)
+
 
 def make_current(tree: Any) -> None:
     """Make a batch that is handed over as a whole, unread, the current one of its tracker."""
@@ -111,76 +115,47 @@ def make_current(tree: Any) -> None:
             make_current(part)
 
 
+def _touching(method: Callable[..., Any]) -> Any:
+    """A method of a plain list, tuple or dict that makes the batch the current one first."""
+
+    @functools.wraps(method)
+    def touched(self: _Remembering, *args: Any) -> Any:
+        self._touch()
+        return method(self, *args)
+
+    return touched
+
+
 class RememberingList(_Remembering, list[Any]):
     """A list batch that remembers its ids."""
 
-    def __getitem__(self, index: Any) -> Any:
-        self._touch()
-        return list.__getitem__(self, index)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._touch()
-        return list.__iter__(self)
-
-    def __reduce__(self) -> Any:
-        return _rebuild, (list, list(list.__iter__(self)), self._ids, self._token)
+    __getitem__ = _touching(list.__getitem__)
+    __iter__ = _touching(list.__iter__)
 
 
 class RememberingTuple(_Remembering, tuple[Any, ...]):
     """A tuple batch that remembers its ids."""
 
-    def __getitem__(self, index: Any) -> Any:
-        self._touch()
-        return tuple.__getitem__(self, index)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._touch()
-        return tuple.__iter__(self)
-
-    def __reduce__(self) -> Any:
-        return _rebuild, (tuple, list(tuple.__iter__(self)), self._ids, self._token)
+    __getitem__ = _touching(tuple.__getitem__)
+    __iter__ = _touching(tuple.__iter__)
 
 
 class RememberingDict(_Remembering, dict[Any, Any]):
     """A dict batch that remembers its ids."""
 
-    def __getitem__(self, key: Any) -> Any:
-        self._touch()
-        return dict.__getitem__(self, key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """As in dict."""
-        self._touch()
-        return dict.get(self, key, default)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._touch()
-        return dict.__iter__(self)
-
-    def items(self) -> Any:
-        """As in dict."""
-        self._touch()
-        return dict.items(self)
-
-    def values(self) -> Any:
-        """As in dict."""
-        self._touch()
-        return dict.values(self)
-
-    def pop(self, *args: Any) -> Any:
-        """As in dict."""
-        self._touch()
-        return dict.pop(self, *args)
-
-    def __reduce__(self) -> Any:
-        return _rebuild, (dict, dict(dict.items(self)), self._ids, self._token)
+    __getitem__ = _touching(dict.__getitem__)
+    __iter__ = _touching(dict.__iter__)
+    get = _touching(dict.get)
+    items = _touching(dict.items)
+    values = _touching(dict.values)
+    pop = _touching(dict.pop)
 
 
 _REMEMBERING: dict[type, type] = {list: RememberingList, tuple: RememberingTuple, dict: RememberingDict}
 
 
-def _rebuild(kind: type, content: Any, ids: list[int], token: int) -> Any:
-    batch = _REMEMBERING[kind](content)
+def _rebuild(content: Any, ids: Sequence[int], token: int) -> Any:
+    batch = _REMEMBERING[type(content)](content)
     batch._ids, batch._token = ids, token
     return batch
 
@@ -228,7 +203,7 @@ class RememberingCollate:
         self._note.clear()
         batch = self.collate_fn(samples)
         if type(batch) in _REMEMBERING:
-            return _rebuild(type(batch), batch, ids, self._token)
+            return _rebuild(batch, ids, self._token)
         if self._workers:
             raise TypeError(
                 f"the collate function returns {type(batch).__name__}, which cannot carry example ids out of a worker "

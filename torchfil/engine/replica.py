@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torchfil.fisher.gradients import (
     ExampleGradients,
@@ -29,7 +28,7 @@ from torchfil.fisher.gradients import (
 )
 from torchfil.fisher.masks import MaskLayouts
 from torchfil.private import Examples, Private
-from torchfil.utils.trees import map_tensors, tensors_of
+from torchfil.utils.trees import kind_of, map_tensors, tensors_of
 
 __all__ = ["Replica", "buffers_kept"]
 
@@ -97,7 +96,7 @@ class Replica:
         """These examples with their private coordinates laid out."""
 
         def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
-            kind = (name, _kind(public), tuple(live.training for live, _ in self._pairs))
+            kind = (name, kind_of(public), tuple(live.training for live, _ in self._pairs))
             if kind not in self._submodule_shapes:
                 if len(self._submodule_shapes) >= _MOST_SHAPES:
                     self._submodule_shapes.clear()
@@ -142,7 +141,7 @@ class Replica:
             with torch.no_grad(), differentiable_twice():
                 call_with(self.template, {**trainable, **constant, **buffers}, *first)
 
-        kind = (_kind(inputs), self.key)
+        kind = (kind_of(inputs), self.key)
         return self._mask_layouts.by_example(masks, len(tensors_of(inputs)[0]), kind, run_first)
 
     def gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
@@ -317,10 +316,3 @@ def _are_as(attributes_of_modules: Sequence[_Attributes]) -> bool:
             if now is not before and (before is not _OPAQUE or type(now) in _PLAIN):
                 return False
     return True
-
-
-def _kind(tree: Any) -> Hashable:
-    """The shapes of one example's tensors, and what stands beside them."""
-    leaves, structure = pytree.tree_flatten(tree)
-    parts = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
-    return tuple(parts), repr(structure)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -134,10 +134,6 @@ class ExampleGradients:
         parameters, constants = map_tensors(doubled, (self.parameters, self.constants))
         return replace(self, examples=examples, parameters=parameters, constants=constants)
 
-    def losses(self) -> Tensor:
-        """ℓ of every example, [batch]."""
-        return self._map(lambda z, public: self.loss_of_one(self.parameters, z, public), (), ())
-
     def gradients(self) -> Tensor:
         """g of every example, [batch, p]."""
         return self.gradients_and_losses()[0]
@@ -147,7 +143,7 @@ class ExampleGradients:
 
         def one(z: Tensor, public: Any) -> Tensor:
             gradient, loss = grad_and_value(self.loss_of_one)(self.parameters, z, public)
-            return torch.cat([_flatten(gradient), loss.reshape(1).to(self.dtype)])
+            return torch.cat([flatten(gradient), loss.reshape(1).to(self.dtype)])
 
         both = self._map(one, (), (self.num_parameters + 1,))
         return both[:, :-1], both[:, -1]
@@ -177,14 +173,15 @@ class ExampleGradients:
 
     def jvp(self, v: Tensor) -> Tensor:
         """Jv of every example, [batch, p], for v of shape [batch, d]."""
+        return self._map(self.jvp_of_one, ((v, 0),), (self.num_parameters,))
 
-        def one(z: Tensor, public: Any, v: Tensor) -> Tensor:
-            def directional(parameters: dict[str, Tensor]) -> Tensor:
-                return (grad(self.loss_of_one, argnums=1)(parameters, z, public) * v).sum()
+    def jvp_of_one(self, z: Tensor, public: Any, v: Tensor) -> Tensor:
+        """Jv of one example, [p], for z and v of shape [d]; may be mapped over each of them."""
 
-            return _flatten(grad(directional)(self.parameters))
+        def directional(parameters: dict[str, Tensor]) -> Tensor:
+            return (grad(self.loss_of_one, argnums=1)(parameters, z, public) * v).sum()
 
-        return self._map(one, ((v, 0),), (self.num_parameters,))
+        return flatten(grad(directional)(self.parameters))
 
     def vjp(self, u: Tensor) -> Tensor:
         """Jᵀu of every example, [batch, d], for u of shape [p] (shared) or [batch, p]."""
@@ -208,13 +205,7 @@ class ExampleGradients:
             return torch.stack([self.jvp(e.expand(len(self), -1)) for e in basis], dim=2)
 
         def one(z: Tensor, public: Any) -> Tensor:
-            def column(e: Tensor) -> Tensor:
-                def directional(parameters: dict[str, Tensor]) -> Tensor:
-                    return (grad(self.loss_of_one, argnums=1)(parameters, z, public) * e).sum()
-
-                return _flatten(grad(directional)(self.parameters))
-
-            return vmap(column, out_dims=1)(basis)  # [p, columns]
+            return vmap(lambda e: self.jvp_of_one(z, public, e), out_dims=1)(basis)  # [p, columns]
 
         return self._map(one, (), (self.num_parameters, len(basis)))
 
@@ -365,7 +356,8 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
             )
 
 
-def _flatten(tree: dict[str, Tensor]) -> Tensor:
+def flatten(tree: Mapping[str, Tensor]) -> Tensor:
+    """Tensors by parameter name as one vector, [p]."""
     return torch.cat([value.reshape(-1) for value in tree.values()])
 
 

@@ -39,7 +39,10 @@ class _Recorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             drawn = result[1] if func in _MASK_SECOND else result
             if not isinstance(drawn, Tensor) or not _gives_all_it_draws(func):
-                raise _cannot_be_repeated(func)
+                raise UnsupportedModuleError(
+                    f"the model calls {func}, whose random numbers cannot be seen from outside, so that its gradient "
+                    "cannot be repeated for the accounting. Use dropout of 0 there, or put that part in eval mode."
+                )
             self.masks.append(drawn.detach().clone())  # it may be changed in place afterwards
         return result
 
@@ -272,10 +275,3 @@ def _other_draws(what: str) -> UnsupportedModuleError:
 
 def _other_shape(shape: torch.Size, drawn: torch.Size) -> UnsupportedModuleError:
     return _other_draws(f"random numbers of shape {tuple(shape)} where the loop drew {tuple(drawn)}, not as")
-
-
-def _cannot_be_repeated(func: Any) -> UnsupportedModuleError:
-    return UnsupportedModuleError(
-        f"the model calls {func}, whose random numbers cannot be seen from outside, so that its gradient cannot be "
-        "repeated for the accounting. Use dropout of 0 there, or put that part in eval mode."
-    )

@@ -18,6 +18,7 @@ __all__ = [
     "histogram",
     "merged_small_groups",
     "published_count",
+    "round_step",
     "rounded",
     "rounded_count",
     "windows",
@@ -126,7 +127,7 @@ def histogram(
     scaled = np.log10(inside) if log else inside
     zero = 0.0 if origin is None else math.log10(origin) if log else origin
     width = abs(origin) if origin and smallest > 1 else float(np.ptp(scaled))
-    step = 1 / fineness if log else _round_step(width / (5 * fineness))
+    step = 1 / fineness if log else round_step(width / (5 * fineness))
     step *= max(1, math.ceil(float(np.ptp(scaled)) / step / 400))
     places = np.ceil((scaled - zero) / step - 1e-9).astype(np.int64) - 1  # bins are closed at the right
     edges, merged = _merged_bins(places, smallest)
@@ -164,7 +165,7 @@ def _merged_bins(places: np.ndarray, smallest: int) -> tuple[list[int], list[int
     return edges, merged
 
 
-def _round_step(step: float) -> float:
+def round_step(step: float) -> float:
     """The next larger 1, 2 or 5 times a power of ten."""
     if not step > 0:
         return 1.0

@@ -11,6 +11,7 @@ import numpy as np
 from torchfil.report.aggregates import Histogram
 from torchfil.report.page.html import number
 from torchfil.report.summary import Grouping, Summary
+from torchfil.viz.common import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,7 +54,7 @@ def write_figures(summary: Summary, folder: Path) -> tuple[dict[str, str], str |
 
 def _bars(bins: Histogram, label: str, guess: float | None, *, log: bool = True) -> Figure:
     """Area is count: merged bins do not look larger than they are."""
-    figure = _figure(6.4, 3.4)
+    figure = new_figure(6.4, 3.4, "constrained")
     axis = figure.subplots()
     edges = np.asarray(bins.edges)
     widths = np.diff(np.log10(edges) if log else edges)
@@ -72,7 +73,7 @@ def _bars(bins: Histogram, label: str, guess: float | None, *, log: bool = True)
 
 
 def _groups(grouping: Grouping) -> Figure:
-    figure = _figure(6.4, 1.0 + 0.26 * len(grouping.groups))
+    figure = new_figure(6.4, 1.0 + 0.26 * len(grouping.groups), "constrained")
     axis = figure.subplots()
     for row, group in enumerate(grouping.groups):
         colour = ORANGE if group.compared == "more" else BLUE
@@ -91,7 +92,7 @@ def _groups(grouping: Grouping) -> Figure:
 
 
 def _history(history: dict[str, list[float]]) -> Figure:
-    figure = _figure(6.4, 3.4)
+    figure = new_figure(6.4, 3.4, "constrained")
     axis = figure.subplots()
     series = [("fil_max", "largest", ORANGE), ("fil_q95", "95 % quantile", BLUE), ("fil_median", "median", GREEN)]
     for name, text, colour in series:
@@ -101,9 +102,3 @@ def _history(history: dict[str, list[float]]) -> Figure:
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def _figure(width: float, height: float) -> Figure:
-    from torchfil.viz.common import new_figure
-
-    return new_figure(width, height, "constrained")

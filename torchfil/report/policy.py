@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ else:
 
 __all__ = ["TEMPLATE", "Policy", "PolicyError", "load_policy", "nearest", "parse_policy"]
 
-
+TEMPLATE = (resources.files("torchfil.report") / "assets" / "policy.toml").read_text(encoding="utf-8")
 _TABLES = ("min_attribute_error", "max_true_positive_rate")  # by attribute, by question
 
 
@@ -107,56 +108,3 @@ def _is_number(value: Any) -> bool:
         return not math.isnan(value)
     except OverflowError:  # a whole number beyond all floats
         return False
-
-
-TEMPLATE = """\
-# A policy for `torchfil gate RUN --policy policy.toml`. Remove or comment out what you do not ask for.
-# Left out, max_violated_bounds, max_share_not_measured and max_examples_missed still apply, at their strictest: 0.
-# Rules on single examples take the conservative end of every 95 % interval, of each example by itself.
-
-# No example's MSE bound may be smaller. Per private coordinate, in the squared unit of the inputs: an unbiased attacker
-# (one whose guesses are right on average over repeated trainings) who knows everything else guesses a coordinate with
-# at least this mean squared error, on average. A biased attacker, who starts from beliefs about the data, may err less.
-min_mse_bound = 0.01
-
-# At most this share of the examples may have an MSE bound under that of concern.
-mse_bound_of_concern = 0.05
-max_share_of_concern = 0.05
-
-# Differential privacy: the run's ε binds every attacker. The largest of the examples' own ε is an estimate that belongs
-# to this run's outputs, and no guarantee; train with Accounting(norm_refresh=…) before you rely on it.
-max_epsilon = 8.0
-# max_individual_epsilon = 4.0
-
-# The median Fisher information loss of one group over that of another, in every grouping that was saved with the
-# run. Fails where the run was saved without groups, or where a grouping has fewer than two groups to compare.
-# max_group_disparity = 2.0
-# Groups with fewer measured examples are not compared. Left out, it is 10.
-min_group_size = 10
-
-# For how many examples an attack may have beaten the bound beyond chance (more than 0: look into it).
-# Left out, it is 0: one such example fails.
-max_violated_bounds = 0
-
-# Examples that no batch drew have not been measured, nor spared. Poisson sampling at rate q leaves out a share of
-# (1 - q)^steps; longer runs, or averages over runs, leave out fewer.
-# Left out, it is 0: one example that was not measured fails.
-max_share_not_measured = 0.01
-
-# Examples that took part in steps that were not measured (engine.paused): their bounds are no guarantees.
-# Left out, it is 0: one such example fails.
-max_examples_missed = 0
-
-# At which false-positive rate max_true_positive_rate looks. Left out, it is 0.01.
-at_false_positive_rate = 0.01
-
-# By how much an unbiased guess of an attribute must be off at least, on average (root mean square), in its own unit, by
-# the names given to save_run.
-# [min_attribute_error]
-# age = 5.0
-
-# For every attacker, whatever it knows: how often it may say rightly that an example has its true answer to a question
-# (not the other), if it says so wrongly in one run of a hundred. By the names of make_private(…, questions={…}).
-# [max_true_positive_rate]
-# member = 0.05
-"""

@@ -22,6 +22,7 @@ from torchfil.report.page.context import Report
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.summary import summarise
 from torchfil.report.tables import write_leakage_csv, write_parquet
+from torchfil.utils.files import flush
 
 __all__ = ["write_report"]
 
@@ -103,7 +104,7 @@ def _replaced_folder(target: Path) -> Iterator[Path]:
         yield new
         for path in new.iterdir():
             path.chmod(0o600)
-            _flush(path)
+            flush(path)
 
         # writing took its time: somebody may have put a file into the folder meanwhile
         _check_replaceable(target)
@@ -144,14 +145,6 @@ def _digest(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _json_ready(value: Any) -> Any:

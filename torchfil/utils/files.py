@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["replaced_when_complete", "write_bytes"]
+__all__ = ["flush", "replaced_when_complete", "write_bytes"]
 
 
 @contextlib.contextmanager
@@ -29,7 +29,7 @@ def replaced_when_complete(path: str | os.PathLike[str]) -> Iterator[str]:
     os.close(handle)
     try:
         yield temporary
-        _flush(temporary)
+        flush(temporary)
         os.replace(temporary, target)
     except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
@@ -45,7 +45,8 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         file.write(content)
 
 
-def _flush(path: str) -> None:
+def flush(path: str | os.PathLike[str]) -> None:
+    """Wait until a file's content is on the disk."""
     handle = os.open(path, os.O_RDWR)
     try:
         os.fsync(handle)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["form_of", "map_tensors", "tensors_of"]
+__all__ = ["form_of", "kind_of", "map_tensors", "tensors_of"]
 
 _LEAVES = (type(None), bool, int, float, str)
 
@@ -65,6 +65,17 @@ def form_of(tree: Any) -> Hashable:
         return (kind, tree)
     leaves, structure = pytree.tree_flatten(tree)
     return (kind, repr(structure), *[Tensor if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves])
+
+
+def kind_of(tree: Any) -> Hashable:
+    """:func:`form_of` with the tensors' dtypes and shapes, the size of the batch aside.
+
+    Example:
+        >>> import torch
+        >>> kind_of([torch.zeros(2, 3)]) == kind_of([torch.zeros(5, 3)]), kind_of([torch.zeros(2, 4)]) == kind_of([])
+        (True, False)
+    """
+    return tuple((leaf.shape[1:], leaf.dtype) for leaf in tensors_of(tree)), form_of(tree)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

@@ -72,11 +72,9 @@ def show_map(
         >>> figure.axes[0].images[-1].get_clim()
         (-3.0, 3.0)
     """
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r} must be 'absolute' or 'signed'")
     if not views or any(view not in ("image", "map", "overlay") for view in views):
         raise ValueError(f"views={views!r} must name one or more of 'image', 'map', 'overlay'")
-    _check_alpha(alpha)
+    _check_look(mode, alpha)
     picture, heat = _pair(image, attribution, mode)
     scale = _limit(heat, outlier_percentile, limit)
 
@@ -156,9 +154,7 @@ def gallery(
         raise ValueError(f"count={count} must be at least 1")
     if higher not in ("more exposed", "less exposed"):
         raise ValueError(f"higher={higher!r} must be 'more exposed' or 'less exposed'")
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r} must be 'absolute' or 'signed'")
-    _check_alpha(alpha)
+    _check_look(mode, alpha)
 
     # half each where there are few, so that nobody is shown twice
     order = np.argsort(-values if higher == "more exposed" else values, kind="stable")
@@ -253,7 +249,9 @@ def _channels_first(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and shape[0] in (1, 3)
 
 
-def _check_alpha(alpha: float) -> None:
+def _check_look(mode: str, alpha: float) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} must be 'absolute' or 'signed'")
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha={alpha} must lie in (0, 1]")
 
@@ -285,12 +283,7 @@ def _colours(mode: str, scale: float) -> dict[str, Any]:
 
     top = scale or 1.0
     cmap = colormaps["PuOr_r"] if mode == "signed" else ListedColormap(colormaps["magma_r"](np.linspace(0, 0.82, 256)))
-    return {
-        "cmap": cmap,
-        "vmin": -top if mode == "signed" else 0.0,
-        "vmax": top,
-        "interpolation": "nearest",
-    }
+    return {"cmap": cmap, "vmin": -top if mode == "signed" else 0.0, "vmax": top, "interpolation": "nearest"}
 
 
 def _draw_image(axis: Axes, picture: np.ndarray) -> None:

@@ -40,8 +40,7 @@ class _Tanh(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        pulled: Tensor = _TanhPulled.apply(gradients[0], y)
-        return pulled
+        return _TanhPulled.apply(gradients[0], y)
 
 
 class _TanhPulled(Function):
@@ -82,8 +81,7 @@ class _Gelu(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        pulled: Tensor = _GeluPulled.apply(gradients[0], *ctx.saved_tensors)
-        return pulled
+        return _GeluPulled.apply(gradients[0], *ctx.saved_tensors)
 
 
 class _GeluPulled(Function):
@@ -107,17 +105,9 @@ class _GeluPulled(Function):
         return w * first, (w * gamma).mul_(second), None, None
 
 
-def _tanh(x: Tensor) -> Tensor:
-    result: Tensor = _Tanh.apply(x)
-    return result
-
-
 def _gelu(x: Any, approximate: str = "none") -> Tensor | None:
-    if approximate != "none" or not is_served(x):
-        return None
-    result: Tensor = _Gelu.apply(x)
-    return result
+    return _Gelu.apply(x) if approximate == "none" and is_served(x) else None
 
 
-register_substitute(nn.Tanh, lambda module: _tanh)
+register_substitute(nn.Tanh, lambda module: _Tanh.apply)
 register_function(F.gelu, _gelu)

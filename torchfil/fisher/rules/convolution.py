@@ -279,30 +279,24 @@ def _by_phases(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geom
 
 def _convolve(module: Convolutional, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What the module makes of inputs [batch, channels, …] with these weights, taken as constants."""
-    padding = _own_padding(module)
-    a = a if pads_with_zeros(module) else padded_input(module, a)
-    geometry = (tuple(module.stride), padding, tuple(module.dilation), module.groups)
-    result: Tensor = _Convolution.apply(a, weight, bias, geometry)
-    return result
+    a, geometry = a if pads_with_zeros(module) else padded_input(module, a), _geometry(module)
+    return _Convolution.apply(a, weight, bias, geometry)
 
 
 def _convolve_back(module: Convolutional, delta: Tensor, weight: Tensor, a: Tensor) -> Tensor:
     """The derivative of ⟨δ, :func:`_convolve` (a)⟩ with respect to a."""
-    geometry = (tuple(module.stride), _own_padding(module), tuple(module.dilation), module.groups)
+    geometry = _geometry(module)
     if pads_with_zeros(module):
-        result: Tensor = _Transposed.apply(delta, weight, a.shape, geometry)
-        return result
+        return _Transposed.apply(delta, weight, a.shape, geometry)
     with torch.enable_grad():
         padded = padded_input(module, a)
-    (result,) = torch.autograd.grad(padded, a, _Transposed.apply(delta, weight, padded.shape, geometry))
-    return result
+    return torch.autograd.grad(padded, a, _Transposed.apply(delta, weight, padded.shape, geometry))[0]
 
 
-def _own_padding(module: Convolutional) -> tuple[int, ...]:
-    """What is left for the convolution to pad."""
-    if isinstance(module.padding, str) or module.padding_mode != "zeros":
-        return (0,) * len(module.kernel_size)
-    return tuple(module.padding)
+def _geometry(module: Convolutional) -> _Geometry:
+    """With what is left for the convolution to pad."""
+    padding = module.padding if pads_with_zeros(module) else (0,) * len(module.kernel_size)
+    return tuple(module.stride), tuple(padding), tuple(module.dilation), module.groups  # type: ignore[arg-type]
 
 
 def _substitute(module: Any) -> Callable[..., Tensor]:

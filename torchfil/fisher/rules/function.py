@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 
 __all__ = ["Function"]
@@ -18,8 +19,8 @@ class Function(torch.autograd.Function):
     """
 
     @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """As in torch."""
+    def apply(cls, *args: Any) -> Tensor:
+        """As in torch; of a function with several results, a tuple of them."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
         return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]

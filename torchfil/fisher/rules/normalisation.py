@@ -12,6 +12,7 @@ hundred elementary operations. A GPU that Triton serves does each in one kernel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,8 +171,7 @@ def _normalised_sums(module: nn.GroupNorm, delta: Tensor, x: Tensor) -> tuple[Te
     if kernels_for(x) is None or x.ndim < 3:
         return None
     flat_delta, flat_x = (value.reshape(*x.shape[:2], -1).contiguous() for value in (delta, x))
-    sums: tuple[Tensor, Tensor] = _NormalisedSums.apply(flat_delta, flat_x, module.num_groups, module.eps)
-    return sums
+    return _NormalisedSums.apply(flat_delta, flat_x, module.num_groups, module.eps)  # type: ignore[return-value]
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -231,17 +231,10 @@ def _pulled(v: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     return result
 
 
-def _group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
-    """``module(x)`` for inputs [batch, channels, …]; differentiable twice in x, its weights being constants."""
-    flat = x.reshape(*x.shape[:2], -1).contiguous()
-    result: Tensor = _GroupNorm.apply(flat, module.weight, module.bias, module.num_groups, module.eps)
-    return result.reshape(x.shape)
-
-
 def _layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
     """``module(x)`` for inputs […, *normalized_shape]; differentiable twice in x, its weights being constants."""
     flat = x.flatten(-len(module.normalized_shape))
-    result: Tensor = _LayerNorm.apply(flat, module.eps).reshape(x.shape)
+    result = _LayerNorm.apply(flat, module.eps).reshape(x.shape)
     if module.weight is not None:
         result = result * module.weight
     return result if module.bias is None else result + module.bias
@@ -251,21 +244,19 @@ def _group_substitute(module: nn.GroupNorm) -> Callable[..., Tensor]:
     """On GPUs without Triton or a compiler torch's own is faster, whose many operations are mostly on few numbers."""
 
     def forward(x: Tensor) -> Tensor:
-        ours = x.device.type == "cpu" or being_traced() or kernels_for(x) is not None
-        return _group_norm(module, x) if ours else type(module).forward(module, x)
+        if x.device.type != "cpu" and not being_traced() and kernels_for(x) is None:
+            return type(module).forward(module, x)
+        flat = x.reshape(*x.shape[:2], -1).contiguous()
+        return _GroupNorm.apply(flat, module.weight, module.bias, module.num_groups, module.eps).reshape(x.shape)
 
     return forward
-
-
-def _layer_substitute(module: nn.LayerNorm) -> Callable[..., Tensor]:
-    return lambda x: _layer_norm(module, x)
 
 
 register_rule(
     nn.LayerNorm,
     NormalisationRule(lambda m, x: F.layer_norm(x, m.normalized_shape, eps=m.eps), channels_first=False),
 )
-register_substitute(nn.LayerNorm, _layer_substitute)
+register_substitute(nn.LayerNorm, lambda module: partial(_layer_norm, module))
 register_rule(
     nn.RMSNorm, NormalisationRule(lambda m, x: F.rms_norm(x, m.normalized_shape, eps=m.eps), channels_first=False)
 )

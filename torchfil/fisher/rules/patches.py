@@ -44,18 +44,11 @@ class _Patches(Function):
         kernels = kernels_for(gradients[0])
         if kernels is not None:
             return kernels.fold_patches(gradients[0].contiguous(), ctx.shape[2:], *ctx.walk), None
-        if being_traced():
-            return _added_up(gradients[0], ctx.shape, ctx.walk), None
         size, stride, dilation, padding = ctx.walk
+        if being_traced():  # a compiler makes one kernel of shifted images; its own fold writes astray
+            taps = gradients[0].reshape(*ctx.shape[:2], *size, *_positions(ctx.shape, ctx.walk))
+            return _shifted_sum(taps.permute(0, 2, 3, 1, 4, 5), ctx.shape, ctx.walk), None
         return F.fold(gradients[0], ctx.shape[2:], size, dilation, padding, stride), None
-
-
-def _added_up(columns: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
-    """``F.fold`` as a sum of shifted images, of which a compiler makes one kernel; its own fold writes astray."""
-    (batch, channels, _, _), (size, _, _, _) = shape, walk
-    return _shifted_sum(
-        columns.reshape(batch, channels, *size, *_positions(shape, walk)).permute(0, 2, 3, 1, 4, 5), shape, walk
-    )
 
 
 def _positions(shape: torch.Size, walk: _Walk) -> tuple[int, ...]:
@@ -103,14 +96,12 @@ class _PatchesByPosition(Function):
 
 def patches_by_position(module: nn.Conv2d, a: Tensor) -> Tensor:
     """The input's patches, [batch, positions, kernel·channels]; differentiable once."""
-    result: Tensor = _PatchesByPosition.apply(*_walked(module, a))
-    return result
+    return _PatchesByPosition.apply(*_walked(module, a))
 
 
 def patches(module: nn.Conv2d, a: Tensor) -> Tensor:
     """The input's patches as the module walks over it, [batch, channels·kernel, positions]; differentiable once."""
-    result: Tensor = _Patches.apply(*_walked(module, a))
-    return result
+    return _Patches.apply(*_walked(module, a))
 
 
 def _walked(module: nn.Conv2d, a: Tensor) -> tuple[Tensor, _Walk]:

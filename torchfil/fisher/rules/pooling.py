@@ -132,7 +132,7 @@ def _windows(module: _AveragePooling) -> _Windows:
 
 
 def _pools_by_views(module: _AveragePooling, x: Tensor) -> bool:
-    """Whether :func:`_average_pool` can do what the module does, and is faster."""
+    """Whether :class:`_Pool` can do what the module does, and is faster."""
     plain = module.padding in (0, (0,), (0, 0), (0, 0, 0)) and not module.ceil_mode
     whole = plain and getattr(module, "divisor_override", None) is None
     windows = _windows(module)
@@ -148,14 +148,8 @@ def _pools_by_views(module: _AveragePooling, x: Tensor) -> bool:
     return whole and fits and (small if x.device.type == "cpu" else gpu)
 
 
-def _average_pool(module: _AveragePooling, x: Tensor) -> Tensor:
-    """``module(x)`` for inputs [batch, channels, …] that :func:`_pools_by_views` takes."""
-    result: Tensor = _Pool.apply(x, _windows(module))
-    return result
-
-
 def _substitute(module: Any) -> Callable[..., Tensor]:
-    return lambda x: _average_pool(module, x) if _pools_by_views(module, x) else type(module).forward(module, x)
+    return lambda x: _Pool.apply(x, _windows(module)) if _pools_by_views(module, x) else type(module).forward(module, x)
 
 
 for _kind in (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d):

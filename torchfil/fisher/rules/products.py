@@ -123,15 +123,6 @@ def _(a: Tensor, delta: Tensor, of_patches: bool) -> tuple[Tensor, Tensor, Tenso
     return total, delta @ total.mT, a @ total
 
 
-def _outer_product(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """W = Σ_t a_t δ_tᵀ, and the derivatives of ‖W‖²/2 with respect to a and δ, as one operation of a trace.
-
-    A compiler lays operands out for each operation anew.
-    """
-    result: tuple[Tensor, Tensor, Tensor] = _outer_product_in_trace(a, delta, _are_of_patches())
-    return result
-
-
 class _BatchedProduct(Function):
     """a @ b over leading dimensions, with a transposed right factor copied first on CPUs.
 
@@ -168,8 +159,7 @@ def batched_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b over leading dimensions, differentiable as often as one likes."""
     if not torch.is_grad_enabled():
         return _product_of_any(a, b)
-    result: Tensor = _BatchedProduct.apply(a, b)
-    return result
+    return _BatchedProduct.apply(a, b)
 
 
 class _Gram(Function):
@@ -195,16 +185,18 @@ class _Gram(Function):
 
 def gram(x: Tensor) -> Tensor:
     """x xᵀ of factors […, T, p], […, T, T], differentiable as often as one likes."""
-    result: Tensor = _Gram.apply(x)
-    return result
+    return _Gram.apply(x)
 
 
 class _OuterSquare(Function):
-    """‖Σ_t a_t δ_tᵀ‖² over groups, [batch], in the form for traces."""
+    """‖W‖² for W = Σ_t a_t δ_tᵀ over groups, [batch], in the form for traces.
+
+    W and the derivatives of ‖W‖²/2 are one operation of a trace: a compiler lays operands out for each anew.
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, delta: Tensor) -> Tensor:
-        total, to_a, to_delta = _outer_product(a, delta)
+        total, to_a, to_delta = _outer_product_in_trace(a, delta, _are_of_patches())
         ctx.save_for_backward(to_a, to_delta)
         return total.square().sum(dim=(1, 2, 3))
 
@@ -218,8 +210,7 @@ class _OuterSquare(Function):
 
 def outer_square(a: Tensor, delta: Tensor) -> Tensor:
     """‖Σ_t a_t δ_tᵀ‖² of factors [batch, groups, T, …], [batch], differentiable once; for passes that are traced."""
-    result: Tensor = _OuterSquare.apply(a, delta)
-    return result
+    return _OuterSquare.apply(a, delta)
 
 
 def _product_of_alike(*operands: Any, **options: Any) -> Tensor | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torchfil.report.aggregates import round_step
+
 __all__ = ["Scale"]
 
 
@@ -38,13 +40,6 @@ class Scale:
             inside = [value for value in fine if self.low <= value <= self.high]
             if len(inside) >= 2:
                 return inside[:: math.ceil(len(inside) / most)]
-        width = _round((self.high - self.low) / max(most, 1))
+        width = round_step((self.high - self.low) / max(most, 1))
         first = math.ceil(self.low / width - 1e-9)
         return [i * width for i in range(first, math.floor(self.high / width + 1e-9) + 1)]
-
-
-def _round(step: float) -> float:
-    if not step > 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(power * f for f in (1, 2, 5, 10) if power * f >= step * (1 - 1e-12))

@@ -151,7 +151,7 @@ def intervals(rows: Sequence[Row], *, width: int, axis: str, log: bool = True, m
                 "g",
                 tag("title", _told(row)),
                 _text(*at, shown, "name", anchor=None if above else "end"),
-                _level(left, width - right, y, "guide"),
+                _line(left, width - right, y, y, "guide"),
                 _interval(row, x, y),
                 tag("circle", cx=f"{x(row.value):.1f}", cy=f"{y:.1f}", r=5, class_=f"dot{TONES[row.tone]}"),
                 _text(*note, row.note, "note", anchor="end") if row.note and (above or width == WIDE) else None,
@@ -169,7 +169,7 @@ def _interval(row: Row, x: Scale, y: float) -> Markup | None:
     if row.low == row.high:
         return None
     start, end = (v if math.isfinite(v) else side for v, side in ((row.low, x.low), (row.high, x.high)))
-    return _level(x(start), x(end), y, f"interval{TONES[row.tone]}")
+    return _line(x(start), x(end), y, y, f"interval{TONES[row.tone]}")
 
 
 def lines(
@@ -200,7 +200,7 @@ def lines(
     ]
     if diagonal:
         a, b = max(start, low), min(end, high)
-        parts.append(tag("line", x1=f"{x(a):.1f}", y1=f"{y(a):.1f}", x2=f"{x(b):.1f}", y2=f"{y(b):.1f}", class_="mark"))
+        parts.append(_line(x(a), x(b), y(a), y(b), "mark"))
     ends: list[tuple[float, int, str]] = []
     for i, line in enumerate(series):
         points = [(x(a), y(b)) for a, b in zip(line.x, line.y, strict=True) if math.isfinite(b) and (b > 0 or not log)]
@@ -232,7 +232,7 @@ def scatter(points: Sequence[tuple[float, float, bool]], *, width: int, title: s
         _text(6, 14, title, "axis"),
         _x_axis(x, height - BOTTOM, width, axis, start=LEFT),
         _y_axis(y, x.end),
-        tag("line", x1=f"{x(low):.1f}", y1=f"{y(low):.1f}", x2=f"{x(high):.1f}", y2=f"{y(high):.1f}", class_="mark"),
+        _line(x(low), x(high), y(low), y(high), "mark"),
         [
             tag("circle", cx=f"{x(a):.1f}", cy=f"{y(b):.1f}", r=3.5, class_="dot exposed" if c else "dot")
             for a, b, c in drawn
@@ -256,19 +256,17 @@ def _text(x: float, y: float, text: str, class_: str, *, anchor: str | None = No
     return tag("text", text, x=f"{x:.1f}", y=f"{y:.1f}", class_=class_, text_anchor=anchor)
 
 
-def _level(x1: float, x2: float, y: float, class_: str) -> Markup:
-    return tag("line", x1=f"{x1:.1f}", x2=f"{x2:.1f}", y1=f"{y:.1f}", y2=f"{y:.1f}", class_=class_)
+def _line(x1: float, x2: float, y1: float, y2: float, class_: str) -> Markup:
+    return tag("line", x1=f"{x1:.1f}", x2=f"{x2:.1f}", y1=f"{y1:.1f}", y2=f"{y2:.1f}", class_=class_)
 
 
 def _x_axis(x: Scale, floor: float, width: float, name: str, *, start: float = 14) -> Markup:
     ticks = x.ticks(max(2, round((x.end - x.start) / 90)))
     return join(
-        tag("line", x1=f"{start:.1f}", x2=f"{x.end:.1f}", y1=f"{floor:.1f}", y2=f"{floor:.1f}", class_="base"),
+        _line(start, x.end, floor, floor, "base"),
         [
-            join(
-                tag(
-                    "line", x1=f"{x(t):.1f}", x2=f"{x(t):.1f}", y1=f"{floor:.1f}", y2=f"{floor + 4:.1f}", class_="base"
-                ),
+            (
+                _line(x(t), x(t), floor, floor + 4, "base"),
                 _text(x(t), floor + 18, number(t), "tick", anchor="middle"),
             )
             for t in ticks
@@ -279,11 +277,8 @@ def _x_axis(x: Scale, floor: float, width: float, name: str, *, start: float = 1
 
 def _y_axis(y: Scale, end: float) -> Markup:
     return join(
-        *[
-            join(
-                tag("line", x1=LEFT, x2=f"{end:.1f}", y1=f"{y(t):.1f}", y2=f"{y(t):.1f}", class_="guide"),
-                _text(LEFT - 7, y(t) + 4, number(t), "tick", anchor="end"),
-            )
+        [
+            (_line(LEFT, end, y(t), y(t), "guide"), _text(LEFT - 7, y(t) + 4, number(t), "tick", anchor="end"))
             for t in y.ticks(5)
         ]
     )
@@ -293,6 +288,6 @@ def _marked(x: float, floor: float, y: float, width: float, name: str) -> Markup
     """A vertical line and its name, on the side that has room."""
     right = x < width / 2
     return join(
-        tag("line", x1=f"{x:.1f}", x2=f"{x:.1f}", y1=f"{y - 8:.1f}", y2=f"{floor:.1f}", class_="mark"),
+        _line(x, x, y - 8, floor, "mark"),
         _text(x + (6 if right else -6), y + 3, name, "marked", anchor=None if right else "end"),
     )

@@ -25,11 +25,7 @@ def render(report: Report) -> Markup | None:
         *(named_level(float(level), report.summary.smallest, report.summary.redacted) for level in levels),
     ]
     rows = [
-        [
-            a.name,
-            *(plus_minus(a.error[level], a.unit) if level in a.error else "" for level in levels),
-        ]
-        for a in shown
+        [a.name, *(plus_minus(a.error[level], a.unit) if level in a.error else "" for level in levels)] for a in shown
     ]
 
     rest = f" Of {len(attributes)} attributes, {chosen} are shown; summary.json has the rest." if chosen else ""

@@ -13,26 +13,28 @@ __all__ = ["render"]
 def render(report: Report) -> Markup | None:
     """Model, data, mechanism, budget, versions, as one table; what the run does not say is left out."""
     mechanism, dataset = "mechanism", "dataset"
+    shape, seed = report.about(dataset, "input_shape"), report.about("seed")
+    digest = report.about(dataset, "data_sha256")
     rows = [
         ("Model", report.about("model", "class") or report.about("model", "name")),
         ("Parameters", report.about("model", "num_parameters")),
         ("Examples", report.summary.examples),
         ("Private inputs of an example", report.about(dataset, "num_coordinates")),
-        ("Shape of an input", _shape(report.about(dataset, "input_shape"))),
+        ("Shape of an input", " × ".join(map(str, shape)) if isinstance(shape, list | tuple) else None),
         ("Unit of inputs", report.about("unit_of_inputs")),
         ("Noise multiplier σ", report.about(mechanism, "noise_multiplier")),
         ("Clipping norm C", _clipping(report)),
         ("Sampling rate q", report.about(mechanism, "sample_rate")),
         ("Steps T", report.about(mechanism, "steps")),
         ("ε", _epsilon(report)),
-        ("Seed", _text(report.about("seed"))),
-        ("Hash of the data (SHA-256)", _code(report.about(dataset, "data_sha256"))),
+        ("Seed", None if seed is None else str(seed)),
+        ("Hash of the data (SHA-256)", tag("code", str(digest)) if digest else None),
         ("Versions", ", ".join(f"{name} {v}" for name, v in (report.about("versions") or {}).items()) or None),
     ]
     shown = [[name, _shown(value)] for name, value in rows if value not in (None, "", [])]
 
     private = None
-    if not report.summary.redacted and (report.about("seed") is not None or report.about(dataset, "data_sha256")):
+    if not report.summary.redacted and (seed is not None or digest):
         private = paragraph(
             "Keep seed and hash private. Who knows all other examples can try values of the last until the hash "
             "fits; who knows the seed can compute the noise, unless the run drew it in secure mode.",
@@ -47,18 +49,6 @@ def _epsilon(report: Report) -> str | None:
         return None
     at = f" at δ = {number(delta)}" if delta is not None else ""
     return f"{number(epsilon)}{at}" + (f" ({accountant} accountant)" if accountant else "")
-
-
-def _shape(shape: Any) -> str | None:
-    return " × ".join(str(side) for side in shape) if isinstance(shape, list | tuple) and shape else None
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
-
-
-def _code(value: Any) -> Markup | None:
-    return tag("code", str(value)) if value else None
 
 
 def _shown(value: Any) -> Any:
