@@ -50,6 +50,7 @@ CASES = {
     "layer, two axes, no bias": (nn.LayerNorm((3, 4), bias=False), (2, 3, 4)),
     "convolution": (nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=2, groups=2), (2, 4, 9, 8)),
     "convolution, circular": (nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular"), (2, 2, 6)),
+    "convolution, few channels": (nn.Conv2d(3, 4, (3, 2), stride=2, padding=(2, 1), dilation=(1, 2)), (2, 3, 8, 7)),
     "convolution, many channels": (nn.Conv2d(8, 3, 3, padding=(2, 1)), (2, 8, 5, 4)),
     "convolution, kernel of whole strides": (nn.Conv2d(9, 2, (4, 2), stride=2, padding=(1, 0)), (2, 9, 7, 6)),
     "convolution, strides that differ": (nn.Conv2d(8, 2, (4, 3), stride=(4, 1), padding=(3, 2)), (2, 8, 11, 5)),

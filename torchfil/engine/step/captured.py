@@ -111,8 +111,7 @@ class CapturedPasses:
     ) -> _Captured:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        warm_ups = 1 if self._captured else 2
-        return _Captured(batch, size, wanted, self._pool, warm_ups, compiled=compiled, probes_at_once=probes_at_once)
+        return _Captured(batch, size, wanted, self._pool, compiled=compiled, probes_at_once=probes_at_once)
 
     def _compile(self, batch: PrivateBatch, wanted: Wanted, size: int, room: int) -> _Captured | None:
         """A compiled pass; None where it cannot be compiled, which is not tried again."""
@@ -151,7 +150,6 @@ class _Captured:
         size: int,
         wanted: Wanted,
         pool: Any,
-        warm_ups: int,
         *,
         compiled: bool = False,
         probes_at_once: int = 1,
@@ -171,7 +169,7 @@ class _Captured:
         if compiled:  # compared with the plain pass on probes that differ
             for seed, bits in enumerate(self.bits):
                 draw_bits(seed, bits)
-        self.captured = CapturedPass(gradients, size, self._stages, pool, warm_ups, num_stages=1 if compiled else 2)
+        self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=1 if compiled else 2)
 
     def replay(self, examples: Examples, wanted: Wanted, look: OutputLook | None) -> StepValues:
         """The pass over these examples; the next replay overwrites what it gives."""

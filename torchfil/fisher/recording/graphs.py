@@ -34,7 +34,6 @@ class CapturedPass:
             they are.
         pool: Memory shared with other graphs, which then must not be replayed while this one's results are in use. It
             ends with the last of its graphs.
-        warm_ups: How often the stages are run before they are captured.
         num_stages: How many there are.
 
     Raises:
@@ -47,31 +46,30 @@ class CapturedPass:
         size: int,
         stages: Callable[[ExampleGradients], Iterator[Any]],
         pool: Any = None,
-        warm_ups: int = 3,
         num_stages: int = 1,
     ) -> None:
         examples = gradients.examples
         self.size = size
         self.examples = examples.map(lambda leaf: _filled(leaf, size))
         self.gradients = replace(gradients, examples=self.examples)
-        self._warm_up(stages, warm_ups)
+        self._warm_up(stages)
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.results: list[Any] = []
         self._capture(stages(self.gradients), num_stages, pool)
 
-    def _warm_up(self, stages: Callable[[ExampleGradients], Iterator[Any]], times: int) -> None:
-        """Run the stages on a stream of their own, as a capture needs it."""
+    def _warm_up(self, stages: Callable[[ExampleGradients], Iterator[Any]]) -> None:
+        """Run the stages once, on a stream of their own: a capture must not be the first to load a kernel."""
         device = self.examples.z.device
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for _ in range(times):
-                for _ in stages(self.gradients):
-                    pass
+            for _ in stages(self.gradients):
+                pass
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def _capture(self, stages: Iterator[Any], num_stages: int, pool: Any) -> None:
         device = self.examples.z.device
+        stream = torch.cuda.current_stream(device)
         generator = torch.cuda.default_generators[device.index or 0]
         intact = generator.clone_state()
         pool = torch.cuda.graph_pool_handle() if pool is None else pool  # a stage reads what the one before has left
@@ -80,8 +78,9 @@ class CapturedPass:
             try:
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     self.results.append(next(stages))
-            except RuntimeError:
-                generator.graphsafe_set_state(intact)  # a broken capture leaves it unusable
+            except RuntimeError:  # a broken capture may leave both unusable
+                torch.cuda.set_stream(stream)
+                generator.graphsafe_set_state(intact)
                 raise
             self.graphs.append(graph)
 

@@ -28,7 +28,7 @@ __all__ = ["ConvolutionRule"]
 
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
 _CHANNELS_TOGETHER = 4
-_MANY_CHANNELS = 8  # of the input: with fewer, torch's own way back is as fast on CPUs
+_MANY_CHANNELS = 8  # of the input: with fewer, CPUs have no fast kernel for the way back
 
 
 class ConvolutionRule(OuterProductRule):
@@ -192,6 +192,10 @@ class _Transposed(Function):
             return _transposed(delta, weight, shape, geometry)
         if delta.device.type == "cpu" and _has_phases(weight, geometry):
             return _by_phases(delta, weight, shape, geometry)
+        if delta.device.type == "cpu" and weight.ndim == 4 and groups == 1 and weight.shape[1] < _MANY_CHANNELS:
+            return F.fold(
+                weight.flatten(1).mT @ delta.flatten(2), shape[2:], weight.shape[2:], dilation, padding, stride
+            )
         zeros = [0] * len(stride)
         placeholder = delta.new_empty(1).expand(shape)
         result: Tensor = torch.ops.aten.convolution_backward(
