@@ -129,10 +129,10 @@ class TestLedger:
     def test_older_states_are_refused(self) -> None:
         state = Ledger(3, 2).state_dict()
         del state["format"]
-        with pytest.raises(ValueError, match="format 1, and this version of torchfil reads 2 only"):
+        with pytest.raises(ValueError, match="format 1, and this version of torchfil reads 3 only"):
             Ledger.from_state_dict(state)
-        with pytest.raises(ValueError, match="lacks 'square'"):
-            sums = {name: value for name, value in Ledger(3, 2).sums.items() if name != "square"}
+        with pytest.raises(ValueError, match="lacks 'trace_square'"):
+            sums = {name: value for name, value in Ledger(3, 2).sums.items() if name != "trace_square"}
             Ledger.from_state_dict(Ledger(3, 2).state_dict() | {"sums": sums})
 
 
@@ -146,11 +146,14 @@ class TestWithoutNoise:
         for estimate in (leakage.get_trace(), leakage.get_fil(), leakage.get_fil(kind="spectral")):
             assert torch.equal(estimate.value.isinf(), took_part)
             assert torch.equal(estimate.standard_error, torch.zeros_like(estimate.value))
-            assert all(torch.equal(end, estimate.value) for end in estimate.interval(0.95))
+            assert all(torch.equal(end, estimate.value) for end in estimate.interval(0.95, "probes"))
         bound = leakage.get_mse_bound()
         assert torch.equal(bound.value, torch.where(took_part, 0.0, torch.inf).double())
         assert torch.equal(bound.standard_error, torch.zeros_like(bound.value))
-        assert all(torch.equal(end, bound.value) for end in bound.interval(0.95))
+        assert all(torch.equal(end, bound.value) for end in bound.interval(0.95, "probes"))
+        low, high = bound.interval(0.95)  # one run says nothing of who was not drawn
+        assert torch.equal(low, torch.zeros_like(low))
+        assert torch.equal(high, bound.value)
         attributes = leakage.get_attribute_fil()
         assert bool(attributes.value[took_part].isinf().all())
         assert not bool(attributes.standard_error.isnan().any())

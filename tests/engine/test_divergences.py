@@ -241,3 +241,31 @@ def test_device_of_the_answers() -> None:
     run = make(Rectified(), images(), questions={"member": Absent()}, noise_multiplier=SIGMA)
     train(run, steps=1)
     assert run.engine.get_guess("member", [0, 1]).divergence.value.device.type == DEVICE
+
+
+def test_tables_groups_and_averages_know_questions() -> None:
+    runs = []
+    for seed in (1, 2):
+        run = make(Rectified(), images(), questions=OF_IMAGES, noise_multiplier=SIGMA, seed=seed, num_probes=1,
+                   estimator="weight-probes")  # fmt: skip
+        runs.append(train(run, steps=12))
+    engine = runs[0].engine
+    _, columns = engine.leakage_columns(delta=1e-5)
+    guess = engine.get_guess("label")
+    assert columns["label_divergence"] == guess.divergence.value.amax(dim=1).tolist()
+    rates = torch.tensor(columns["member_true_positive_rate"])
+    assert bool((rates >= engine.get_guess("member").true_positive_rate(0.01).cpu() - 1e-9).all())
+    groups = engine.group_leakage({i: "even" if i % 2 == 0 else "odd" for i in range(16)}, question="label")
+    assert float(groups["max"].max() if hasattr(groups, "columns") else max(groups["max"])) == max(
+        columns["label_divergence"]
+    )
+    average = FILPrivacyEngine.merge([run.engine for run in runs])
+    both = torch.stack([run.engine.get_guess("member").divergence.value for run in runs])
+    assert torch.allclose(average.get_guess("member").divergence.value, both.mean(dim=0))
+    assert bool((average.get_guess("member").upper().divergence.value >= both.mean(dim=0)).all())
+
+
+def test_one_run_does_not_tell_of_examples_that_were_hardly_drawn() -> None:
+    run = make(Rectified(), images(), questions={"member": Absent()}, noise_multiplier=SIGMA)
+    train(run, steps=4)
+    assert bool(run.engine.get_guess("member").upper().divergence.value.isinf().any())

@@ -1,4 +1,4 @@
-"""The intervals of a run's sums: they cover, and are no wider than what is known of all probes allows."""
+"""The probes' intervals of a run's sums: they cover, and are no wider than what is known of all probes allows."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def coverage(rank: int, probes: int, repeats: int = 1, **options: float) -> floa
         covered = [
             (low <= true) & (true <= high)
             for (low, high), true in (
-                (leakage.get_trace().interval(0.95), truth),
-                (leakage.get_mse_bound().interval(0.95), D / truth),
-                (leakage.get_fil().interval(0.95), (truth / D).sqrt()),
+                (leakage.get_trace().interval(0.95, "probes"), truth),
+                (leakage.get_mse_bound().interval(0.95, "probes"), D / truth),
+                (leakage.get_fil().interval(0.95, "probes"), (truth / D).sqrt()),
             )
         ]
         assert torch.equal(covered[0][seen], covered[1][seen])
@@ -101,7 +101,7 @@ def test_a_second_probe_does_not_loosen_the_smallest_bound(confidence: float) ->
     ends = []
     for probes in (1, 2, 3):
         leakage, truth = run(4, probes, unevenness=1.0)
-        low = leakage.get_mse_bound().interval(confidence)[0]
+        low = leakage.get_mse_bound().interval(confidence, "probes")[0]
         ends.append(float(low.min() / (D / truth).min()))
         trace = leakage.get_trace()
         by_spread = Estimate(trace.value, trace.standard_error, "estimate", trace.degrees_of_freedom, positive=True)
@@ -121,7 +121,7 @@ def test_no_limit_is_claimed_where_one_measurement_lacks_it() -> None:
     assert trace.variance_limit is not None
     assert trace.variance_limit.isinf().tolist() == [False, True, False, False]
     by_spread = Estimate(trace.value, trace.standard_error, "estimate", trace.degrees_of_freedom, positive=True)
-    assert torch.equal(trace.interval()[1][1], by_spread.interval()[1][1])
+    assert torch.equal(trace.interval(of="probes")[1][1], by_spread.interval()[1][1])
 
 
 def test_raising_an_estimate_raises_its_interval() -> None:

@@ -269,7 +269,8 @@ def test_probed_runs_are_unbiased_and_their_errors_calibrated(options: dict[str,
     values = torch.stack([r.value for r in results])
     z = (values.mean(dim=0) - truth) / (values.std(dim=0) / math.sqrt(60))
     assert (z.abs() < 4).all()
-    covered = torch.stack([(r.interval(0.95)[0] <= truth) & (truth <= r.interval(0.95)[1]) for r in results])
+    ends = [r.interval(0.95, "probes") for r in results]
+    covered = torch.stack([(low <= truth) & (truth <= high) for low, high in ends])
     assert 0.90 <= covered.double().mean().item() <= 0.99
     reported = torch.stack([r.standard_error.square() for r in results]).mean(dim=0).sqrt()
     assert torch.allclose(reported.mean(), values.std(dim=0).mean(), rtol=0.15)
@@ -292,7 +293,8 @@ def test_sampling_error_is_the_spread_over_batches() -> None:
 
     engines = [run(seed) for seed in range(60)]
     traces = torch.stack([e.totals.get_trace().value for e in engines])
-    reported = torch.stack([(1 - 1 / 4) * e._training.run.ledger.sums["square"] for e in engines]).mean(dim=0).sqrt()
+    squares = torch.stack([e._training.run.ledger.sums["trace_square"] for e in engines])
+    reported = ((1 - 1 / 4) * squares.mean(dim=0)).sqrt()
     assert torch.allclose(reported.mean(), traces.std(dim=0).mean(), rtol=0.1)
     leakage = engines[0].totals
     error = leakage.get_sampling_error()

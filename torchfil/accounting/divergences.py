@@ -6,11 +6,15 @@ secret) is unbiased for it, as with Fisher information.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from torchfil.accounting.path import path_additions, path_sums
 from torchfil.accounting.quantities import Reading, Sum, TrackedQuantity
 from torchfil.fisher.batch import Measurement
 from torchfil.guessing import Guess
@@ -37,21 +41,18 @@ class Divergence(TrackedQuantity):
     """
 
     variances: Mapping[str, str]  # type: ignore[misc]
-    unless_told: ClassVar[Mapping[str, float]] = {}
+    followed: tuple[str, ...]  # type: ignore[misc]
 
     def __init__(self, question: str, asked: Asked) -> None:
-        self.question = question
         self.asked = asked
         self.name = f"question {question}"  # type: ignore[misc]
-        self.variances = {self._sum("divergence"): self._sum("variance")}
-
-    def _sum(self, part: str) -> str:
-        return f"{self.name}: {part}"
+        self.followed = (self.name,)
+        self.variances = {self.name: f"{self.name}_variance"}
 
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
-        """D, its variance from steps that were skipped, and Σ KL_t², [m] each."""
-        shape = (len(self.asked.answers),)
-        return {self._sum(part): Sum(shape) for part in ("divergence", "variance", "square")}
+        """D, its variance from steps that were skipped, and what tells how far one run can be off, [m] each."""
+        names = (self.name, *self.variances.values(), *path_sums(self.name))
+        return {name: Sum((len(self.asked.answers),)) for name in names}
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
         """Nothing: what a step adds needs no measurement of Fisher information, see :meth:`added`."""
@@ -60,15 +61,19 @@ class Divergence(TrackedQuantity):
     def added(self, divergences: Tensor, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
         """What a step adds to the sums, for KL_t of its examples and alternatives, [batch, m], measured at rate π."""
         weighted = divergences / rate if skipping else divergences
-        square = divergences.square()
-        result = {self._sum("divergence"): weighted, self._sum("square"): square / rate}
+        added = {self.name: weighted, **path_additions(self.name, divergences, torch.zeros_like(divergences), rate)}
         if skipping:
-            result[self._sum("variance")] = square * ((1 - rate) / rate**2)
-        return result
+            added[self.variances[self.name]] = divergences.square() * ((1 - rate) / rate**2)
+        return added
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Guess:
         """What D says about every attacker, [ids, m]; [ids] for one alternative."""
-        value, variance = sums[self._sum("divergence")], sums[self._sum("variance")]
+        value, variance = sums[self.name], sums[self.variances[self.name]]
+        run_error = reading.run_error.get(self.name)
         if len(self.asked.answers) == 1:
             value, variance = value[:, 0], variance[:, 0]
-        return Guess(reading.estimate(value, variance), *self.asked)
+            run_error = None if run_error is None else run_error[:, 0]
+        estimate = reading.estimate(value, variance, run_error)
+        if reading.degrees_of_freedom is None:  # of skipped steps, not of probes
+            estimate = replace(estimate, degrees_of_freedom=math.inf)
+        return Guess(estimate, *self.asked)

@@ -18,6 +18,7 @@ from torchfil.accounting.divergences import Divergence
 from torchfil.accounting.groups import group_columns
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.path import FEWEST_PARTICIPATIONS, run_variance
 from torchfil.accounting.quantities import Reading, TrackedQuantity
 from torchfil.fisher.results import Estimate, Kind
 from torchfil.fisher.spectral import largest_eigenvalue
@@ -52,8 +53,12 @@ class Leakage:
 
     Guarantees:
         * Every number says whether it is exact, an estimate with a standard error, or a bound.
-        * Standard errors are those of the probes and skipped steps of this run. With secret batches the bound is a mean
-          over which batches draw the example, too; :meth:`get_sampling_error` tells how far one run can be off.
+        * Standard errors are those of the probes and skipped steps of this run. The bounds speak of the mean over all
+          that is random in a run, so intervals contain the draw of the batches and the path of the noise, too
+          (:mod:`torchfil.accounting.path`); ``interval(confidence, "probes")`` leaves them out. An example that was
+          measured in fewer than five steps has no interval (its ends are 0 and ∞): an estimate from one run.
+        * Intervals hold for an example that was chosen beforehand. The safest-looking of many examples look safe by
+          luck, too: more of their lower ends are too high.
         * Where steps were paused, the Fisher information of an example that took part in them is a lower bound,
           and reading it warns.
         * Where a step had no noise, the FIL of its examples is infinite and their MSE bound 0, both with error 0:
@@ -185,20 +190,22 @@ class Leakage:
         0 where batches count as known; infinite for an example that was never drawn, about which one run says
         nothing. Averaging repeated runs lowers it (:meth:`FILPrivacyEngine.merge`).
         """
-        rows, q = self._rows(example_ids), self.conditions.sample_rate
-        fil = self.get_fil(example_ids).value
-        if q is None:
-            return torch.zeros_like(fil)
-        deviation = ((1 - q) * self.ledger.sums["square"][rows]).sqrt()
-        never = self.ledger.sums["participations"][rows] == 0
-        return torch.where(never, math.inf, _divide(deviation, 2 * self.num_coordinates * fil))
+        rows, fil = self._rows(example_ids), self.get_fil(example_ids).value
+        deviation = self._run_variance("trace")[0][rows].sqrt()
+        return torch.where(deviation.isinf(), math.inf, _divide(deviation, 2 * self.num_coordinates * fil))
 
     def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
         """One table by id: a pandas DataFrame where pandas is installed, else a dict of lists.
 
-        Columns: ``fil`` (η̄), ``fil_error``, ``sampling_error``, ``fil_kind``, ``mse_bound``, ``mse_bound_low`` (the
-        lower end of its 95 % interval), ``rel_error`` (``fil_error`` over ``fil``), ``participations``, ``missed``
-        (participations that were not measured), ``squared_norm`` (Σ‖g̃‖²).
+        Columns: ``fil`` (η̄), ``fil_error`` (of the probes and skipped steps), ``sampling_error`` (of the draw of
+        batches), ``fil_kind``, ``mse_bound``, ``mse_bound_low`` (the lower end of its 95 % interval, which holds these
+        and the path of the noise; 0: none is claimed, the bound is an estimate from one run), ``rel_error``
+        (``fil_error`` over ``fil``), ``participations``, ``missed`` (participations that were not measured),
+        ``squared_norm`` (Σ‖g̃‖²). For every question ``NAME_divergence`` (D of its worst answer) and
+        ``NAME_true_positive_rate`` (the largest of any attacker at 1 % false positives, at the upper end of D).
+
+        Read the top of the table rather than its end: who looks safest of many was lucky, too, in this run; with
+        steps skipped at random (``fil_rate``, ``rel_error``) in a short run, who was hardly ever measured.
         """
         return as_table(*self.columns(example_ids))
 
@@ -210,6 +217,7 @@ class Leakage:
         rows = rows.to(self.ledger.device)
         fil, bound = self.get_fil(names), self.get_mse_bound(names)
         missed = self.ledger.sums["missed"][rows]
+        self._warn_of_few(rows)
         return names, {
             "fil": fil.value.tolist(),
             "fil_error": fil.standard_error.tolist(),
@@ -221,7 +229,17 @@ class Leakage:
             "participations": self.ledger.sums["participations"][rows].tolist(),
             "missed": missed.tolist(),
             "squared_norm": self.ledger.sums["squared_norm"][rows].tolist(),
+            **self._question_columns(names),
         }
+
+    def _question_columns(self, names: list[Hashable]) -> dict[str, list[Any]]:
+        columns: dict[str, list[Any]] = {}
+        for question in self.ledger.questions:
+            guess = self.get_guess(question, names)
+            rates = guess.upper(0.95).true_positive_rate(0.01)
+            columns[f"{question}_divergence"] = _worst(guess.divergence.value).tolist()
+            columns[f"{question}_true_positive_rate"] = _worst(rates).tolist()
+        return columns
 
     def groups(
         self,
@@ -229,19 +247,31 @@ class Leakage:
         *,
         threshold: float | None = None,
         quantiles: Sequence[float] = (0.05, 0.5, 0.95),
+        question: str | None = None,
     ) -> Any:
-        """Summaries of η̄ by group, a table by group.
+        """Summaries of η̄ by group, a table by group; with ``question``, of the D of its worst answer instead.
 
         Args:
             group_of: id ↦ group; ids that are not in it are left out.
-            threshold: Where given, the share of a group's examples with η̄ above it.
-            quantiles: Which quantiles of η̄ to give.
+            threshold: Where given, the share of a group's examples with η̄ (or D) above it.
+            quantiles: Which quantiles of η̄ (or D) to give.
+            question: The name of a question.
 
         Returns:
             A table with ``count``, ``mean``, ``mean_error`` (an upper bound of its standard error: the errors of
             one batch's examples are correlated), ``max``, the quantiles and, with a threshold, ``share_above``.
         """
-        return as_table(*group_columns(self.get_fil, group_of, threshold, quantiles), index_name="group")
+
+        def divergence(ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
+            assert question is not None
+            found = self.get_guess(question, ids).divergence
+            value = found.value.reshape(len(found.value), -1)
+            worst = value.argmax(dim=1, keepdim=True)
+            error = found.standard_error.reshape(value.shape).gather(1, worst)[:, 0]
+            return Estimate(value.gather(1, worst)[:, 0], error, found.kind)
+
+        get = self.get_fil if question is None else divergence
+        return as_table(*group_columns(get, group_of, threshold, quantiles), index_name="group")
 
     @classmethod
     def average(cls, runs: Sequence[Leakage]) -> Leakage:
@@ -315,7 +345,34 @@ class Leakage:
             conditions.degrees_of_freedom,
             self._sums_of(self.ledger.quantities[0], rows),  # of the trace
             conditions.test_matrix,
+            self._run_errors(rows) if conditions.degrees_of_freedom is None else {},
         )
+
+    def _run_variance(self, name: str) -> tuple[Tensor, Tensor]:
+        """See :func:`torchfil.accounting.path.run_variance`."""
+        sums = self.ledger.sums
+        return run_variance(name, sums, sums["participations"], self.conditions.sample_rate)
+
+    def _run_errors(self, rows: Tensor) -> dict[str, Tensor]:
+        """How far one run can be off beside its probes, by followed sum."""
+        followed = [name for quantity in self.ledger.quantities for name in quantity.followed]
+        return {name: sum(self._run_variance(name), torch.zeros(()))[rows].sqrt() for name in followed}
+
+    def _warn_of_few(self, rows: Tensor) -> None:
+        """Skipped steps of a short run leave examples that were hardly ever measured, and look safe."""
+        few = self.ledger.sums["trace_measured"][rows] < FEWEST_PARTICIPATIONS
+        if self.conditions.skipping and self.conditions.degrees_of_freedom is None and bool(few.any()):
+            warnings.warn(
+                f"{int(few.sum())} of {len(rows)} examples were measured in fewer than {FEWEST_PARTICIPATIONS} of the "
+                "steps that used them, as steps are skipped at random: a low FIL of theirs may be luck, and their "
+                "mse_bound_low is 0. Train longer, measure more steps (fil_rate, rel_error), or average runs (merge).",
+                stacklevel=4,
+            )
+
+
+def _worst(values: Tensor) -> Tensor:
+    """The largest over answers, [ids]."""
+    return values.reshape(len(values), -1).amax(dim=1)
 
 
 def as_table(names: Sequence[Hashable], columns: Mapping[str, list[Any]], *, index_name: str = "id") -> Any:

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from torchfil.accounting.contributions import Contribution
 from torchfil.accounting.divergences import Asked, Divergence
+from torchfil.accounting.path import follow, path_state
 from torchfil.accounting.quantities import OWN_SUMS, Sum, Track, TrackedQuantity, tracked
 
 __all__ = ["Ledger", "Track"]
 
-_FORMAT = 2  # of the saved state
+_FORMAT = 3  # of the saved state
 
 
 class Ledger:
@@ -97,7 +98,13 @@ class Ledger:
             self.sums["missed"].index_add_(0, rows, torch.ones_like(rows))
             return
 
+        followed = [name for quantity in self.quantities for name in quantity.followed]
+        for name in followed:
+            follow(name, self.sums, rows, contribution.additions)
+        booked = {state for name in followed for state in path_state(name)}
         for name, value in contribution.additions.items():
+            if name in booked:
+                continue
             self.sums[name].index_add_(0, rows, value.to(self.sums[name].dtype))
         for quantity in self.quantities:
             for name, number in quantity.unless_told.items():

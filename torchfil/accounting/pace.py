@@ -128,7 +128,7 @@ class Pace:
 
         usual = float(trace[trace.isfinite()].mean()) / passes
         trend = min(1.0, max(0.1, self.level / usual)) if self.level else 1.0
-        uneven = ledger.sums["participations"][seen] * ledger.sums["square"][seen] / trace[seen].square()
+        uneven = ledger.sums["participations"][seen] * ledger.sums["trace_square"][seen] / trace[seen].square()
         unevenness = min(_MOST_UNEVEN, max(1.0, float(uneven.median())))
         self.num_probes, self.rate = choose(
             _AIM * self.target, relative, max(passes, 1.0), ahead, self.spread, trend, unevenness

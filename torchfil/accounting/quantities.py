@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchfil.accounting.path import path_additions, path_sums
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.estimators import Quantity
 from torchfil.fisher.results import Estimate, Kind
@@ -73,6 +74,8 @@ class Reading:
             own, from the spread of its steps' variances.
         trace: The sums of the trace, by name, of the same examples.
         test_matrix: Ω of the sketch, [d, r], where one was kept.
+        run_error: By the name of a followed sum, the standard deviation of what else is random in a run, [ids, …];
+            see :mod:`torchfil.accounting.path`. Empty for averages over runs, whose errors hold it.
     """
 
     kind: Kind
@@ -80,8 +83,9 @@ class Reading:
     degrees_of_freedom: float | None
     trace: Mapping[str, Tensor]
     test_matrix: Tensor | None
+    run_error: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def estimate(self, value: Tensor, variance: Tensor) -> Estimate:
+    def estimate(self, value: Tensor, variance: Tensor, run_error: Tensor | None = None) -> Estimate:
         """A sum with its variance, [ids, …] each; an infinite sum is certain, and has the error 0."""
         freedom: float | Tensor | None = self.degrees_of_freedom
         if freedom is None:
@@ -89,7 +93,7 @@ class Reading:
             freedom = torch.where(spread > 0, total / spread, math.inf)
             freedom = torch.where(freedom.isnan(), math.inf, freedom)
         error = torch.where(value.isinf(), 0.0, variance.clamp(min=0).sqrt())
-        return Estimate(value, error, self.kind, freedom, positive=True)
+        return Estimate(value, error, self.kind, freedom, positive=True, run_error=run_error)
 
     def without_variance(self, value: Tensor) -> Estimate:
         """A sum whose variance was not kept: its error is not known (NaN), but 0 where nothing was sampled or added."""
@@ -105,6 +109,7 @@ class TrackedQuantity:
         name: How ``track`` asks for it.
         needs: What has to be measured.
         variances: Which of its sums is the variance of which other, by that one's name.
+        followed: Those of its sums whose path is followed, so that readings know how far one run can be off.
         unless_told: What a participation adds to a sum of which the step tells nothing (it was skipped at random, or
             the measurement lacks that part), where it is not 0.
     """
@@ -112,6 +117,7 @@ class TrackedQuantity:
     name: ClassVar[str]
     needs: ClassVar[Needs] = Needs()
     variances: ClassVar[Mapping[str, str]] = {}
+    followed: ClassVar[tuple[str, ...]] = ()
     unless_told: ClassVar[Mapping[str, float]] = {}
 
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
@@ -147,17 +153,18 @@ class Trace(TrackedQuantity):
     Sums, [n] each: ``trace``; its ``variance``; ``variance_spread`` = variance² / its degrees of freedom, which gives
     those of the total (Welch and Satterthwaite); ``variance_limit``, a variance that is not too small in the mean,
     whatever the probes, infinite once it is not known; ``certain``, the part of the trace that was not sampled;
-    ``square``, (tr I_t)², which gives the variance due to random participation.
+    those of its path (:mod:`torchfil.accounting.path`): ``trace_square``, …
     """
 
     name = "trace"
     needs = Needs(("trace",))
     variances: ClassVar[Mapping[str, str]] = {"trace": "variance"}
+    followed = ("trace",)
     unless_told: ClassVar[Mapping[str, float]] = {"variance_limit": math.inf}
 
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
-        """Six numbers."""
-        names = ("trace", "variance", "variance_spread", "variance_limit", "certain", "square")
+        """Nine numbers."""
+        names = ("trace", "variance", "variance_spread", "variance_limit", "certain", *path_sums("trace"))
         return {name: Sum() for name in names}
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
@@ -165,13 +172,11 @@ class Trace(TrackedQuantity):
         estimate = measurement.estimates["trace"]
         trace, variance = _weighted(estimate, rate, skipping=skipping)
         freedom = 1.0 if skipping else estimate.degrees_of_freedom
-        square = (estimate.value.double().square() - estimate.standard_error.double().square()).clamp(min=0)
-        added = {
-            "trace": trace,
-            "variance": variance,
-            "variance_spread": variance.square() / freedom,
-            "square": square / rate,
-        }
+        added = {"trace": trace, "variance": variance, "variance_spread": variance.square() / freedom}
+
+        # the error of a single probe is a limit; so much must not be taken off the changes between steps
+        value, noise = estimate.value.double(), estimate.standard_error.double().square()
+        added |= path_additions("trace", value, noise if measurement.repeated else torch.zeros_like(noise), rate)
 
         # where steps are skipped, the whole of what is counted is a matter of chance
         if not skipping and estimate.kind == "exact":
@@ -184,14 +189,17 @@ class Trace(TrackedQuantity):
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
         """tr I, [ids]."""
-        estimate = reading.estimate(sums["trace"], sums["variance"])
+        estimate = reading.estimate(sums["trace"], sums["variance"], reading.run_error.get("trace"))
         if reading.degrees_of_freedom is not None:
             return estimate
         return replace(estimate, certain=sums["certain"], variance_limit=sums["variance_limit"])
 
 
 class Diagonal(TrackedQuantity):
-    """I_jj of every private coordinate j, with its variance: 2nd numbers."""
+    """I_jj of every private coordinate j, with its variance: 2nd numbers.
+
+    How far the run can be off is not followed by coordinate; the trace's share stands in for each.
+    """
 
     name = "diagonal"
     needs = Needs(("diagonal",))
@@ -208,7 +216,13 @@ class Diagonal(TrackedQuantity):
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
         """The diagonal, [ids, d]."""
-        return reading.estimate(sums["diagonal"], sums["diagonal_variance"])
+        diagonal, run_error = sums["diagonal"], reading.run_error.get("trace")
+        if run_error is not None:
+            trace = reading.trace["trace"]
+            share = torch.where(trace > 0, run_error / trace, run_error)
+            run_error = torch.where(diagonal.isinf() | (share == 0)[:, None], 0.0, share[:, None] * diagonal)
+            run_error = torch.where(share.isinf()[:, None], share[:, None], run_error)
+        return reading.estimate(diagonal, sums["diagonal_variance"], run_error)
 
 
 class Fim(TrackedQuantity):

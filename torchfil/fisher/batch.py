@@ -44,12 +44,14 @@ class Measurement:
         norm: ‖g‖ before clipping, [batch].
         products: I Ω, [batch, d, r], where a test matrix Ω was given.
         susceptibility: ∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s², [batch, d] (PLIS), where it was asked for.
+        repeated: Whether errors come from the spread of probes; not those of a single probe, which are limits.
     """
 
     estimates: dict[Quantity, Estimate]
     norm: Tensor
     products: Tensor | None = None
     susceptibility: Tensor | None = None
+    repeated: bool = True
 
     def without_noise(self) -> Measurement:
         """What it would be without any noise: ±∞, exactly, in place of every number that is not 0."""
@@ -186,6 +188,7 @@ class PrivateBatch:
             torch.cat(norms),
             torch.cat(products) if products else None,
             torch.cat(slopes) if susceptibility else None,
+            len(draws.seeds) != 1,
         )
 
     def probes_at_once(self, num_probes: int, max_memory: int) -> int:

@@ -11,9 +11,10 @@ import torch
 from scipy import special, stats
 from torch import Tensor
 
-__all__ = ["Estimate", "Kind"]
+__all__ = ["Estimate", "Kind", "Part"]
 
 Kind = Literal["exact", "estimate", "lower bound", "upper bound"]
+Part = Literal["run", "probes"]
 _SHOWN = 4  # entries, in a text
 
 
@@ -37,6 +38,8 @@ class Estimate:
             multiplicative.
         certain: The part of the value that was not sampled, same shape; None: 0.
         variance_limit: A variance that is not too small in the mean, whatever was sampled, same shape; None: not known.
+        run_error: The standard deviation of what else is random in the run that the value comes from (its batches, the
+            noise and so the path of its weights), same shape; infinite where one run does not tell; None: nothing else.
         source: (estimate, exponent, unit) where this one is (estimate/unit)^exponent.
 
     Example:
@@ -57,6 +60,7 @@ class Estimate:
     positive: bool = False
     certain: Tensor | None = None
     variance_limit: Tensor | None = None
+    run_error: Tensor | None = None
     source: tuple[Estimate, float, float] | None = None
 
     @classmethod
@@ -64,20 +68,37 @@ class Estimate:
         """A value without sampling error."""
         return cls(value, torch.zeros_like(value), "exact")
 
-    def interval(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
+    def interval(self, confidence: float = 0.95, of: Part = "run") -> tuple[Tensor, Tensor]:
         """An interval that covers the truth with that probability, approximately.
 
         With t the Student quantile for the degrees of freedom: value ± t·standard_error, or for a positive quantity
         certain + sampled · exp(± t·standard_error/sampled), which covers better for the skewed distribution of a
         squared probe. Few probes say little of their own spread (t = 12.7 for two), so that such a factor is cut to
         (ν/χ²)^(±1) where the largest variance, 2 sampled²/ν, is known, χ² being the lower quantile of χ²_ν.
+
+        What else is random in the run widens it: widths add up as independent errors do, logarithms of a positive
+        quantity's factors. Where one run does not tell how far it is off, the ends of a positive quantity are 0 and ∞:
+        no interval is claimed, and the value is an estimate from one run.
+
+        Args:
+            confidence: The probability.
+            of: "run": the truth is the mean over all that is random. "probes": it is what this very run would have
+                given without probes and skipped steps; the rest is taken as it came.
         """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
+        if of not in ("run", "probes"):
+            raise ValueError(f"of={of!r} must be 'run' (all that is random in it) or 'probes' (the measurement alone)")
         if self.source is not None:
             estimate, exponent, unit = self.source
-            low, high = (_raised(end, exponent, unit) for end in estimate.interval(confidence))
+            low, high = (_raised(end, exponent, unit) for end in estimate.interval(confidence, of))
             return (low, high) if exponent > 0 else (high, low)
+        low, high = self._interval_of_probes(confidence)
+        if of == "probes" or self.run_error is None:
+            return low, high
+        return self._widened(low, high, float(stats.norm.ppf(0.5 + confidence / 2)) * self.run_error)
+
+    def _interval_of_probes(self, confidence: float) -> tuple[Tensor, Tensor]:
         width = self._quantile(0.5 + confidence / 2) * self.standard_error
         if not self.positive:
             return self.value - width, self.value + width
@@ -92,11 +113,25 @@ class Estimate:
             width = torch.minimum(width, _log_ratio(freedom, 0.5 - confidence / 2).to(width))
         return certain + sampled / width.exp(), certain + sampled * width.exp()
 
+    def _widened(self, low: Tensor, high: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+        """The ends with a further, independent error of that width."""
+        if not self.positive:
+            return self.value - torch.hypot(self.value - low, width), self.value + torch.hypot(high - self.value, width)
+        usual = (self.value > 0) & self.value.isfinite()
+        value = self.value.where(usual, torch.ones_like(self.value))
+        down, up = ((end.where(usual, value) / value).log() for end in (low, high))
+        low, high = (value * torch.hypot(part, width / value).mul(sign).exp() for part, sign in ((down, -1), (up, 1)))
+
+        # nothing about infinity is uncertain; of 0 no factor tells
+        untold = torch.where(width > 0, torch.inf, 0.0).to(value)
+        return low.where(usual, self.value), high.where(usual, self.value.where(self.value > 0, untold))
+
     def raised(self, exponent: float, unit: float = 1.0) -> Estimate:
         """(value/unit)^exponent of a positive estimate; a negative exponent turns a bound round."""
         value = _raised(self.value, exponent, unit)
         usual = (self.value > 0) & self.value.isfinite()
-        error = torch.where(usual, abs(exponent) * value * self.standard_error / self.value, 0.0)
+        scale = abs(exponent) * value / self.value
+        error = torch.where(usual, scale * self.standard_error, 0.0)
         turned: dict[Kind, Kind] = {"lower bound": "upper bound", "upper bound": "lower bound"}
         return replace(
             self,
@@ -106,6 +141,7 @@ class Estimate:
             positive=True,
             certain=None,
             variance_limit=None,
+            run_error=None if self.run_error is None else torch.where(usual, scale * self.run_error, self.run_error),
             source=(replace(self, positive=True), exponent, unit),
         )
 
@@ -140,6 +176,7 @@ class Estimate:
             degrees_of_freedom=self._part(freedom, index) if isinstance(freedom, Tensor) else freedom,
             certain=self._part(self.certain, index),
             variance_limit=self._part(self.variance_limit, index),
+            run_error=self._part(self.run_error, index),
             source=None if self.source is None else (self.source[0][index], *self.source[1:]),
         )
 

@@ -1,0 +1,196 @@
+"""How far one run can be off: followed from participation to participation, and never told too small."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchfil.accounting import quantities
+from torchfil.accounting.contributions import Contribution
+from torchfil.accounting.ids import ExampleIds
+from torchfil.accounting.leakage import Conditions, Leakage
+from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.path import path_additions, path_sums, run_variance
+from torchfil.accounting.quantities import Reading, Sum, TrackedQuantity, register_quantity
+from torchfil.fisher.batch import Measurement
+from torchfil.fisher.results import Estimate
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+
+def booked(
+    values: Tensor, *, drawn: Tensor | None = None, noise: Tensor | None = None, rate: float = 1.0, seed: int = 0
+) -> Ledger:
+    """A ledger after steps with these traces, [steps, n], in which ``drawn`` took part; measured with that rate."""
+    source = torch.Generator().manual_seed(seed)
+    ledger = Ledger(values.shape[1], 2)
+    drawn = torch.ones_like(values, dtype=torch.bool) if drawn is None else drawn
+    noise = torch.zeros_like(values) if noise is None else noise
+    for step in range(len(values)):
+        rows = drawn[step].nonzero().flatten()
+        x, variance = values[step, rows], noise[step, rows]
+        zero = torch.zeros_like(x)
+        if float(torch.rand((), generator=source)) < rate:
+            added = {"trace": x / rate, "variance": variance, "variance_spread": zero, "certain": zero}
+            added |= path_additions("trace", x, variance, rate)
+            ledger.add(Contribution(rows, zero, additions=added | {"variance_limit": zero}))
+        else:
+            ledger.add(Contribution(rows, zero))
+    return ledger
+
+
+def variances(ledger: Ledger, sample_rate: float | None = 0.1) -> tuple[Tensor, Tensor]:
+    return run_variance("trace", ledger.sums, ledger.sums["participations"], sample_rate)
+
+
+class TestSums:
+    @pytest.mark.parametrize("rate", [1.0, 0.6])
+    def test_they_are_those_of_the_measured_participations(self, rate: float) -> None:
+        source = torch.Generator().manual_seed(1)
+        values = torch.rand(30, 5, generator=source, dtype=torch.float64)
+        drawn = torch.rand(30, 5, generator=source) < 0.4
+        ledger = booked(values, drawn=drawn, rate=rate)
+        chance = torch.Generator().manual_seed(0)
+        measured = torch.tensor([float(torch.rand((), generator=chance)) < rate for _ in range(30)])
+        for example in range(5):
+            seen = values[drawn[:, example] & measured, example]
+            sums = {name: ledger.sums[name][example].item() for name in path_sums("trace")}
+            assert sums["trace_measured"] == len(seen)
+            assert sums["trace_last"] == seen[-1]
+            assert sums["trace_changes"] == pytest.approx(seen.diff().square().sum().item())
+            assert sums["trace_square"] == pytest.approx(seen.square().sum().item() / rate)
+
+    def test_noise_of_probes_is_no_change(self) -> None:
+        """Steady traces, measured with errors whose variance is known: the changes vanish in the mean."""
+        source = torch.Generator().manual_seed(2)
+        error = torch.randn(20, 4000, generator=source, dtype=torch.float64) * 0.3
+        changes = booked(2 + error, noise=torch.full_like(error, 0.09)).sums["trace_changes"]
+        assert abs(float(changes.mean())) < 4 * float(changes.std()) / math.sqrt(4000)
+
+    def test_a_paused_step_is_passed_over(self) -> None:
+        ledger = booked(torch.ones(3, 2, dtype=torch.float64))
+        before = {name: ledger.sums[name].clone() for name in path_sums("trace")}
+        ledger.add(Contribution(torch.arange(2), torch.ones(2), measured=False))
+        assert all(torch.equal(ledger.sums[name], value) for name, value in before.items())
+
+
+class TestVariance:
+    def test_by_hand(self) -> None:
+        values = torch.tensor([[1.0, 3.0], [2.0, 3.0], [4.0, 3.0], [2.0, 3.0], [1.0, 3.0]]).double()
+        batches, path = variances(booked(values), 0.25)
+        torch.testing.assert_close(batches, 0.75 * values.square().sum(dim=0))
+        relative = torch.tensor([(1 + 4 + 4 + 1) / 4 / 2.0**2, 0.0]).double()
+        torch.testing.assert_close(path, (relative + relative.mean()) / 8 * values.sum(dim=0).square())
+        assert torch.equal(variances(booked(values), None)[0], torch.zeros(2).double())
+
+    def test_too_few_participations_tell_nothing(self) -> None:
+        values = torch.ones(6, 4, dtype=torch.float64)
+        drawn = torch.ones(6, 4, dtype=torch.bool)
+        drawn[2:, 1] = False  # drawn twice
+        drawn[:, 2] = False  # never
+        values[:, 3] = 0  # leaks nothing, in every step
+        ledger = booked(values, drawn=drawn)
+        batches, path = variances(ledger)
+        assert path.tolist() == [0.0, math.inf, 0.0, 0.0]
+        assert batches.isinf().tolist() == [False, False, True, False]
+        leakage = Leakage(ledger, ExampleIds(4), Conditions(sample_rate=0.1))
+        low, high = leakage.get_mse_bound().interval(0.95)
+        assert low[0] > 0
+        assert low[1:].tolist() == [0.0, 0.0, math.inf]
+        assert high.isinf().tolist() == [False, True, True, True]
+        known = Leakage(ledger, ExampleIds(4), Conditions())  # the attacker knows that no batch held it
+        assert known.get_mse_bound([2]).interval(0.95)[0].item() == math.inf
+
+    @pytest.mark.parametrize("times", [(1,), (1, 10, 100), (10, 100)], ids=["white", "flicker", "slow"])
+    def test_runs_that_wander_are_covered(self, times: tuple[int, ...]) -> None:
+        """Examples are runs: log-normal traces about a common mean, with memories of so many steps."""
+        source = torch.Generator().manual_seed(3)
+        n, steps, q = 4000, 400, 0.1
+        states = [torch.zeros(n, dtype=torch.float64) for _ in times]
+        values = []
+        for _ in range(steps):
+            for k, memory in enumerate(times):
+                kept = math.exp(-1 / memory)
+                fresh = torch.randn(n, generator=source, dtype=torch.float64)
+                states[k] = kept * states[k] + math.sqrt(1 - kept**2) * fresh
+            values.append((0.7 / math.sqrt(len(times)) * torch.stack(states).sum(dim=0)).exp())
+        drawn = torch.rand(steps, n, generator=source) < q
+        traces = torch.stack(values)
+        leakage = Leakage(booked(traces, drawn=drawn), ExampleIds(n), Conditions(sample_rate=q))
+        truth = q * traces.sum(dim=0).mean()
+        low, high = leakage.get_trace().interval(0.95)
+        assert float((truth > high).double().mean()) <= 0.04
+        assert float((truth < low).double().mean()) <= 0.04
+        of_probes = leakage.get_trace().interval(0.95, "probes")
+        assert float((truth > of_probes[1]).double().mean()) > 0.3
+
+    def test_averages_over_runs_hold_it_already(self) -> None:
+        runs = [
+            Leakage(booked(torch.rand(8, 3).double() + 1, seed=k), ExampleIds(3), Conditions(sample_rate=0.5))
+            for k in range(3)
+        ]
+        assert runs[0].get_trace().run_error is not None
+        assert Leakage.average(runs).get_trace().run_error is None
+        assert Leakage.average(runs[:1]).get_trace().run_error is not None
+
+    def test_infinite_sums_are_certain(self) -> None:
+        values = torch.ones(6, 2, dtype=torch.float64)
+        values[3, 0] = math.inf
+        leakage = Leakage(booked(values), ExampleIds(2), Conditions(sample_rate=0.1))
+        low, high = leakage.get_mse_bound().interval(0.95)
+        assert low[0] == high[0] == 0
+        assert low[1] > 0
+        assert not bool(leakage.get_sampling_error().isnan().any())
+
+
+class Twofold(TrackedQuantity):
+    """Two numbers a participation, followed as the trace is."""
+
+    name = "twofold"
+    followed: ClassVar[tuple[str, ...]] = ("twofold",)
+
+    def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
+        return {name: Sum((2,)) for name in ("twofold", *path_sums("twofold"))}
+
+    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+        value = torch.stack([measurement.norm, 2 * measurement.norm], dim=1).double()
+        return {"twofold": value / rate, **path_additions("twofold", value, torch.zeros_like(value), rate)}
+
+    def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
+        value = sums["twofold"]
+        return reading.estimate(value, torch.zeros_like(value), reading.run_error["twofold"])
+
+
+def test_another_quantity_is_followed_by_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantities, "_REGISTRY", dict(quantities._REGISTRY))
+    register_quantity(Twofold())
+    ledger, source = Ledger(3, 2, track=("twofold",)), torch.Generator().manual_seed(0)
+    norms = torch.rand(8, 3, generator=source, dtype=torch.float64)
+    for norm in norms:
+        estimate = Estimate.exact(norm)
+        added = Twofold().measure(Measurement({"trace": estimate}, norm), 1.0, skipping=False)
+        ledger.add(Contribution(torch.arange(3), norm, additions=added))
+    found = Leakage(ledger, ExampleIds(3), Conditions(sample_rate=0.2)).get("twofold", [2, 0])
+    assert found.run_error.shape == (2, 2)
+    torch.testing.assert_close(found.run_error[:, 1], 2 * found.run_error[:, 0])
+    single = Leakage(booked(norms), ExampleIds(3), Conditions(sample_rate=0.2)).get_trace([2, 0])
+    torch.testing.assert_close(found.run_error[:, 0], single.run_error)
+    torch.testing.assert_close(found[:, 0].interval()[1], single.interval()[1])
+
+
+@pytest.mark.slow
+def test_lower_ends_of_real_runs_keep_their_word() -> None:
+    """A part of ``benchmarks/coverage.py``: digits at a learning rate at which runs part soon."""
+    from benchmarks.coverage import readings_of
+
+    shares = readings_of(2.0, 10, participations=(10,))[10].shares(64)
+    assert shares["claimed"] > 90
+    assert shares["too high"] <= 4
+    assert shares["too high, probes alone"] > 30

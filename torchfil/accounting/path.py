@@ -1,0 +1,105 @@
+r"""How far one run can be off: the draw of the batches, and the path that the noise makes the weights take.
+
+The bounds speak of E[S], S = Σ_t B_t X_t: X_t is what a step would add, B_t whether it draws the example. One run gives
+one S. Beside probes and skipped steps two things move it:
+
+* the batches: Var = Σ_t q(1−q) X_t², of which (1−q) Σ B_t X_t² is an unbiased estimate; 0 where batches are known;
+* the path: X_t depends on the weights, and so on all noise before t. Runs part for good, so the spread within one run
+  cannot be divided by the number of participations. With γ the mean square of the change of X between consecutive
+  participations, beyond the probes' noise, the variance of S is taken as m²γ/4, whatever the length m of the run: as if
+  its two halves were independent and differed by as much as two consecutive participations do (flicker noise). On
+  digits it was 0.14 to 0.21 m²γ (``benchmarks/coverage.py``). White noise gives mγ/2, and an example whose leakage
+  falls as it is learned adds to γ: both make it too large. Runs that part slowly and steadily would make it too
+  small: one run cannot tell that from what is learned in every run. Averages over runs need no such rule.
+
+γ of one example rests on few participations, so that half of it is replaced by that of all examples, each relative to
+the square of its mean. Fewer than five measured participations tell nothing: the error is infinite.
+
+A quantity that is added up over participations keeps the sums of :func:`path_sums` beside its own, adds
+:func:`path_additions` at each step and names itself in ``TrackedQuantity.followed``; its readings then hold this error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = ["FEWEST_PARTICIPATIONS", "follow", "path_additions", "path_state", "path_sums", "run_variance"]
+
+FEWEST_PARTICIPATIONS = 5
+_OF_CHANGES = 0.25  # of the mean squared change, to the mean's variance
+
+
+def path_sums(name: str) -> tuple[str, ...]:
+    """The names of the sums: X², the last X, Σ of its squared changes, and how often it was measured.
+
+    Example:
+        >>> path_sums("trace")
+        ('trace_square', 'trace_last', 'trace_changes', 'trace_measured')
+    """
+    return tuple(f"{name}_{part}" for part in ("square", "last", "changes", "measured"))
+
+
+def path_state(name: str) -> tuple[str, str]:
+    """Those of them that depend on the participation before, which :func:`follow` updates."""
+    return f"{name}_last", f"{name}_changes"
+
+
+def path_additions(name: str, value: Tensor, noise: Tensor, rate: float | Tensor) -> dict[str, Tensor]:
+    """What a measured step adds, [batch, …] each.
+
+    Args:
+        name: Of the sum.
+        value: X, not weighted by 1/π.
+        noise: The variance of its sampling error, or less.
+        rate: π.
+    """
+    square, last, changes, measured = path_sums(name)
+    return {
+        square: (value.square() - noise).clamp(min=0) / rate,
+        last: value,
+        changes: -2 * noise,
+        measured: torch.ones_like(value),
+    }
+
+
+def follow(name: str, sums: Mapping[str, Tensor], rows: Tensor, additions: Mapping[str, Tensor]) -> None:
+    """Note the change since each example's last measured participation, before the step's additions are booked."""
+    last, changes = path_state(name)
+    if last not in additions:  # the step was skipped
+        return
+    seen = sums[f"{name}_measured"][rows] > 0
+    change = (additions[last] - sums[last][rows]).square() + additions[changes]
+    sums[changes].index_add_(0, rows, torch.where(seen, change, 0.0))
+    sums[last][rows] = additions[last]
+
+
+def run_variance(
+    name: str, sums: Mapping[str, Tensor], participations: Tensor, sample_rate: float | None
+) -> tuple[Tensor, Tensor]:
+    """The variance of the sum due to the batches, and that due to the path, [n, …] each; infinite where not known.
+
+    Args:
+        name: Of the sum.
+        sums: Of all examples.
+        participations: [n].
+        sample_rate: q; None: batches are known.
+    """
+    square, _, changes, measured = (sums[each] for each in path_sums(name))
+    total = sums[name]
+    drawn = participations.reshape(-1, *(1,) * (total.ndim - 1))
+    batches = torch.zeros_like(total) if sample_rate is None else (1 - sample_rate) * square
+    batches = torch.where(drawn > 0, batches, math.inf if sample_rate is not None else 0.0)
+
+    # γ relative to the squared mean; of nothing, and of what is infinite, nothing is uncertain
+    told = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite()
+    leaks = told & (total > 0)
+    mean = total / drawn.clamp(min=1)
+    relative = (changes / (measured - 1).clamp(min=1)).clamp(min=0) / mean.square()
+    relative = torch.where(leaks, relative, 0.0)
+    of_all = relative.sum(dim=0) / leaks.sum(dim=0).clamp(min=1)
+    path = torch.where(leaks, _OF_CHANGES * (relative + of_all) / 2 * total.square(), 0.0)
+    return batches, torch.where(told | total.isinf() | (drawn == 0), path, math.inf)
