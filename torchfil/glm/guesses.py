@@ -159,7 +159,9 @@ def _checked_prior(prior: Any, n: int, m: int) -> np.ndarray:
     """As [n, m]."""
     chances = as_array(prior).astype(float)
     if chances.shape not in ((m,), (n, m)):
-        raise ValueError(f"prior has shape {list(chances.shape)}; it must be [{m}], a number for each answer, or [{n}, {m}]")
+        raise ValueError(
+            f"prior has shape {list(chances.shape)}; it must be [{m}], a number for each answer, or [{n}, {m}]"
+        )
     wrong = ~((chances >= 0).all(axis=-1) & (np.abs(chances.sum(axis=-1) - 1) < 1e-6))
     if wrong.any():
         shown = chances if chances.ndim == 1 else chances[wrong.argmax()]
