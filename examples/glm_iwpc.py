@@ -1,6 +1,7 @@
 """Leakage of one attribute: VKORC1 of warfarin patients (IWPC) and marital status (Adult), Hannun et al. 2021, § 6.4.
 
-Figure 6a: the attribute's η for four penalties λ. Figures 7a and 7c: how reweighting makes it alike for everybody.
+Figure 6a: the attribute's η for four penalties λ. Figures 7a and 7c: how reweighting makes it alike for everybody,
+the weights held fixed.
 
 TORCHFIL_DATA=/path/to/data python examples/glm_iwpc.py --out out
 """
@@ -98,7 +99,7 @@ def main() -> None:
 def reweighted(
     model: GeneralizedLinearModel, X: np.ndarray, y: np.ndarray, columns: Sequence[int], rounds: int
 ) -> IRFIL:
-    """Weights, 100 at most, that make the η of an attribute, given by its columns, alike for everybody.
+    """Weights, 100 at most, that make the η of an attribute, given by its columns, alike with the weights held fixed.
 
     The bound matters for logistic regression on Adult only: some incomes are so certain that η is 1e-14 at σ = 1, and
     the first round would give those examples all the weight.

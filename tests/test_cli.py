@@ -226,6 +226,56 @@ class TestGlm:
                 assert found[str(row)][f"{name}_fil"] == pytest.approx(eta[name][place])
                 assert found[str(row)][f"{name}_error"] == pytest.approx(bound[name][place] ** 0.5)
 
+    def test_questions_are_those_of_the_library(self, patients: Path, tmp_path: Path) -> None:
+        from torchfil.glm import Absent, LinearRegression, NominalAttribute, Shift, guess
+        from torchfil.glm.csv_table import encode, read_rows
+
+        out = tmp_path / "leakage.csv"
+        asked = ["--target", "dose", "--question", "vkorc1,amiodarone,age+0.5,dose-1,absent", "--sigma", "0.1"]
+        found = call("glm", patients, *asked, "--out", out)
+        assert found.exit_code == 0, found.output
+        assert "no attacker does better" in found.stdout
+        assert "question    answers  prior  best: mean  largest  rows ≥ 90 %" in found.stdout
+        data = json.loads(call("glm", patients, *asked, "--json").stdout)["questions"]
+
+        table = encode(read_rows(patients), "dose")
+        X, y = table.inputs, table.targets
+        model = LinearRegression(l2=0.01, fit_intercept=True).fit(X, y)
+        age, amiodarone = (table.attributes[name][0] for name in ("age", "amiodarone"))
+        codes = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        values = np.unique(X[:, [amiodarone]])[:, None]
+        questions: dict[str, Any] = {
+            "vkorc1": NominalAttribute(table.attributes["vkorc1"], codes),
+            "amiodarone": NominalAttribute([amiodarone], values),
+            "age+0.5": Shift(0.5, age),
+            "dose-1": Shift(-1.0),
+            "absent": Absent(),
+        }
+        with out.open() as file:
+            rows = list(csv.DictReader(file))
+        for name, question in questions.items():
+            best = guess(model, X, y, question, 0.1)
+            for column, expected in (
+                ("guess", best.accuracy),
+                ("divergence", best.divergence.max(axis=1)),
+                ("tpr", best.true_positive_rate(0.01)),
+            ):
+                assert [float(row[f"{name}_{column}"]) for row in rows] == pytest.approx(expected.tolist())
+            assert data[name]["accuracy"] == pytest.approx({"mean": best.accuracy.mean(), "max": best.accuracy.max()})
+            assert data[name]["prior_accuracy"] == best.prior_accuracy[0]
+            assert data[name]["true_positive_rate"]["max"] == pytest.approx(best.true_positive_rate(0.01).max())
+        assert data["vkorc1"]["answers"] == ["CC", "CT", "TT"]
+
+    def test_the_label_of_a_logistic_model(self, tmp_path: Path) -> None:
+        rng = np.random.default_rng(0)
+        lines = [f"{x:.3f},{rng.choice(['yes', 'no'])}" for x in rng.normal(size=30)]
+        path = tmp_path / "data.csv"
+        path.write_text("x,label\n" + "\n".join(lines))
+        options = ["--target", "label", "--model", "logistic", "--question", "label", "--json"]
+        data = json.loads(call("glm", path, *options).stdout)["questions"]["label"]
+        assert data["answers"] == ["no", "yes"]
+        assert data["prior_accuracy"] <= data["accuracy"]["mean"] <= 1
+
     @pytest.mark.parametrize("model", ["logistic", "softmax", "poisson"])
     def test_other_models(self, tmp_path: Path, model: str) -> None:
         rng = np.random.default_rng(0)
@@ -249,6 +299,8 @@ class TestGlm:
             (["--target", "does"], "no column 'does'; did you mean 'dose'? There are race, age,"),
             (["--target", "dose", "--private", "vkorc"], "no column 'vkorc'; did you mean 'vkorc1'?"),
             (["--target", "dose", "--private", "dose"], "'dose' is the target"),
+            (["--target", "dose", "--question", "vkorc"], "no column 'vkorc'; did you mean 'vkorc1'?"),
+            (["--target", "dose", "--question", "vkorc1+1"], "'vkorc1' is one-hot, so that 'vkorc1+1' has no meaning"),
             (["--target", "dose", "--ignore", "race,dose"], "'dose' is the target; it cannot be left out"),
             (["--target", "dose", "--id", "dose"], "'dose' is the target; it cannot be left out (--ignore) or name"),
             (["--target", "dose", "--categorical", "dose"], "'dose' is the target; only inputs are categorical"),

@@ -51,14 +51,23 @@ class TestRelease:
     def test_sigma_for_a_target(self) -> None:
         X, y, _ = data("logistic", False)
         model = LogisticRegression(l2=0.05).fit(X, y)
-        assert model.fil(X, y, model.sigma_for(X, y, 0.2)).max() == pytest.approx(0.2)
-        assert model.fil(X, y, model.sigma_for(X, y, 0.2, reduce="mean")).mean() == pytest.approx(0.2)
-        everybody = model.sigma_for(X, y, 0.2, groups=["all"] * N)
-        assert model.fil(X, y, everybody, groups=["all"] * N)["all"] == pytest.approx(0.2)
-        sigma = model.sigma_for(X, y, 0.2, reduce=0.9)
-        assert np.quantile(model.fil(X, y, sigma), 0.9) == pytest.approx(0.2)
+        everybody = ["all"] * N
+        values = {
+            "max": lambda sigma: model.fil(X, y, sigma).max(),
+            "mean": lambda sigma: model.fil(X, y, sigma).mean(),
+            0.9: lambda sigma: np.quantile(model.fil(X, y, sigma), 0.9),
+        }
+        for reduce, value in values.items():
+            assert 0.2 / 2**0.25 <= value(model.sigma_for(X, y, 0.2, reduce=reduce)) <= 0.2
+            with pytest.warns(UserWarning, match="released unrounded, it leaks itself: with it the largest η is up to"):
+                assert value(model.sigma_for(X, y, 0.2, reduce=reduce, grid=None)) == pytest.approx(0.2)
+        sigma = model.sigma_for(X, y, 0.2, groups=everybody, grid=2.0)
+        assert 0.1 <= model.fil(X, y, sigma, groups=everybody)["all"] <= 0.2
+        assert np.log2(sigma) == round(np.log2(sigma))
         with pytest.raises(ValueError, match="reduce='median' must be"):
             model.sigma_for(X, y, 0.2, reduce="median")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="grid=1.0 is the factor between neighbouring σ and must be above 1"):
+            model.sigma_for(X, y, 0.2, grid=1.0)
 
     def test_sigma_for_differential_privacy(self) -> None:
         from torchfil.fisher import analytic_gaussian_epsilon

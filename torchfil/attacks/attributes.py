@@ -6,8 +6,6 @@ Four attackers, from the one who knows least: :func:`prior_inversion`, :class:`B
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,13 +13,14 @@ import torch
 from torch import Tensor
 
 from torchfil.attacks.base import AttackResult, with_progress
-from torchfil.attacks.glm_view import GLMView, check_release, numbers_at_once, release_noise
-from torchfil.attacks.refits import minimiser_changes
+from torchfil.attacks.glm_releases import check_release, release_noise
+from torchfil.glm.questions import NominalAttribute
+from torchfil.glm.refits import minimiser_changes
+from torchfil.glm.view import GLMView, numbers_at_once
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
     from torchfil.glm import GeneralizedLinearModel
-    from torchfil.papers.datasets import TabularTask
 
 __all__ = [
     "BlackBoxInversion",
@@ -36,48 +35,13 @@ _CHUNK_NUMBERS = 2**23
 _ARRAYS = 8  # of that size, at the most expensive moment
 
 
-@dataclass(frozen=True, eq=False)
-class NominalAttribute:
-    """An attribute of k levels as columns of X.
-
-    Attributes:
-        columns: Its c columns.
-        codes: What they hold at each level, [k, c].
-    """
-
-    columns: Sequence[int]
-    codes: np.ndarray
-
-    @classmethod
-    def of_task(cls, task: TabularTask, name: str) -> NominalAttribute:
-        """A nominal attribute of a table, by its name."""
-        codes = np.stack([task.encode(name, level) for level in task.levels[name]])
-        return cls(list(task.attributes[name]), codes)
-
-    def levels(self, X: Any) -> np.ndarray:
-        """The number of every row's level, [n].
-
-        Raises:
-            ValueError: A row's columns hold no level's code.
-        """
-        values = as_array(X).astype(float)[:, list(self.columns)]
-        equal = (values[:, None, :] == np.asarray(self.codes)).all(axis=2)  # [n, k]
-        if not equal.any(axis=1).all():
-            wrong = int(equal.any(axis=1).argmin())
-            raise ValueError(
-                f"row {wrong} holds {values[wrong].tolist()} in columns {list(self.columns)}, which is none of the "
-                f"codes {np.asarray(self.codes).tolist()}; give every level's code"
-            )
-        return equal.argmax(axis=1)
-
-
 class WhiteBoxInversion:
     """The closest refit: argmin over levels v of ‖w′ − w*(x_i with level v)‖, w′ = w* + N(0, σ²I).
 
     Threat model: the attacker knows the released weights, how they were trained, and the training set, all of it but
     the attribute of the one example under attack.
 
-    The refits are made once, at construction (see :mod:`torchfil.attacks.refits`); every release then costs a product.
+    The refits are made once, at construction (see :mod:`torchfil.glm.refits`); every release then costs a product.
 
     Args:
         model: A fitted model of one margin.
@@ -98,8 +62,7 @@ class WhiteBoxInversion:
         view = GLMView.build(model, X, y)
         self.progress = progress
         self.truth = torch.as_tensor(attribute.levels(X), device=view.X.device)
-        codes = torch.as_tensor(np.asarray(attribute.codes, dtype=float))
-        self.changes = minimiser_changes(view, list(attribute.columns), codes, progress=progress)  # [n, k, p]
+        self.changes = minimiser_changes(view, attribute.ask(view).alternatives, progress=progress)  # [n, k, p]
         self._squares = self.changes.square().sum(dim=2)
 
     def run(

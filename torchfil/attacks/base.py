@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
+from torchfil.utils.progress import with_progress
 from torchfil.viz.common import as_array
 
 __all__ = ["AttackResult", "make_generator", "with_progress"]
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +79,3 @@ def make_generator(
     else:
         made.manual_seed(seed)
     return made
-
-
-def with_progress(items: Iterable[Item], progress: bool, title: str, total: int | None = None) -> Iterable[Item]:
-    """The items, counted by a progress bar (tqdm) where asked for."""
-    bar: Iterable[Item] = tqdm(items, desc=title, total=total, disable=not progress)
-    return bar

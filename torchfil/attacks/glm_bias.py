@@ -20,7 +20,9 @@ import torch
 from torchfil import bounds
 from torchfil.attacks.base import with_progress
 from torchfil.attacks.glm_reconstruction import GLMReconstruction
-from torchfil.attacks.glm_view import numbers_at_once, release_noise
+from torchfil.attacks.glm_releases import release_noise
+from torchfil.glm.fil import Sensitivity
+from torchfil.glm.view import numbers_at_once
 
 __all__ = ["BiasedBound", "biased_bound"]
 
@@ -64,8 +66,6 @@ def biased_bound(
         seed: Of the noise.
         generator: Instead of a seed.
     """
-    from torchfil.glm.fil import Sensitivity
-
     if not sigma > 0 or trials < 2:
         raise ValueError(f"sigma={sigma} must be positive and trials={trials} at least 2")
     view, d = attack.view, attack.view.num_inputs

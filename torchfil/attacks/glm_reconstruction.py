@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from torchfil.attacks.base import AttackResult, with_progress
+from torchfil.attacks.glm_releases import check_release, release_noise
 from torchfil.attacks.glm_slopes import NoiseMetric, SlopeCurve, Terms, believed_margins
-from torchfil.attacks.glm_view import GLMView, check_release, numbers_at_once, release_noise
+from torchfil.glm.view import GLMView, numbers_at_once
 
 if TYPE_CHECKING:
     from torchfil.glm import GeneralizedLinearModel

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchfil.attacks.glm_view import GLMView
+from torchfil.glm.view import GLMView
 
 __all__ = ["NoiseMetric", "SlopeCurve", "Terms", "believed_margins"]
 

@@ -1,29 +1,61 @@
 """Generalised linear models with output perturbation: exact Fisher information loss at any granularity."""
 
-from torchfil.glm.composition import Composition
-from torchfil.glm.estimators import (
-    GeneralizedLinearModel,
-    LinearRegression,
-    LogisticRegression,
-    PoissonRegression,
-    SoftmaxRegression,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from torchfil.glm.fil import Sensitivity
-from torchfil.glm.irfil import IRFIL, iteratively_reweighted_fil
+from torchfil.glm.guesses import Guess, guess
 from torchfil.glm.losses import MarginLoss
+from torchfil.glm.questions import Absent, Label, NominalAttribute, Question, Shift
 from torchfil.glm.solver import NotConvergedError, SingularHessianError
+
+if TYPE_CHECKING:
+    from torchfil.glm.composition import Composition
+    from torchfil.glm.estimators import (
+        GeneralizedLinearModel,
+        LinearRegression,
+        LogisticRegression,
+        PoissonRegression,
+        SoftmaxRegression,
+    )
+    from torchfil.glm.irfil import IRFIL, iteratively_reweighted_fil
 
 __all__ = [
     "IRFIL",
+    "Absent",
     "Composition",
     "GeneralizedLinearModel",
+    "Guess",
+    "Label",
     "LinearRegression",
     "LogisticRegression",
     "MarginLoss",
+    "NominalAttribute",
     "NotConvergedError",
     "PoissonRegression",
+    "Question",
     "Sensitivity",
+    "Shift",
     "SingularHessianError",
     "SoftmaxRegression",
+    "guess",
     "iteratively_reweighted_fil",
 ]
+
+_NEED_SCIKIT_LEARN = {
+    "Composition": "composition",
+    "GeneralizedLinearModel": "estimators",
+    "IRFIL": "irfil",
+    "LinearRegression": "estimators",
+    "LogisticRegression": "estimators",
+    "PoissonRegression": "estimators",
+    "SoftmaxRegression": "estimators",
+    "iteratively_reweighted_fil": "irfil",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The models are imported when asked for, so that attacks on them can be imported without scikit-learn."""
+    if name in _NEED_SCIKIT_LEARN:
+        return getattr(import_module(f"torchfil.glm.{_NEED_SCIKIT_LEARN[name]}"), name)
+    raise AttributeError(f"module 'torchfil.glm' has no attribute {name!r}")

@@ -84,5 +84,5 @@ class Composition:
         return fisher_information_loss(parts, columns, groups, kind, one_hot)
 
     def mse_bound(self, X: Any, y: Any, **options: Any) -> Any:
-        """1/η̄² of all releases together; as :meth:`GeneralizedLinearModel.mse_bound`."""
+        """1/η̄² of all releases together, for an unbiased attacker; as :meth:`GeneralizedLinearModel.mse_bound`."""
         return mse_bound_from_fil(self.fil(X, y, kind="trace", **options))

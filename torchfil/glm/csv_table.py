@@ -1,4 +1,4 @@
-"""From a CSV file to the Fisher information loss of every row: which columns are private, by name."""
+"""From a CSV file to the numbers that a linear model takes: columns by name, texts one-hot."""
 
 from __future__ import annotations
 
@@ -12,28 +12,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 
-from torchfil.glm.estimators import (
-    GeneralizedLinearModel,
-    LinearRegression,
-    LogisticRegression,
-    PoissonRegression,
-    SoftmaxRegression,
-)
 from torchfil.papers.datasets import levels_of, one_hot
 
-__all__ = ["MODELS", "EncodedTable", "LeakageTable", "encode", "leakage_table", "read_rows"]
+__all__ = ["EncodedTable", "check_column", "encode", "is_complete", "read_rows"]
 
-ModelName = Literal["linear", "logistic", "softmax", "poisson"]
-MODELS: dict[str, type[Any]] = {
-    "linear": LinearRegression,
-    "logistic": LogisticRegression,
-    "softmax": SoftmaxRegression,
-    "poisson": PoissonRegression,
-}
 _MISSING = ("", "?", "na", "n/a", "nan", "null", "none")
 
 
@@ -44,6 +29,7 @@ class EncodedTable:
     Attributes:
         inputs: [n, d]; text columns are one-hot without their first level.
         targets: [n] numbers, or labels for a classifier.
+        target: The target's name.
         columns: The d columns' names.
         attributes: Each attribute's columns.
         levels: Each one-hot attribute's levels, the first of which has no column.
@@ -52,31 +38,11 @@ class EncodedTable:
 
     inputs: np.ndarray
     targets: np.ndarray
+    target: str
     columns: tuple[str, ...]
     attributes: dict[str, tuple[int, ...]]
     levels: dict[str, tuple[str, ...]]
     few_values: dict[str, int]
-
-
-@dataclass(frozen=True)
-class LeakageTable:
-    """Leakage by row.
-
-    Attributes:
-        columns: ``fil`` (η of all that is private together) and ``mse_bound`` (per coordinate), and for each
-            private attribute ``<name>_fil`` (η) and ``<name>_error`` (the least root mean squared error of an
-            unbiased guess, in the attribute's own unit; of the 0/1 columns where it is one-hot), [n] each.
-        score: Of the fitted model on the table: R², accuracy or D².
-    """
-
-    columns: dict[str, np.ndarray]
-    score: float
-
-
-class _NamedColumns(np.ndarray):
-    """An array whose columns have names, so that a model's errors can speak of them."""
-
-    columns: list[str]
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
@@ -143,7 +109,7 @@ def encode(
     targets = np.asarray([float(text) for text in texts]) if all(map(_is_number, texts)) else np.asarray(texts)
     different = {name: {float(row[name]) for row in rows} for name in features if name not in levels}
     few = {name: len(v) for name, v in different.items() if 3 <= len(v) <= 12 and all(x.is_integer() for x in v)}
-    return EncodedTable(inputs, targets, columns, attributes, levels, few)
+    return EncodedTable(inputs, targets, target, columns, attributes, levels, few)
 
 
 def _used_columns(names: list[str], target: str, categorical: Sequence[str], ignore: Sequence[str]) -> list[str]:
@@ -188,52 +154,6 @@ def _check_levels(
             )
 
 
-def leakage_table(
-    table: EncodedTable,
-    private: Sequence[str] = (),
-    *,
-    model: ModelName = "linear",
-    l2: float = 1e-2,
-    sigma: float = 1.0,
-    intercept: bool = True,
-) -> LeakageTable:
-    """Fit the model to all rows, and tell what releasing w* + N(0, σ²I) leaks about each.
-
-    Args:
-        table: Of :func:`encode`.
-        private: The attributes an attacker wants who knows all else; none: everything, the target included.
-        model: "linear", "logistic" (two labels), "softmax" or "poisson".
-        l2: λ, the penalty.
-        sigma: σ.
-        intercept: Whether to fit (and release) an intercept.
-
-    Raises:
-        ValueError: There is no such attribute, the targets do not fit the model, or no minimum was found.
-    """
-    for name in private:
-        check_column(name, list(table.attributes))
-    if not math.isfinite(sigma) or not sigma > 0:
-        raise ValueError(f"sigma={sigma} must be positive and finite: without noise the release gives everything away")
-
-    X, y = table.inputs.view(_NamedColumns), _targets_for(model, table.targets)
-    X.columns = list(table.columns)
-    fitted: GeneralizedLinearModel = MODELS[model](l2=l2, fit_intercept=intercept).fit(X, y)
-    score = float(fitted.score(X, y))
-    if not private:
-        return LeakageTable({"fil": fitted.fil(X, y, sigma), "mse_bound": fitted.mse_bound(X, y, sigma)}, score)
-
-    together = sorted({column for name in private for column in table.attributes[name]})
-    places = [together, *(list(table.attributes[name]) for name in private)]
-    # numbers stand for the names, which could clash with that of the whole
-    asked: dict[str, Any] = {str(number): columns for number, columns in enumerate(places)}
-    eta, bound = fitted.fil(X, y, sigma, attributes=asked), fitted.mse_bound(X, y, sigma, attributes=asked)
-    columns = {"fil": eta["0"], "mse_bound": bound["0"]}
-    for number, name in enumerate(private, start=1):
-        columns[f"{name}_fil"] = eta[str(number)]
-        columns[f"{name}_error"] = np.sqrt(bound[str(number)])
-    return LeakageTable(columns, score)
-
-
 def check_column(name: str, names: Sequence[str]) -> None:
     """Raise, with the nearest name, for a column that does not exist."""
     if name not in names:
@@ -255,20 +175,6 @@ def _check_separators(where: Path, text: str) -> None:
             f"the first line of {where} is one column with {separators[0]} in it, {header.strip()[:60]!r}; the columns "
             "must be separated by commas: save the file anew with these"
         )
-
-
-def _targets_for(model: str, targets: np.ndarray) -> np.ndarray:
-    labels = np.unique(targets)
-    if model == "softmax":
-        return targets
-    if model == "logistic":
-        if len(labels) != 2:
-            shown = ", ".join(map(str, labels[:4])) + (", …" if len(labels) > 4 else "")
-            raise ValueError(f"a logistic model needs a target with two values, this one has {len(labels)}: {shown}")
-        return (targets == labels[1]).astype(float)
-    if targets.dtype.kind != "f":
-        raise ValueError(f"a {model} model needs a target of numbers, got e.g. {str(labels[0])!r}; use logistic?")
-    return targets
 
 
 def _is_number(text: str) -> bool:

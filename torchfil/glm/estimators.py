@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchfil.fisher.amplification import analytic_gaussian_epsilon
+from torchfil.glm.chosen_noise import information_of_choice, round_up, values_that_decide
 from torchfil.glm.fil import Sensitivity
 from torchfil.glm.losses import LOGISTIC, POISSON, SQUARED, Loss, MarginLoss, SoftmaxLoss
 from torchfil.glm.measures import Kind, Release, fisher_information_loss, mse_bound_from_fil
@@ -32,6 +34,8 @@ __all__ = [
 
 Attributes = Mapping[str, Sequence[Any] | slice]
 Reduce = Literal["max", "mean"] | float
+DEFAULT_GRID = 2**0.25  # between neighbouring σ: at most 19 % more noise than needed
+_MOST_VALUES = 1000  # that decide on σ, for its derivative to be worth while
 
 
 class GeneralizedLinearModel(BaseEstimator):
@@ -85,9 +89,7 @@ class GeneralizedLinearModel(BaseEstimator):
         names = list(X.columns) if hasattr(X, "columns") else None
         inputs, targets, weights = self._tensors(X, y, sample_weight)
         num_inputs = inputs.shape[1] - int(self.fit_intercept)
-        penalised = torch.ones(inputs.shape[1], dtype=inputs.dtype, device=inputs.device)
-        penalised[num_inputs:] = 0
-        objective = Objective(self._loss(), inputs, targets, weights, self.l2, penalised, self._num_margins())
+        objective = self._objective(inputs, targets, weights)
         self._fit = minimise(
             objective,
             tolerance=self.tolerance,
@@ -134,7 +136,8 @@ class GeneralizedLinearModel(BaseEstimator):
     ) -> Tensor:
         """The perturbed parameters, the intercept last: Gaussian of deviation σ or Laplace of scale b.
 
-        The FIM of either is JᵀJ/scale²: a Laplace release of scale b carries the information 1/b² per coordinate.
+        The FIM of either is JᵀJ/scale²: a Laplace release of scale b carries the information 1/b² per coordinate. That
+        holds for a public scale: one computed from the data leaks itself, unless it is rounded (:meth:`sigma_for`).
 
         Returns:
             [p]; [classes, p] for a softmax.
@@ -210,7 +213,7 @@ class GeneralizedLinearModel(BaseEstimator):
         Args:
             X: The training inputs, [n, d].
             y: The training targets, [n].
-            sigma: σ (or a Laplace release's scale b).
+            sigma: σ (or a Laplace release's scale b), public or rounded; see :meth:`sigma_for`.
             attributes: {name: columns (numbers, names or a slice)}; gives η of each attribute set for every example.
             groups: One label per example; gives η of each group of examples together. The label of everybody, e.g.
                 ``["all"] * n``, gives that of the whole data set.
@@ -230,32 +233,70 @@ class GeneralizedLinearModel(BaseEstimator):
     def mse_bound(self, X: Any, y: Any, sigma: float = 1.0, **options: Any) -> Any:
         """1/η̄² of :meth:`fil` with ``kind="trace"``, same options and shapes.
 
-        The least mean squared error per private coordinate of any unbiased reconstruction from w* + N(0, σ²I) by one
-        who knows all else.
+        The least mean squared error per private coordinate, over the noise, of an unbiased attacker who sees w* +
+        N(0, σ²I) and knows all else. Biased ones can do better; :func:`torchfil.glm.guess` binds every attacker.
         """
         return mse_bound_from_fil(self.fil(X, y, sigma, kind="trace", **options))
 
-    def sigma_for(self, X: Any, y: Any, target_eta: float, *, reduce: Reduce = "max", **options: Any) -> float:
-        """The σ at which the largest ("max"), mean, or a quantile (a number in (0, 1)) of η is ``target_eta``.
+    def sigma_for(
+        self,
+        X: Any,
+        y: Any,
+        target_eta: float,
+        *,
+        reduce: Reduce = "max",
+        grid: float | None = DEFAULT_GRID,
+        **options: Any,
+    ) -> float:
+        """The σ at which the largest ("max"), mean, or a quantile (a number in (0, 1)) of η is at most ``target_eta``.
+
+        σ is rounded up to a public grid, the powers of 2^(1/4): at most 19 % more noise than needed. A σ computed from
+        the data and released unrounded leaks itself; see :mod:`torchfil.glm.chosen_noise`.
 
         Args:
             X: The training inputs, [n, d].
             y: The training targets, [n].
             target_eta: The wanted η.
             reduce: Over all values that :meth:`fil` gives.
+            grid: The factor between neighbouring σ of the grid; None: no rounding, and a warning of how much the choice
+                itself leaks.
             **options: Of :meth:`fil`, ``attributes`` and ``groups`` included.
         """
         if not target_eta > 0:
             raise ValueError(f"target_eta={target_eta} must be positive")
         eta = self.fil(X, y, 1.0, **options)
         values = np.concatenate([np.atleast_1d(v) for v in eta.values()]) if isinstance(eta, dict) else eta
-        if reduce == "max":
-            return float(values.max() / target_eta)
-        if reduce == "mean":
-            return float(values.mean() / target_eta)
-        if isinstance(reduce, float) and 0 < reduce < 1:
-            return float(np.quantile(values, reduce) / target_eta)
-        raise ValueError(f"reduce={reduce!r} must be 'max', 'mean' or a quantile in (0, 1)")
+        decide = values_that_decide(values, reduce)
+        sigma = float(sum(weight * values[place] for place, weight in decide.items()) / target_eta)
+        if grid is not None:
+            return round_up(sigma, grid)
+        self._warn_of_choice(X, y, sigma, values / sigma, decide, options)
+        return sigma
+
+    def _warn_of_choice(
+        self, X: Any, y: Any, sigma: float, eta: np.ndarray, decide: Mapping[int, float], options: Mapping[str, Any]
+    ) -> None:
+        """Say what a σ computed from the data tells itself, where few enough values decide."""
+        how_much = ""
+        if len(decide) <= _MOST_VALUES and len(X) == len(self._training_weight):
+            settings = {name: value for name, value in options.items() if name != "sample_weight"}
+            if settings.get("attributes") is not None:
+                settings["attributes"] = {name: self._columns(v) for name, v in settings["attributes"].items()}
+            squares = information_of_choice(
+                self._objective(*self._tensors(X, y, None)[:2], self._training_weight),
+                self._fit.weights,
+                decide,
+                num_inputs=self.n_features_in_,
+                **{"private_target": True, **settings},
+            )
+            released = self._parameters().numel()
+            true = np.sqrt(eta**2 + 2 * released * squares).max()
+            how_much = f": with it the largest η is up to {true:.3g}, without it {eta.max():.3g}"
+        warnings.warn(
+            f"sigma={sigma:.6g} was computed from the private data; released unrounded, it leaks itself{how_much}. "
+            "Round it up to a public grid (grid=2**0.25, the default), or choose it without the data",
+            stacklevel=3,
+        )
 
     def sigma_for_dp(self, X: Any, epsilon: float, delta: float) -> float:
         """The σ that makes the release (ε, δ)-differentially private (replace one), analytic Gaussian mechanism.
@@ -294,6 +335,11 @@ class GeneralizedLinearModel(BaseEstimator):
             middle = math.sqrt(low * high)
             low, high = (middle, high) if analytic_gaussian_epsilon(middle, delta) > epsilon else (low, middle)
         return high * 2 * loss.lipschitz / (n * self.l2)
+
+    def _objective(self, inputs: Tensor, targets: Tensor, weights: Tensor) -> Objective:
+        penalised = torch.ones(inputs.shape[1], dtype=inputs.dtype, device=inputs.device)
+        penalised[inputs.shape[1] - int(self.fit_intercept) :] = 0
+        return Objective(self._loss(), inputs, targets, weights, self.l2, penalised, self._num_margins())
 
     def _loss(self) -> Loss:
         return self.loss if isinstance(self.loss, MarginLoss) else MarginLoss.from_function(self.loss)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchfil.glm.fil import Sensitivity, largest_eigenvalues
 from torchfil.glm.losses import tangent_basis
 
-__all__ = ["Kind", "Release", "fisher_information_loss", "mse_bound_from_fil"]
+__all__ = ["Kind", "Release", "fisher_information_loss", "mse_bound_from_fil", "squared_loss_at"]
 
 Kind = Literal["spectral", "trace"]
 
@@ -63,7 +63,7 @@ def fisher_information_loss(
 def mse_bound_from_fil(eta: Any) -> Any:
     """1/η² of a ``kind="trace"`` loss, in the same shape; infinite where nothing leaks.
 
-    No unbiased estimate has a smaller mean squared error per coordinate: tr(I⁻¹)/d ≥ d/tr(I).
+    No unbiased attacker has a smaller mean squared error per coordinate, over the noise: tr(I⁻¹)/d ≥ d/tr(I).
 
     Example:
         >>> float(mse_bound_from_fil(np.array([0.5]))[0])
@@ -74,6 +74,18 @@ def mse_bound_from_fil(eta: Any) -> Any:
     with np.errstate(divide="ignore"):
         bound = 1 / np.square(np.asarray(eta, dtype=float))
     return float(bound) if bound.ndim == 0 else bound
+
+
+def squared_loss_at(
+    sensitivity: Sensitivity, rows: int | Tensor, columns: Sequence[int] | None, kind: Kind, one_hot: bool
+) -> Tensor:
+    """η² at σ = 1 of one example (a number), or of some examples together, a scalar that can be differentiated."""
+    if isinstance(rows, int):
+        return _reduced(sensitivity.gram(slice(rows, rows + 1), columns), columns is not None and one_hot, kind)[0]
+    gram = sensitivity.group_gram(rows.to(sensitivity.X.device))
+    if kind == "spectral":
+        return largest_eigenvalues((gram + gram.mT)[None] / 2)[0]
+    return gram.trace() / (sensitivity.num_coordinates * len(rows))
 
 
 def _of_examples(releases: Sequence[Release], kind: Kind) -> Tensor:
@@ -88,12 +100,16 @@ def _of_examples(releases: Sequence[Release], kind: Kind) -> Tensor:
 def _of_attribute(releases: Sequence[Release], columns: Sequence[int], kind: Kind, one_hot: bool) -> Tensor:
     parts = []
     for rows in _chunks(releases, columns):
-        gram = _summed_gram(releases, rows, columns)
-        if one_hot:
-            basis = tangent_basis(len(columns)).to(gram)
-            gram = basis.mT @ gram @ basis
-        parts.append(largest_eigenvalues(gram) if kind == "spectral" else torch.einsum("nii->n", gram) / gram.shape[1])
+        parts.append(_reduced(_summed_gram(releases, rows, columns), one_hot, kind))
     return torch.cat(parts)
+
+
+def _reduced(gram: Tensor, one_hot: bool, kind: Kind) -> Tensor:
+    """‖·‖₂ or tr/size of matrices [rows, size, size], on the simplex's directions where ``one_hot``."""
+    if one_hot:
+        basis = tangent_basis(gram.shape[1]).to(gram)
+        gram = basis.mT @ gram @ basis
+    return largest_eigenvalues(gram) if kind == "spectral" else torch.einsum("nii->n", gram) / gram.shape[1]
 
 
 def _of_groups(releases: Sequence[Release], groups: Sequence[Hashable], kind: Kind) -> dict[Hashable, Tensor]:

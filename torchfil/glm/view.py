@@ -1,4 +1,4 @@
-"""A fitted generalised linear model as an attacker sees it who knows its training set."""
+"""A fitted generalised linear model with its training set, as an attacker has it who knows all but one example."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchfil.attacks.base import make_generator
-
 if TYPE_CHECKING:
-    from torchfil.glm import GeneralizedLinearModel
+    from torchfil.glm.estimators import GeneralizedLinearModel
     from torchfil.glm.losses import MarginLoss
 
-__all__ = ["GLMView", "check_release", "numbers_at_once", "release_noise"]
+__all__ = ["GLMView", "numbers_at_once"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,8 @@ class GLMView:
         model._check_fitted()
         if model._num_margins() != 1:
             raise ValueError(
-                f"{type(model).__name__} has {model._num_margins()} margins; this attack is for models of one margin. "
-                "Attack one class against the rest by LogisticRegression"
+                f"{type(model).__name__} has {model._num_margins()} margins; this needs a model of one margin. "
+                "Take one class against the rest by LogisticRegression"
             )
 
         inputs, targets, _ = model._tensors(X, y, None)
@@ -94,19 +92,6 @@ class GLMView:
         """Of the objective at k weights, [k, p] for [k, p]."""
         residual = self.sample_weight[:, None] * self.first(self.X @ weights.mT)
         return residual.mT @ self.X + self.ridge * weights
-
-
-def check_release(sigma: float, trials: int) -> None:
-    """Refuse what cannot be released."""
-    if not sigma >= 0 or trials < 1:
-        raise ValueError(f"sigma={sigma} must be ≥ 0 and trials={trials} at least 1")
-
-
-def release_noise(trials: int, weights: Tensor, seed: int | None, generator: torch.Generator | None) -> Tensor:
-    """ξ of that many releases, on the weights' device, [trials, p]; drawn at once, however they are cut up later."""
-    source = make_generator(generator, seed, weights.device)
-    drawn = torch.randn(trials, len(weights), generator=source, dtype=weights.dtype, device=source.device)
-    return drawn.to(weights.device)
 
 
 def numbers_at_once(device: torch.device, on_cpu: int, arrays: int) -> int:

@@ -1,0 +1,169 @@
+r"""What any attacker can tell from a released linear model: questions with finitely many answers, in closed form.
+
+With answer a, the minimiser is w*_a (see :mod:`torchfil.glm.refits`) and the release is N(w*_a, σ²I). The attacker sees
+the release and knows everything but the answer, the other records included. Telling normal laws apart is solved:
+
+    KL = Δ²/(2σ²),     TPR = Φ(Φ⁻¹(FPR) + Δ/σ),     Δ = ‖w*_a − w*_b‖.
+
+No attacker does better, biased or not, and the likelihood ratio does as well: bounds and attack are the same. The noise
+of the release, and for the accuracy the true answer (drawn from the prior), are what is random.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from scipy.special import ndtr, ndtri
+
+from torchfil.glm.best_attacker import best_accuracy
+from torchfil.glm.refits import minimiser_changes
+from torchfil.glm.view import GLMView
+from torchfil.viz.common import as_array
+
+if TYPE_CHECKING:
+    from torchfil.glm.estimators import GeneralizedLinearModel
+    from torchfil.glm.questions import Question
+
+__all__ = ["Guess", "guess"]
+
+
+@dataclass(frozen=True, eq=False)
+class Guess:
+    """How well the best attacker answers a question, record by record. Confidential: it depends on private data.
+
+    Attributes:
+        answers: Their names, m of them.
+        truth: The number of every record's own answer, [n].
+        prior: How likely the attacker holds each answer before seeing the release, [n, m].
+        distances: Δ/σ between the answers' models, [n, m, m].
+        accuracy: How often the best attacker is right, answers drawn from the prior, [n]; no attacker is right more
+            often.
+        accuracy_error: Its numerical error (a standard error), [n]; 0 for two and three answers.
+    """
+
+    answers: tuple[str, ...]
+    truth: np.ndarray
+    prior: np.ndarray
+    distances: np.ndarray
+    accuracy: np.ndarray
+    accuracy_error: np.ndarray
+
+    @property
+    def prior_accuracy(self) -> np.ndarray:
+        """How often naming the likeliest answer without seeing the model is right, [n]."""
+        return self.prior.max(axis=1)
+
+    @property
+    def divergence(self) -> np.ndarray:
+        """D = KL(P_true ‖ P_answer) = Δ²/(2σ²) of every record and answer, [n, m]; 0 for its own answer."""
+        return self._from_truth() ** 2 / 2
+
+    def true_positive_rate(self, false_positive_rate: float, answer: int | str | None = None) -> np.ndarray:
+        """How often the best test names a record's own answer, [n], which names it so often where another is true.
+
+        Φ(Φ⁻¹(FPR) + Δ/σ): exact, and attained by the likelihood ratio.
+
+        Args:
+            false_positive_rate: In (0, 1).
+            answer: The other answer, by number or name (FPR for the records whose own it is); None: for each record
+                the one that is told most easily from its own.
+        """
+        if not 0 < false_positive_rate < 1:
+            raise ValueError(f"false_positive_rate={false_positive_rate} must lie between 0 and 1")
+        distance = self._from_truth()
+        shift = distance.max(axis=1) if answer is None else distance[:, self._number(answer)]
+        return ndtr(ndtri(false_positive_rate) + shift)
+
+    def table(self, false_positive_rate: float = 0.01) -> dict[str, np.ndarray]:
+        """One column [n] each: ``prior_accuracy``, ``accuracy``, ``divergence``, ``true_positive_rate``.
+
+        The last two are those of the answer that is told most easily from the record's own. ``pandas.DataFrame`` takes
+        the table as it is.
+        """
+        return {
+            "prior_accuracy": self.prior_accuracy,
+            "accuracy": self.accuracy,
+            "divergence": self.divergence.max(axis=1),
+            "true_positive_rate": self.true_positive_rate(false_positive_rate),
+        }
+
+    def _from_truth(self) -> np.ndarray:
+        return self.distances[np.arange(len(self.truth)), self.truth]
+
+    def _number(self, answer: int | str) -> int:
+        if isinstance(answer, str) and answer in self.answers:
+            return self.answers.index(answer)
+        if isinstance(answer, int) and 0 <= answer < len(self.answers):
+            return answer
+        raise ValueError(f"answer={answer!r} is none of {list(self.answers)}; give one of these, or its number")
+
+
+def guess(
+    model: GeneralizedLinearModel,
+    X: Any,
+    y: Any,
+    question: Question,
+    sigma: float,
+    *,
+    prior: Any = None,
+    progress: bool = False,
+) -> Guess:
+    """How well any attacker can answer a question about each record from the release w* + N(0, σ²I).
+
+    The attacker knows the training procedure (σ and the sample weights included) and everything but the answer for the
+    one record. Exact: the best attacker attains these numbers.
+
+    Args:
+        model: A fitted model of one margin.
+        X: The training inputs, [n, d].
+        y: The training targets, [n].
+        question: :class:`NominalAttribute`, :class:`Label`, :class:`Shift`, :class:`Absent`, or your own.
+        sigma: σ of the release.
+        prior: How likely each answer is before the model is seen, [m] or [n, m]. None: as common as it is among the
+            records; "uniform": all alike.
+        progress: Whether to show a progress bar.
+
+    Example:
+        >>> from torchfil.glm import Label, LinearRegression
+        >>> X, y = np.ones((4, 1)), np.array([0.0, 0.0, 1.0, 1.0])
+        >>> model = LinearRegression().fit(X, y)  # the mean of y: one label moves it by 1/4
+        >>> found = guess(model, X, y, Label([0, 1]), sigma=0.25)
+        >>> found.divergence.round(3).tolist()
+        [[0.0, 0.5], [0.0, 0.5], [0.5, 0.0], [0.5, 0.0]]
+        >>> found.accuracy.round(3)  # Φ(1/2)
+        array([0.691, 0.691, 0.691, 0.691])
+    """
+    if not sigma > 0:
+        raise ValueError(f"sigma={sigma} must be positive: without noise the release gives everything away")
+    view = GLMView.build(model, X, y)
+    asked = question.ask(view)
+    n, m = len(view.X), len(asked.answers)
+    if prior is None:
+        prior = asked.shares
+    elif isinstance(prior, str) and prior == "uniform":
+        prior = np.full(m, 1 / m)
+    chances = _checked_prior(prior, n, m)
+
+    # distances between the answers' models; |a − b| directly, since a² + b² − 2ab cancels
+    changes = minimiser_changes(view, asked.alternatives, progress=progress)  # [n, m, p]
+    apart = [torch.linalg.vector_norm(changes - changes[:, [a]], dim=2) for a in range(m)]
+    distances = as_array(torch.stack(apart, dim=1)) / sigma
+    best = best_accuracy(distances, chances)
+    return Guess(asked.answers, asked.truth, chances, distances, best.value, best.error)
+
+
+def _checked_prior(prior: Any, n: int, m: int) -> np.ndarray:
+    """As [n, m]."""
+    chances = as_array(prior).astype(float)
+    if chances.shape not in ((m,), (n, m)):
+        raise ValueError(
+            f"prior has shape {list(chances.shape)}; it must be [{m}], a number for each answer, or [{n}, {m}]"
+        )
+    wrong = ~((chances >= 0).all(axis=-1) & (np.abs(chances.sum(axis=-1) - 1) < 1e-6))
+    if wrong.any():
+        shown = chances if chances.ndim == 1 else chances[wrong.argmax()]
+        raise ValueError(f"prior={shown.tolist()} must be numbers ≥ 0 that sum to 1; divide them by their sum")
+    return np.broadcast_to(chances, (n, m))

@@ -1,0 +1,205 @@
+r"""The minimisers of a generalised linear model with one example changed, without a refit for each.
+
+Changing example i from (x, y) of weight ω to (x′, y′) of weight ω′ (0 where it is left out) changes the objective's
+gradient at w* from 0 to g = ω′b′x′ − ωbx and its Hessian by two rank-one terms, b = ℓ′(w*ᵀx, y), a = ℓ″(w*ᵀx, y) and
+b′, a′ at (x′, y′):
+
+    H′ = H + U S Uᵀ,  U = [x′, x],  S = diag(ω′a′, −ωa),
+    H′⁻¹ = A − A U (I + S UᵀA U)⁻¹ S UᵀA,  A = H⁻¹.
+
+Without example i the penalty is (n − 1)λ: H is then less by λP, and g by λPw*, the same for every example.
+
+Δ = −H′⁻¹g is exact for least squares, O(p²) an example. For other losses it is a Newton step. Steps with the same H′
+follow: first, where p³ numbers are few, with the gradient of the other examples to second order, HΔ + ½T[Δ, Δ], T the
+third derivative at w*; then with the true gradient at w* + Δ, many examples in one matrix product, until they do not
+matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchfil.glm.view import GLMView, numbers_at_once
+from torchfil.utils.progress import with_progress
+
+__all__ = ["Alternative", "minimiser_changes"]
+
+_CHUNK_NUMBERS = 2**23  # margins computed at a time
+_CHUNK_ARRAYS = 16
+_THIRD_NUMBERS = 2**21  # the most entries of the third derivative
+_SURROGATE_STEPS = 2
+_MOST_STEPS = 30
+_SINGULAR = 1e-9  # det H′ / det H, below which the minimiser counts as not unique
+
+
+@dataclass(frozen=True, eq=False)
+class Alternative:
+    """What could stand in the training set instead of each example.
+
+    Attributes:
+        inputs: x′, the intercept's column of ones included, [n, p].
+        targets: y′, [n].
+        present: False where the example is left out, as by a fit to the n − 1 others; x′ and y′ are then its own.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    present: bool = True
+
+    @classmethod
+    def with_values(cls, view: GLMView, columns: Sequence[int], values: Tensor) -> Alternative:
+        """Some columns with other values, [c] for all examples or [n, c]."""
+        inputs = view.X.clone()
+        inputs[:, list(columns)] = values.to(inputs)
+        return cls(inputs, view.y)
+
+    def changed(self, view: GLMView) -> Tensor:
+        """The examples that differ from what they are, [at most n]."""
+        if not self.present:
+            return torch.arange(len(view.X), device=view.X.device)
+        return ((self.inputs != view.X).any(dim=1) | (self.targets != view.y)).nonzero().flatten()
+
+
+def minimiser_changes(
+    view: GLMView, alternatives: Sequence[Alternative], *, tolerance: float = 1e-9, progress: bool = False
+) -> Tensor:
+    """How far the minimiser moves when one example is changed, for every example and every alternative.
+
+    Args:
+        view: The fitted model on its training set.
+        alternatives: What each example could be instead, m of them.
+        tolerance: The error of a weight, over 1 + max|w*|, at which to stop; least squares is exact.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        w*(alternative k instead of example i) − w*, [n, m, p]; 0 where they are the same.
+
+    Raises:
+        ValueError: Some example changed leaves no unique minimiser, or none that Newton steps find.
+    """
+    n, p = view.X.shape
+    result = view.X.new_zeros(n, len(alternatives), p)
+    limit = tolerance * (1 + float(view.weights.abs().max()))
+
+    # One step is exact for least squares; other losses need the margins of all examples for each further step.
+    exact = view.loss.name == "squared"
+    third = None if exact or p**3 > _THIRD_NUMBERS else _third_derivative(view)
+    size = n if exact else max(1, numbers_at_once(view.X.device, _CHUNK_NUMBERS, _CHUNK_ARRAYS) // n)
+    bases = {alternative.present: _Base.build(view, alternative.present) for alternative in alternatives}
+    parts = [
+        (number, rows)
+        for number, alternative in enumerate(alternatives)
+        for rows in alternative.changed(view).split(size)
+        if len(rows)
+    ]
+    for number, rows in with_progress(parts, progress, "refits"):
+        alternative = alternatives[number]
+        update = _Update.build(view, bases[alternative.present], rows, alternative)
+        change = update.step(update.own_gradient(view, torch.zeros_like(update.new)))
+        result[rows, number] = change if exact else _refined(view, update, change, third, limit)
+    return result
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What all examples' updates start from: the penalty without an example, or as it is."""
+
+    ridge_change: Tensor  # −λ where the example is left out, and 0 for an intercept, [p]
+    inverse: Tensor  # A, [p, p]
+
+    @classmethod
+    def build(cls, view: GLMView, present: bool) -> _Base:
+        ridge_change = torch.zeros_like(view.ridge) if present else -view.ridge / len(view.X)
+        return cls(ridge_change, torch.linalg.inv(view.hessian + torch.diag(ridge_change)))
+
+
+@dataclass(frozen=True)
+class _Update:
+    """The rank-two updates of m changed examples."""
+
+    base: _Base
+    rows: Tensor  # [m]
+    new: Tensor  # x′, [m, p]
+    old: Tensor  # x, [m, p]
+    new_target: Tensor  # y′, [m]
+    new_weight: Tensor  # ω′, [m]
+    new_pushed: Tensor  # A x′, [m, p]
+    old_pushed: Tensor  # A x, [m, p]
+    kernel: Tensor  # (I + S UᵀA U)⁻¹ S, [m, 2, 2]
+
+    @classmethod
+    def build(cls, view: GLMView, base: _Base, rows: Tensor, alternative: Alternative) -> _Update:
+        old, new, new_target = view.X[rows], alternative.inputs[rows], alternative.targets[rows]
+        weight = view.sample_weight[rows]
+        new_weight = weight if alternative.present else torch.zeros_like(weight)
+        new_pushed, old_pushed = new @ base.inverse, old @ base.inverse
+
+        new_curvature = view.loss.second(new @ view.weights, new_target)
+        old_curvature = view.loss.second(old @ view.weights, view.y[rows])
+        scale = torch.diag_embed(torch.stack([new_weight * new_curvature, -weight * old_curvature], dim=1))
+        cross = (new * old_pushed).sum(dim=1)
+        products = torch.stack([(new * new_pushed).sum(dim=1), cross, cross, (old * old_pushed).sum(dim=1)], dim=1)
+        system = torch.eye(2, dtype=old.dtype, device=old.device) + scale @ products.view(-1, 2, 2)
+
+        # Its determinant is det H′ / det H.
+        singular = torch.linalg.det(system) <= _SINGULAR
+        if bool(singular.any()):
+            raise ValueError(
+                f"the model has no unique minimiser with example {int(rows[singular.nonzero()[0, 0]])} changed or left "
+                "out: that example alone determines some weight. Raise the model's l2"
+            )
+        kernel = torch.linalg.solve(system, scale)
+        return cls(base, rows, new, old, new_target, new_weight, new_pushed, old_pushed, kernel)
+
+    def step(self, gradient: Tensor) -> Tensor:
+        """−H′⁻¹ g, [m, p]."""
+        pushed = gradient @ self.base.inverse
+        along = torch.stack([(self.new * pushed).sum(dim=1), (self.old * pushed).sum(dim=1)], dim=1)
+        factors = (self.kernel @ along[:, :, None])[:, :, 0]
+        return factors[:, :1] * self.new_pushed + factors[:, 1:] * self.old_pushed - pushed
+
+    def own_gradient(self, view: GLMView, change: Tensor) -> Tensor:
+        """What the change of each example adds to its objective's gradient at w* + change, [m, p]."""
+        weights = view.weights + change
+        new = self.new_weight * view.loss.first((self.new * weights).sum(dim=1), self.new_target)
+        old = view.sample_weight[self.rows] * view.loss.first((self.old * weights).sum(dim=1), view.y[self.rows])
+        return new[:, None] * self.new - old[:, None] * self.old + self.base.ridge_change * weights
+
+
+def _third_derivative(view: GLMView) -> Tensor:
+    """T = Σ ω_j ℓ‴_j x_j ⊗ x_j ⊗ x_j at w*, [p, p²]."""
+    with torch.enable_grad():
+        margin = (view.X @ view.weights).requires_grad_()
+        (third,) = torch.autograd.grad(view.loss.second(margin, view.y).sum(), margin)
+    weighted = (view.sample_weight * third)[:, None] * view.X
+    return torch.cat([(view.X * column[:, None]).mT @ weighted for column in view.X.mT], dim=1)
+
+
+def _refined(view: GLMView, update: _Update, change: Tensor, third: Tensor | None, limit: float) -> Tensor:
+    """Newton steps with the Hessian of the first, until the next would be below the limit for every example.
+
+    The first of them over the change before it tells the rate at which they shrink.
+    """
+    before = change.abs().amax(dim=1).clamp(min=1e-300)
+    rate: Tensor | None = None
+    for number in range(-_SURROGATE_STEPS if third is not None else 0, _MOST_STEPS):
+        if number < 0 and third is not None:
+            quadratic = ((change @ third).view(len(change), -1, change.shape[1]) @ change[:, :, None])[:, :, 0]
+            gradient = change @ view.hessian + 0.5 * quadratic
+        else:
+            gradient = view.gradient(view.weights + change)
+        step = update.step(gradient + update.own_gradient(view, change))
+        change = change + step
+        size = step.abs().amax(dim=1)
+        rate = size / before if rate is None else rate
+        if number >= 0 and bool((size * rate <= limit).all()):
+            return change
+    worst = int(update.rows[size.argmax()])
+    raise ValueError(
+        f"the minimiser with example {worst} changed was not found to {limit:.2g} in {_MOST_STEPS} Newton steps: that "
+        "example alone turns the model over. Raise the model's l2, or lower that example's weight"
+    )
