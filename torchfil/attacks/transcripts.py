@@ -134,7 +134,8 @@ def sum_of_clipped(transcripts: Transcripts, weights: Tensor, members: Tensor) -
     examples = transcripts.gradients.examples
     by_example = vmap(transcripts.clipped, in_dims=(None, 0, examples.in_dims))
     sums = []
-    size = max(1, VALUES_AT_ONCE // max(1, len(examples) * weights.shape[1]))
+    room = VALUES_AT_ONCE * (16 if weights.is_cuda else 1)  # many launches of small kernels take a GPU's time
+    size = max(1, room // max(1, len(examples) * weights.shape[1]))
     for w, m in zip(weights.split(size), members.split(size), strict=True):
         clipped = vmap(by_example, in_dims=(0, None, None))(w, examples.z, examples.public)  # [runs, n, p]
         sums.append(torch.einsum("rn,rnp->rp", m.to(clipped.dtype), clipped))
