@@ -1,7 +1,8 @@
 """Do one run's intervals keep their word? Many private runs on digits, each run's lower ends beside the mean of all.
 
 The bound of an example is d / E[tr I], the mean over all that is random in a run. Many runs give that mean; each of
-them reports a lower end of its 95 % interval, which may lie above it for at most 2.5 % of the examples.
+them reports a lower end of its 95 % interval, which may lie above it for at most 2.5 % of the examples. The same for
+D of two questions (was the example in the data; has it the next label), whose upper end may lie below the mean.
 
 OMP_NUM_THREADS=1 python -m benchmarks.coverage --runs 40
 """
@@ -23,12 +24,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.cli.digits import digits
+from torchfil.questions import Absent, Change
 
 __all__ = ["Readings", "main", "readings_of"]
 
 EXAMPLES, BATCH = 1000, 100
 LEARNING_RATES = (0.5, 2.0)
 PARTICIPATIONS = (10, 40)
+QUESTIONS = {"member": Absent(), "label": Change(lambda inputs, targets: (inputs, (targets + 1) % 10))}
 
 
 @dataclass
@@ -41,6 +44,8 @@ class Readings:
         low_of_probes: The same of the probes' part alone.
         attributes: I_jj, [n, d] each, where they were tracked.
         high_of_attributes: The upper ends of their intervals.
+        divergences: D by question, [n] each.
+        high_of_divergences: The upper ends of their intervals.
     """
 
     trace: list[Tensor] = field(default_factory=list)
@@ -48,6 +53,8 @@ class Readings:
     low_of_probes: list[Tensor] = field(default_factory=list)
     attributes: list[Tensor] = field(default_factory=list)
     high_of_attributes: list[Tensor] = field(default_factory=list)
+    divergences: dict[str, list[Tensor]] = field(default_factory=dict)
+    high_of_divergences: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def note(self, engine: FILPrivacyEngine) -> None:
         """Add what a run says now."""
@@ -59,6 +66,10 @@ class Readings:
             fil = engine.get_attribute_fil()
             self.attributes.append(fil.value.square().float())
             self.high_of_attributes.append(fil.interval(0.95)[1].square().float())
+        for question in engine.totals.ledger.questions:
+            divergence = engine.get_guess(question).divergence
+            self.divergences.setdefault(question, []).append(divergence.value)
+            self.high_of_divergences.setdefault(question, []).append(divergence.interval(0.95)[1])
 
     def shares(self, num_coordinates: int) -> dict[str, float]:
         """Of (run, example) whose lower end is too high, in percent; and how low the ends lie."""
@@ -80,6 +91,11 @@ class Readings:
             value, high = torch.stack(self.attributes), torch.stack(self.high_of_attributes)
             told = high.isfinite() & (value.mean(dim=0) > 0)
             found["too high, attributes"] = _percent(value.mean(dim=0) > high, told)
+        for question, values in self.divergences.items():
+            value, high = torch.stack(values), torch.stack(self.high_of_divergences[question])
+            told = high.isfinite()
+            found[f"too low, D of {question!r}"] = _percent(value.mean(dim=0) > high, told)
+            found[f"median end over D of {question!r}"] = float((high / value)[told].median())
         return found
 
 
@@ -103,7 +119,7 @@ def readings_of(
             noise_multiplier=1.0,
             max_grad_norm=1.0,
             criterion=nn.CrossEntropyLoss(),
-            accounting=Accounting(seed=run, **accounting),
+            accounting=Accounting(seed=run, questions=QUESTIONS, **accounting),
         )
         for step, (inputs, targets) in _batches(loader, max(steps)):
             engine.train_step(inputs, targets)
@@ -133,13 +149,14 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--probes", type=int, default=3)
     parser.add_argument("--track", nargs="*", default=[])
+    parser.add_argument("--lr", type=float, nargs="+", default=LEARNING_RATES)
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     torch.set_num_threads(1)
 
     results: dict[str, dict[str, float]] = {}
-    for lr in LEARNING_RATES:
+    for lr in given.lr:
         began = time.perf_counter()
         for count, readings in readings_of(lr, given.runs, num_probes=given.probes, track=tuple(given.track)).items():
             results[f"lr {lr:g}, {count} participations"] = found = readings.shares(64)

@@ -109,7 +109,8 @@ def main() -> None:
     print("patients              D      right at most, if wrong 1 % of the time")
     for name, level in (("the most exposed", 1.0), ("5 % are more exposed", 0.95), ("half are more exposed", 0.5)):
         print(
-            f"{name:<20}  {np.quantile(worst, level, method='lower'):6.3f}  {100 * np.quantile(rates, level, method='lower'):5.1f} %"
+            f"{name:<20}  {np.quantile(worst, level, method='lower'):6.3f}"
+            f"  {100 * np.quantile(rates, level, method='lower'):5.1f} %"
         )
 
     # on average over patients, and for the most exposed one, if its genotype is named as often as it occurs
