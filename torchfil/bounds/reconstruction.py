@@ -83,10 +83,12 @@ def rero(
         exact = torch.as_tensor(_gaussian(priors, (counts / sigmas**2).sum())).reshape(prior.shape)
         return Bracket(exact, exact)
 
+    steps_of_run = _steps_of(rates, sigmas, _reach(counts[None], priors))
+    window = float(np.ptp([end[0, 0] for end in _windows(counts[None], steps_of_run, _log_tail(priors))]))
     low, high = np.zeros(len(priors)), np.ones(len(priors))
     for cells in _CELLS:
-        low = np.maximum(low, _success(priors, rates, sigmas, counts[None], cells, up=False)[0])
-        high = np.minimum(high, _success(priors, rates, sigmas, counts[None], cells, up=True)[0])
+        low = np.maximum(low, _success(priors, steps_of_run, counts[None], window / cells, up=False)[0])
+        high = np.minimum(high, _success(priors, steps_of_run, counts[None], window / cells, up=True)[0])
         if (high - low <= tolerance * high).all():
             break
     low = np.maximum(low, priors)  # whoever does not look succeeds that often
@@ -119,28 +121,29 @@ def success_by_counts(
     if q == 1:
         return _gaussian(priors[None], (rows / sigmas**2).sum(axis=1)[:, None])[place.reshape(-1)]
 
-    # examples of about the same window share a grid
-    used = rows.sum(axis=0) > 0
-    rows, sigmas = rows[:, used], sigmas[used]
-    low, high = _windows(rows, _steps_of(np.full(len(sigmas), q), sigmas, _reach(rows, priors)), _log_tail(priors))
-    scale = np.ceil(np.log(np.maximum(high[:, 0] - low[:, 0], 1e-300)) / math.log(1.5))
+    # examples of about the same window share a grid, which does not depend on who else is asked for
     result = np.tile(priors, (len(rows), 1))
-    for size in np.unique(scale[rows.sum(axis=1) > 0]):
-        chosen = np.flatnonzero((scale == size) & (rows.sum(axis=1) > 0))
-        result[chosen] = _success(priors, np.full(len(sigmas), q), sigmas, rows[chosen], _ROW_CELLS, up=True)
+    released = np.flatnonzero(rows.sum(axis=1) > 0)
+    used = np.flatnonzero(rows.sum(axis=0) > 0)
+    if not len(released):
+        return result[place.reshape(-1)]
+    steps = _steps_of(np.full(len(used), q), sigmas[used], _reach(rows, priors))
+    low, high = _windows(rows[np.ix_(released, used)], steps, _log_tail(priors))
+    scale = np.ceil(np.log(high[:, 0] - low[:, 0]) / math.log(1.5))
+    for size in np.unique(scale):
+        chosen = released[scale == size]
+        result[chosen] = _success(priors, steps, rows[np.ix_(chosen, used)], 1.5**size / _ROW_CELLS, up=True)
     return result[place.reshape(-1)]
 
 
 def _success(
-    priors: np.ndarray, rates: np.ndarray, sigmas: np.ndarray, counts: np.ndarray, cells: int, *, up: bool
+    priors: np.ndarray, steps: Sequence[StepLoss], counts: np.ndarray, width: float, *, up: bool
 ) -> np.ndarray:
-    """The upper or lower end, [rows, priors], for counts [rows, settings], on a grid of about ``cells`` cells."""
-    used = counts.sum(axis=0) > 0
-    rates, sigmas, counts = rates[used], sigmas[used], counts[:, used]
-    reach, log_tail = _reach(counts, priors), _log_tail(priors)
-    steps = _steps_of(rates, sigmas, reach)
+    """The upper or lower end, [rows, priors], for counts [rows, steps], on a grid of that width."""
+    used = np.flatnonzero(counts.sum(axis=0) > 0)
+    steps, counts = [steps[place] for place in used.tolist()], counts[:, used]
+    log_tail = _log_tail(priors)
     low, high = _windows(counts, steps, log_tail)
-    width = (high[:, 0].max() - low[:, 0].min()) / cells
 
     # rounding widens the law: the window is that of the rounded one
     laws = [step.rounded_up(width) if up else step.rounded_down(width) for step in steps]
@@ -153,7 +156,7 @@ def _success(
 
     # what lies beyond the window or the reach, or is rounded away in float64, may be anywhere
     most = counts.sum(axis=1).max()
-    slack = 2 * math.exp(log_tail) + 2 * most * special.ndtr(-reach) + (most + 1000) * np.finfo(float).eps
+    slack = 2 * math.exp(log_tail) + 2 * most * special.ndtr(-steps[0].reach) + (most + 1000) * np.finfo(float).eps
     at_once = max(1, _AT_ONCE // size)
     success = np.empty((len(counts), len(priors)))
     for first in range(0, len(counts), at_once):
@@ -163,7 +166,7 @@ def _success(
     return (success + slack).clip(max=1) if up else (success - slack).clip(min=0)
 
 
-def _windows(counts: np.ndarray, steps: list[StepLoss], log_tail: float) -> tuple[np.ndarray, np.ndarray]:
+def _windows(counts: np.ndarray, steps: Sequence[StepLoss], log_tail: float) -> tuple[np.ndarray, np.ndarray]:
     exponents = tail_exponents()
     return covering_window(counts @ np.stack([step.log_moments(exponents) for step in steps]), exponents, log_tail)
 

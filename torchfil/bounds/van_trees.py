@@ -137,8 +137,8 @@ def mse_van_trees(
 ) -> Tensor:
     """MSE per coordinate ≥ d / (E_π tr I + tr J), for every attacker, on average over people.
 
-    With the eigenvalues j of J the bound is as tight as the trace of I allows: an attacker learns most where the trace t
-    is spent on the directions that vary most, so that, as in reverse water-filling,
+    With the eigenvalues j of J the bound is as tight as the trace of I allows: an attacker learns most where
+    the trace t is spent on the directions that vary most, so that, as in reverse water-filling,
 
         MSE ≥ (1/d) Σ_k min(θ, 1/j_k),   Σ_k (1/θ − j_k)₊ = t.
 

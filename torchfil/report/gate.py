@@ -113,7 +113,16 @@ def _individual_epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
         return [Verdict("max_individual_epsilon", False, limit, None, len(run), "individual ε was not computed")]
     wrong = int((~(values <= limit)).sum())
     largest = float(np.max(values, initial=0.0))
-    return [Verdict("max_individual_epsilon", wrong == 0, limit, largest, wrong, "largest individual ε (an estimate)")]
+    return [
+        Verdict(
+            "max_individual_epsilon",
+            wrong == 0,
+            limit,
+            largest,
+            wrong,
+            "largest individual ε (output-specific, an estimate)",
+        )
+    ]
 
 
 def _group_disparity(run: SavedRun, policy: Policy) -> list[Verdict]:

@@ -116,7 +116,7 @@ min_mse_bound = 0.01
 mse_bound_of_concern = 0.05
 max_share_of_concern = 0.05
 
-# Differential privacy: the run's ε, and the largest of the examples' own ε (an estimate).
+# Differential privacy: the run's ε, and the largest of the examples' own ε (output-specific: an estimate from one run).
 max_epsilon = 8.0
 # max_individual_epsilon = 4.0
 

@@ -84,5 +84,5 @@ def _certainty(report: Report) -> str:
     return (
         f"{how} The MSE bound is a floor for unbiased attackers computed from it, and its “low end” is the lower "
         "end of its 95 % interval. The bounds from ε are proven, the same for all, and loose. An example’s own ε "
-        "is an estimate."
+        "is output-specific: an estimate from this one run, not a guarantee."
     )

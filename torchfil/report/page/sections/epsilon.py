@@ -36,8 +36,10 @@ def render(report: Report) -> Markup | None:
     return join(
         paragraph(
             f"ε for everybody{at} assumes gradients of the full clipping norm at every step. With an example’s "
-            "own norms it is smaller. This is an estimate, for between two participations the last norm seen "
-            "stands in."
+            "own norms it is smaller. This is output-specific: the norms are those of this one run and depend on what "
+            "it released, so that it is an estimate, not a guarantee (a guarantee needs a filter that stops an example "
+            "when its budget is spent). Between two participations the last norm seen stands in; norm_refresh looks "
+            "them up more often."
         ),
         chart,
         table(["Of the examples", "ε"], rows, class_="slim"),

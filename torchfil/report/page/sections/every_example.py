@@ -41,7 +41,7 @@ COLUMNS = (
     ),
     Column("fil", "FIL η̄", "Fisher information loss; larger is more exposed", narrow=True),
     Column("mse_bound_low", "low end", "of the 95 % interval of the MSE bound"),
-    Column("epsilon", "own ε", "the example’s own ε, an estimate"),
+    Column("epsilon", "own ε", "the example’s own ε, an estimate from this run’s output"),
     Column("participations", "drawn", "how many batches held the example"),
     Column("fil_error", "error", "standard error of FIL from the probes"),
     Column("sampling_error", "sampling", "how far chance in the draw of batches can have moved FIL"),
