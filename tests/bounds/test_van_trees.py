@@ -156,7 +156,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"coordinates 2 with 2 distinct values: discrete.*torchfil.questions"):
         Prior.gaussian(values)
     with pytest.raises(ValueError, match=r"dtype torch.int64: discrete"):
-        Prior.gaussian(torch.arange(40)[:, None])
+        Prior.gaussian(np.arange(40)[:, None])
     assert Prior.gaussian(values, allow_discrete=True).variance == pytest.approx(values.var(dim=0).mean().item())
     with pytest.raises(ValueError, match=r"values must be \[n, d\]"):
         Prior.gaussian(torch.randn(5))

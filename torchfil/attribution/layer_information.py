@@ -43,8 +43,8 @@ def v_information(
     **Biased down**, since the predictor is fitted on few examples, and the more so the wider the layer: of a truth of
     0.221, 200 examples find 0.15 in 10 features, and 0.03 in 100 of which the other 90 are noise. So that layers can be
     compared, all are projected to **one width**: on the principal components of the plain gradient, without labels.
-    Both then give 0.15, if the noise varies less than what tells. What lies outside of the components is lost: if all 100
-    vary alike, 0.05 is found (and 0.01 in random directions).
+    Both then give 0.15, if the noise varies less than what tells. What lies outside of the components is lost: if all
+    100 vary alike, 0.05 is found (and 0.01 in random directions).
 
     Guarantees:
         * Finite: λ ≤ 1 − smoothing, so that the probability 0 of a forest costs at most −log(smoothing · f(∅)).

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,9 +68,10 @@ class Prior:
             values: The private coordinates, [n, d], in the order of ``Private``; any further dimensions are flattened.
             allow_discrete: Whether columns of few values (≤ 10) are readings of something continuous after all.
         """
-        if isinstance(values, Tensor) and not values.is_floating_point() and not allow_discrete:
-            raise ValueError(_discrete(f"values of dtype {values.dtype}"))
-        table = torch.as_tensor(values, dtype=torch.float64)
+        given = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+        if not given.is_floating_point() and not allow_discrete:
+            raise ValueError(_discrete(f"values of dtype {given.dtype}"))
+        table = given.double()
         if table.ndim < 2 or len(table) < 2 or not bool(table.isfinite().all()):
             raise ValueError(f"values must be [n, d], finite, n ≥ 2; got shape {tuple(table.shape)}")
         table = table.reshape(len(table), -1)
