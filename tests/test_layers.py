@@ -373,6 +373,7 @@ def test_one_width_for_all_is_that_of_the_narrowest() -> None:
     table = v_information({"narrow": X[:, :4], "wide": X}, p)
     assert table.value[0] == v_information({"narrow": X[:, :4]}, p, width=4).value[0]
     assert table.value[1] == v_information({"wide": X}, p, width=4).value[0]
+    assert table.measure == "V-information (logistic, 4 components), lower estimate"
     flat = np.repeat(X[:, :1], 6, axis=1)  # of rank one
     np.testing.assert_allclose(
         v_information({"flat": flat}, p).value, v_information({"one": X[:, :1]}, p).value, rtol=1e-6
@@ -397,7 +398,7 @@ def test_any_classifier_and_several_classes() -> None:
     p = generator.integers(3, size=240)
     X = np.eye(3)[p] + 0.05 * generator.normal(size=(240, 3))
     table = v_information({"layer": torch.tensor(X)}, torch.tensor(p), GaussianNB())
-    assert table.measure == "V-information (GaussianNB), lower estimate"
+    assert table.measure == "V-information (GaussianNB, all features), lower estimate"
     np.testing.assert_allclose(table.value, math.log(3), atol=0.05)
     with pytest.raises(TypeError, match="LinearSVC has no fit and predict_proba"):
         v_information({"layer": X}, p, LinearSVC())

@@ -128,9 +128,9 @@ class PopulationBound:
         low = float(self.bound.interval(0.95)[0])
         return (
             f"On average over people whose values are spread like {self.description}, every attacker, biased or not, "
-            f"errs by at least {float(self.bound):.3g} (mean squared error per coordinate; an estimate, 95 % above "
-            f"{low:.3g}); the best guess without the model errs by {self.prior_variance:.3g}. This is about the "
-            "population, not about any one record."
+            f"errs by at least {float(self.bound):.3g} (mean squared error per coordinate; an estimate, whose 95 % "
+            f"interval over people and probes begins at {low:.3g}); the best guess without the model errs by "
+            f"{self.prior_variance:.3g}. This is about the population, not about any one record."
         )
 
 

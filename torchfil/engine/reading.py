@@ -122,7 +122,7 @@ class LeakageReading(PrivacyEngine):
 
         Output-specific, as :meth:`get_individual_epsilon`: the norms are those of this one run, so that it is an
         estimate (its error is given as NaN) and no guarantee; ``norm_refresh`` is recommended. The bound for everybody,
-        which is one, is :func:`torchfil.bounds.rero`; no example is above it. About a millisecond an example.
+        which is one, is :func:`torchfil.bounds.rero`; no example is above it. A few milliseconds an example.
 
         Args:
             example_ids: None: all.
