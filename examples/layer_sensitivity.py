@@ -92,7 +92,7 @@ def save(results: dict[str, tuple[LayerTable, LayerTable]], entropy: float, path
         sensitivity.plot(axes[0, column])
         axes[0, column].set_title(f"sensitivity to the target, {title}", fontsize=10)
         information.plot(axes[1, column])
-        axes[1, column].set_title(f"V-information about pneumonia, {title}", fontsize=10)
+        axes[1, column].set_title(f"V-information (lower estimate), {title}", fontsize=10)
         axes[1, column].axhline(entropy, color="#D55E00", linestyle="--", linewidth=1.2)
         axes[1, column].text(-0.4, entropy, "the diagnosis itself", color="#D55E00", fontsize=9, va="bottom")
         axes[1, column].set_ylim(top=1.15 * entropy)

@@ -2,8 +2,9 @@
 
 A step of a Gaussian mechanism whose sensitivity to example i is ‖g̃_i‖ ≤ C has, for i, the RDP of noise multiplier
 σC/‖g̃_i‖ (Feldman & Zrnic 2021; Yu et al. 2022). Norms are rounded up to a grid, so that the numbers are computed
-once per grid value at the end. Between participations the last seen norm stands in, C where none was seen yet:
-the result is an **estimate**, not a guarantee. It is output-specific, too: the norms are those on this run's way.
+once per grid value at the end. Between participations the last seen norm stands in, C where none was seen yet, so that
+``norm_refresh`` is recommended. The result is **output-specific** (Yu et al. 2022): the norms depend on what this run
+released. It is an estimate; a guarantee needs a filter (Feldman & Zrnic 2021; Koskela et al. 2023).
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _edges(relative_noise: float, device: torch.device) -> Tensor:
 
 
 def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tensor:
-    """ε_i at δ of these examples, [rows], by the RDP accountant's own orders and conversion."""
+    """ε_i at δ of these examples, [rows], output-specific, by the RDP accountant's own orders and conversion."""
     if history.noiseless:
         return torch.full((len(rows),), math.inf, dtype=torch.float64)
     if history.steps == 0:

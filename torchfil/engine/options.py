@@ -89,8 +89,8 @@ class Accounting:
             sampling), "none" (the default without), "theorem4", a registered name or an object with
             ``factors(rho, q, sigma)``.
         sketch_rank: Columns of the sketch.
-        norm_refresh: Every so many steps, look up every example's gradient norm for ``get_individual_epsilon``;
-            recommended where individual ε is read.
+        norm_refresh: Every so many steps, look up every example's gradient norm for ``get_individual_epsilon`` and
+            ``get_reconstruction_robustness``; recommended where these are read, at one pass over the data each time.
         seed: Of the probes; None: taken from torch's seed without drawing from its stream.
         max_ledger_memory: The largest ledger, in bytes, that is made without asking.
         execution: How the passes run.

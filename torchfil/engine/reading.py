@@ -19,9 +19,10 @@ from torchfil.accounting.leakage import Leakage, as_table
 from torchfil.accounting.ledger import Ledger
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison
-from torchfil.bounds import mse_from_rdp, replace_one_rdp
+from torchfil.bounds import PopulationBound, Prior, mse_from_rdp, population_mse_bound, replace_one_rdp
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.epsilon import individual_epsilon
+from torchfil.engine.robustness import everybodys_robustness, individual_robustness, robustness_with_known_batches
 from torchfil.engine.run_view import RunView
 from torchfil.engine.saving import Labels, build_saved_run
 from torchfil.fisher.results import Estimate
@@ -102,9 +103,11 @@ class LeakageReading(PrivacyEngine):
     ) -> Estimate:
         """Each example's own ε at δ, from its own clipped norms; never above :meth:`get_epsilon`.
 
-        It is output-specific: the norms are those on this run's way, and no guarantee of differential privacy follows.
-        And an estimate: between participations the last seen norm stands in, ``max_grad_norm`` where none was seen;
-        set ``norm_refresh``, which looks the norms up more often. Its error is no sampling error and given as NaN.
+        Output-specific (Yu et al. 2022): the norms are those of this one run, and depend on what it released. It is an
+        estimate, no guarantee; a guarantee needs a filter that stops an example when its budget is spent (Feldman &
+        Zrnic 2021; Koskela et al. 2023). Between participations the last seen norm stands in, ``max_grad_norm`` where
+        none was seen: set ``Accounting(norm_refresh=…)``, which looks all norms up every so many steps. Its error is
+        not a sampling error and is given as NaN.
         """
         run = self._training.run
         _check_delta(delta)
@@ -113,6 +116,63 @@ class LeakageReading(PrivacyEngine):
         if run.history.steps:
             value = value.clamp(max=float(self.get_epsilon(delta)))
         return Estimate(value, torch.full_like(value, float("nan")), "estimate")
+
+    def get_reconstruction_robustness(
+        self,
+        example_ids: Iterable[Hashable] | Tensor | None = None,
+        *,
+        prior_success: float | Sequence[float] = 0.01,
+    ) -> Estimate:
+        """How often a guess of the example succeeds at most, from its own clipped norms: every attacker, biased or not.
+
+        Output-specific, as :meth:`get_individual_epsilon`: the norms are those of this one run, so that it is an
+        estimate (its error is given as NaN) and no guarantee; ``norm_refresh`` is recommended. The bound for everybody,
+        which is one, is :func:`torchfil.bounds.rero`; no example is above it. A few milliseconds an example.
+
+        Args:
+            example_ids: None: all.
+            prior_success: π₀ in (0, 1): how often the guess succeeds without the model; several: a curve.
+
+        Returns:
+            [ids], or [ids, priors]; random are the batches and the noise.
+        """
+        run, optimizer = self._training.run, self._training.optimizer
+        prior = torch.as_tensor(prior_success, dtype=torch.float64)
+        priors = prior.reshape(-1).tolist()
+        rows = run.ids.rows(example_ids)[1]
+        releases = list(self.accountant.history)
+        if run.options.sample_rate is None and run.ledger is not None:  # known batches: only the example's own steps
+            noise = min((sigma for sigma, *_ in releases), default=1.0) * float(optimizer.max_grad_norm)
+            norms = run.ledger.sums["squared_norm"][rows.to(run.ledger.device)]
+            value = robustness_with_known_batches(norms, noise, priors)
+        else:
+            value = individual_robustness(run.history, rows.to(run.history.ratio.device), priors)
+            value = value.minimum(everybodys_robustness(releases, priors, tolerance=0.02).high)
+        value = value.reshape(len(rows), *prior.shape)
+        return Estimate(value, torch.full_like(value, float("nan")), "estimate")
+
+    def get_population_mse_bound(self, prior: Prior | Tensor | Any) -> PopulationBound:
+        """The MSE that **no** attacker gets below, biased or not, on average over people (van Trees); ``str`` it.
+
+        It speaks of the population, not of a record. Random are people, batches and noise. The mean trace over this
+        run's examples stands for the population's: examples are taken for independent draws from it, and one run for
+        all (for more: :func:`torchfil.bounds.population_mse_bound` with ``merge(…).get_trace()``).
+
+        Args:
+            prior: How people's values are spread: a :class:`torchfil.bounds.Prior`; a pair (low, high) of numbers or
+                [d]: the smoothest density between them; or the private coordinates, [n, d] (tensor or array): a normal
+                law is fitted. Discrete values are refused: ask :mod:`torchfil.questions` about them.
+
+        Returns:
+            The bound (an estimate with the error of the mean over examples), and beside it the prior's variance, which
+            is the MSE of the best guess without the model.
+        """
+        leakage = self.totals
+        if isinstance(prior, tuple) and len(prior) == 2:
+            prior = Prior.box(*prior, num_coordinates=leakage.num_coordinates)
+        elif not isinstance(prior, Prior):
+            prior = Prior.gaussian(prior)
+        return population_mse_bound(leakage.get_trace(), leakage.num_coordinates, prior)
 
     def get_rdp_mse_bound(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import math
 import platform
 from collections.abc import Hashable, Mapping, Sequence
@@ -17,10 +16,10 @@ from torchfil._version import __version__
 from torchfil.accounting.leakage import Leakage
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
-from torchfil.bounds import rero
 from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.epsilon import epsilon_over_time
 from torchfil.engine.fingerprint import data_sha256
+from torchfil.engine.robustness import everybodys_robustness
 from torchfil.engine.run_view import RunView
 from torchfil.engine.thumbnails import thumbnails
 from torchfil.fisher.amplification import name_of_amplification
@@ -29,13 +28,9 @@ from torchfil.utils.trees import tensors_of
 
 __all__ = ["Labels", "build_saved_run"]
 
-logger = logging.getLogger(__name__)
-
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable]
 
 _PRIORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
-_RERO_WORK = 50_000_000  # sampled steps on each side
-_RERO_SAMPLES = (10_000, 100_000)
 
 
 def build_saved_run(
@@ -215,7 +210,7 @@ def _history(run: RunView) -> dict[str, np.ndarray]:
 
 
 def _bounds(run: RunView, input_range: tuple[float, float] | None) -> dict[str, Any]:
-    """Theorem 1, where inputs are known to lie in a range, and reconstruction robustness at the run's worst σ and q."""
+    """Theorem 1, where inputs are known to lie in a range, and reconstruction robustness."""
     bounds: dict[str, Any] = {}
     if input_range is not None:
         diameter = input_range[1] - input_range[0]
@@ -224,37 +219,14 @@ def _bounds(run: RunView, input_range: tuple[float, float] | None) -> dict[str, 
             "replace_one": run.rdp_mse_bound(diameter, reading="replace-one"),
             "paper": run.rdp_mse_bound(diameter, reading="paper"),
         }
-    rero_curve = _rero_curve(run)
-    return bounds if rero_curve is None else {**bounds, "rero": rero_curve}
+    return {**bounds, "rero": _rero_curve(run)}
 
 
-def _rero_curve(run: RunView) -> dict[str, list[float]] | None:
-    """Success with the model by success without it, at the smallest σ and the largest q; None if it takes too long."""
-    steps = sum(count for *_, count in run.releases)
-    q = max(rate for _, rate, _ in run.releases)
+def _rero_curve(run: RunView) -> dict[str, list[float]]:
+    """Success with the model, at most and (``low``) at least, by success without it."""
+    releases = list(run.releases)
     if run.options.sample_rate is None:  # known batches: a step counts where the example takes part
-        q, steps = 1.0, int(run.leakage.ledger.sums["participations"].max())
-
-    # fewer samples for longer runs, so that the work stays about the same
-    samples = int(min(max(_RERO_WORK // max(1, steps), _RERO_SAMPLES[0]), _RERO_SAMPLES[1]))
-    if not steps or steps * samples > 20 * _RERO_WORK:
-        logger.info("reconstruction robustness of %d steps is left out: too long to sample", steps)
-        return None
-    noise_multiplier = min(sigma for sigma, *_ in run.releases)
-    if noise_multiplier == 0:  # nothing is robust
-        certain, none = [1.0] * len(_PRIORS), [0.0] * len(_PRIORS)
-        return {"prior": list(_PRIORS), "success": certain, "estimate": certain, "standard_error": none}
-    success = rero(
-        _PRIORS,
-        q=q,
-        noise_multiplier=noise_multiplier,
-        steps=steps,
-        num_samples=samples,
-        generator=torch.Generator().manual_seed(0),
-    )
-    return {
-        "prior": list(_PRIORS),
-        "success": success.interval(0.95)[1].clamp(max=1).tolist(),
-        "estimate": success.value.tolist(),
-        "standard_error": success.standard_error.tolist(),
-    }
+        steps = int(run.leakage.ledger.sums["participations"].max())
+        releases = [(min(sigma for sigma, *_ in releases), 1.0, steps)] if steps else []
+    curve = everybodys_robustness(releases, _PRIORS)
+    return {"prior": list(_PRIORS), "success": curve.high.tolist(), "low": curve.low.tolist()}

@@ -71,8 +71,9 @@ def _rero(report: Report) -> Markup | None:
 
     return join(
         paragraph(
-            "Reconstruction robustness (ReRo) holds for every attacker, also with beliefs about the data: if a guess "
-            "from these beliefs alone succeeds this often, then with the model it succeeds at most that often."
+            "Reconstruction robustness (ReRo) holds for every attacker, also with beliefs about the data, and for "
+            "everybody: if a guess from these beliefs alone succeeds this often, then with the model it succeeds at "
+            "most that often, over the draw of batches and noise. It is computed, not sampled, and rounded up."
         ),
         chart if len(pairs) > 2 else None,
         table(

@@ -1,13 +1,11 @@
-"""Bounds against algebra, closed forms, and attackers that come as close as a bound allows."""
+"""Cramér–Rao against algebra, closed forms, and attackers that come as close as a bound allows."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from scipy import integrate, stats
 from torch import Tensor
 
 from torchfil import bounds
@@ -106,95 +104,3 @@ def test_a_maximum_likelihood_attacker_attains_the_poisson_bound() -> None:
     assert variance > bound * (1 - 3 * relative_error), "no attacker may beat it"
     assert variance < bound * (1 + 4 * relative_error), "this one comes close"
     assert variance > 3 / (steps * q), "κ = 1 would have claimed four times less"
-
-
-class TestRdp:
-    def test_against_a_gaussian_attacker(self) -> None:
-        """z in [0, M] released as z + N(0, s²): order-2 divergence M²/s², attacker's MSE s²."""
-        for M in (0.1, 1.0, 3.0):
-            bound = bounds.mse_from_rdp(M**2 / 1.0**2, [M])
-            assert bound <= 1.0
-        assert bounds.mse_from_rdp(0.001**2, [0.001]) == pytest.approx(0.25, rel=1e-4)
-
-    def test_edge_values(self) -> None:
-        assert bounds.mse_from_rdp(0.0, [1.0]) == math.inf
-        assert bounds.mse_from_rdp(5000.0, [1.0]) == 0.0
-        assert bounds.mse_from_rdp(1.0, [1.0, 2.0]) == pytest.approx(5 / (4 * 2 * (math.e - 1)))
-        with pytest.raises(ValueError, match=r"epsilon=-1 must be ≥ 0"):
-            bounds.mse_from_rdp(-1, [1.0])
-        with pytest.raises(ValueError, match="one number per private coordinate"):
-            bounds.mse_from_rdp(1.0, [])
-
-    @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
-    def test_replace_one_covers_the_true_divergence(self, sigma: float) -> None:
-        """Gaussians at +C and −C from the data set without the example: D₂ = 4/σ²; add/remove: ε(α) = α/2σ²."""
-        got = bounds.replace_one_rdp(lambda alpha: alpha / (2 * sigma**2))
-        assert 4 / sigma**2 <= got <= (1.5 * 4 / 2 + 3 / 2) / sigma**2
-
-    def test_replace_one_covers_a_subsampled_mixture(self) -> None:
-        """Two Poisson-subsampled steps with opposite gradients, integrated numerically; add/remove from Opacus."""
-        from opacus.accountants.analysis.rdp import compute_rdp
-
-        q, sigma = 0.2, 0.8
-        x = np.linspace(-12, 12, 200_001)
-        plus, minus = (
-            q * stats.norm.pdf(x, mean, sigma) + (1 - q) * stats.norm.pdf(x, 0, sigma) for mean in (1.0, -1.0)
-        )
-        true = math.log(integrate.trapezoid(plus**2 / minus, x))
-        got = bounds.replace_one_rdp(
-            lambda alpha: float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=alpha))
-        )
-        paper = float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=2.0))
-        assert paper < true <= got, "the paper's reading is not a bound here"
-
-
-class TestRero:
-    @pytest.mark.parametrize("steps", [1, 20])
-    def test_closed_form_without_subsampling(self, steps: int) -> None:
-        truth = stats.norm.cdf(stats.norm.ppf(0.02) + math.sqrt(steps) / 5.0)
-        estimate = bounds.rero(
-            0.02, q=1.0, noise_multiplier=5.0, steps=steps, generator=torch.Generator().manual_seed(0)
-        )
-        assert abs(estimate.value.item() - truth) < 4 * estimate.standard_error.item()
-
-    def test_one_subsampled_step_by_integration_and_calibration_over_seeds(self) -> None:
-        q, sigma, prior = 0.3, 0.7, 0.05
-        threshold = stats.norm.ppf(1 - prior) * sigma  # the likelihood ratio grows with the output
-        truth = q * stats.norm.sf((threshold - 1) / sigma) + (1 - q) * prior
-        results = [
-            bounds.rero(
-                prior,
-                q=q,
-                noise_multiplier=sigma,
-                steps=1,
-                num_samples=4000,
-                generator=torch.Generator().manual_seed(s),
-            )
-            for s in range(300)
-        ]
-        values = torch.stack([r.value for r in results])
-        assert abs(values.mean().item() - truth) < 4 * values.std().item() / math.sqrt(300)
-        covered = [r.interval()[0] <= truth <= r.interval()[1] for r in results]
-        assert 0.90 <= sum(covered) / 300 <= 0.99
-
-    def test_more_steps_and_less_noise_leak_more(self) -> None:
-        def value(**changes: float) -> float:
-            setting = {"q": 0.1, "noise_multiplier": 2.0, "steps": 50, **changes}
-            return bounds.rero(0.1, **setting, generator=torch.Generator().manual_seed(0)).value.item()  # type: ignore[arg-type]
-
-        assert 0.1 < value() < value(steps=200) < value(steps=200, noise_multiplier=1.0) < 1
-
-    def test_refusals(self) -> None:
-        with pytest.raises(ValueError, match="prior_success=0 must lie strictly between 0 and 1"):
-            bounds.rero(0, q=0.1, noise_multiplier=1.0, steps=1)
-        with pytest.raises(ValueError, match=r"num_samples=1000 is too few for prior_success=1e-05.*at least 1000000"):
-            bounds.rero(1e-5, q=0.1, noise_multiplier=1.0, steps=1, num_samples=1000)
-        with pytest.raises(ValueError, match="noise_multiplier=0 must be positive"):
-            bounds.rero(0.1, q=0.1, noise_multiplier=0, steps=1)
-
-
-@pytest.mark.slow
-def test_rero_takes_as_many_samples_as_it_asks_for() -> None:
-    found = bounds.rero(5e-7, noise_multiplier=1.0, steps=1, q=1.0, num_samples=20_000_000)
-    exact = stats.norm.sf(stats.norm.isf(5e-7) - 1)
-    assert float(found.value) == pytest.approx(exact, abs=5 * float(found.standard_error))

@@ -1,0 +1,168 @@
+"""Reconstruction robustness against closed forms, integrals and sampled runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from torchfil import bounds
+from torchfil.bounds.privacy_loss import StepLoss, compose, success_of
+from torchfil.bounds.reconstruction import success_by_counts
+
+
+def sampled(prior: float, stretches: list[tuple[float, float, int]], runs: int, seed: int = 0) -> tuple[float, float]:
+    """The success rate and its standard error by brute force: thresholds from runs of ν, successes from runs of μ."""
+    generator = np.random.default_rng(seed)
+    ratios = []
+    for participates in (False, True):
+        total = np.zeros(runs)
+        for q, sigma, steps in stretches:
+            for _ in range(steps):
+                x = sigma * generator.standard_normal(runs)
+                x += participates * (generator.random(runs) < q)
+                total += np.log1p(q * np.expm1((2 * x - 1) / (2 * sigma**2)))
+        ratios.append(total)
+    threshold = np.quantile(ratios[0], 1 - prior)
+    success = float((ratios[1] > threshold).mean())
+    slope = math.exp(threshold)  # dP_μ/dP_ν on the border
+    return success, math.sqrt((success * (1 - success) + slope**2 * prior * (1 - prior)) / runs)
+
+
+@pytest.mark.parametrize(("steps", "sigma"), [(1, 5.0), (20, 5.0), (3, 0.5)])
+def test_closed_form_without_subsampling(steps: int, sigma: float) -> None:
+    priors = np.array([1e-9, 1e-6, 0.02, 0.5])
+    truth = stats.norm.sf(stats.norm.isf(priors) - math.sqrt(steps) / sigma)
+    bracket = bounds.rero(priors.tolist(), q=1.0, noise_multiplier=sigma, steps=steps)
+    np.testing.assert_allclose(bracket.high, truth, rtol=1e-9)
+    assert torch.equal(bracket.low, bracket.high)
+
+
+@pytest.mark.parametrize("priors", [(1e-6, 0.02, 0.5), (1e-9,)])
+def test_the_grid_brackets_the_closed_form(priors: tuple[float, ...]) -> None:
+    """q = 1 on the grid, without the short cut that ``rero`` takes."""
+    steps, sigma, width, start, size = 20, 5.0, 5e-4, -16_000, 32_000
+    truth = stats.norm.sf(stats.norm.isf(priors) - math.sqrt(steps) / sigma)
+    step = StepLoss(1.0, sigma, reach=9.0)
+    ends = []
+    for law in (step.rounded_down(width), step.rounded_up(width)):
+        sums = compose([law], np.array([[steps]]), start, size)
+        ends.append(success_of(sums, np.array([start * width + steps * law.offset]), width, priors)[0])
+    assert (ends[0] <= truth * (1 + 1e-7)).all()
+    assert (truth <= ends[1] * (1 + 1e-7)).all()
+    np.testing.assert_allclose(ends[0], ends[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("q", [0.3, 0.01])
+@pytest.mark.parametrize("prior", [1e-6, 0.05])
+def test_one_subsampled_step_by_hand(q: float, prior: float) -> None:
+    """In one step the likelihood ratio grows with the output, so that the threshold is one on the output."""
+    sigma = 0.7
+    threshold = stats.norm.isf(prior) * sigma
+    truth = q * stats.norm.sf((threshold - 1) / sigma) + (1 - q) * prior
+    bracket = bounds.rero(prior, q=q, noise_multiplier=sigma, steps=1)
+    assert float(bracket.low) <= truth <= float(bracket.high)
+    assert float(bracket.high) <= float(bracket.low) * (1 + 1e-4)
+
+
+@pytest.mark.parametrize(
+    "stretches",
+    [[(0.1, 1.0, 30)], [(0.3, 0.7, 5)], [(0.02, 0.5, 40)], [(0.1, 1.0, 10), (0.2, 2.0, 30), (0.1, 1.0, 5)]],
+)
+def test_sampled_runs_agree(stretches: list[tuple[float, float, int]]) -> None:
+    q, sigma, steps = (list(column) for column in zip(*stretches, strict=True))
+    for prior in (0.01, 0.2):
+        bracket = bounds.rero(prior, q=q, noise_multiplier=sigma, steps=steps)
+        success, error = sampled(prior, stretches, runs=100_000)
+        assert float(bracket.low) - 4 * error < success < float(bracket.high) + 4 * error
+        assert float(bracket.high) - float(bracket.low) <= 1e-4 * float(bracket.high)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("q", "sigma", "steps"), [(0.034, 1.5, 12_000), (0.001, 0.6, 60_000), (0.01, 0.3, 200), (1e-5, 1.0, 1_000_000)]
+)
+def test_long_runs_have_narrow_brackets(q: float, sigma: float, steps: int) -> None:
+    bracket = bounds.rero([1e-6, 0.001, 0.1], q=q, noise_multiplier=sigma, steps=steps)
+    assert (bracket.low <= bracket.high).all()
+    assert (bracket.high <= bracket.low * (1 + 5e-4)).all()
+
+
+def test_coarser_grids_bracket_finer_ones() -> None:
+    step = StepLoss(0.05, 0.8, reach=9.0)
+    ends = []
+    for width in (0.02, 0.005, 0.00125):
+        for law in (step.rounded_down(width), step.rounded_up(width)):
+            start, size = -int(8 / width), int(30 / width)
+            sums = compose([law], np.array([[25]]), start, size)
+            ends.append(success_of(sums, np.array([start * width + 25 * law.offset]), width, [1e-3, 0.1])[0])
+    lows, highs = np.array(ends[::2]), np.array(ends[1::2])
+    assert (np.diff(lows, axis=0) > 0).all()
+    assert (np.diff(highs, axis=0) < 0).all()
+    assert (highs[0] - lows[0] > 8 * (highs[1] - lows[1])).all(), "second order"
+
+
+def test_monotone_in_steps_noise_rate_and_prior() -> None:
+    setting = {"q": 0.1, "noise_multiplier": 2.0, "steps": 50}
+
+    def ends(**changes: float) -> tuple[float, float]:
+        bracket = bounds.rero(0.1, **{**setting, **changes})  # type: ignore[arg-type]
+        return float(bracket.low), float(bracket.high)
+
+    tried: dict[str, list[float]] = {
+        "steps": [1, 50, 51, 400],
+        "noise_multiplier": [8.0, 2.0, 1.0],
+        "q": [0.01, 0.1, 0.5],
+    }
+    for name, values in tried.items():
+        brackets = [ends(**{name: value}) for value in values]
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(brackets)), name
+    curve = bounds.rero([1e-6, 0.01, 0.1, 0.6, 0.999], **setting)  # type: ignore[arg-type]
+    assert (curve.high.diff() > 0).all()
+    assert (curve.low >= torch.tensor([1e-6, 0.01, 0.1, 0.6, 0.999])).all()
+    assert (curve.high <= 1).all()
+
+
+def test_nearly_no_noise_gives_everything_away() -> None:
+    """Then whoever takes part is seen: success 1 − (1 − π₀)·(1 − q)^T, for ties are broken by the prior."""
+    q, steps, prior = 0.02, 50, 0.01
+    bracket = bounds.rero(prior, q=q, noise_multiplier=0.02, steps=steps)
+    never = (1 - q) ** steps
+    # ν never looks like a participation, and never participating looks like ν
+    assert float(bracket.high) == pytest.approx(1 - never + never * prior, rel=1e-6)
+
+
+def test_many_examples_at_once() -> None:
+    """By levels of effective noise: an upper end that is close to the bracket of the example alone."""
+    q, sigmas = 0.05, [1.0, 1.5, 4.0, 20.0]
+    counts = np.array([[300, 0, 0, 0], [100, 100, 100, 0], [0, 0, 0, 300], [0, 0, 0, 0], [100, 100, 100, 0]])
+    priors = [0.001, 0.1]
+    success = success_by_counts(priors, q, sigmas, counts)
+    assert success[3].tolist() == priors, "nothing was released"
+    assert np.array_equal(success[1], success[4])
+    for row in (0, 1, 2):
+        used = counts[row] > 0
+        alone = bounds.rero(
+            priors, q=q, noise_multiplier=np.array(sigmas)[used].tolist(), steps=counts[row][used].tolist()
+        )
+        assert (success[row] >= alone.low.numpy()).all()
+        np.testing.assert_allclose(success[row], alone.high, rtol=0.01)
+    without = success_by_counts(priors, 1.0, sigmas, counts)
+    np.testing.assert_allclose(without[2], stats.norm.cdf(stats.norm.ppf(priors) + math.sqrt(300) / 20), rtol=1e-12)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="prior_success=0 must lie strictly between 0 and 1"):
+        bounds.rero(0, q=0.1, noise_multiplier=1.0, steps=1)
+    with pytest.raises(ValueError, match="noise_multiplier=0 must be positive"):
+        bounds.rero(0.1, q=0.1, noise_multiplier=0, steps=1)
+    with pytest.raises(ValueError, match=r"q=1.5 must lie in \(0, 1\]"):
+        bounds.rero(0.1, q=1.5, noise_multiplier=1, steps=1)
+    with pytest.raises(ValueError, match="steps=0 must be a whole number"):
+        bounds.rero(0.1, q=0.5, noise_multiplier=1, steps=0)
+    with pytest.raises(ValueError, match=r"have \[2, 1, 3\] entries"):
+        bounds.rero(0.1, q=[0.5, 0.1], noise_multiplier=1, steps=[1, 2, 3])

@@ -1,0 +1,168 @@
+"""Van Trees against attackers who know the prior: they break Cramér–Rao's bound, never this one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import optimize
+from torch import Tensor
+
+from torchfil import bounds
+from torchfil.bounds import Prior
+from torchfil.fisher import Estimate
+
+
+def people(covariance: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    root = torch.linalg.cholesky(covariance)
+    return torch.randn(count, len(covariance), generator=generator, dtype=torch.float64) @ root.T
+
+
+@pytest.mark.parametrize("noise", [0.3, 1.0, 5.0])
+def test_a_posterior_mean_breaks_cramer_rao_and_attains_van_trees(noise: float) -> None:
+    """z ~ N(0, Σ), o = z + N(0, s²I): the posterior mean's MSE is tr((I/s² + Σ⁻¹)⁻¹)/d, the least there is."""
+    generator, trials = torch.Generator().manual_seed(0), 100_000
+    covariance = torch.diag(torch.tensor([0.8, 1.0, 1.2], dtype=torch.float64)) + 0.1
+    z = people(covariance, trials, generator)
+    output = z + noise * torch.randn(z.shape, generator=generator, dtype=torch.float64)
+    gain = covariance @ torch.linalg.inv(covariance + noise**2 * torch.eye(3, dtype=torch.float64))
+    errors = (output @ gain.T - z).square().mean(dim=1)
+    mse, error = errors.mean().item(), errors.std().item() / math.sqrt(trials)
+
+    trace = 3 / noise**2
+    information = torch.linalg.inv(covariance)
+    loose = bounds.mse_van_trees(trace, 3, information.trace()).item()
+    tight = bounds.mse_van_trees(trace, 3, torch.linalg.eigvalsh(information)).item()
+    assert mse + 4 * error < bounds.mse_from_trace(torch.tensor(trace), 3).item(), "biased attackers may"
+    assert loose <= tight * (1 + 1e-12)
+    assert tight < mse + 4 * error
+    assert mse < 1.1 * loose, "an isotropic release of nearly isotropic people: both come close"
+
+
+def test_the_worst_release_of_a_trace_attains_the_eigenvalue_form() -> None:
+    """Where the trace is spent on the directions that vary most, the posterior mean errs by exactly the bound."""
+    generator, trials = torch.Generator().manual_seed(1), 200_000
+    variances = torch.tensor([4.0, 1.0, 0.01], dtype=torch.float64)
+    level = 2.0  # of I + J, in the directions whose own information is below it
+    fim = (level - 1 / variances).clamp(min=0)
+    z = variances.sqrt() * torch.randn(trials, 3, generator=generator, dtype=torch.float64)
+    output = fim.sqrt() * z + torch.randn(trials, 3, generator=generator, dtype=torch.float64)
+    guess = fim.sqrt() * output / (fim + 1 / variances)
+    errors = (guess - z).square().mean(dim=1)
+    bound = bounds.mse_van_trees(fim.sum(), 3, 1 / variances).item()
+    assert bound == pytest.approx((2 / level + 0.01) / 3)
+    assert abs(errors.mean().item() - bound) < 4 * errors.std().item() / math.sqrt(trials)
+
+
+@pytest.mark.parametrize("noise", [0.2, 0.5, 2.0])
+def test_no_posterior_mean_beats_it_in_a_box(noise: float) -> None:
+    """z with the density cos² on [−1, 1], o = z + N(0, s²), the posterior mean by summation over a grid."""
+    grid = np.linspace(-1, 1, 2001)
+    prior = np.cos(math.pi * grid / 2) ** 2
+    prior /= prior.sum()
+    outputs = np.linspace(-1 - 8 * noise, 1 + 8 * noise, 4001)
+    likelihood = np.exp(-((outputs[:, None] - grid) ** 2) / (2 * noise**2))
+    likelihood *= (outputs[1] - outputs[0]) / (noise * math.sqrt(2 * math.pi))
+    joint = likelihood * prior
+    evidence = joint.sum(axis=1)
+    guess = joint @ grid / evidence
+    mse = (joint * (guess[:, None] - grid) ** 2).sum()
+
+    box = Prior.box(-1.0, 1.0, num_coordinates=1)
+    bound = bounds.mse_van_trees(1 / noise**2, 1, box.information).item()
+    assert bound <= mse <= box.variance * (1 + 1e-3)
+    assert mse < noise**2, "it breaks Cramér–Rao's bound"
+    assert bound > 0.7 * mse, "and comes close to van Trees'"
+    assert box.variance == pytest.approx((prior * grid**2).sum(), rel=1e-4)
+
+
+def test_water_filling_is_the_least_over_all_ways_to_spend_the_trace() -> None:
+    information = np.array([0.2, 0.5, 3.0, 40.0])
+    for trace in (0.0, 0.1, 1.0, 30.0, 1000.0):
+        least = optimize.minimize(
+            lambda spent: (1 / (information + spent)).mean(),
+            np.full(4, trace / 4),
+            bounds=[(0, None)] * 4,
+            constraints={"type": "eq", "fun": lambda spent, trace=trace: spent.sum() - trace},
+            options={"ftol": 1e-15, "maxiter": 1000},
+        )
+        bound = bounds.mse_van_trees(trace, 4, information.tolist()).item()
+        assert bound == pytest.approx(least.fun, rel=1e-5)
+        assert bound >= bounds.mse_van_trees(trace, 4, information.sum()).item()
+    assert bounds.mse_van_trees(0.0, 4, information.tolist()).item() == pytest.approx((1 / information).mean())
+    assert bounds.mse_van_trees(torch.tensor([math.inf, 0.0]), 1, [math.pi]).tolist() == [0.0, 1 / math.pi]
+
+
+def test_directions_in_which_all_agree_count_as_known() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(500, 6, generator=generator, dtype=torch.float64)
+    values[:, 3] = 7.0  # constant
+    values[:, 5] = values[:, 0] - values[:, 1]
+    prior = Prior.gaussian(values)
+    assert prior.information.isinf().sum() == 2
+    assert prior.variance == pytest.approx(values.var(dim=0).mean().item())
+    assert bounds.mse_van_trees(0.0, 6, prior.information).item() == pytest.approx(prior.variance)
+    wide = Prior.gaussian(values[:4].float())  # fewer people than coordinates
+    assert wide.information.isfinite().sum() == 3
+    assert wide.variance == pytest.approx(values[:4].var(dim=0).mean().item(), rel=1e-5)
+
+
+def test_chance_in_the_covariance_lowers_the_bound_on_average() -> None:
+    generator = torch.Generator().manual_seed(3)
+    covariance = torch.diag(torch.tensor([2.0, 1.0, 0.5, 0.1], dtype=torch.float64))
+    truth = bounds.mse_van_trees(3.0, 4, 1 / covariance.diagonal()).item()
+    fitted = [
+        bounds.mse_van_trees(3.0, 4, Prior.gaussian(people(covariance, 30, generator)).information) for _ in range(300)
+    ]
+    assert 0.9 * truth < torch.stack(fitted).mean().item() < truth
+
+
+def test_the_error_is_calibrated_over_draws_of_people() -> None:
+    """Traces that differ from person to person: the interval covers the bound at the population's mean trace."""
+    prior = Prior.box(0.0, 1.0, num_coordinates=5)
+    truth = bounds.mse_van_trees(20.0, 5, prior.information).item()
+    covered = 0
+    for seed in range(200):
+        traces = 20 * torch.empty(100).exponential_(generator=torch.Generator().manual_seed(seed))
+        low, high = bounds.population_mse_bound(Estimate.exact(traces), 5, prior).bound.interval(0.95)
+        covered += int(low <= truth <= high)
+    assert 0.9 <= covered / 200 <= 0.99
+
+
+def test_what_all_examples_share_is_in_the_error() -> None:
+    prior = Prior.box(0.0, 1.0, num_coordinates=1)
+    trace = Estimate(torch.full((1000,), 50.0), torch.full((1000,), 5.0), "estimate")
+    result = bounds.population_mse_bound(trace, 1, prior)
+    assert result.bound.standard_error.item() == pytest.approx(result.bound.value.item() ** 2 * 5.0, rel=1e-6)
+    paused = Estimate(trace.value, trace.standard_error, "lower bound")
+    assert bounds.population_mse_bound(paused, 1, prior).bound.kind == "upper bound"
+
+
+def test_the_sentence_names_people_attackers_and_the_guess_without() -> None:
+    prior = Prior.gaussian(torch.randn(50, 2, generator=torch.Generator().manual_seed(0)))
+    text = str(bounds.population_mse_bound(Estimate.exact(torch.full((50,), 4.0)), 2, prior))
+    for part in ("On average over people", "every attacker, biased or not", "not about any one record", "50 examples"):
+        assert part in text
+    assert f"{prior.variance:.3g}" in text
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"infinite.*torchfil.questions"):
+        bounds.mse_van_trees(1.0, 1, math.inf)
+    sex = torch.arange(40).double()[:, None] % 2
+    values = torch.cat([torch.randn(40, 2, dtype=torch.float64), sex], dim=1)
+    with pytest.raises(ValueError, match=r"coordinates 2 with 2 distinct values: discrete.*torchfil.questions"):
+        Prior.gaussian(values)
+    with pytest.raises(ValueError, match=r"dtype torch.int64: discrete"):
+        Prior.gaussian(np.arange(40)[:, None])
+    assert Prior.gaussian(values, allow_discrete=True).variance == pytest.approx(values.var(dim=0).mean().item())
+    with pytest.raises(ValueError, match=r"values must be \[n, d\]"):
+        Prior.gaussian(torch.randn(5))
+    with pytest.raises(ValueError, match="must lie below high"):
+        Prior.box(1.0, 0.0, num_coordinates=2)
+    with pytest.raises(ValueError, match="the prior has 3 coordinates, and 2 are private"):
+        bounds.population_mse_bound(Estimate.exact(torch.ones(4)), 2, Prior.box(0, 1, num_coordinates=3))
+    with pytest.raises(ValueError, match="mean_trace=-1"):
+        bounds.mse_van_trees(-1, 1, 1.0)

@@ -1,0 +1,93 @@
+"""What Fisher information means for a reconstruction attack: Cramér and Rao (Theorem 2 of Guo et al. 2022).
+
+All but :func:`mse_biased` speak of **unbiased** attackers. One who knows what people are like may err less, at the
+price of a bias: :mod:`torchfil.bounds.van_trees` and :mod:`torchfil.bounds.reconstruction` bound every attacker.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["attribute_error", "mse_biased", "mse_from_fim", "mse_from_spectral_norm", "mse_from_trace"]
+
+
+def mse_from_trace(trace: Tensor, num_coordinates: int) -> Tensor:
+    """Theorem 2 of Guo et al. 2022: MSE ≥ d / tr(I) = 1/η̄², for every unbiased attacker.
+
+    Example:
+        >>> mse_from_trace(torch.tensor([8.0, 0.0]), num_coordinates=4)
+        tensor([0.5000,    inf])
+    """
+    if num_coordinates < 1:
+        raise ValueError(f"num_coordinates={num_coordinates} must be at least 1")
+    return num_coordinates / _non_negative(trace, "trace")
+
+
+def mse_from_spectral_norm(eta_squared: Tensor) -> Tensor:
+    """Theorem 2, the looser form: MSE ≥ 1/η², η² = ‖I‖₂, for every unbiased attacker.
+
+    It holds for the MSE in every single direction too. η² must not be an underestimate: an iterated
+    ("lower bound") spectral norm gives an approximation of this bound, not the bound.
+    """
+    return 1.0 / _non_negative(eta_squared, "eta_squared")
+
+
+def mse_from_fim(fim: Tensor) -> Tensor:
+    """Theorem 2, the tightest form: MSE ≥ tr(I⁻¹)/d for every unbiased attacker; [batch] from [batch, d, d].
+
+    Eigenvalues below d·eps·λ_max cannot be told from zero in floating point and are raised to that floor, so
+    the number stays a valid lower bound; a zero matrix gives infinity.
+
+    Example:
+        >>> mse_from_fim(torch.diag(torch.tensor([1.0, 4.0]))[None])
+        tensor([0.6250])
+    """
+    return _inverse_trace(fim, torch.eye(fim.shape[-1], dtype=fim.dtype, device=fim.device)) / fim.shape[-1]
+
+
+def mse_biased(fim: Tensor, mean_jacobian: Tensor, bias: Tensor) -> Tensor:
+    """Theorem 2 in full: MSE ≥ (tr(J_μ I⁻¹ J_μᵀ) + ‖μ(z) − z‖²) / d for an attacker with mean μ(z).
+
+    Args:
+        fim: I, [batch, d, d].
+        mean_jacobian: J_μ = ∂μ/∂z, [batch, d, d] or [d, d]; the identity for an unbiased attacker.
+        bias: μ(z) − z, [batch, d] or [d].
+
+    Returns:
+        The bound, [batch]. Eigenvalues are floored as in :func:`mse_from_fim`. A zero matrix I leaves the
+        squared bias where J_μ is zero (a constant guess), and infinity elsewhere.
+    """
+    d = fim.shape[-1]
+    return (_inverse_trace(fim, mean_jacobian) + bias.square().sum(dim=-1)) / d
+
+
+def attribute_error(diagonal: Tensor) -> Tensor:
+    """The standard error of an unbiased guess of one coordinate: at least 1/sqrt(I_jj), in its own unit.
+
+    The attacker may know every other coordinate. Elementwise; infinity where I_jj = 0.
+
+    Example:
+        >>> attribute_error(torch.tensor([0.04, 0.0]))  # an age, in years
+        tensor([5., inf])
+    """
+    return _non_negative(diagonal, "diagonal").rsqrt()
+
+
+def _inverse_trace(fim: Tensor, factor: Tensor) -> Tensor:
+    """tr(F I⁻¹ Fᵀ), [batch], with the eigenvalues of I floored at d·eps·λ_max."""
+    if fim.ndim != 3 or fim.shape[-1] != fim.shape[-2]:
+        raise ValueError(f"fim must have shape [batch, d, d], got {tuple(fim.shape)}")
+    if fim.shape[0] == 0:
+        return fim.new_zeros(0)
+    values, vectors = torch.linalg.eigh(fim)
+    floor = fim.shape[-1] * torch.finfo(fim.dtype).eps * values[:, -1:].clamp(min=0)
+    rotated = (factor @ vectors).square().sum(dim=-2).expand_as(values)  # [batch, d]
+    terms = rotated / torch.maximum(values, floor)
+    return torch.where(rotated == 0, torch.zeros_like(terms), terms).sum(dim=-1)
+
+
+def _non_negative(value: Tensor, name: str) -> Tensor:
+    if bool((value < 0).any()):
+        raise ValueError(f"{name} must be ≥ 0, got {value[value < 0].flatten()[0].item():g}")
+    return value
