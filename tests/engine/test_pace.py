@@ -96,7 +96,7 @@ def test_target_bias_and_coverage(target: float, epochs: float | None) -> None:
     ratio = torch.stack([run.trace.value / run.truth for run in runs]) - 1
     by_run = ratio.mean(dim=1)  # the examples of a batch share their luck
     assert abs(float(by_run.mean())) < 4 * float(by_run.std()) / len(runs) ** 0.5 + 1e-12
-    low, high = zip(*(run.trace.interval(0.95) for run in runs), strict=True)
+    low, high = zip(*(run.trace.interval(0.95, "probes") for run in runs), strict=True)
     inside = [(a <= run.truth) & (run.truth <= b) for a, b, run in zip(low, high, runs, strict=True)]
     assert 0.90 <= float(torch.stack(inside).double().mean()) <= 0.99
 

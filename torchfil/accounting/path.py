@@ -8,9 +8,9 @@ one S. Beside probes and skipped steps two things move it:
   cannot be divided by the number of participations. With γ the mean square of the change of X between consecutive
   participations, beyond the probes' noise, the variance of S is taken as m²γ/4, whatever the length m of the run: as if
   its two halves were independent and differed by as much as two consecutive participations do (flicker noise). On
-  digits it was 0.14 to 0.21 m²γ (``benchmarks/coverage.py``). White noise gives mγ/2, and an example whose leakage falls
-  as it is learned adds to γ: both make it too large. Runs that part slowly and steadily would make it too small: one
-  run cannot tell that from what is learned in every run. Averages over runs need no such rule.
+  digits it was 0.14 to 0.21 m²γ (``benchmarks/coverage.py``). White noise gives mγ/2, and an example whose leakage
+  falls as it is learned adds to γ: both make it too large. Runs that part slowly and steadily would make it too small:
+  one run cannot tell that from what is learned in every run. Averages over runs need no such rule.
 
 γ of one example rests on few participations, so that half of it is replaced by that of all examples, each relative to
 the square of its mean. Fewer than five measured participations tell nothing: the error is infinite.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +44,14 @@ class StepValues:
         """The same, which later passes do not overwrite; ``sums`` says whether those are copied, too."""
         copied = map_tensors(Tensor.clone, {**vars(self), "sums": self.sums if sums else None})
         return StepValues(**copied if sums else {**copied, "sums": self.sums})
+
+    def measured_anew(self, rows: Tensor, additions: dict[str, Tensor]) -> StepValues:
+        """The same with other additions for these rows, of a later measurement, [rows, …] each."""
+        before = self.additions or {}
+        size = len(self.norm)
+        parts = {name: before.get(name, value.new_zeros(size, *value.shape[1:])) for name, value in additions.items()}
+        added = {name: part.index_copy(0, rows, additions[name]) for name, part in parts.items()}
+        return replace(self, additions=added)
 
     def first(self, count: int) -> StepValues:
         """The same of so many examples; the sums are left as they are."""
