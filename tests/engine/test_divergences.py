@@ -269,3 +269,13 @@ def test_one_run_does_not_tell_of_examples_that_were_hardly_drawn() -> None:
     run = make(Rectified(), images(), questions={"member": Absent()}, noise_multiplier=SIGMA)
     train(run, steps=4)
     assert bool(run.engine.get_guess("member").upper().divergence.value.isinf().any())
+
+
+def test_extra_probes_leave_questions_alone() -> None:
+    """The few that are measured anew keep the divergences of the first pass."""
+    questions: dict[str, Question] = {"member": Absent(), "negative": OF_IMAGES["negative"]}
+    run = make(
+        Rectified(), images(), questions=questions, noise_multiplier=SIGMA, estimator="weight-probes", num_probes=1,
+        extra_probes=4, batch_size=8,
+    )  # fmt: skip
+    assert_true(train(run, steps=40), questions)

@@ -533,6 +533,22 @@ def test_one_folded_probe_reports_a_conservative_error() -> None:
     assert (errors.square().mean(dim=0) >= values.var(dim=0)).all()
 
 
+def test_the_part_along_the_gradient_is_not_left_to_chance() -> None:
+    """Var ‖r‖² = 2‖AAᵀ‖² + 4aᵀAAᵀa at most: what lies along the gradient alone does not vary."""
+    case = build("mlp", 5)
+    mechanism = Mechanism.build(case.C, 1.0)
+    gradients = ExampleGradients.build(*case.arguments)
+    jacobian = RecordedJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
+    a, rest = jacobian.clipped_norm_gradient / case.C, jacobian.perpendicular_gram() / case.C**2
+    source = torch.Generator(device=DEVICE).manual_seed(0)
+    signs = torch.randint(0, 2, (4000, gradients.num_parameters), generator=source, device=DEVICE) * 2.0 - 1
+    values = torch.stack([jacobian.folded_row(mechanism, u.to(a)).square().sum(dim=1) for u in signs])
+    largest = 2 * rest.square().sum(dim=(1, 2)) + 4 * torch.einsum("bd,bde,be->b", a, rest, a)
+    assert (values.var(dim=0) <= 1.15 * largest).all()
+    whole = rest + a[:, :, None] * a[:, None, :]
+    assert (largest < 2 * whole.square().sum(dim=(1, 2))).all()
+
+
 class LooksAtValues(nn.Module):
     def __init__(self) -> None:
         super().__init__()

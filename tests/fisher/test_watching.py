@@ -191,7 +191,9 @@ def test_whole_models_against_brute_force(name: str, length: int) -> None:
     clipped = reference.clipped_gradients(model, nn.CrossEntropyLoss(), x, y, **arguments)
     got = RecordedJacobian(gradients, mechanism.clip, 0.7)
     u = torch.randn(gradients.num_parameters, dtype=torch.float64, device=DEVICE)
-    assert relative_error(got.folded_row(mechanism, u), torch.einsum("bpd,p->bd", jacobian, u) / 0.7) < 1e-8
+    unit = clipped / clipped.norm(dim=1, keepdim=True)
+    turned = u + (1 - unit @ u)[:, None] * unit  # its part along the gradient is 1
+    assert relative_error(got.folded_row(mechanism, u), torch.einsum("bpd,bp->bd", jacobian, turned) / 0.7) < 1e-8
     assert relative_error(got.clipped_norm, clipped.norm(dim=1)) < 1e-8
     along = torch.einsum("bpd,bp->bd", jacobian, clipped / clipped.norm(dim=1, keepdim=True))
     assert relative_error(got.clipped_norm_gradient, along) < 1e-8

@@ -94,6 +94,10 @@ class Accounting:
         seed: Of the probes; None: taken from torch's seed without drawing from its stream.
         max_ledger_memory: The largest ledger, in bytes, that is made without asking.
         execution: How the passes run.
+        extra_probes: So many probes, in place of ``num_probes``, measure the few of each batch that decide the lower
+            end for all examples together (one in 64: those who leaked most so far, and those who suddenly leak), in a
+            small pass of their own; and half as many everybody in the first 16 passes over the data, when most is
+            learned. For long runs with one probe; 0: nobody.
 
     Example:
         >>> Accounting(num_probes=1, track=("diagonal",)).needs.quantities
@@ -113,6 +117,7 @@ class Accounting:
     seed: int | None = None
     max_ledger_memory: int = 2**32
     execution: Execution = field(default_factory=Execution)
+    extra_probes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track))
@@ -122,6 +127,7 @@ class Accounting:
         if self.num_probes is not None and self.num_probes < 1:
             raise ValueError(f"num_probes={self.num_probes} must be at least 1")
         self._check_target()
+        self._check_extra_probes()
         if not 0 < self.fil_rate <= 1:
             raise ValueError(f"fil_rate={self.fil_rate} must lie in (0, 1]: it is the probability of measuring a step")
         if self.sketch_rank < 1:
@@ -149,6 +155,21 @@ class Accounting:
         if not self.chosen_estimator.one_pass:
             able = names_of_estimators(lambda other: other.one_pass)
             raise ValueError(f"rel_error needs estimator={able}, not {self.estimator!r}")
+
+    def _check_extra_probes(self) -> None:
+        if not self.extra_probes:
+            return
+        fewest = 1 + (_USUAL_PROBES if self.num_probes is None else self.num_probes)
+        if self.extra_probes < fewest:
+            raise ValueError(f"extra_probes={self.extra_probes} must be 0, or more than num_probes: at least {fewest}")
+        if self.skips_steps:
+            raise ValueError(
+                f"extra_probes={self.extra_probes} measures few examples closely, and steps that are skipped at random "
+                "leave more to chance; leave out rel_error and fil_rate, or extra_probes"
+            )
+        if not self.chosen_estimator.one_pass or self.needs.products:
+            able = names_of_estimators(lambda other: other.one_pass)
+            raise ValueError(f"extra_probes={self.extra_probes} needs estimator={able}, and no track=('sketch',)")
 
     @property
     def needs(self) -> Needs:

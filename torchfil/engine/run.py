@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.contributions import Contribution
+from torchfil.accounting.exposed import exposed_rows
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Ledger
@@ -31,6 +32,8 @@ __all__ = ["Noise", "Run"]
 logger = logging.getLogger(__name__)
 
 _LOOKS_PER_PASS = 8  # how often the pace is set anew and the leakage so far is noted
+_FIRST_PASSES = 16  # over the data, in which most examples are learned, and many leak most of what they ever will
+_EXPOSED = 1 / 64  # of a batch
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Run:
         self.history = NormHistory(num_examples, device)
         self.ledger: Ledger | None = None
         self._passes_per_step = expected_batch / num_examples
+        self._exposed = max(2, round(_EXPOSED * expected_batch))
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
         self.timeline = Timeline(self._steps_between_looks)
         self.test_matrix: Tensor | None = None
@@ -186,6 +190,26 @@ class Run:
             return self._measure_this_step
         rate = self.pace.rate
         return rate == 1 or bool(torch.rand((), generator=self.generator) < rate)
+
+    @property
+    def _past_first_passes(self) -> bool:
+        """Whether the first passes are over."""
+        return self.history.steps * self._passes_per_step >= _FIRST_PASSES
+
+    @property
+    def num_probes(self) -> int:
+        """Of the present step, for every example of the batch; half of the extra ones in the first passes."""
+        early = 0 if self._past_first_passes else -(-self.options.accounting.extra_probes // 2)
+        return max(self.pace.num_probes, early)
+
+    def exposed_rows(self, ids: Sequence[int], clipped_norm: Tensor) -> Tensor | None:
+        """The rows of a batch to measure anew, with more probes; None: the present step has none."""
+        if not self.options.accounting.extra_probes or not self._past_first_passes or self.ledger is None:
+            return None
+        rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
+        sums = self.ledger.sums
+        present = clipped_norm.double().square()
+        return exposed_rows(sums["trace"][rows], sums["squared_norm"][rows], present, self._exposed)
 
     def new_ledger(self, num_coordinates: int) -> tuple[Ledger, Tensor | None]:
         """An empty ledger for d coordinates, and the test matrix of a sketch."""

@@ -9,7 +9,8 @@ With A = φJᵀP, so that J̃ᵀMJ̃ = κ⊥ A Aᵀ + κ∥ a aᵀ:
                      the diagonal at once; relative variance at most 2 per probe
 
 Only A Aᵀ is sampled: a aᵀ is known exactly once ∇n is (:mod:`torchfil.fisher.operator`), and after some training it is
-half of the trace. A single weight probe saves that derivative and samples both, r = J̃ᵀM^{1/2}u/s.
+half of the trace. A single weight probe saves that derivative: r = J̃ᵀM^{1/2}(Pu + ĝ)/s = (sqrt(κ⊥)Au + sqrt(κ∥)a)/s, of
+which only Au is a matter of chance; ‖r‖² has the relative variance 2 at most, as any probe.
 
 Because u is shared, the errors of two examples of one batch are correlated; across draws they are not.
 
@@ -183,7 +184,7 @@ def input_probes(
 def weight_probes(
     jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
 ) -> dict[Quantity, Moments]:
-    """‖r‖², r⊙r and r rᵀ for r = φJᵀPu, or J̃ᵀM^{1/2}u/s of a single probe; signs u are shared by the batch."""
+    """‖r‖², r⊙r and r rᵀ for r = φJᵀPu, or J̃ᵀM^{1/2}(Pu + ĝ)/s of a single probe; signs u are shared by the batch."""
     like = torch.empty(0, dtype=jacobian.gradients.dtype, device=jacobian.gradients.device)
     probes = draws.signs(jacobian.gradients.num_parameters, like=like)
     if len(draws.seeds) == 1:

@@ -153,13 +153,14 @@ class ClippedJacobian:
         return map(self.perpendicular_rmatvec, probes)
 
     def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
-        """r = J̃ᵀM^{1/2}u/s, [batch, d], for u of shape [p]; E[r rᵀ] = I for u of ±1.
+        """r = J̃ᵀM^{1/2}(Pu + ĝ)/s, [batch, d], for u of shape [p]; E[r rᵀ] = I for u of ±1.
 
-        M = κ⊥P + κ∥ĝĝᵀ weighs the part along the gradient as subsampling does.
+        M = κ⊥P + κ∥ĝĝᵀ weighs the part along the gradient as subsampling does. That part, aaᵀ, is not left to chance:
+        u's own component along ĝ is put to 1, which has the same mean square; cross terms vanish in the mean.
         """
         perpendicular, parallel = mechanism.weights(self.clipped_norm)
         root = perpendicular.sqrt()
-        beta = (parallel.sqrt() - root) * (self.unit_gradient * u).sum(dim=1)
+        beta = parallel.sqrt() - root * (self.unit_gradient * u).sum(dim=1)
         return self.rmatvec(root[:, None] * u + beta[:, None] * self.unit_gradient)
 
     def perpendicular_squared_norm(self, v: Tensor) -> Tensor:

@@ -22,14 +22,14 @@ from torchfil.fisher.recording.graphs import CapturedPass, signature
 from torchfil.fisher.rules.products import exact_convolutions
 from torchfil.private import Examples
 
-__all__ = ["CapturedPasses", "OutputLook"]
+__all__ = ["BUCKETS", "CapturedPasses", "OutputLook"]
 
 logger = logging.getLogger(__name__)
 
 OutputLook = Callable[[tuple[Tensor, ...]], None]  # is given the gradients at the outputs as soon as they stand
 
 _MOST_GRAPHS = 48
-_BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected batch
+BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected batch
 _USES_BEFORE_COMPILING = 16
 _SHARE_BEFORE_COMPILING = 0.125  # of the batches so far
 _FURTHER_PADDING = 1.25  # a compiled pass for up to so many times the size serves, too
@@ -45,15 +45,17 @@ class CapturedPasses:
     Args:
         expected_batch: The mean batch size.
         compiled: Whether to compile those that are used often.
+        probes_at_once: How many probes of a pass that is not compiled are worked at together.
 
     Attributes:
         bucket: Batches are padded to multiples of it.
         works: Whether capturing has not failed yet.
     """
 
-    def __init__(self, expected_batch: int, *, compiled: bool = False) -> None:
-        self.bucket = max(8, -(-expected_batch // _BUCKETS))
+    def __init__(self, expected_batch: int, *, compiled: bool = False, probes_at_once: int = 1) -> None:
+        self.bucket = max(8, -(-expected_batch // BUCKETS))
         self.compiled = compiled
+        self.probes_at_once = probes_at_once
         self.works = True
         self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by kind and size
         self._uses: Counter[tuple[Hashable, int]] = Counter()
@@ -76,7 +78,11 @@ class CapturedPasses:
         kind = (signature(gradients), mode, wanted.kind, batch.mechanism)
         try:
             captured = self._compiled_for(batch, wanted, kind, size, room) if self.compiled else None
-            captured = captured or self._captured.get((kind, size)) or self._capture(batch, wanted, size)
+            captured = (
+                captured
+                or self._captured.get((kind, size))
+                or self._capture(batch, wanted, size, probes_at_once=self.probes_at_once)
+            )
             self._captured.pop((kind, captured.size), None)
             self._captured[kind, captured.size] = captured  # the latest stands last
             if len(self._captured) > _MOST_GRAPHS:  # a changing noise or threshold needs a graph each
@@ -193,7 +199,7 @@ class _Captured:
             return
         jacobian = self._jacobian(gradients)
         yield jacobian.output_gradients
-        yield StepValues(**self._pass(gradients, inputs, jacobian=jacobian))
+        yield StepValues(**self._pass(gradients, inputs, self.probes_at_once, jacobian))
 
     def _run_compiled(self, gradients: ExampleGradients, inputs: Any) -> StepValues:
         if self._compiled_pass is None:

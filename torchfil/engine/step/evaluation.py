@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchfil.engine.replica import Replica
-from torchfil.engine.step.captured import CapturedPasses, OutputLook
+from torchfil.engine.step.captured import BUCKETS, CapturedPasses, OutputLook
 from torchfil.engine.step.checks import check_copy
 from torchfil.engine.step.values import StepValues, Wanted, joined, values_of
 from torchfil.fisher.batch import PrivateBatch
@@ -52,6 +52,7 @@ class Evaluator:
         self._expected_batch, self._compiled = expected_batch, compiled
         self._graphs_wanted = cuda_graphs
         self._graphs: CapturedPasses | None = None
+        self._graphs_of_few: CapturedPasses | None = None  # their memory is their own: both results are in use together
         self._graphs_made_at = replica.changes
         self._plans: dict[Hashable, Plan] = {}
         self._not_recorded_live: set[Hashable] = set()
@@ -81,14 +82,17 @@ class Evaluator:
         wanted: Wanted,
         look: OutputLook | None = None,
         forward: RecordedForward | None = None,
+        *,
+        few: bool = False,
     ) -> StepValues:
-        """What is wanted of a batch of at least one example; the next pass may overwrite it.
+        """What is wanted of a batch of at least one example; the next such pass may overwrite it.
 
         Args:
             batch: The examples, with their plan.
             wanted: What to compute.
             look: Is given the gradients at the model's outputs, where the pass has them, as early as possible.
             forward: The forward half of a recorded pass over the same examples that ran before.
+            few: Whether these are some examples of a batch that was evaluated just before, always as many.
         """
         if not _fits(batch):
             return self._mapped(batch, wanted)
@@ -99,7 +103,7 @@ class Evaluator:
         if recorded is not wanted and not wanted.summed:
             return self._mapped(batch, wanted)
         try:
-            values = self._recorded(batch, recorded, look, forward)
+            values = self._recorded(batch, recorded, look, forward, few=few)
         except UnsupportedCallError as error:  # of a batch that is not as the trial's
             return self._mapped(replace(batch, plan=self._give_up(batch.gradients, str(error))), wanted)
 
@@ -130,15 +134,21 @@ class Evaluator:
         return not _fits(batch) or len(batch.gradients) > self._room(batch.plan or Plan(None, 1))
 
     def _recorded(
-        self, batch: PrivateBatch, wanted: Wanted, look: OutputLook | None, forward: RecordedForward | None
+        self,
+        batch: PrivateBatch,
+        wanted: Wanted,
+        look: OutputLook | None,
+        forward: RecordedForward | None,
+        *,
+        few: bool,
     ) -> StepValues:
         """A CUDA graph where the batch fits one, the rest of a pass that began in the loop, or a pass of its own."""
         assert batch.plan is not None
         gradients, mechanism = batch.gradients, batch.mechanism
         room, count = self._room(batch.plan), len(batch.gradients)
         if forward is None and self._uses_graphs(gradients.examples):
-            graphs = self._captured_passes()
-            if count + graphs.bucket <= room:
+            graphs = self._captured_passes_of_few(count, wanted, room) if few else self._captured_passes()
+            if graphs.works and count + graphs.bucket <= room:
                 values = graphs.run(batch, wanted, room, self.replica.key, look)
                 if values is not None:
                     return values
@@ -179,7 +189,15 @@ class Evaluator:
             works = self._graphs is None or self._graphs.works
             self._graphs = CapturedPasses(self._expected_batch, compiled=self._compiled)
             self._graphs.works, self._graphs_made_at = works, self.replica.changes
+            self._graphs_of_few = None
         return self._graphs
+
+    def _captured_passes_of_few(self, count: int, wanted: Wanted, room: int) -> CapturedPasses:
+        """Those of passes over so many examples, which are too small to keep a GPU busy but with all probes at once."""
+        if self._graphs_of_few is None:
+            at_once = max(1, min(len(wanted.seeds), room // max(1, count)))
+            self._graphs_of_few = CapturedPasses(BUCKETS * count, probes_at_once=at_once)
+        return self._graphs_of_few
 
     def _uses_graphs(self, examples: Examples) -> bool:
         """Whether passes over such examples are captured; copies of written buffers lie elsewhere at each step."""

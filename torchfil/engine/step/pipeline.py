@@ -250,12 +250,10 @@ class StepPipeline:
                 confirm()  # before the costly part
             confirmations.append(confirm)
 
-        values = self.evaluator.evaluate(
-            batch,
-            self._wanted(setting, measured, questions, summed=summed),
-            look if from_loop else None,
-            forward.recorded,
-        )
+        wanted = self._wanted(setting, measured, questions, summed=summed)
+        values = self.evaluator.evaluate(batch, wanted, look if from_loop else None, forward.recorded)
+        if measured:
+            values = self._measured_anew(batch, values, wanted, forward.ids or [])
         if from_loop and not confirmations:  # a mapped pass has no gradients at outputs, but the same losses
             if not looked_at:
                 self.checks.check_loss(forward, loss)
@@ -266,12 +264,24 @@ class StepPipeline:
             confirmations.append(lambda: self._write_buffers(forward, batch))
         return values, confirmations
 
+    def _measured_anew(self, batch: PrivateBatch, values: StepValues, wanted: Wanted, ids: list[int]) -> StepValues:
+        """The same, but the few examples that are chosen for it are measured with more probes."""
+        rows = self.run.exposed_rows(ids, values.clipped_norm)
+        if rows is None or batch.mechanism.noiseless or self.replica.written:
+            return values
+        examples = replace(batch.gradients.examples, alternatives=())[rows]
+        few = replace(batch, gradients=replace(batch.gradients, examples=examples))
+        seeds = Draws.seeds_from(self.options.accounting.extra_probes, self.run.generator)
+        anew = self.evaluator.evaluate(few, replace(wanted, seeds=seeds, summed=False, questions=()), few=True)
+        assert anew.additions is not None
+        return values.measured_anew(rows, anew.additions)
+
     def _wanted(self, setting: _Setting, measured: bool, questions: Places, *, summed: bool) -> Wanted:
         accounting, pace = self.options.accounting, self.run.pace
         return Wanted(
             track=tuple(accounting.track),
             estimator=accounting.estimator,
-            seeds=Draws.seeds_from(pace.num_probes, self.run.generator) if measured else (),
+            seeds=Draws.seeds_from(self.run.num_probes, self.run.generator) if measured else (),
             rate=pace.rate,
             summed=summed,
             test_matrix=setting.test_matrix if measured else None,

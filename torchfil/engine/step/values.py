@@ -47,6 +47,14 @@ class StepValues:
         copied = map_tensors(Tensor.clone, {**vars(self), "sums": self.sums if sums else None})
         return StepValues(**copied if sums else {**copied, "sums": self.sums})
 
+    def measured_anew(self, rows: Tensor, additions: dict[str, Tensor]) -> StepValues:
+        """The same with other additions for these rows, of a later measurement, [rows, …] each."""
+        before = self.additions or {}
+        size = len(self.norm)
+        parts = {name: before.get(name, value.new_zeros(size, *value.shape[1:])) for name, value in additions.items()}
+        added = {name: part.index_copy(0, rows, additions[name]) for name, part in parts.items()}
+        return replace(self, additions={**before, **added})
+
     def first(self, count: int) -> StepValues:
         """The same of so many examples; the sums are left as they are."""
         cut = map_tensors(lambda value: value[:count], {**vars(self), "sums": None})

@@ -117,17 +117,17 @@ class RecordedJacobian(ClippedJacobian):
             yield from rows
 
     def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
-        r"""r = J̃ᵀM^{1/2}u/s, [batch, d], for u of shape [p]; E[r rᵀ] = I: one derivative for everything.
+        r"""r = J̃ᵀM^{1/2}(Pu + ĝ)/s, [batch, d], for u of shape [p]; E[r rᵀ] = I: one derivative for everything.
 
-        With w = M^{1/2}u = sqrt(κ⊥)u + βĝ, β = (sqrt(κ∥) − sqrt(κ⊥))(ĝ·u), it is ∇_z⟨h, g⟩ for the fixed vector
-        h = φw + φ′(g·w)ĝ = φ sqrt(κ⊥) u + (φβ + φ′n(sqrt(κ⊥)(ĝ·u) + β)) ĝ, where ∇_z⟨g, g⟩/2 = ∇(n²)/2.
+        With w = M^{1/2}(Pu + ĝ) = sqrt(κ⊥)u + βĝ, β = sqrt(κ∥) − sqrt(κ⊥)(ĝ·u), it is ∇_z⟨h, g⟩ for the fixed vector
+        h = φw + φ′(g·w)ĝ = φ sqrt(κ⊥) u + (φβ + φ′n sqrt(κ∥)) ĝ, where ∇_z⟨g, g⟩/2 = ∇(n²)/2.
         """
         perpendicular, parallel = mechanism.weights(self.clipped_norm)
         root, reciprocal = perpendicular.sqrt(), safe_reciprocal(self.norm)
         products, cotangents = self._products(u, self.scale * root)
         along = products * reciprocal
-        beta = (parallel.sqrt() - root) * along
-        extra = self.scale * beta + self.scale_derivative * self.norm * (root * along + beta)
+        beta = parallel.sqrt() - root * along
+        extra = self.scale * beta + self.scale_derivative * self.norm * parallel.sqrt()
         share = 0.5 * extra * reciprocal
         cotangents.reverse()  # each is let go as soon as its sum stands
         return self._pulled_back([_plus(cotangents.pop(), share, b) for b in self._square[1]])

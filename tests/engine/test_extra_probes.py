@@ -1,0 +1,102 @@
+"""More probes for the few that count: unbiased, more precise for them, and told as precise as they are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import DEVICE, grouped
+from loops import SIGMA, C, data, loader, network, train
+from torch import Tensor, nn
+
+from torchfil import Accounting, FILPrivacyEngine
+from torchfil.engine.step.values import StepValues
+
+
+def frozen_run(seed: int, steps: int = 80, **options: Any) -> FILPrivacyEngine:
+    """The same batches at the same weights (lr = 0), other probes."""
+    torch.manual_seed(0)
+    module, engine = network(), FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.0)
+    private = engine.make_private(
+        module,
+        optimizer,
+        loader(data(24), 12),
+        criterion=nn.CrossEntropyLoss(),
+        **grouped(noise_multiplier=SIGMA, max_grad_norm=C, seed=seed, **options),
+    )[2]
+    while engine.ledger is None or engine.ledger.steps < steps:
+        for x, y in private:
+            engine.train_step(x.to(DEVICE), y.to(DEVICE))
+            if engine.ledger is not None and engine.ledger.steps == steps:
+                break
+    return engine
+
+
+def traces(count: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """tr Î and its standard error over seeds, [seeds, n] each."""
+    found = [frozen_run(seed, **options).totals.get_trace() for seed in range(count)]
+    return torch.stack([each.value for each in found]), torch.stack([each.standard_error for each in found])
+
+
+@pytest.mark.slow
+def test_sums_stay_unbiased_and_the_exposed_are_known_better() -> None:
+    truth = frozen_run(0, estimator="exact").totals.get_trace().value
+    plain, _ = traces(60, num_probes=1)
+    extra, errors = traces(60, num_probes=1, extra_probes=6)
+    z = (extra.mean(dim=0) - truth) / (extra.std(dim=0) / math.sqrt(60))
+    assert (z.abs() < 4).all()
+    top = truth.topk(2).indices
+    assert float((extra.std(dim=0) / plain.std(dim=0))[top].mean()) < 0.7
+    reported = errors.square().mean(dim=0).sqrt()
+    assert (reported[top] > 0.8 * extra.std(dim=0)[top]).all()
+
+
+@pytest.mark.parametrize("track", [(), ("diagonal",)])
+def test_few_are_measured_anew_after_the_first_passes(track: tuple[str, ...]) -> None:
+    """What is certain is known of several probes only: it tells who was measured anew."""
+    early, late = (frozen_run(0, steps, num_probes=1, extra_probes=4, track=track) for steps in (32, 76))
+    assert early.ledger is not None
+    assert late.ledger is not None
+    drawn = early.ledger.sums["participations"] > 0
+    assert bool((early.ledger.sums["certain"][drawn] > 0).all())
+    added = late.ledger.sums["participations"].sum() - early.ledger.sums["participations"].sum()
+    single = late.ledger.sums["variance"] > 0
+    assert bool(single.all())
+    exact = frozen_run(0, 76, estimator="exact").totals.get_trace()
+    assert torch.allclose(late.totals.get_trace().value.sum(), exact.value.sum(), rtol=0.2)
+    assert int(added) > 2 * (76 - 32)  # more examples than the two of a batch that are measured anew
+    low, high = late.totals.get_trace().interval(0.999, "probes")
+    assert bool(((low <= exact.value) & (exact.value <= high)).all())
+
+
+def test_loop_and_train_step_measure_the_same_examples() -> None:
+    """In the user's own loop, cut into physical batches too, every measurement is finite and adds up."""
+    for physical in (None, 5):
+        run = train(data(40), steps=100, physical=physical, num_probes=1, extra_probes=3)
+        sums = run.engine.totals.ledger.sums
+        assert torch.equal(sums["trace_measured"], sums["participations"].double())
+        assert bool(sums["trace"].isfinite().all())
+
+
+def test_a_later_measurement_takes_the_place_of_the_first() -> None:
+    norm = torch.ones(4)
+    values = StepValues(None, norm, norm, {}, {"trace": torch.arange(4.0), "diagonal": torch.ones(4, 2)})
+    anew = {"trace": torch.tensor([10.0, 20.0]), "diagonal": torch.zeros(2, 2), "certain": torch.tensor([1.0, 2.0])}
+    found = values.measured_anew(torch.tensor([3, 1]), anew).additions
+    assert found is not None
+    assert found["trace"].tolist() == [0.0, 20.0, 2.0, 10.0]
+    assert found["certain"].tolist() == [0.0, 2.0, 0.0, 1.0]
+    assert found["diagonal"].sum(dim=1).tolist() == [2.0, 0.0, 2.0, 0.0]
+
+
+def test_what_does_not_go_together_is_told() -> None:
+    with pytest.raises(ValueError, match=r"extra_probes=3 must be 0, or more than num_probes: at least 4"):
+        Accounting(extra_probes=3)
+    with pytest.raises(ValueError, match=r"leave out rel_error and fil_rate, or extra_probes"):
+        Accounting(num_probes=1, extra_probes=3, fil_rate=0.5)
+    for options in ({"estimator": "input-probes"}, {"track": ("sketch",)}):
+        with pytest.raises(ValueError, match=r"extra_probes=3 needs estimator='weight-probes', and no track"):
+            Accounting(num_probes=1, extra_probes=3, **options)  # type: ignore[arg-type]
