@@ -72,9 +72,10 @@ class Estimate:
         """An interval that covers the truth with that probability, approximately.
 
         With t the Student quantile for the degrees of freedom: value ± t·standard_error, or for a positive quantity
-        certain + sampled · exp(± t·standard_error/sampled), which covers better for the skewed distribution of a
-        squared probe. Few probes say little of their own spread (t = 12.7 for two), so that such a factor is cut to
-        (ν/χ²)^(±1) where the largest variance, 2 sampled²/ν, is known, χ² being the lower quantile of χ²_ν.
+        certain + sampled · exp(± x(1 + min(x, 1)/3)), x = t·standard_error/sampled, which covers better for the skewed
+        distribution of squared probes: where they came out low, so did their spread. Few probes say little of their own
+        spread (t = 12.7 for two), so that such a factor is cut to (ν/χ²)^(±1) where the largest variance, 2 sampled²/ν,
+        is known, χ² being the lower quantile of χ²_ν.
 
         What else is random in the run widens it: widths add up as independent errors do, logarithms of a positive
         quantity's factors. Where one run does not tell how far it is off, the ends of a positive quantity are 0 and ∞:
@@ -108,6 +109,7 @@ class Estimate:
         certain = torch.where(self.value.isinf(), self.value, certain)
         sampled = torch.where(self.value.isinf(), 0.0, self.value - certain)
         width = width / sampled.where(sampled > 0, torch.ones_like(sampled))
+        width = width * (1 + width.clamp(max=1) / 3)
         if self.variance_limit is not None:
             freedom = 2 * sampled.square() / self.variance_limit
             width = torch.minimum(width, _log_ratio(freedom, 0.5 - confidence / 2).to(width))
