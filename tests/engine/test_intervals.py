@@ -148,3 +148,22 @@ def test_raising_an_estimate_raises_its_interval() -> None:
     assert inverse.value[2] == torch.inf
     assert inverse.standard_error[2] == 0
     torch.testing.assert_close(inverse.raised(-0.5).interval(0.9)[0][:2], (low / 3).sqrt()[:2])
+
+
+@pytest.mark.parametrize(("rank", "probes", "unevenness"), [(1, 1, 1.0), (2, 2, 0.5), (4, 8, 1.0)])
+def test_one_end_holds_for_all_examples_together(rank: int, probes: int, unevenness: float) -> None:
+    """Of many runs at most one in twenty has a true bound below it, and it is no worse than one example's own end."""
+    wrong = []
+    for seed in range(100):
+        leakage, truth = run(rank, probes, steps=40, unevenness=unevenness, n=400, seed=seed)
+        smallest, low = leakage.get_smallest_mse_bound(0.95, "probes")
+        assert smallest == float(leakage.get_mse_bound().value.min())
+        assert low < smallest
+        wrong.append(bool((D / truth).min() < low))
+    assert sum(wrong) <= 11  # 5 are expected of the most exposed alone; more than 11 has a chance of 1 %
+
+
+def test_the_end_for_all_is_refused_below_one_half() -> None:
+    leakage, _ = run(2, 2, n=10)
+    with pytest.raises(ValueError, match="between 0.5 and 1"):
+        leakage.get_smallest_mse_bound(0.4)

@@ -20,7 +20,7 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.path import FEWEST_PARTICIPATIONS, run_variance
 from torchfil.accounting.quantities import Reading, TrackedQuantity
-from torchfil.fisher.results import Estimate, Kind
+from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.fisher.spectral import largest_eigenvalue
 from torchfil.guessing import Guess
 
@@ -145,6 +145,29 @@ class Leakage:
         average (Jensen): quote the lower end of its interval.
         """
         return self.get_trace(example_ids).raised(-1.0, self.num_coordinates)
+
+    def get_smallest_mse_bound(self, confidence: float = 0.95, of: Part = "run") -> tuple[float, float]:
+        """The smallest bound of all measured examples, and an end that none of their bounds lies below.
+
+        The end holds for all examples together with that probability, however many they are: which of the true bounds
+        is the smallest is no matter of chance, and the smallest of all lower ends is at most the lower end of that very
+        example. So one example's one-sided interval serves all. (Intervals for every example at once would need ends
+        of 1 − (1 − confidence)/n each.)
+
+        Args:
+            confidence: The probability.
+            of: As in :meth:`torchfil.fisher.results.Estimate.interval`.
+
+        Returns:
+            The smallest estimate, and the end; both infinite where nobody was measured.
+        """
+        if not 0.5 < confidence < 1:
+            raise ValueError(f"confidence={confidence} must lie strictly between 0.5 and 1: it is that of one end")
+        bound, measured = self.get_mse_bound(), self.was_measured()
+        low = bound.interval(2 * confidence - 1, of)[0]
+        if not bool(measured.any()):
+            return math.inf, math.inf
+        return float(bound.value[measured].min()), float(low[measured].min())
 
     def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """sqrt(I_jj) per private coordinate, [ids, d].

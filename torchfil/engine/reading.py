@@ -25,7 +25,7 @@ from torchfil.engine.epsilon import individual_epsilon
 from torchfil.engine.robustness import everybodys_robustness, individual_robustness, robustness_with_known_batches
 from torchfil.engine.run_view import RunView
 from torchfil.engine.saving import Labels, build_saved_run
-from torchfil.fisher.results import Estimate
+from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
 from torchfil.private import Private
 from torchfil.report.saved_run import save
@@ -70,6 +70,10 @@ class LeakageReading(PrivacyEngine):
     def get_mse_bound(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """1/η̄²: an unbiased attacker's MSE per coordinate is at least this on average; an estimate from one run."""
         return self.totals.get_mse_bound(example_ids)
+
+    def get_smallest_mse_bound(self, confidence: float = 0.95, of: Part = "run") -> tuple[float, float]:
+        """The smallest bound, and an end for all examples together; see :meth:`Leakage.get_smallest_mse_bound`."""
+        return self.totals.get_smallest_mse_bound(confidence, of)
 
     def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """sqrt(I_jj) per private coordinate; needs ``track=("diagonal",)``. Quote 1 / its upper end."""
