@@ -239,11 +239,11 @@ def report(run: dict[str, Any], count: int) -> None:
     print(f"\nFIL, {TITLES[run['amplification']]}, {count:,} examples, q = {result['sample_rate']:.4f}")
     print(f"  wall-clock          {result['seconds']:.1f} s, of which {result['seconds_looking']:.1f} s for the curve")
     print(f"  test accuracy       {result['accuracy']:.2f} %")
+    together, smallest = result["smallest_95_together"], result["smallest"]
     print(
-        f"  smallest MSE bound  {result['smallest']:.3g}; by the probes' errors nobody's is below "
-        f"{result['smallest_95_together']:.3g} (95 %, all together; "
-        f"{result['smallest_95_together'] / result['smallest']:.2f} of it); {result['smallest_95_every']:.3g} where every example has an end of its own; by all that is random in a "
-        f"run at least {result['smallest_95_run']:.3g} (95 % for each)"
+        f"  smallest MSE bound  {smallest:.3g}; by the probes' errors nobody's is below {together:.3g} (95 %, all "
+        f"together; {together / smallest:.2f} of it); {result['smallest_95_every']:.3g} where every example has an end of "
+        f"its own; by all that is random in a run at least {result['smallest_95_run']:.3g} (95 % for each)"
     )
     print(f"  median MSE bound    {result['median']:.3g}; at least {result['median_95_each']:.3g}")
     print(f"  bounds below 1      {result['below_1']}; examples never drawn: {result['never_drawn']}")
