@@ -242,8 +242,8 @@ def report(run: dict[str, Any], count: int) -> None:
     together, smallest = result["smallest_95_together"], result["smallest"]
     print(
         f"  smallest MSE bound  {smallest:.3g}; by the probes' errors nobody's is below {together:.3g} (95 %, all "
-        f"together; {together / smallest:.2f} of it); {result['smallest_95_every']:.3g} where every example has an end of "
-        f"its own; by all that is random in a run at least {result['smallest_95_run']:.3g} (95 % for each)"
+        f"together; {together / smallest:.2f} of it); {result['smallest_95_every']:.3g} if everybody has an end of "
+        f"their own; by all that is random in a run at least {result['smallest_95_run']:.3g} (95 % for each)"
     )
     print(f"  median MSE bound    {result['median']:.3g}; at least {result['median_95_each']:.3g}")
     print(f"  bounds below 1      {result['below_1']}; examples never drawn: {result['never_drawn']}")
