@@ -8,7 +8,7 @@ WORKERS ?= 2
 PYTEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint test-vision test-opacus test-integrations docs format clean
+.PHONY: help demo test test-long bench lint test-vision test-opacus test-integrations docs format clean
 
 help:
 	@echo "make demo         train privately on handwritten digits and write the leakage report"
@@ -54,6 +54,9 @@ demo: $(VENV)/.installed
 
 test: lint
 	$(PYTEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS)
+
+test-long: $(VENV)/.installed
+	TORCHFIL_LONG=1 $(PYTEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) -m long
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks $(BENCH)

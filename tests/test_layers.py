@@ -328,7 +328,7 @@ def _as_wide_as(rng: np.random.Generator, p: np.ndarray, features: int, noise: f
     return X
 
 
-@pytest.mark.parametrize(("runs", "paired"), [(4, True), pytest.param(24, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("runs", "paired"), [(4, True), pytest.param(24, False, marks=pytest.mark.long)])
 def test_layers_of_any_width_compare_where_noise_varies_less(runs: int, paired: bool) -> None:
     """0.221 nats in 10 and in 100 features: projected to one width they agree, as they are they do not."""
     truth, p = 0.221, np.arange(200) % 2

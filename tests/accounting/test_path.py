@@ -185,7 +185,7 @@ def test_another_quantity_is_followed_by_one_name(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(found[:, 0].interval()[1], single.interval()[1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lower_ends_of_real_runs_keep_their_word() -> None:
     """A part of ``benchmarks/coverage.py``: digits at a learning rate at which runs part soon."""
     from benchmarks.coverage import readings_of

@@ -83,14 +83,14 @@ def test_ledger_is_the_divergence_of_whole_runs(kind: str, q: float) -> None:
     check_ledger_and_bounds(kind, q, runs=1_000)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("q", [0.05, 0.3, 1.0])
 def test_ledger_is_the_divergence_of_forty_thousand_runs(kind: str, q: float) -> None:
     check_ledger_and_bounds(kind, q, runs=40_000)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("q", [0.3, 1.0])
 def test_normal_limit_holds_for_many_steps(q: float) -> None:
     """T = 50, σ = 1: within 0.03 and the error of the simulation."""

@@ -86,7 +86,7 @@ def test_nobody_beats_it_and_the_bayes_attacker_attains_it(name: str) -> None:
     assert found.accuracy.mean() > found.prior_accuracy.mean() + 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["vkorc1", "cyp2c9"])
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_warfarin_patients(name: str, sigma: float) -> None:
