@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 from run_cases import made_up
 
-from torchfil.report import SavedRun, register_section, write_report
+import torchfil
+from torchfil.attacks import AttackResult
+from torchfil.report import SavedRun, load, register_section, save, write_report
 from torchfil.report.aggregates import rounded_count
 from torchfil.report.page import sections as chapters
 from torchfil.report.page.html import number, tag
@@ -485,3 +487,21 @@ def test_questions_have_a_section_where_they_were_asked(tmp_path: Path) -> None:
     assert "What any attacker can tell" not in write_report(made_up(questions=[]), tmp_path / "none").read_text()
     public = summarise(made_up(), redacted=True).questions[0]
     assert public.above["0.5"] == rounded_count(summary.above["0.5"], 10)
+
+
+def test_one_trial_is_not_testable_and_never_held(tmp_path: Path) -> None:
+    one = AttackResult("a guess", "knows all else", [0, 1], np.array([1e-9, 5.0]), "mse", trials=1)
+    compared = torchfil.compare_with_bounds([1.0, 1.0], one)
+    assert compared.verdicts == ["not testable"] * 2
+    assert np.isnan(compared.violations)
+    record = compared.record(range(40))
+    assert not record.testable
+    run = made_up(attacks=[record])
+    assert not load(save(run, tmp_path / "run.fil")).attacks[0].testable
+    page = write_report(run, tmp_path / "report").read_text()
+    assert "not testable" in page
+    assert "the bound held" not in page
+    many = AttackResult(
+        "a guess", "all", [0, 1], np.array([1e-9, 5.0]), "mse", trials=9, standard_error=np.full(2, 1e-12)
+    )
+    assert torchfil.compare_with_bounds([1.0, 1.0], many).verdicts == ["violated", "held"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -66,9 +67,21 @@ class BoundComparison:
             return self.achieved_low / self.predicted_high, self.achieved_high / self.predicted_low
 
     @property
+    def testable(self) -> bool:
+        """Whether there is more than one trial: one does not tell its own spread, and so cannot break a bound."""
+        return self.attack.trials > 1 and self.attack.standard_error is not None
+
+    @property
+    def verdicts(self) -> list[str]:
+        """By example "held", "violated" or "not testable", [m]."""
+        if not self.testable:
+            return ["not testable"] * len(self.violated)
+        return ["violated" if broken else "held" for broken in self.violated]
+
+    @property
     def violations(self) -> float:
-        """The share of examples whose bound was broken beyond chance."""
-        return float(self.violated.mean())
+        """The share of examples whose bound was broken beyond chance; NaN where one trial does not tell."""
+        return float(self.violated.mean()) if self.testable else math.nan
 
     def table(self) -> Any:
         """A pandas DataFrame by example id, or a dict of lists where pandas is not installed."""
@@ -81,6 +94,7 @@ class BoundComparison:
             "ratio_low": self.ratio_interval[0],
             "ratio_high": self.ratio_interval[1],
             "violated": self.violated,
+            "verdict": np.asarray(self.verdicts),
         }
         if self.attack.squared_bias is not None:
             columns["squared_bias"] = self.attack.squared_bias
@@ -107,6 +121,7 @@ class BoundComparison:
             self.predicted.astype(np.float64),
             self.attack.achieved.astype(np.float64),
             self.violated,
+            self.testable,
         )
 
     def plot(self, *, title: str | None = None, blind: float | None = None) -> Figure:
@@ -124,8 +139,9 @@ class BoundComparison:
 
         figure = new_figure(6.4, 4.6, "constrained")
         axis = figure.subplots()
+        untold = "not testable: one trial" if not self.testable else "bound held"
         for chosen, colour, marker, label in (
-            (drawn & ~self.violated, HELD, "o", "bound held"),
+            (drawn & ~self.violated, HELD if self.testable else NEUTRAL, "o", untold),
             (drawn & self.violated, BROKEN, "^", "below the bound beyond chance"),
         ):
             if chosen.any():

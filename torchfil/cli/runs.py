@@ -140,7 +140,10 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
         "questions": {
             question.name: float(np.max(question.rate()[measured], initial=0.0)) for question in run.questions
         },
-        "attacks": [{"name": attack.name, "violated": int(attack.violated.sum())} for attack in run.attacks],
+        "attacks": [
+            {"name": attack.name, "violated": int(attack.violated.sum()), "testable": attack.testable}
+            for attack in run.attacks
+        ],
     }
 
 
@@ -184,7 +187,8 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
         text = f"{name}: any attacker is right at most {100 * rate:.3g} % of the time where wrong 1 % of the time"
         lines.append(["question", text])
     for attack in data["attacks"]:
-        lines.append(["attack", f"{attack['name']}: {attack['violated']} bounds violated"])
+        found = f"{attack['violated']} bounds violated" if attack["testable"] else "one trial, not testable"
+        lines.append(["attack", f"{attack['name']}: {found}"])
     lines.append(["saved", f"{about.get('created')} by torchfil {about.get('versions', {}).get('torchfil')}"])
 
     text = table(lines[0], lines[1:], left=2)

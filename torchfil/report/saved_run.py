@@ -125,6 +125,7 @@ class AttackRecord:
         predicted: The bound, [m].
         achieved: The attack's error in the same unit, [m].
         violated: Whether ``achieved`` lies below the bound beyond chance, [m] booleans.
+        testable: Whether there was more than one trial, so that a bound could have been violated at all.
     """
 
     name: str
@@ -133,6 +134,7 @@ class AttackRecord:
     predicted: np.ndarray
     achieved: np.ndarray
     violated: np.ndarray
+    testable: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -376,7 +378,9 @@ def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         arrays[f"question/{number}/divergence_high"] = question.divergence_high
 
     # safetensors does not keep the order of arrays, so the header does
-    attacks = [{"name": attack.name, "threat_model": attack.threat_model} for attack in run.attacks]
+    attacks = [
+        {"name": each.name, "threat_model": each.threat_model, "testable": each.testable} for each in run.attacks
+    ]
     order = {"columns": list(run.columns), "groups": list(run.groups), "history": list(run.history)}
     questions = [{"name": q.name, "answers": q.answers, "complete": q.complete} for q in run.questions]
     values = {"about": run.about, "bounds": run.bounds, "attacks": attacks, "order": order, "questions": questions}
@@ -413,6 +417,7 @@ def _unpacked(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> Sa
                 text["name"],
                 text["threat_model"],
                 *(arrays[f"attack/{number}/{part}"] for part in ("rows", "predicted", "achieved", "violated")),
+                testable=text.get("testable", True),  # earlier files do not say
             )
             for number, text in enumerate(json.loads(header["attacks"]))
         ],

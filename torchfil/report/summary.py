@@ -141,6 +141,7 @@ class AttackSummary:
     targets: int | str
     violated: int | str
     ratio: dict[str, float] = field(default_factory=dict)
+    testable: bool = True
 
 
 @dataclass(frozen=True)
@@ -343,7 +344,8 @@ def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
     targets = len(attack.rows)
     violated = published_count(int(np.asarray(attack.violated).sum()), smallest)
     if targets < smallest:
-        return AttackSummary(attack.name, attack.threat_model, published_count(targets, smallest), violated)
+        shown = published_count(targets, smallest)
+        return AttackSummary(attack.name, attack.threat_model, shown, violated, testable=attack.testable)
     predicted = np.asarray(attack.predicted, dtype=np.float64)
     bounded = np.isfinite(predicted)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -354,6 +356,7 @@ def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
         rounded_count(targets, smallest),
         violated,
         _levels(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
+        attack.testable,
     )
 
 

@@ -23,7 +23,9 @@ def render(report: Report) -> Markup | None:
             count(attack.targets),
             number(attack.ratio.get("0"), even=True) if attack.ratio else "not shown",
             number(attack.ratio.get("0.5"), even=True) if attack.ratio else "not shown",
-            tag("span", count(attack.violated), class_="warn" if attack.violated != 0 else None),
+            tag("span", count(attack.violated), class_="warn" if attack.violated != 0 else None)
+            if attack.testable
+            else "not testable",
         ]
         for attack in attacks
     ]
@@ -35,7 +37,7 @@ def render(report: Report) -> Markup | None:
         paragraph(
             "The ratio is the error that the attack achieved over the bound: 1 would meet the bound, less would "
             "break it (by chance, or because the attack is biased). Targets without a finite bound have none. "
-            "“Violated” counts those below it beyond chance."
+            "“Violated” counts those below it beyond chance; one trial does not tell, and is not testable."
         ),
         table(["Attack", "Targets", least, "Median ratio", "Violated"], rows),
         [_chart(attack) for attack in run.attacks] if run is not None else None,
@@ -55,6 +57,12 @@ def _chart(attack: AttackRecord) -> Markup:
         lambda width: svg.scatter(
             shown, width=width, title=f"error achieved by {attack.name}", axis="bound on the error"
         ),
-        f"One dot for each attacked example. On or above the dashed diagonal the bound held.{few}",
+        f"One dot for each attacked example. {_reading(attack)}{few}",
         label=f"Achieved error against bound for {attack.name}",
     )
+
+
+def _reading(attack: AttackRecord) -> str:
+    if not attack.testable:
+        return "One trial each, whose error is a matter of chance: the bound is not tested."
+    return "On or above the dashed diagonal the bound held."
