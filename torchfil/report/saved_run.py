@@ -416,8 +416,11 @@ def _unpacked(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> Sa
             AttackRecord(
                 text["name"],
                 text["threat_model"],
-                *(arrays[f"attack/{number}/{part}"] for part in ("rows", "predicted", "achieved", "violated")),
-                testable=text.get("testable", True),  # earlier files do not say
+                arrays[f"attack/{number}/rows"],
+                arrays[f"attack/{number}/predicted"],
+                arrays[f"attack/{number}/achieved"],
+                arrays[f"attack/{number}/violated"],
+                text.get("testable", True),  # earlier files do not say
             )
             for number, text in enumerate(json.loads(header["attacks"]))
         ],
