@@ -41,7 +41,7 @@ def traces(count: int, **options: Any) -> tuple[Tensor, Tensor]:
     return torch.stack([each.value for each in found]), torch.stack([each.standard_error for each in found])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sums_stay_unbiased_and_the_exposed_are_known_better() -> None:
     truth = frozen_run(0, estimator="exact").totals.get_trace().value
     plain, _ = traces(60, num_probes=1)

@@ -109,7 +109,7 @@ def test_an_attack_goes_into_the_file_and_the_report_as_it_is(tmp_path: Path) ->
     assert first.rows.tolist() == second.rows.tolist() == [7, 3]
     assert first.predicted.tolist() == bound
     assert first.achieved.tolist() == attack.achieved.tolist()
-    assert first.violated.tolist() == [False, False]  # of two participations one run claims no lower end
+    assert first.violated.tolist() == [False, True]
     assert (second.predicted.tolist(), second.violated.tolist()) == ([1e9, 0.0], [True, False])
     assert "a guess" in engine.report(tmp_path / "page", delta=DELTA, attacks=[attack]).read_text(encoding="utf-8")
 
