@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchfil.utils.errors import UnsupportedModuleError
@@ -63,8 +65,9 @@ class _Replayer(TorchDispatchMode):
         # Dropout on a GPU is one operation where gradients are wanted, and several where they are not.
         if func in _MASK_SECOND:
             values, probability = args[0], float(args[1])
-            keep = self.given(mask, values.shape)
-            return values * keep.to(values.dtype) / (1 - probability), keep.to(torch.bool)
+            keep = self.given(mask, values.shape).to(torch.bool)
+            scale = 1 / (1 - probability) if probability < 1 else 0.0
+            return torch.ops.aten.native_dropout_backward(values, keep, scale), keep  # one kernel: values · keep · scale
 
         if func._schema.is_mutable:
             return args[0].copy_(self.given(mask, args[0].shape))
@@ -104,7 +107,7 @@ def recorded_masks() -> Iterator[list[Tensor]]:
         >>> torch.equal(y, 2 * masks[0])
         True
     """
-    with _Recorder() as recorder:
+    with _visible_draws(), _Recorder() as recorder:
         yield recorder.masks
 
 
@@ -127,6 +130,11 @@ class _Layout:
         if self.dim is not None:
             shape[self.dim] *= batch
         return mask.shape == torch.Size(shape)
+
+
+def _visible_draws() -> AbstractContextManager[None]:
+    """Inside, attention draws its masks by an operation of their own; fused kernels draw them unseen."""
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 class MaskLayouts:
@@ -161,7 +169,7 @@ class MaskLayouts:
             layout.fits(mask, batch) for layout, mask in zip(layouts, masks, strict=True)
         ):
             learner = _Learner(masks, batch)
-            with learner:
+            with _visible_draws(), learner:
                 run_first()
             if learner.left:
                 raise _other_draws("fewer random numbers than")
@@ -183,7 +191,7 @@ def replayed_masks(masks: Sequence[Tensor]) -> Iterator[None]:
     if not masks:
         yield
         return
-    with _Replayer(masks) as replayer:
+    with _visible_draws(), _Replayer(masks) as replayer:
         yield
     if replayer.left:
         raise _other_draws("fewer random numbers than")
