@@ -20,6 +20,7 @@ from torchfil.fisher.draws import Draws, draw_bits, signs_of
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.precision import product_precision, products_in
 from torchfil.fisher.recording import (
     RecordedJacobian,
     UnsupportedCallError,
@@ -32,7 +33,7 @@ from torchfil.fisher.recording import (
 from torchfil.fisher.rules import register_rule, rule_for
 from torchfil.fisher.rules.generic import GenericRule
 from torchfil.fisher.rules.linear import LinearRule
-from torchfil.fisher.rules.products import convolution_precision, product_precision, products_in
+from torchfil.fisher.rules.products import convolution_precision
 from torchfil.private import Private
 
 BATCH = 3

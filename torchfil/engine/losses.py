@@ -155,9 +155,10 @@ def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any, losses
     if whole.numel() != 1 or bool(whole.isinf()):  # a sum in half precision
         return
     losses = losses.double()
+    tolerance = max(_tolerance(leaf) for leaf in (whole, *tensors_of(outputs)) if leaf.is_floating_point())
     value, size = float(whole), float(losses.abs().mean())
     mean, total = float(losses.mean()), float(losses.sum())
-    if not any(abs(value - one) <= _tolerance(whole) * max(size, abs(one)) for one in (mean, total)):
+    if not any(abs(value - one) <= tolerance * max(size, abs(one)) for one in (mean, total)):
         raise LossMismatchError(
             f"the criterion ({loss.name}) gives {value:.6g} for this batch, but its values on single examples have the "
             f"mean {mean:.6g} and the sum {total:.6g}: it weights examples by others of "

@@ -15,6 +15,7 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import Tensor, optim
 
 from torchfil.clipping import ClipFunction
+from torchfil.fisher.precision import wide_dtype
 
 __all__ = ["FILOptimizer", "GradSampleOptimizer", "StepSource"]
 
@@ -88,6 +89,19 @@ class FILOptimizer(DPOptimizer):
         self._backward_passes = 1
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a ``GradScaler`` asks before it steps.
+
+        Raises:
+            RuntimeError: Whatever the answer: it skips steps by what the batch's gradients are, unaccounted for.
+        """
+        raise RuntimeError(
+            "a GradScaler scales the loss, and skips a step where a gradient of the batch overflows: both the scale and "
+            "the skipped steps tell of the examples without any noise. Use torch.autocast with dtype=torch.bfloat16, "
+            "which needs no scaler, and call loss.backward() and optimizer.step() as they are. This step was not taken."
+        )
+
+    @property
     def grad_samples(self) -> list[Tensor]:
         """None are formed: each parameter has an empty one."""
         return [p.new_zeros(0) for p in self.params]
@@ -130,6 +144,9 @@ class FILOptimizer(DPOptimizer):
         """As in Opacus, the same numbers in fewer steps."""
         std = self.noise_multiplier * self.max_grad_norm
         if self.secure_mode or std == 0:
+            for p in self.params:
+                if p.summed_grad is not None and p.summed_grad.dtype != p.dtype:
+                    p.summed_grad = p.summed_grad.to(p.dtype)
             super().add_noise()
             return
         noises = []
@@ -139,7 +156,7 @@ class FILOptimizer(DPOptimizer):
             noises.append(noise.normal_(0, std, generator=self.generator))
         torch._foreach_add_(noises, [p.summed_grad for p in self.params])
         for p, noise in zip(self.params, noises, strict=True):
-            p.grad = noise.view_as(p)
+            p.grad = noise.view_as(p).to(p.dtype)  # sums and noise of a model held in bfloat16 are float32
             _mark_as_processed(p.summed_grad)
 
     def scale_grad(self) -> None:
@@ -214,8 +231,8 @@ class GradSampleOptimizer(FILOptimizer):
         scale = self.clip.scale(norms, self.max_grad_norm)
         sums = []
         for p in self.params:
-            grad_sample = self._get_flat_grad_sample(p).to(p.dtype)
-            weight = scale.to(grad_sample.device, p.dtype)
+            grad_sample = self._get_flat_grad_sample(p).to(wide_dtype(p.dtype))
+            weight = scale.to(grad_sample)
             sums.append((weight @ grad_sample[:, None].flatten(1)).reshape(grad_sample.shape[1:]))
 
         computed.confirm_and_stage()
@@ -228,7 +245,7 @@ class GradSampleOptimizer(FILOptimizer):
         samples = self.grad_samples
         device = samples[0].device
         if len(samples[0]) == 0:
-            return torch.zeros(0, device=device, dtype=samples[0].dtype)
+            return torch.zeros(0, device=device, dtype=wide_dtype(samples[0].dtype))
         sizes = {len(sample) for sample in samples}
         if len(sizes) > 1:
             shapes = [
@@ -240,5 +257,6 @@ class GradSampleOptimizer(FILOptimizer):
                 "grad_sample_mode='auto', give them a row per example (position_ids in the batch), or freeze them "
                 "(requires_grad_(False))."
             )
-        parts = [torch.linalg.vector_norm(sample.reshape(len(sample), -1), dim=1).to(device) for sample in samples]
+        flat = [sample.reshape(len(sample), -1) for sample in samples]
+        parts = [torch.linalg.vector_norm(part, dim=1, dtype=wide_dtype(part.dtype)).to(device) for part in flat]
         return torch.linalg.vector_norm(torch.stack(parts, dim=1), dim=1)

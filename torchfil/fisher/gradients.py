@@ -25,6 +25,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchfil.fisher.masks import replayed_masks
+from torchfil.fisher.precision import autocast_as, autocast_now, is_reduced, products_in, wide, wide_dtype
 from torchfil.private import Examples, Inputs, Private, called_often, submodule_output
 from torchfil.utils.errors import UnsupportedModuleError
 from torchfil.utils.trees import map_tensors
@@ -52,6 +53,7 @@ class ExampleGradients:
             any, a model that draws random numbers is refused.
         parameters: The trainable parameters by name, detached.
         constants: Frozen parameters and buffers by name.
+        autocast: The dtype of autocast under which model and loss run; None: without.
     """
 
     model: nn.Module
@@ -59,6 +61,7 @@ class ExampleGradients:
     examples: Examples
     parameters: dict[str, Tensor]
     constants: dict[str, Tensor]
+    autocast: torch.dtype | None = None
 
     @classmethod
     def build(
@@ -69,7 +72,7 @@ class ExampleGradients:
         targets: Any,
         private: Private | None = None,
     ) -> ExampleGradients:
-        """Check the model and the batch, and bind them together.
+        """Check the model and the batch, and bind them together; autocast is as at this call.
 
         Raises:
             UnsupportedModuleError: BatchNorm (it mixes examples), or active dropout (its gradient is random).
@@ -90,7 +93,8 @@ class ExampleGradients:
             return output_of_one_example(live, name, public)
 
         examples = Examples.build(inputs, targets, private, submodule_shape=submodule_shape)
-        return cls(model, loss_fn, examples, parameters, constants)
+        device = next(iter(parameters.values())).device
+        return cls(model, loss_fn, examples, parameters, constants, autocast_now(device))
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -107,13 +111,37 @@ class ExampleGradients:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the gradients."""
-        return next(iter(self.parameters.values())).dtype
+        """The dtype of gradients, norms and sums: the parameters', but float32 at least."""
+        return wide_dtype(next(iter(self.parameters.values())).dtype)
 
     @property
     def device(self) -> torch.device:
         """The device of the gradients."""
         return next(iter(self.parameters.values())).device
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the model computes with fewer digits than float32 has."""
+        return self.autocast is not None or is_reduced(next(iter(self.parameters.values())).dtype)
+
+    @contextlib.contextmanager
+    def forward_state(self) -> Iterator[None]:
+        """Inside, model and loss run as they are to be accounted for: under their autocast, differentiable twice."""
+        with autocast_as(self.autocast, self.device), differentiable_twice():
+            yield
+
+    @contextlib.contextmanager
+    def backward_state(self) -> Iterator[None]:
+        """Inside, derivatives of such passes are taken, outside of autocast as in a training loop.
+
+        Of numbers with few digits, products of matrices in TF32 lose none of them.
+        """
+        with autocast_as(None, self.device), differentiable_twice():
+            if not self.reduced:
+                yield
+                return
+            with products_in("tf32"):
+                yield
 
     def chunks(self, max_memory: int, vectors_per_example: int) -> Iterator[tuple[slice, ExampleGradients]]:
         """The batch in pieces, such that ``vectors_per_example`` vectors of length p fit in ``max_memory`` bytes.
@@ -125,14 +153,14 @@ class ExampleGradients:
             yield rows, replace(self, examples=examples)
 
     def double(self) -> ExampleGradients:
-        """The same in float64."""
+        """The same in float64, without autocast."""
 
         def doubled(value: Tensor) -> Tensor:
             return value.double() if value.is_floating_point() else value
 
         examples = replace(self.examples, z=self.examples.z.double(), public=map_tensors(doubled, self.examples.public))
         parameters, constants = map_tensors(doubled, (self.parameters, self.constants))
-        return replace(self, examples=examples, parameters=parameters, constants=constants)
+        return replace(self, examples=examples, parameters=parameters, constants=constants, autocast=None)
 
     def gradients(self) -> Tensor:
         """g of every example, [batch, p]."""
@@ -157,19 +185,20 @@ class ExampleGradients:
         one = self.examples[slice(i, i + 1)]
         public = map_tensors(lambda leaf: leaf[0], one.public)
         z = one.z[0].detach().requires_grad_()
-        with torch.enable_grad(), differentiable_twice(), replayed_masks(one.masks):
-            loss = self.loss_of_one(parameters, z, public)
+        with torch.enable_grad(), replayed_masks(one.masks), self.backward_state():
+            with self.forward_state():
+                loss = self.loss_of_one(parameters, z, public)
             by_parameter = torch.autograd.grad(
                 loss, list(parameters.values()), create_graph=True, allow_unused=True, materialize_grads=True
             )
-            g = torch.cat([part.flatten() for part in by_parameter])
+            g = wide(torch.cat([part.flatten() for part in by_parameter]))
             if not g.requires_grad:
                 return g, torch.zeros_like(z), torch.zeros_like(z)
             slope, product = (
                 torch.autograd.grad(value, z, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
                 for value in (g.square().sum(), g @ u)
             )
-        return g.detach(), slope, product
+        return g.detach(), wide(slope), wide(product)
 
     def jvp(self, v: Tensor) -> Tensor:
         """Jv of every example, [batch, p], for v of shape [batch, d]."""
@@ -239,11 +268,12 @@ class ExampleGradients:
             return torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
         in_dims = (0, self.examples.in_dims, *(dim for _, dim in extra))
         arguments = (self.examples.z, self.examples.public, *(t for t, _ in extra))
-        with differentiable_twice():
+        # torch.func knows no autocast: what is mapped runs in the precision of the weights.
+        with autocast_as(None, self.device), differentiable_twice():
             randomness = "different" if self.examples.masks else "error"
             with _explain_randomness(), _explain_layers(self.model), replayed_masks(self.examples.masks):
                 result: Tensor = vmap(one, in_dims=in_dims, randomness=randomness)(*arguments)
-        return result.detach()
+        return wide(result.detach())
 
     def unflatten(self, u: Tensor) -> dict[str, Tensor]:
         """A vector of length p by parameter name, in the parameters' shapes."""
@@ -439,7 +469,7 @@ def added_to_output(model: nn.Module, submodule: str | None, offset: Tensor | No
                 f"submodule {submodule!r} gave an output of shape {tuple(output.shape)} where {tuple(offset.shape)} "
                 "was expected from inputs of the same shape; what is private must not change from example to example"
             )
-        return output + offset
+        return output + offset.to(output.dtype)
 
     handle = model.get_submodule(submodule).register_forward_hook(add)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step.forwards import ForwardPass
 from torchfil.fisher.masks import replayed_masks
+from torchfil.fisher.precision import autocast_as, is_reduced
 from torchfil.fisher.recording import losses_of
 from torchfil.private import as_call
 from torchfil.smoothness import non_smooth_operators
@@ -31,6 +33,7 @@ _STEPS_BETWEEN_LOOKS = 128  # at whether the live model still gives what its cop
 _EXAMPLES_TO_LOOK_AT = 8
 _FAR_APART = 5  # times the tolerance: beyond what lower precision does
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+_LOOSE_TOLERANCE = 0.1  # half precision
 
 _NOT_FINITE = (
     "the gradient of an example in this batch is NaN or infinite, though its inputs are finite: is there a function "
@@ -52,10 +55,13 @@ def nothing() -> None:
     """No look to take."""
 
 
-def check_copy(ours: Tensor, loops: Tensor) -> None:
-    """Raise unless ‖g‖ by the engine's copy of the model and by the loop's own pass agree, [batch] each."""
+def check_copy(ours: Tensor, loops: Tensor, *, reduced: bool = False) -> None:
+    """Raise unless ‖g‖ by the engine's copy of the model and by the loop's own pass agree, [batch] each.
+
+    ``reduced`` says whether the model computes with fewer digits than float32 has.
+    """
     ((apart, size),) = _begin_comparison([(ours, loops)])()
-    if apart > _TOLERANCE.get(loops.dtype, 0.1) * size:
+    if apart > (_LOOSE_TOLERANCE if reduced else _TOLERANCE.get(loops.dtype, _LOOSE_TOLERANCE)) * size:
         theirs = f"some that differ by up to {apart:.3g}"
         raise RuntimeError(f"the gradients' norms are at most {size:.3g}, {_COPY_DIFFERS.format(theirs)}")
 
@@ -76,6 +82,11 @@ class StepChecks:
         self.last_norms_were_finite: Callable[[], None] = nothing
         self._until_look = 0
         self._opaque_changes = 0
+
+    def _tolerance(self, values: Tensor, forward: ForwardPass) -> float:
+        """How far such values may be apart, relative to their size."""
+        reduced = forward.autocast is not None or is_reduced(next(self.replica.live.parameters()).dtype)
+        return _LOOSE_TOLERANCE if reduced else _TOLERANCE.get(values.dtype, _LOOSE_TOLERANCE)
 
     def targets(self, forward: ForwardPass) -> Any:
         """The targets of the batch that was current, on the model's device."""
@@ -110,7 +121,7 @@ class StepChecks:
         pairs = [(a, b) for a, b in zip(ours, observed, strict=True) if b.is_floating_point() and b.numel()]
         if not pairs:
             return nothing
-        tolerance = _TOLERANCE.get(pairs[0][1].dtype, 0.1)
+        tolerance = self._tolerance(pairs[0][1], forward)
         compared = _begin_comparison(pairs)
 
         def confirm() -> None:
@@ -132,9 +143,9 @@ class StepChecks:
 
     def begin_loss_check(self, forward: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Callable[[], None]:
         """Begin to compare ℓ of each example alone, [batch], with its loss at the outputs of the loop's batch."""
-        with torch.no_grad():
+        with torch.no_grad(), autocast_as(forward.autocast, self.replica.device):
             theirs = losses_of(loss, forward.outputs, self.targets(forward))
-        tolerance = _TOLERANCE.get(theirs.dtype, 0.1)
+        tolerance = self._tolerance(theirs, forward)
         compared = _begin_comparison([(ours.to(theirs), theirs)])
 
         def confirm() -> None:
@@ -147,9 +158,9 @@ class StepChecks:
 
         return confirm
 
-    def begin_norm_check(self, measured: Tensor, released: Tensor) -> Callable[[], None]:
+    def begin_norm_check(self, forward: ForwardPass, measured: Tensor, released: Tensor) -> Callable[[], None]:
         """Begin to compare ‖g‖ with the norms of the gradients that Opacus has formed, [batch] each."""
-        tolerance = _TOLERANCE.get(released.dtype, 0.1)
+        tolerance = self._tolerance(released, forward)
         compared = _begin_comparison([(measured.to(released), released)])
 
         def confirm() -> None:
@@ -207,14 +218,15 @@ class StepChecks:
         self._until_look = 0  # again at the next step, unless this look ends well
 
         few = range(min(len(ours), _EXAMPLES_TO_LOOK_AT))
-        with torch.no_grad(), buffers_kept(self.replica.live), replayed_masks(forward.masks):
+        autocast = partial(autocast_as, forward.autocast, self.replica.device)
+        with torch.no_grad(), buffers_kept(self.replica.live), replayed_masks(forward.masks), autocast():
             outputs = self.replica.live(*forward.args, **forward.kwargs)
-        with torch.no_grad():
+        with torch.no_grad(), autocast():
             live = torch.stack([loss(*_one_example((outputs, targets), i)).reshape(()) for i in few])
         if not bool(live.isfinite().all()):
             raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
         apart, size = float((live - ours[: len(few)]).abs().max()), float(live.abs().max())
-        if apart > _TOLERANCE.get(ours.dtype, 0.1) * size:
+        if apart > self._tolerance(ours, forward) * size:
             raise (
                 _alone_differs(apart, size)
                 if now

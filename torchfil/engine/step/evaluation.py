@@ -7,6 +7,8 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from torchfil.engine.replica import Replica
 from torchfil.engine.step.captured import BUCKETS, CapturedPasses, OutputLook
 from torchfil.engine.step.checks import check_copy
@@ -59,11 +61,11 @@ class Evaluator:
 
     def has_plan(self, gradients: ExampleGradients) -> bool:
         """Whether such examples were tried before."""
-        return self._key(gradients.examples, tuple(gradients.parameters)) in self._plans
+        return self._key(gradients) in self._plans
 
     def plan(self, gradients: ExampleGradients) -> Plan:
         """Whether a recorded pass fits the model; tried once for every shape of examples."""
-        key = self._key(gradients.examples, tuple(gradients.parameters))
+        key = self._key(gradients)
         if key in self._plans or not len(gradients):
             return self._plans.get(key, Plan(None, 1))
         constants = self.replica.note_written(gradients.constants)
@@ -73,7 +75,7 @@ class Evaluator:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = found
-            _tell(found)
+            _tell(found, gradients.autocast)
         return found
 
     def evaluate(
@@ -110,13 +112,13 @@ class Evaluator:
         # Another estimator has its own products with each example's Jacobian.
         if recorded is not wanted:
             measured = self._mapped(batch, replace(wanted, summed=False, questions=()))
-            check_copy(measured.norm, values.norm)
+            check_copy(measured.norm, values.norm, reduced=batch.gradients.reduced)
             return replace(values, additions={**(values.additions or {}), **(measured.additions or {})})
         return values
 
     def recorded_forward(self, examples: Examples, gradients: ExampleGradients) -> RecordedForward | None:
         """The forward half of a recorded pass of the live model; None where the whole pass will not follow from it."""
-        key = self._key(examples, tuple(gradients.parameters))
+        key = self._key(gradients)
         tried = self._plans.get(key)
         if tried is None or not tried.fits or self.replica.written or key in self._not_recorded_live:
             return None
@@ -163,7 +165,7 @@ class Evaluator:
                 jacobian.output_gradients  # noqa: B018 - the way back to the outputs shows whether it can be used
                 chunks = [(slice(0, count), jacobian)]
             except UnsupportedCallError:
-                self._not_recorded_live.add(self._key(gradients.examples, tuple(gradients.parameters)))
+                self._not_recorded_live.add(self._key(gradients))
         for rows, jacobian in chunks:
             if look is not None and rows == slice(0, count):
                 look(jacobian.output_gradients)
@@ -211,19 +213,21 @@ class Evaluator:
 
     def _give_up(self, gradients: ExampleGradients, reason: str) -> Plan:
         """From now on such examples are mapped over."""
-        self._plans[self._key(gradients.examples, tuple(gradients.parameters))] = found = Plan(reason, 0)
-        _tell(found)
+        self._plans[self._key(gradients)] = found = Plan(reason, 0)
+        _tell(found, gradients.autocast)
         return found
 
-    def _key(self, examples: Examples, parameters: tuple[str, ...]) -> Hashable:
-        return examples.form, self.replica.key, parameters
+    def _key(self, gradients: ExampleGradients) -> Hashable:
+        return gradients.examples.form, self.replica.key, tuple(gradients.parameters), gradients.autocast
 
 
 def _fits(batch: PrivateBatch) -> bool:
     return batch.plan is not None and batch.plan.fits
 
 
-def _tell(tried: Plan) -> None:
+def _tell(tried: Plan, autocast: torch.dtype | None) -> None:
+    if tried.reason is not None and autocast is not None:
+        logger.warning("gradients that are mapped over examples are computed without autocast (torch.func has none)")
     if tried.reason is not None:
         logger.warning("gradients are mapped over examples (vmap), which is slower: %s", tried.reason)
     elif tried.generic:

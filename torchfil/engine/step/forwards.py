@@ -14,6 +14,7 @@ from torchfil.engine.loader import BatchTracker, make_current, plain
 from torchfil.engine.replica import Replica
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks
+from torchfil.fisher.precision import autocast_as, autocast_now
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples
 from torchfil.utils.trees import map_tensors
@@ -37,6 +38,7 @@ class ForwardPass:
         masks: The random numbers that the model drew.
         recorded: The graph of this very call, where it was recorded.
         examples: What was private in it, where it was recorded.
+        autocast: The dtype of autocast under which the model ran; None: without.
         gradients: ∂loss/∂output by the output's place, once ``backward()`` has been there.
     """
 
@@ -48,6 +50,7 @@ class ForwardPass:
     masks: tuple[Tensor, ...] = ()
     recorded: RecordedForward | None = None
     examples: Examples | None = None
+    autocast: torch.dtype | None = None
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -165,7 +168,8 @@ class LoopForward:
         with_graph = look or device.type == "cpu"  # where it costs next to nothing
 
         def plainly() -> Any:
-            with torch.set_grad_enabled(with_graph), differentiable_twice():
+            autocast = autocast_as(autocast_now(device), device)  # casts of weights are not kept beyond an update
+            with torch.set_grad_enabled(with_graph), autocast, differentiable_twice():
                 return self.replica.live(*args, **kwargs)
 
         def recorded() -> Any:
@@ -182,7 +186,9 @@ class LoopForward:
             outputs, masks = call_and_record_masks(plainly, device, expected=drops)
         self._draws = bool(masks)
         leaves = map_tensors(_as_leaf, outputs)
-        self.observer.watch(args, kwargs, leaves, masks=masks, recorded=forward, examples=examples)
+        self.observer.watch(
+            args, kwargs, leaves, masks=masks, recorded=forward, examples=examples, autocast=autocast_now(device)
+        )
         return map_tensors(lambda leaf: leaf.clone() if leaf.requires_grad else leaf, leaves)
 
 
@@ -231,7 +237,7 @@ class HookedForward:
             return None
         # An output may be made from another: the loss's derivative is by each alone.
         apart = map_tensors(lambda leaf: leaf.view_as(leaf) if leaf.requires_grad else leaf, outputs)
-        self.observer.watch(args, kwargs, apart, masks=tuple(self._masks))
+        self.observer.watch(args, kwargs, apart, masks=tuple(self._masks), autocast=autocast_now(self.replica.device))
         return apart
 
 

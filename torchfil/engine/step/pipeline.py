@@ -31,6 +31,7 @@ from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
 from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.precision import autocast_now
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples, as_call, check_finite_later
 from torchfil.utils.trees import tensors_of
@@ -122,7 +123,8 @@ class StepPipeline:
             examples = self._examples(forward)
         except (ValueError, TypeError):  # told at the step, where the loop expects it
             return None
-        recorded = self.evaluator.recorded_forward(examples, self.replica.live_gradients(examples, loss))
+        gradients = replace(self.replica.live_gradients(examples, loss), autocast=autocast_now(self.replica.device))
+        recorded = self.evaluator.recorded_forward(examples, gradients)
         return None if recorded is None else (examples, recorded)
 
     def take(self, optimizer: FILOptimizer, norms: Tensor | None = None) -> Computed:
@@ -194,7 +196,7 @@ class StepPipeline:
         if norms is not None:
             clipped = (norms * self.options.clip.scale(norms, noise.max_grad_norm)).detach()
             if step is not None:
-                confirmations.append(self.checks.begin_norm_check(step.norm, norms))
+                confirmations.append(self.checks.begin_norm_check(forwards[0], step.norm, norms))
                 step = replace(step, clipped_norm=clipped, sums={})
             else:
                 step = StepValues(None, norms, clipped, {}, None)
@@ -235,7 +237,7 @@ class StepPipeline:
             )
 
         # A loss that is not the loop's would spoil the trial, so it is looked at first.
-        gradients = self.replica.gradients(examples, loss)
+        gradients = replace(self.replica.gradients(examples, loss), autocast=forward.autocast)
         from_loop = forward.outputs is not None
         looked_at = from_loop and not self.evaluator.has_plan(gradients)
         if looked_at:
@@ -361,7 +363,8 @@ class StepPipeline:
         check_batch = self.checks.begin_batch_check((args, kwargs), targets)
         check_even = check_ignored_targets_later(loss, targets)
         tracker = self.observer.tracker
-        forward = ForwardPass(tracker.ids, tracker.batch, args, kwargs, None)
+        autocast = autocast_now(self.replica.device)
+        forward = ForwardPass(tracker.ids, tracker.batch, args, kwargs, None, autocast=autocast)
 
         noise = self.run.check_noise(optimizer)
         examples = self.replica.lay_out(args, kwargs, targets, self.options.private, check_values=False)

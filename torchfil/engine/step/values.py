@@ -15,8 +15,8 @@ from torchfil.engine.step.asking import Places
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.precision import product_precision
 from torchfil.fisher.recording.compiled import CompilationError
-from torchfil.fisher.rules.products import product_precision
 from torchfil.utils.trees import map_tensors
 
 __all__ = ["StepValues", "Wanted", "check_compiled", "joined", "values_of"]

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from torchfil.fisher.precision import wide
 from torchfil.fisher.recording.passes import Recording
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
 from torchfil.utils.trees import map_tensors
@@ -71,12 +72,14 @@ class CutRecording:
 
     def pulled_back(self, cotangents: Sequence[Tensor | None], z: Tensor) -> Tensor:
         """Σ_leaf ⟨cotangent, ∂leaf/∂z⟩, [batch, d]; the graph is kept for the next ones."""
-        pairs = [(origin, c) for origin, c in zip(self.origins, cotangents, strict=True) if c is not None]
+        pairs = [
+            (origin, c.to(origin.dtype)) for origin, c in zip(self.origins, cotangents, strict=True) if c is not None
+        ]
         if not pairs:
-            return torch.zeros_like(z)
+            return wide(torch.zeros_like(z))
         origins, given = zip(*pairs, strict=True)
         (result,) = torch.autograd.grad(origins, z, given, retain_graph=True, allow_unused=True, materialize_grads=True)
-        return result
+        return wide(result)
 
 
 def cut(recording: Recording) -> CutRecording:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from torchfil.clipping import ClipFunction
-from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
+from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian, safe_reciprocal
 from torchfil.fisher.recording.cut import CutRecording, cut
@@ -79,7 +79,7 @@ class RecordedJacobian(ClippedJacobian):
     @cached_property
     def _square(self) -> tuple[Tensor, list[Tensor | None]]:
         """‖g‖², [batch], and its derivative at the leaves of the cut."""
-        with differentiable_twice():
+        with self.gradients.backward_state():
             return self._cut.differentiated(squared_norms(self._cut.recording))
 
     @cached_property
@@ -135,9 +135,10 @@ class RecordedJacobian(ClippedJacobian):
     def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
         """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 where unused."""
         weight = self.scale if mask is None else self.scale * mask
-        sums = weighted_sum(self._recording, weight.to(self.gradients.dtype))
+        with self.gradients.backward_state():
+            sums = weighted_sum(self._recording, weight.to(self.gradients.dtype))
         return {
-            name: sums[name] if name in sums else torch.zeros_like(value)
+            name: sums[name] if name in sums else torch.zeros_like(value, dtype=self.gradients.dtype)
             for name, value in self.gradients.parameters.items()
         }
 
@@ -156,15 +157,16 @@ class RecordedJacobian(ClippedJacobian):
         z = others.examples.z.detach()
         forward = forward_pass(others, z)
         recording = forward.recording(others.loss_fn, targets_at(others, z), differentiable=False)
-        return gradient_products(self._recording, recording)
+        with self.gradients.backward_state():
+            return gradient_products(self._recording, recording)
 
     def _products(self, u: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """⟨g, u⟩, [batch], and the derivative of Σ_i weight_i⟨g_i, u⟩ at the leaves of the cut."""
-        with differentiable_twice():
+        with self.gradients.backward_state():
             return inner_products(self._cut, self.gradients.unflatten(u), weight)
 
     def _pulled_back(self, cotangents: Sequence[Tensor | None]) -> Tensor:
-        with differentiable_twice():
+        with self.gradients.backward_state():
             return self._cut.pulled_back(cotangents, self._z)
 
 

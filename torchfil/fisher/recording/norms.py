@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
+from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording.cut import CutRecording, Part, cut
 from torchfil.fisher.recording.passes import Recording, record
 from torchfil.fisher.rules.base import products_of, total_square
@@ -92,11 +92,15 @@ def squared_norms(recording: Recording) -> Iterator[Part]:
     sharing: list[Call] = []
     for call in recording.calls:
         if all(uses[name] == 1 for name in call.shared_names.values()):
-            yield Part((call,), partial(call.rule.squared_norm, call))
+            yield Part((call,), partial(_squared_norm, call))
         else:
             sharing.append(call)
     if sharing:
         yield Part(tuple(sharing), partial(_shared_squared_norm, sharing, recording.losses))
+
+
+def _squared_norm(call: Call) -> Tensor:
+    return call.rule.squared_norm(call.wide())  # type: ignore[no-any-return]
 
 
 def _shared_squared_norm(calls: Sequence[Call], like: Tensor) -> Tensor:
@@ -107,7 +111,7 @@ def _shared_squared_norm(calls: Sequence[Call], like: Tensor) -> Tensor:
 
 
 def _add_gradients(summed: dict[str, Tensor], call: Call) -> None:
-    for local, gradient in call.rule.gradients(call).items():
+    for local, gradient in call.rule.gradients(call.wide()).items():
         name = call.shared_names[local]
         summed[name] = summed[name] + gradient if name in summed else gradient
 
@@ -126,7 +130,7 @@ def gradient_products(own: Recording, other: Recording) -> Tensor:
     with torch.no_grad():
         for pair in zip(own.calls, other.calls, strict=True):
             if all(uses[name] == 1 for name in pair[0].shared_names.values()):
-                total = total + pair[0].rule.products(*pair)
+                total = total + pair[0].rule.products(*(call.wide() for call in pair))
                 continue
             for call, summed in zip(pair, shared, strict=True):
                 _add_gradients(summed, call)
@@ -144,10 +148,11 @@ def inner_products(
     cotangents: list[Tensor | None] = [None] * len(attached.leaves)
     for call in attached.recording.calls:
         part = {local: direction[name] for local, name in call.shared_names.items()}
-        value, derivatives = call.rule.inner(call, part, weight)
+        widened = call.wide()
+        value, derivatives = call.rule.inner(widened, part, weight)
         total = total + value
         for leaf, derivative in derivatives:
-            attached.put(cotangents, leaf, derivative)
+            attached.put(cotangents, widened.origin(leaf), derivative)
     return total, cotangents
 
 
@@ -155,7 +160,7 @@ def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
     """Σ_i weight_i g_i by the model's parameter names, for weights [batch]; not differentiable."""
     result: dict[str, Tensor] = {}
     for call in recording.calls:
-        for local, part in call.rule.weighted_sum(call, weight).items():
+        for local, part in call.rule.weighted_sum(call.wide(), weight).items():
             name = call.shared_names[local]
             result[name] = result[name] + part if name in result else part
     return result
@@ -168,7 +173,7 @@ def norm_gradient(gradients: ExampleGradients) -> NormGradient:
         UnsupportedCallError: See :func:`torchfil.fisher.recording.record`; ``recording.plan`` tells beforehand.
     """
     z = gradients.examples.z.detach().requires_grad_()
-    with torch.enable_grad(), differentiable_twice():
+    with torch.enable_grad(), gradients.backward_state():
         return squares_and_slopes(cut(record(gradients, z)), z)
 
 

@@ -24,10 +24,10 @@ from torchfil.fisher.gradients import (
     LossFunction,
     added_to_output,
     call_with,
-    differentiable_twice,
     has_active_dropout,
 )
 from torchfil.fisher.masks import replayed_masks
+from torchfil.fisher.precision import autocast_now, wide
 from torchfil.fisher.recording.watching import WatchedParameters
 from torchfil.fisher.rules.base import rule_for
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
@@ -115,8 +115,9 @@ class RecordedForward:
         outputs, leaves = tensors_of(self.outputs), self.watched.leaves
         places = [use.output for use in self.uses] + [meeting.rows for meeting in self.watched.meetings]
         ends = [output for output in outputs if output.requires_grad]
-        with torch.enable_grad(), differentiable_twice():
-            losses = losses_of(loss_fn, self.outputs, targets)
+        with torch.enable_grad(), self.gradients.backward_state():
+            with self.gradients.forward_state():
+                losses = losses_of(loss_fn, self.outputs, targets)
             if self._was_overwritten():
                 return self._run_again().recording(loss_fn, targets, differentiable=differentiable)
             to_all = torch.autograd.grad(
@@ -203,7 +204,7 @@ def forward_pass(gradients: ExampleGradients, z: Tensor, *, once: bool = False) 
     for name, module in gradients.model.named_modules():
         if has_active_dropout(module) and not (once or gradients.examples.masks):
             raise UnsupportedCallError(f"{name}: active dropout draws one mask for a batch")
-    with torch.enable_grad(), differentiable_twice():
+    with torch.enable_grad(), gradients.forward_state():
         forward = _forward(gradients, z, once)
     if forward.watched.unserved:
         _seen_whole.update(_holders_of(gradients.model, forward.watched.unserved))
@@ -304,7 +305,10 @@ def _holders_of(model: nn.Module, names: list[str] | set[str]) -> list[nn.Module
 
 
 def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
-    """ℓ of every example, [batch]."""
+    """ℓ of every example, [batch], in float32 at least; under autocast that is what it is computed in, as by torch."""
+    (first, *_) = tensors_of(outputs)
+    if autocast_now(first.device) is not None:
+        outputs, targets = map_tensors(wide, (outputs, targets))
 
     def one(output: Any, target: Any) -> Tensor:
         single = map_tensors(lambda tensor: tensor.unsqueeze(0), (output, target))
@@ -316,7 +320,7 @@ def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
     except RuntimeError:  # a loss that vmap does not know, such as weighted cross-entropy with smoothed labels
         rows = range(len(tensors_of(outputs)[0]))
         losses = torch.stack([one(*_row((outputs, targets), i)) for i in rows])
-    return losses
+    return wide(losses)
 
 
 def _row(tree: Any, i: int) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
+from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording.cut import cut
 from torchfil.fisher.recording.norms import Held, inner_products, squares_and_slopes, weighted_sum
 from torchfil.fisher.recording.passes import record
@@ -223,7 +223,7 @@ def _parameters_apart(part: ExampleGradients, apart: Tensor, tolerance: float) -
 def _recorded(part: ExampleGradients, probe: Tensor, held: Held | None = None) -> _Recorded:
     """All that the trial compares, from one recorded pass; ``held`` counts what its norms hold."""
     z = part.examples.z.detach().requires_grad_()
-    with torch.enable_grad(), differentiable_twice():
+    with torch.enable_grad(), part.backward_state():
         with held.counting() if held is not None else nullcontext():
             recording = record(part, z)
         attached = cut(recording)

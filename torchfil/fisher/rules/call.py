@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from torchfil.utils.trees import tensors_of
+from torchfil.fisher.precision import is_reduced, wide
+from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["Call", "UnsupportedCallError"]
 
@@ -32,6 +34,7 @@ class Call:
         constants: Its other parameters and buffers by local name.
         shared_names: The model's name of each trainable parameter; the same where weights are tied.
         memo: What a rule has computed for this call and may use again.
+        narrow: The call as it was recorded, of which this is :meth:`wide`; None: this one.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Call:
     constants: dict[str, Tensor]
     shared_names: dict[str, str]
     memo: dict[str, Tensor] = field(default_factory=dict, compare=False)
+    narrow: Call | None = field(default=None, compare=False)
 
     @property
     def input(self) -> Tensor:
@@ -60,5 +64,32 @@ class Call:
     @property
     def leaves(self) -> tuple[Tensor, ...]:
         """Its inputs and δ, where derivatives with respect to them can be taken; one that it is given twice, once."""
-        values = tensors_of((self.args, dict(self.kwargs), self.delta))
+        if self.narrow is not None:
+            return self.narrow.leaves
+        values = self._tensors()
         return tuple({id(value): value for value in values if value.requires_grad}.values())
+
+    def wide(self) -> Call:
+        """The same in float32 at least, so that rules lose no digits in norms and sums; itself where it is so.
+
+        The leaves remain those of the call that was recorded, to which the wide ones are attached.
+        """
+        tensors = (*self._tensors(), *self.parameters.values())
+        if not any(is_reduced(value.dtype) for value in tensors):
+            return self
+        with torch.enable_grad():
+            args, kwargs, delta = map_tensors(wide, (self.args, dict(self.kwargs), self.delta))
+        parameters, constants = map_tensors(wide, (self.parameters, self.constants))
+        return replace(
+            self, args=args, kwargs=kwargs, delta=delta, parameters=parameters, constants=constants, narrow=self
+        )
+
+    def origin(self, leaf: Tensor) -> Tensor:
+        """What was recorded, of which this tensor of the call is the wide form."""
+        if self.narrow is None:
+            return leaf
+        pairs = zip(self._tensors(), self.narrow._tensors(), strict=True)
+        return next((recorded for own, recorded in pairs if own is leaf), leaf)
+
+    def _tensors(self) -> list[Tensor]:
+        return tensors_of((self.args, dict(self.kwargs), self.delta))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchfil.fisher.precision import autocast_inputs
 from torchfil.fisher.rules.base import OuterProductRule, per_example, register_rule
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
 from torchfil.fisher.rules.function import Function
@@ -306,6 +307,7 @@ def _geometry(module: Convolutional) -> _Geometry:
 def _substitute(module: Any) -> Callable[..., Tensor]:
     def conv_forward(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         batched = a.ndim == 2 + len(module.kernel_size)
+        a, weight, bias = autocast_inputs(a, weight, bias)
         return _convolve(module, a, weight, bias) if batched else type(module)._conv_forward(module, a, weight, bias)
 
     return conv_forward

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from torchfil.fisher.precision import normalised_dtype, wide
 from torchfil.fisher.rules.accelerated import kernels_for
 from torchfil.fisher.rules.base import LayerRule, register_rule
 from torchfil.fisher.rules.call import Call
@@ -233,11 +234,12 @@ def _pulled(v: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 
 def _layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
     """``module(x)`` for inputs […, *normalized_shape]; differentiable twice in x, its weights being constants."""
-    flat = x.flatten(-len(module.normalized_shape))
+    flat = wide(x).flatten(-len(module.normalized_shape))
     result = _LayerNorm.apply(flat, module.eps).reshape(x.shape)
     if module.weight is not None:
         result = result * module.weight
-    return result if module.bias is None else result + module.bias
+    result = result if module.bias is None else result + module.bias
+    return result.to(normalised_dtype(x))
 
 
 def _group_substitute(module: nn.GroupNorm) -> Callable[..., Tensor]:
@@ -246,8 +248,10 @@ def _group_substitute(module: nn.GroupNorm) -> Callable[..., Tensor]:
     def forward(x: Tensor) -> Tensor:
         if x.device.type != "cpu" and not being_traced() and kernels_for(x) is None:
             return type(module).forward(module, x)
-        flat = x.reshape(*x.shape[:2], -1).contiguous()
-        return _GroupNorm.apply(flat, module.weight, module.bias, module.num_groups, module.eps).reshape(x.shape)
+        flat = wide(x).reshape(*x.shape[:2], -1).contiguous()
+        weights = [None if value is None else wide(value) for value in (module.weight, module.bias)]
+        result = _GroupNorm.apply(flat, *weights, module.num_groups, module.eps).reshape(x.shape)
+        return result.to(normalised_dtype(x))
 
     return forward
 

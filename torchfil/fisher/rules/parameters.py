@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from torchfil.fisher.precision import wide
 from torchfil.fisher.rules.base import LayerRule
 from torchfil.fisher.rules.call import Call
 
@@ -45,9 +46,9 @@ class ParameterRule(LayerRule):
         by_leaf = torch.autograd.grad(
             self.value,
             list(self.leaves.values()),
-            gradient,
+            gradient.to(self.value.dtype),
             retain_graph=True,
             create_graph=torch.is_grad_enabled(),
             is_grads_batched=True,
         )
-        return dict(zip(self.leaves, by_leaf, strict=True))
+        return dict(zip(self.leaves, map(wide, by_leaf), strict=True))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchfil.fisher.precision import product_precision, products_in
 from torchfil.fisher.rules.function import Function
 from torchfil.fisher.rules.substitutes import is_served, register_function
 from torchfil.fisher.rules.tracing import being_traced
@@ -21,8 +22,6 @@ __all__ = [
     "exact_convolutions",
     "gram",
     "outer_square",
-    "product_precision",
-    "products_in",
     "products_of_patches",
 ]
 
@@ -35,26 +34,6 @@ def convolution_precision(tensor: Tensor) -> str:
     """
     in_tf32 = tensor.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
     return "tf32" if in_tf32 else product_precision()
-
-
-def product_precision() -> str:
-    """How precise products of float32 matrices are on GPUs at present."""
-    precision: str = torch.backends.cuda.matmul.fp32_precision
-    return precision
-
-
-@contextlib.contextmanager
-def products_in(precision: str) -> Iterator[None]:
-    """Inside, products of float32 matrices on GPUs have this precision."""
-    before = product_precision()
-    if precision == before:
-        yield
-        return
-    torch.backends.cuda.matmul.fp32_precision = precision
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
 
 
 @contextlib.contextmanager

@@ -91,10 +91,14 @@ class FastOnCPU(TorchFunctionMode):
 
 
 def is_served(value: Any) -> bool:
-    """Whether a value is a tensor that functions' substitutes are for: differentiated, on a CPU, float32 or float64."""
+    """Whether functions' substitutes are for a value: a tensor, differentiated, on a CPU, float32 or float64.
+
+    Under autocast none is, which would not look into them.
+    """
     return (
         isinstance(value, Tensor)
         and value.requires_grad
         and value.device.type == "cpu"
         and value.dtype in (torch.float32, torch.float64)
+        and not torch.is_autocast_enabled("cpu")
     )

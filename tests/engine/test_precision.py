@@ -1,0 +1,178 @@
+"""Loops under autocast, and models held in bfloat16: trained in the user's precision, accounted for as in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cases import DEVICE, grouped
+from loops import loader
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from torchfil import FILPrivacyEngine, Private, zoo
+
+SIGMA, C = 1e-6, 0.5  # of so little noise p.grad is the sum of clipped gradients
+BF16_ERROR = 0.03
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 6, 6)),
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(36, 3),
+    )
+
+
+def text() -> nn.Module:
+    return zoo.token_transformer(3, 20, 6, width=8, depth=1, heads=2)
+
+
+MODELS: dict[str, Any] = {"perceptron": (perceptron, 6), "convolutional": (convolutional, 36), "text": (text, None)}
+
+
+def autocast(dtype: torch.dtype | None) -> Any:
+    return contextlib.nullcontext() if dtype is None else torch.autocast(DEVICE, dtype=dtype)
+
+
+def run(
+    name: str,
+    dtype: torch.dtype | None = None,
+    *,
+    way: str = "auto",
+    held_in: torch.dtype = torch.float32,
+    steps: int = 1,
+    inside: bool = True,
+    **options: Any,
+) -> tuple[Tensor, Tensor, FILPrivacyEngine]:
+    """Each example's trace, the last released sum, and the engine, after so many steps over all 8 examples."""
+    make, width = MODELS[name]
+    torch.manual_seed(0)
+    module = make()
+    x = torch.randn(8, width) if width is not None else torch.randint(20, (8, 6))
+    dataset = TensorDataset(x.to(held_in) if width is not None else x, torch.randint(3, (8,)))
+    module.to(DEVICE, held_in)
+    given = {
+        "noise_multiplier": SIGMA,
+        "max_grad_norm": C,
+        "seed": 3,
+        "poisson_sampling": False,
+        "criterion": nn.CrossEntropyLoss(),
+        "private": None if width is not None else Private(submodule="embedding"),
+        "grad_sample_mode": "hooks" if way == "hooks" else "auto",
+        "noise_generator": torch.Generator(DEVICE).manual_seed(5),
+        **options,
+    }
+    engine = FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=1e-3)
+    model, optimizer, private = engine.make_private(module, optimizer, loader(dataset), **grouped(**given))
+    for _ in range(steps):
+        for batch in private:
+            inputs, targets = (part.to(DEVICE) for part in batch)
+            if way == "train_step":
+                with autocast(dtype):
+                    engine.train_step(inputs, targets)
+                continue
+            optimizer.zero_grad()
+            with autocast(dtype):
+                outputs = model(inputs)
+                loss = F.cross_entropy(outputs, targets) if inside else None
+            loss = F.cross_entropy(outputs.float(), targets) if loss is None else loss
+            loss.backward()
+            optimizer.step()
+    released = torch.cat([p.grad.flatten().double() for p in optimizer.params])
+    return engine.totals.get_trace().value, released, engine
+
+
+def apart(ours: Tensor, truth: Tensor) -> float:
+    return float(((ours.double() - truth.double()).abs() / truth.double().abs().max()).max())
+
+
+@pytest.mark.parametrize("way", ["auto", "train_step", "hooks"])
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast_is_accounted_for(name: str, way: str) -> None:
+    truth, released, _ = run(name, held_in=torch.float64)
+    ours, sums, engine = run(name, torch.bfloat16, way=way)
+    assert 0 < apart(ours, truth) < BF16_ERROR
+    assert 0 < apart(sums, released) < BF16_ERROR
+    assert engine.ledger is not None
+    assert engine.ledger.sums["trace"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("options", [{"estimator": "exact"}, {"max_memory": 1}, {"track": ("diagonal",)}], ids=str)
+def test_other_passes_under_autocast(options: dict[str, Any]) -> None:
+    truth, *_ = run("perceptron", held_in=torch.float64, **options)
+    ours, *_ = run("perceptron", torch.bfloat16, **options)
+    assert apart(ours, truth) < BF16_ERROR
+
+
+def test_a_loss_outside_of_autocast() -> None:
+    truth, *_ = run("perceptron", held_in=torch.float64, steps=3)
+    ours, *_ = run("perceptron", torch.bfloat16, steps=3, inside=False)
+    assert apart(ours, truth) < BF16_ERROR
+
+
+@pytest.mark.parametrize("way", ["auto", "train_step"])
+def test_the_whole_loop_inside_one_autocast(way: str) -> None:
+    """The casts of weights that autocast keeps must not outlive an update of the weights."""
+    truth, *_ = run("perceptron", torch.bfloat16, way=way, steps=3)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        ours, *_ = run("perceptron", torch.bfloat16, way=way, steps=3)
+    assert apart(ours, truth) < 1e-3
+
+
+@pytest.mark.parametrize("way", ["auto", "train_step", "hooks"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_held_in_bfloat16(name: str, way: str) -> None:
+    truth, *_ = run(name, held_in=torch.float64)
+    ours, _, engine = run(name, held_in=torch.bfloat16, way=way)
+    assert apart(ours, truth) < 2 * BF16_ERROR
+    assert engine.get_epsilon(1e-5) > 0
+
+
+def test_norms_are_summed_in_float32() -> None:
+    """Of a layer with many outputs: a sum of squares in bfloat16 is off by percents."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 4)).to(DEVICE)
+    x, y = torch.randn(4, 64, device=DEVICE), torch.randint(4, (4,), device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        outputs = model(x)
+        losses = F.cross_entropy(outputs, y, reduction="none")
+    parts = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    truth = torch.stack([torch.cat([part.double().flatten() for part in by_one]).norm() for by_one in parts])
+
+    from torchfil.clipping import get_clip
+    from torchfil.fisher.gradients import ExampleGradients
+    from torchfil.fisher.recording import RecordedJacobian
+
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y)
+    norm = RecordedJacobian(gradients, get_clip("smooth"), 1.0).norm
+    assert norm.dtype == torch.float32
+    assert apart(norm, truth) < 2e-3
+
+
+def test_a_gradient_scaler_is_refused() -> None:
+    module = copy.deepcopy(perceptron()).to(DEVICE)
+    engine = FILPrivacyEngine()
+    dataset = TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))
+    model, optimizer, private = engine.make_private(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), loader(dataset), noise_multiplier=1.0, max_grad_norm=C
+    )
+    scaler = torch.amp.GradScaler(DEVICE)
+    x, y = (part.to(DEVICE) for part in next(iter(private)))
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    with pytest.raises(RuntimeError, match="bfloat16, which needs no scaler"):
+        scaler.step(optimizer)

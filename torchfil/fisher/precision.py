@@ -1,0 +1,110 @@
+"""In which precision passes run: torch's autocast as it was, wide sums, and how precise products of matrices are.
+
+A training loop under ``torch.autocast`` computes layers in bfloat16 and keeps float32 weights. Its gradients are those
+of that computation, so every pass over its batch runs under the same autocast. What is made of them (norms, inner
+products, sums) is computed in float32 at least: see :func:`wide`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "autocast_as",
+    "autocast_inputs",
+    "autocast_now",
+    "is_reduced",
+    "normalised_dtype",
+    "product_precision",
+    "products_in",
+    "wide",
+    "wide_dtype",
+]
+
+
+def autocast_now(device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast on such a device at present; None: there is none.
+
+    Example:
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     autocast_now(torch.device("cpu"))
+        torch.bfloat16
+    """
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+@contextlib.contextmanager
+def autocast_as(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
+    """Inside, autocast is as :func:`autocast_now` found it, whatever it is outside.
+
+    Casts of weights are not kept for later: they would outlive an update of the weights where the whole loop stands
+    inside one autocast, and keep the graph of a recorded pass.
+    """
+    if not torch.amp.is_autocast_available(device.type) or (dtype is None and autocast_now(device) is None):
+        yield
+        return
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
+        yield
+
+
+def is_reduced(dtype: torch.dtype) -> bool:
+    """Whether numbers of this dtype have fewer digits than float32."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for norms and sums of such numbers: float32 at least."""
+    return torch.float32 if is_reduced(dtype) else dtype
+
+
+def wide(value: Tensor) -> Tensor:
+    """The same numbers in a dtype that sums may be made in; differentiable.
+
+    Example:
+        >>> wide(torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
+    return value.float() if is_reduced(value.dtype) else value
+
+
+def autocast_inputs(*values: Tensor | None) -> tuple[Any, ...]:
+    """The same in autocast's dtype, as it hands tensors to convolutions and products; themselves without autocast."""
+    device = next(value.device for value in values if value is not None)
+    dtype = autocast_now(device)
+    return values if dtype is None else tuple(None if value is None else value.to(dtype) for value in values)
+
+
+def normalised_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which torch's layers of normalisation hand on what they make of x: autocast on GPUs widens it."""
+    return wide_dtype(x.dtype) if x.is_cuda and autocast_now(x.device) is not None else x.dtype
+
+
+def product_precision() -> str:
+    """How precise products of float32 matrices are on GPUs at present."""
+    precision: str = torch.backends.cuda.matmul.fp32_precision
+    return precision
+
+
+@contextlib.contextmanager
+def products_in(precision: str) -> Iterator[None]:
+    """Inside, products of float32 matrices on GPUs have this precision.
+
+    "tf32" keeps every digit of numbers that come from bfloat16 or float16, and sums in float32.
+    """
+    before = product_precision()
+    if precision == before:
+        yield
+        return
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
