@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording.cut import cut
+from torchfil.fisher.recording.doubled import in_double
 from torchfil.fisher.recording.norms import Held, inner_products, squares_and_slopes, weighted_sum
 from torchfil.fisher.recording.passes import record
 from torchfil.fisher.rules.base import LayerRule
@@ -21,6 +23,8 @@ from torchfil.fisher.rules.parameters import ParameterRule
 from torchfil.private import Examples
 
 __all__ = ["Plan", "plan"]
+
+logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _PROBE_SEED = 1
@@ -38,12 +42,14 @@ class Plan:
         bytes_per_example: What the pass holds for one example.
         generic: The layers without a rule of their own, by name and kind; their gradients are formed one by one.
         convolutions: The share of convolutions among the layers.
+        tried_in: The dtype of the trial: float64, or the model's own where it does not run in that.
     """
 
     reason: str | None
     bytes_per_example: int
     generic: tuple[str, ...] = ()
     convolutions: float = 1.0
+    tried_in: torch.dtype = torch.float64
 
     @property
     def fits(self) -> bool:
@@ -60,29 +66,41 @@ def plan(gradients: ExampleGradients) -> Plan:
     * Examples without a gradient, or equal ones: others are looked for. They are given as a, b, a, which is no order
       that sorting leaves alone.
     * Weights at which a part of the gradient vanishes (layers that start from 0): the trial is repeated nearby.
-    * Rounding, the other way round: the gradient of an example that is learned well is a difference of nearly equal
-      numbers. Where float32 disagrees, float64 decides.
+    * Rounding: what float32 tolerates, a wrong second derivative may pass, and the gradient of an example that is
+      learned well is a difference of nearly equal numbers. So the trial is in float64, and in the model's own dtype
+      only where the model does not run in that.
     """
-    held = Held([*gradients.parameters.values(), *gradients.constants.values()])
+    if gradients.dtype != torch.float64:
+        try:
+            with in_double(gradients) as doubled:
+                return _tried(doubled, gradients.dtype)
+        except Exception as error:  # a kernel without float64, or no memory for it: the model's own dtype tells
+            logger.info("the trial does not run in float64: %s", error)
     try:
-        probe = _probe(gradients)
-        rows, plain = _telling_rows(gradients, probe)
-        part = replace(gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)])
-        recorded = _recorded(part, probe, held)
-        reason = _settled(part, _difference(part, recorded, plain))
-        if reason is None and _some_gradient_vanishes(part, plain):
-            reason = _difference_nearby(part, probe)
+        return _tried(gradients, gradients.dtype)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever it is, mapping over examples may do, or says so
-        return Plan(str(error) or type(error).__name__, 0)
+        return Plan(str(error) or type(error).__name__, 0, tried_in=gradients.dtype)
+
+
+def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
+    """The plan from a trial in the gradients' dtype, for passes in ``dtype``; whatever fails in it is raised."""
+    held = Held([*gradients.parameters.values(), *gradients.constants.values()])
+    probe = _probe(gradients)
+    rows, plain = _telling_rows(gradients, probe)
+    part = replace(gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)])
+    recorded = _recorded(part, probe, held)
+    reason = _difference(part, recorded, plain)
+    if reason is None and _some_gradient_vanishes(part, plain):
+        reason = _difference_nearby(part, probe)
     if reason is not None:
-        return Plan(reason, 0)
+        return Plan(reason, 0, tried_in=gradients.dtype)
 
     rules = {call.module: call.rule for call in recorded.calls if not isinstance(call.rule, ParameterRule)}
     convolutions = sum(isinstance(rule, ConvolutionRule) for rule in rules.values())
-    generic = _without_rule(part.model, rules)
-    return Plan(None, 2 * held.total // len(part.examples), generic, convolutions / max(1, len(rules)))
+    size = 2 * held.total * dtype.itemsize // (gradients.dtype.itemsize * len(part.examples))
+    return Plan(None, size, _without_rule(part.model, rules), convolutions / max(1, len(rules)), gradients.dtype)
 
 
 @dataclass(frozen=True)
@@ -171,26 +189,12 @@ def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
     plain = _Plain.of(near, probe, _laid_out(near))
     if not all(bool(value.isfinite().all()) for value in (plain.gradients, plain.slopes, plain.products)):
         return None
-    return _settled(near, _difference(near, _recorded(near, probe), plain))
+    return _difference(near, _recorded(near, probe), plain)
 
 
 def _laid_out(part: ExampleGradients) -> list[int]:
     """The examples a, b, a of a trial as rows of which each stands for itself."""
     return [0, 1, 0][: len(part)]
-
-
-def _settled(part: ExampleGradients, reason: str | None) -> str | None:
-    """The difference that is left in float64; ``reason``, where the model does not run in it."""
-    if reason is None or part.dtype == torch.float64:
-        return reason
-    doubled = part.double()
-    try:
-        probe = _probe(doubled)
-        return _difference(doubled, _recorded(doubled, probe), _Plain.of(doubled, probe, _laid_out(doubled)))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        return reason
 
 
 def _difference(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> str | None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from torchfil.fisher.rules.base import LayerRule, register_rule
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
@@ -42,10 +45,54 @@ class GenericRule(LayerRule):
 
         try:
             mapped = vmap(one, in_dims=(of_args, of_kwargs, 0))
-            result: dict[str, Tensor] = mapped(call.args, dict(call.kwargs), call.delta)
+            with _WeightsApart():
+                result: dict[str, Tensor] = mapped(call.args, dict(call.kwargs), call.delta)
         except RuntimeError as error:
             raise UnsupportedCallError(f"{call.name} ({type(call.module).__name__}): {error}") from error
         return result
+
+
+class _WeightsApart(TorchFunctionMode):
+    """Inside, layer_norm and instance_norm are multiplied by their weights in an operation of its own.
+
+    Otherwise the derivative of vmap(vjp) by the input is wrong, the values being right (torch 2.13; docs/decisions.md).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = _NORMS.get(func)
+        return func(*args, **(kwargs or {})) if own is None else own(*args, **(kwargs or {}))
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    result = F.layer_norm(input, normalized_shape, None, None, eps)
+    result = result if weight is None else result * weight
+    return result if bias is None else result + bias
+
+
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    result = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
+    by_channel = (-1, *[1] * (input.ndim - 2))
+    result = result if weight is None else result * weight.reshape(by_channel)
+    return result if bias is None else result + bias.reshape(by_channel)
+
+
+_NORMS = {F.layer_norm: _layer_norm, torch.layer_norm: _layer_norm, F.instance_norm: _instance_norm}
 
 
 def _dimension(call: Call, slot: int | str, value: Any) -> int | None:
