@@ -64,7 +64,6 @@ MODELS = [
         causal_loss,
         loss_inside=True,
         private=PREFIX + "transformer.wte",
-        criterion_needed=True,
     ),
     Model(
         "Llama with LoRA (peft)",
@@ -74,7 +73,6 @@ MODELS = [
         causal_loss,
         loss_inside=True,
         private=PREFIX + "model.embed_tokens",
-        criterion_needed=True,
     ),
     Model(
         "BERT, head only",

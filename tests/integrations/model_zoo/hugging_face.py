@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -78,7 +77,7 @@ def decoder(name: str, private: str, drops: tuple[str, ...] = ("attention_dropou
     causal = "Causal" in name
     data = partial(texts, "words") if causal else texts
     loss = causal_loss if causal else logits_loss
-    return Model(name, "transformers", build, data, loss, loss_inside=True, private=private, criterion_needed=causal)
+    return Model(name, "transformers", build, data, loss, loss_inside=True, private=private)
 
 
 def vision(name: str, drops: tuple[str, ...], channels: int = 3, size: int = 8, **more: Any) -> Model:
@@ -130,20 +129,15 @@ def spectra(bins: int = 8, length: int = 8) -> list[dict[str, Tensor]]:
 
 
 def pairs() -> list[dict[str, Tensor]]:
-    """Texts and their translations."""
+    """Texts and their translations, with the decoder's input as ``DataCollatorForSeq2Seq`` makes it."""
     source = seeded(1)
-    return [
-        {**example, "labels": torch.randint(3, WORDS, (LENGTH - 1,), generator=source)} for example in texts()
-    ]
-
-
-def t5_loss(outputs: Any, labels: Tensor) -> Tensor:
-    """Cross-entropy of every word of the translation."""
-    return token_loss(outputs, labels)
-
-
-class Translator(nn.Module):
-    """T5 as a loop with a torch loss calls it: with the words to predict as the decoder's input, shifted."""
+    examples = []
+    for i, example in enumerate(texts()):
+        words = torch.randint(3, WORDS, (LENGTH - 1,), generator=source)
+        words[LENGTH - 1 - i % 2 :] = -100
+        shifted = torch.cat([words.new_zeros(1), words[:-1]]).clamp(min=0)
+        examples.append({**example, "decoder_input_ids": shifted, "labels": words})
+    return examples
 
 
 T5 = {
@@ -193,7 +187,6 @@ MODELS = [
         token_loss,
         loss_inside=True,
         private=WORDS_OF_BERT,
-        criterion_needed=True,
     ),
     Model(
         "BertForMaskedLM (tied)",
@@ -203,7 +196,6 @@ MODELS = [
         token_loss,
         loss_inside=True,
         private=WORDS_OF_BERT,
-        criterion_needed=True,
     ),
     encoder("RobertaForSequenceClassification", "roberta.embeddings.word_embeddings", pad_token_id=0),
     encoder(
@@ -243,7 +235,6 @@ MODELS = [
         causal_loss,
         loss_inside=True,
         private="transformer.wte",
-        criterion_needed=True,
     ),
     Model(
         "GPT2ForSequenceClassification",
@@ -274,10 +265,9 @@ MODELS = [
         "transformers",
         partial(_build, config="T5Config", head="T5ForConditionalGeneration", drops=("dropout_rate",), options=T5),
         pairs,
-        t5_loss,
+        token_loss,
         loss_inside=True,
-        private="shared",
-        criterion_needed=True,
+        private="encoder.embed_tokens",
     ),
     Model(
         "T5ForSequenceClassification",
@@ -292,7 +282,7 @@ MODELS = [
         ending,
         logits_loss,
         loss_inside=True,
-        private="transformer.shared",
+        private="transformer.encoder.embed_tokens",
     ),
     vision(
         "ViTForImageClassification",
@@ -380,5 +370,3 @@ MODELS = [
         loss_inside=True,
     ),
 ]
-
-Build = Callable[[float], nn.Module]

@@ -47,6 +47,24 @@ def efficient(dropout: float) -> nn.Module:
     )
 
 
+def mixer(dropout: float) -> nn.Module:
+    """A mixer of one block."""
+    from timm.models.mlp_mixer import MlpMixer
+
+    return MlpMixer(
+        num_classes=CLASSES,
+        img_size=8,
+        in_chans=1,
+        patch_size=4,
+        num_blocks=1,
+        embed_dim=8,
+        mlp_ratio=(0.5, 1.0),
+        drop_rate=dropout,
+        proj_drop_rate=dropout,
+        drop_path_rate=dropout,
+    )
+
+
 def model(name: str, build: Any, channels: int = 1, size: int = 8) -> Model:
     """A line of the table."""
     return Model(name, "timm", build, partial(images, channels, size), F.cross_entropy)
@@ -59,20 +77,17 @@ MODELS = [
     model("timm deit3", partial(built, name="deit3_small_patch16_224", **VIT)),
     model(
         "timm convnext",
-        partial(built, name="convnext_atto", in_chans=1, dims=(4, 6), depths=(1, 1), patch_size=2),
+        partial(built, name="convnext_atto", in_chans=1, dims=(4, 4, 6, 6), depths=(1, 1, 1, 1), patch_size=2),
+        size=16,
     ),
-    model(
-        "timm mixer",
-        partial(
-            built, name="mixer_s32_224", img_size=8, patch_size=4, in_chans=1, embed_dim=8, num_blocks=1, mlp_ratio=(0.5, 1.0)
-        ),
-    ),
+    model("timm mixer", mixer),
     model(
         "timm resnet, GroupNorm",
         partial(
             normed,
             name="resnet10t",
             in_chans=1,
+            stem_type="deep",
             stem_width=4,
             channels=(4, 4, 6, 6),
             layers=(1, 1, 1, 1),

@@ -102,7 +102,7 @@ def trained(model: Model, way: str, *, dropout: bool, **options: Any) -> Trained
     plain, engine = copy.deepcopy(module), FILPrivacyEngine()
     optimizer: Any = torch.optim.SGD(trainable.values(), lr=0.3)
     loader: Any = DataLoader(model.data(), batch_size=BATCH, collate_fn=model.collate, generator=seeded(2))
-    if way == "train_step" or model.criterion_needed:
+    if way == "train_step" or (way == "loop" and model.criterion_needed):
         options = {"criterion": model.loss, **options}
     given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "amplification": "none", "seed": 3, **options}
     notes: list[tuple[int, ...]] = []
