@@ -314,9 +314,10 @@ def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
         single = map_tensors(lambda tensor: tensor.unsqueeze(0), (output, target))
         return loss_fn(*single).reshape(())
 
-    in_dims = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (outputs, targets))
+    leaves, form = pytree.tree_flatten((outputs, targets))  # what is no tensor stays as it is: a cache, a text
+    in_dims = tuple(0 if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves)
     try:
-        losses: Tensor = vmap(one, in_dims=in_dims)(outputs, targets)
+        losses: Tensor = vmap(lambda *parts: one(*pytree.tree_unflatten(parts, form)), in_dims=in_dims)(*leaves)
     except RuntimeError:  # a loss that vmap does not know, such as weighted cross-entropy with smoothed labels
         rows = range(len(tensors_of(outputs)[0]))
         losses = torch.stack([one(*_row((outputs, targets), i)) for i in rows])

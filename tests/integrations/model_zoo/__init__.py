@@ -1,0 +1,1 @@
+"""The models people train, tiny, each trained privately and compared with brute force; see docs/models.md."""

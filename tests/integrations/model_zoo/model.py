@@ -1,0 +1,137 @@
+"""What the table knows of a model: how it is built, what it is trained on, by which loss, and what is private in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+__all__ = [
+    "CLASSES",
+    "EXAMPLES",
+    "LENGTH",
+    "WORDS",
+    "Model",
+    "causal_loss",
+    "images",
+    "logits_loss",
+    "seeded",
+    "texts",
+    "token_loss",
+    "tokens",
+]
+
+EXAMPLES, LENGTH, WORDS, CLASSES = 6, 5, 13, 3
+DROPOUT = 0.2
+
+
+@dataclass(frozen=True)
+class Model:
+    """One line of the table.
+
+    Attributes:
+        name: As people call it.
+        family: The package that it comes from.
+        build: From the probability of dropout to the model, in float64 and in training mode.
+        data: The examples: a data set of (input, target), or of dicts with "labels".
+        loss: criterion(outputs, targets), the mean over the batch.
+        drops: Whether it has dropout (or drops paths).
+        loss_inside: Whether it computes its own loss when it is given labels.
+        private: The submodule whose output is private by default; None: the floating-point input.
+        criterion_needed: Whether the loss is none of torch's own on the model's one output, so that it has to be given.
+        rows: The dimension of the private tensor that runs over examples.
+        collate: Makes a batch of examples; None: torch's own way.
+    """
+
+    name: str
+    family: str
+    build: Callable[[float], nn.Module]
+    data: Callable[[], Any]
+    loss: Callable[[Any, Any], Tensor]
+    drops: bool = True
+    loss_inside: bool = False
+    private: str | None = None
+    criterion_needed: bool = False
+    collate: Callable[[list[Any]], Any] | None = None
+
+    def made(self, dropout: bool) -> nn.Module:
+        """The model with weights from a fixed seed; small weights are drawn wider, so that something is learned."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            module = self.build(DROPOUT if dropout else 0.0).double().train()
+        return module
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    """A source of random numbers."""
+    return torch.Generator().manual_seed(seed)
+
+
+def images(channels: int = 1, size: int = 8, classes: int = CLASSES) -> TensorDataset:
+    """Pictures with a class each."""
+    source = seeded()
+    x = torch.randn(EXAMPLES, channels, size, size, generator=source, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(classes, (EXAMPLES,), generator=source))
+
+
+def tokens(length: int = LENGTH) -> TensorDataset:
+    """Texts as rows of word numbers, with a class each."""
+    source = seeded()
+    words = torch.randint(1, WORDS, (EXAMPLES, length), generator=source)
+    return TensorDataset(words, torch.randint(CLASSES, (EXAMPLES,), generator=source))
+
+
+def texts(
+    labels: str = "class", *, padding: int = 0, padded: bool = True, segments: bool = False
+) -> list[dict[str, Tensor]]:
+    """Texts as a tokenizer gives them: word numbers, padded at their end, and a mask.
+
+    Args:
+        labels: "class", "tokens" (a class for each word, −100 where there is none), "words" (the words themselves).
+        padding: The number that stands for no word.
+        padded: Whether some texts are shorter than others.
+        segments: Whether ``token_type_ids`` are given.
+    """
+    source = seeded()
+    examples = []
+    for i in range(EXAMPLES):
+        length = LENGTH - i % 3 if padded else LENGTH
+        mask = torch.arange(LENGTH) < length
+        words = torch.where(mask, torch.randint(3, WORDS, (LENGTH,), generator=source), padding)
+        target = {
+            "class": torch.randint(CLASSES, (), generator=source),
+            "tokens": torch.randint(CLASSES, (LENGTH,), generator=source).where(mask, -100),
+            "words": words.where(mask, -100),
+        }[labels]
+        example = {"input_ids": words, "attention_mask": mask.long(), "labels": target}
+        if segments:
+            example["token_type_ids"] = (torch.arange(LENGTH) > 2).long()
+        examples.append(example)
+    return examples
+
+
+def logits_loss(outputs: Any, labels: Tensor) -> Tensor:
+    """Cross-entropy of ``outputs.logits``."""
+    return F.cross_entropy(outputs.logits, labels)
+
+
+def token_loss(outputs: Any, labels: Tensor) -> Tensor:
+    """Cross-entropy of the logits of every word, −100 left out."""
+    return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+def causal_loss(outputs: Any, labels: Tensor) -> Tensor:
+    """Cross-entropy of every next word, −100 left out."""
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def unique(models: Sequence[Model]) -> dict[str, Model]:
+    """The models by name; raises where two have the same."""
+    by_name = {model.name: model for model in models}
+    assert len(by_name) == len(models), "two models have the same name"
+    return by_name

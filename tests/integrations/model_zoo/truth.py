@@ -1,0 +1,252 @@
+"""Two private steps of a model, and the slow truth of them by plain reverse mode.
+
+The run has all options as they are by default but the noise, so little that what is released is the sum of clipped
+gradients, and ``amplification="none"``. Its probes u_k are noted, so that the traces can be compared to 1e-6: with g̃ the
+clipped gradient of an example alone within its batch, J̃ = ∂g̃/∂z and P = I − ĝĝᵀ, a step of k probes adds
+
+    (mean_k ‖J̃ᵀPu_k‖² + ‖J̃ᵀĝ‖²) / (σC)².
+
+The truth never looks at masks: it runs the batch from the random state that the step began with, so that torch draws the
+same numbers again. It calls the model as it is, without vmap, hooks of the library or a rule for any layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from brute_force import SIGMA, C, random_state_kept, set_random_state
+from cases import grouped, relative_error
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader
+
+from torchfil import FILPrivacyEngine
+from torchfil.clipping import DEFAULT_CLIP, get_clip
+from torchfil.fisher.draws import draw_bits, signs_of
+from torchfil.fisher.estimators import register_estimator, weight_probes
+from torchfil.utils.trees import map_tensors
+
+from .model import Model, seeded
+
+__all__ = ["WAYS", "assert_true", "trained"]
+
+WAYS = ("loss", "loop", "train_step")  # model(**batch).loss in the loop, a torch loss in the loop, engine.train_step
+STEPS, BATCH = 2, 3
+TOLERANCE = 1e-6
+
+
+@dataclass
+class Step:
+    """What a step began with, and what it released.
+
+    Attributes:
+        state: torch's random state.
+        weights: The model's.
+        batch: As the loader gave it.
+        ids: The examples' numbers.
+        seeds: Of the probes.
+        released: Σ_i g̃_i, [p].
+    """
+
+    state: Tensor
+    weights: dict[str, Tensor]
+    batch: Any
+    ids: list[int]
+    seeds: tuple[int, ...] = ()
+    released: Tensor | None = None
+
+
+@dataclass
+class Trained:
+    """A finished run with all that its truth needs.
+
+    Attributes:
+        model: What was trained.
+        plain: A copy of the module, of before it was made private.
+        engine: With the ledger.
+        steps: One by one.
+        mapped: Why gradients were mapped over examples; None: the pass was recorded.
+    """
+
+    model: Model
+    plain: nn.Module
+    engine: FILPrivacyEngine
+    steps: list[Step]
+    mapped: str | None
+
+
+def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Positional inputs, keyword inputs and targets of a batch."""
+    if isinstance(batch, dict):
+        return (), {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+    return tuple(batch[:-1]), {}, batch[-1]
+
+
+def trained(model: Model, way: str, *, dropout: bool, **options: Any) -> Trained:
+    """The model after two steps; raises what the engine raises.
+
+    Args:
+        model: What to train.
+        way: One of :data:`WAYS`.
+        dropout: Whether it drops.
+        **options: Of ``make_private``.
+    """
+    module = model.made(dropout)
+    trainable = {name: value for name, value in module.named_parameters() if value.requires_grad}
+    plain, engine = copy.deepcopy(module), FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(trainable.values(), lr=0.3)
+    loader: Any = DataLoader(model.data(), batch_size=BATCH, collate_fn=model.collate, generator=seeded(2))
+    if way == "train_step" or (way == "loop" and model.criterion_needed):
+        options = {"criterion": model.loss, **options}
+    given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "amplification": "none", "seed": 3, **options}
+    notes: list[tuple[int, ...]] = []
+    steps: list[Step] = []
+    torch.manual_seed(4)
+    with noted_probes(notes) as estimator, mapped_reasons() as reasons:
+        wrapped, optimizer, loader = engine.make_private(
+            module, optimizer, loader, **grouped(estimator=estimator, noise_generator=seeded(5), **given)
+        )
+        while len(steps) < STEPS:
+            for batch in loader:
+                steps.append(begun(module, batch))
+                notes.clear()
+                take(model, way, engine, wrapped, optimizer, batch)
+                steps[-1].seeds = notes[-1] if notes else ()
+                grads = [value.grad.flatten() for value in trainable.values()]
+                steps[-1].released = torch.cat(grads) * optimizer.expected_batch_size
+                if len(steps) == STEPS:
+                    break
+    return Trained(model, plain, engine, steps, reasons[-1] if reasons else None)
+
+
+def begun(module: nn.Module, batch: Any) -> Step:
+    """What a step on this batch begins with."""
+    weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    ids = list(batch._ids)
+    return Step(torch.get_rng_state(), weights, copy.deepcopy(dict(batch) if isinstance(batch, dict) else list(batch)), ids)
+
+
+def take(model: Model, way: str, engine: FILPrivacyEngine, wrapped: Any, optimizer: Any, batch: Any) -> None:
+    """One step, as people write it."""
+    if way == "train_step":
+        args, kwargs, targets = split(batch)
+        engine.train_step(kwargs or args, targets)
+        return
+    optimizer.zero_grad()
+    if way == "loss":
+        wrapped(**batch).loss.backward()
+    else:
+        args, kwargs, targets = split(batch)
+        model.loss(wrapped(*args, **kwargs), targets).backward()
+    optimizer.step()
+
+
+@contextmanager
+def noted_probes(notes: list[tuple[int, ...]]) -> Iterator[str]:
+    """The name of an estimator that is the default one, and notes the seeds of its probes."""
+
+    def noting(jacobian: Any, mechanism: Any, quantities: Any, draws: Any) -> Any:
+        notes.append(draws.seeds)
+        return weight_probes(jacobian, mechanism, quantities, draws)
+
+    name = "noted-weight-probes"
+    register_estimator(name, noting, quantities=("trace", "diagonal", "matrix"), one_pass=True, overwrite=True)
+    yield name
+
+
+@contextmanager
+def mapped_reasons() -> Iterator[list[str]]:
+    """Why gradients were mapped over examples, as the log says it."""
+    reasons: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "mapped over examples" in record.getMessage():
+                reasons.append(record.getMessage().partition("slower: ")[2])
+
+    handler, logger = Handler(), logging.getLogger("torchfil")
+    logger.addHandler(handler)
+    try:
+        yield reasons
+    finally:
+        logger.removeHandler(handler)
+
+
+def rows_of_jacobian(run: Trained, step: Step, i: int, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """g̃ of the batch's i-th example, [p], and J̃ᵀPu of every probe and J̃ᵀĝ, [probes + 1, d]."""
+    module = copy.deepcopy(run.plain)
+    module.load_state_dict(step.weights)
+    args, kwargs, targets = split(step.batch)
+    parameters = [value for value in module.parameters() if value.requires_grad]
+    seen: list[Tensor] = []  # what is private, as a leaf
+    handles = []
+    if run.model.private is None:
+        args = tuple(leaf.clone().requires_grad_() if leaf.is_floating_point() else leaf for leaf in args)
+        kwargs = {k: leaf.clone().requires_grad_() if leaf.is_floating_point() else leaf for k, leaf in kwargs.items()}
+        seen += [leaf for leaf in (*args, *kwargs.values()) if leaf.requires_grad]
+    else:
+
+        def moved(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            seen.append(torch.zeros_like(output).requires_grad_())
+            return output + seen[-1]
+
+        handles.append(module.get_submodule(run.model.private).register_forward_hook(moved))
+
+    # The whole batch with the numbers that the step drew; the loss of one example of it.
+    set_random_state(step.state)
+    outputs = module(*args, **kwargs)
+    one = map_tensors(lambda leaf: leaf[i : i + 1], (outputs, targets))
+    loss = run.model.loss(*one)
+    g = torch.cat(
+        [
+            part.flatten()
+            for part in torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
+        ]
+    )
+    clip = get_clip(DEFAULT_CLIP)
+    clipped = g / clip.c(g.norm() / clip.threshold(C))
+
+    unit = (clipped / clipped.norm()).detach()
+    rows = []
+    for seed in seeds:
+        u = signs_of(draw_bits(seed, torch.empty(len(g), dtype=torch.int8)), g.dtype)
+        rows.append(u - (unit @ u) * unit)
+    products = [
+        torch.cat(
+            [
+                part.flatten()
+                for part in torch.autograd.grad(clipped, seen, w, retain_graph=True, materialize_grads=True)
+            ]
+        )
+        for w in (*rows, unit)
+    ]
+    for handle in handles:
+        handle.remove()
+    return clipped.detach(), torch.stack(products)
+
+
+def assert_true(run: Trained) -> None:
+    """Every example's trace after the steps, and what each step released, are those of brute force to 1e-6."""
+    ledger = run.engine.ledger
+    assert ledger is not None, "no step was measured"
+    traces = torch.zeros(ledger.num_examples, dtype=torch.float64)
+    for step in run.steps:
+        assert step.released is not None
+        total = torch.zeros_like(step.released)
+        for i, number in enumerate(step.ids):
+            with random_state_kept(), sdpa_kernel(SDPBackend.MATH):
+                clipped, products = rows_of_jacobian(run, step, i, step.seeds)
+            squares = products.square().sum(dim=1)
+            traces[number] += (squares[:-1].mean() + squares[-1]) / (SIGMA * C) ** 2
+            total += clipped
+        error = float((step.released - total).norm()) / max(float(total.norm()), C)
+        assert error < TOLERANCE, f"what was released is off by {error:.1e}"
+    assert float(traces.max()) > 0, "nothing leaks"
+    error = relative_error(run.engine.totals.get_trace().value, traces)
+    assert error < TOLERANCE, f"the traces are off by {error:.1e}"
