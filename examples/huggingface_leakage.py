@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
-from torchfil import Private
+from torchfil import Accounting, Private
 from torchfil.integrations.huggingface import FILTrainer
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
@@ -86,8 +86,7 @@ def main() -> None:
             privacy={
                 "noise_multiplier": options.noise,
                 "private": Private(submodule="bert.embeddings.word_embeddings"),
-                "num_probes": 1,
-                "fil_rate": 0.25,
+                "accounting": Accounting(num_probes=1, fil_rate=0.25),
             },
             leakage_path=options.path,
             delta=DELTA,

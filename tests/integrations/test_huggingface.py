@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grouped
 from ledgers import assert_same_run
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from torchfil import FILPrivacyEngine, Private
+from torchfil import Accounting, FILPrivacyEngine, Private
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (torchfil[huggingface])")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (torchfil[huggingface])")
@@ -64,7 +63,8 @@ def examples(count: int = 24) -> list[dict[str, torch.Tensor]]:
 def privacy(**more: Any) -> dict[str, Any]:
     words = Private(submodule="bert.embeddings.word_embeddings")
     noise = torch.Generator().manual_seed(5)
-    return {"noise_multiplier": 0.9, "private": words, "seed": 3, "noise_generator": noise, "num_probes": 1, **more}
+    accounting = Accounting(seed=3, num_probes=1)
+    return {"noise_multiplier": 0.9, "private": words, "noise_generator": noise, "accounting": accounting, **more}
 
 
 def arguments(tmp_path: Path, **more: Any) -> Any:
@@ -93,7 +93,7 @@ def plain_loop(trainer: Any) -> tuple[FILPrivacyEngine, nn.Module]:
     engine = FILPrivacyEngine()
     loader: Any = DataLoader(data, batch_size=6, collate_fn=default_collate)  # type: ignore[arg-type]
     wrapped, optimizer, loader = engine.make_private(
-        network, optimizer, loader, **grouped(max_grad_norm=C, criterion=by_logits, **privacy())
+        network, optimizer, loader, max_grad_norm=C, criterion=by_logits, **privacy()
     )
     loader.batch_sampler._on_start()
     for rows in trainer.batches:

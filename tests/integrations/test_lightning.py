@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grouped
 from ledgers import assert_same_run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchfil import FILPrivacyEngine
+from torchfil import Accounting, FILPrivacyEngine
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed (torchfil[lightning])")
 from torchfil.integrations.lightning import FILCallback  # noqa: E402
@@ -91,7 +90,7 @@ def loader(kind: type = TensorDataset, batch_size: int = 4, **options: Any) -> D
 
 def options() -> dict[str, Any]:
     noise = torch.Generator().manual_seed(5)
-    return {"noise_multiplier": 0.9, "max_grad_norm": 0.8, "seed": 3, "noise_generator": noise}
+    return {"noise_multiplier": 0.9, "max_grad_norm": 0.8, "noise_generator": noise, "accounting": Accounting(seed=3)}
 
 
 def trainer(callback: Any, tmp_path: Path, **more: Any) -> Any:
@@ -107,7 +106,7 @@ def plain_loop(kind: type = TensorDataset, workers: int = 0, epochs: int = 2) ->
     engine = FILPrivacyEngine()
     batches: Any = loader(kind, num_workers=workers)
     torch.empty((), dtype=torch.int64).random_(generator=batches.generator)  # Lightning opens the plain loader once
-    model, optimizer, batches = engine.make_private(network, optimizer, batches, **grouped(**options()))
+    model, optimizer, batches = engine.make_private(network, optimizer, batches, **options())
     for _ in range(epochs):
         for batch in batches:
             x, y = batch.values() if isinstance(batch, dict) else batch

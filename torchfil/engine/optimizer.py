@@ -109,7 +109,7 @@ class FILOptimizer(DPOptimizer):
     @property
     def accumulated_iterations(self) -> int:
         """As in Opacus: backward passes since the last step; of the present step, while it is being taken."""
-        return self._source.backward_passes() or self._backward_passes
+        return self._source.backward_passes() or self._backward_passes or 1  # an empty batch may have had none
 
     def clip_and_accumulate(self) -> None:
         """Add the clipped sums of the present physical batch to ``p.summed_grad``; a refusal changes nothing."""
