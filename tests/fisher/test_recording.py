@@ -676,9 +676,9 @@ class _WrongNormSlope(LinearRule):
 
 
 class _WrongInner(LinearRule):
-    def inner(self, call: Any, direction: Any, weight: Tensor) -> Any:
+    def inner(self, call: Any, direction: Any) -> Any:
         """Right, with wrong derivatives."""
-        value, derivatives = super().inner(call, direction, weight)
+        value, derivatives = super().inner(call, direction)
         return value, [(leaf, 2 * part) for leaf, part in derivatives]
 
 

@@ -67,7 +67,9 @@ class _Replayer(TorchDispatchMode):
             values, probability = args[0], float(args[1])
             keep = self.given(mask, values.shape).to(torch.bool)
             scale = 1 / (1 - probability) if probability < 1 else 0.0
-            return torch.ops.aten.native_dropout_backward(values, keep, scale), keep  # one kernel: values · keep · scale
+            return torch.ops.aten.native_dropout_backward(
+                values, keep, scale
+            ), keep  # one kernel: values · keep · scale
 
         if func._schema.is_mutable:
             return args[0].copy_(self.given(mask, args[0].shape))

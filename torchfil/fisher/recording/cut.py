@@ -14,15 +14,27 @@ from torchfil.fisher.recording.passes import Recording
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
 from torchfil.utils.trees import map_tensors
 
-__all__ = ["CutRecording", "Part", "cut"]
+__all__ = ["CutRecording", "DifferentiableSum", "Part", "cut"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A summand of every example, [batch], that depends on these calls only."""
+    """A summand of every example, [batch], that depends on these calls only.
+
+    Attributes:
+        calls: The calls.
+        value: Computes it.
+        light: Whether its graph holds less than its derivatives would.
+    """
 
     calls: tuple[Call, ...]
     value: Callable[[], Tensor]
+    light: bool = False
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The leaves of its calls, each once."""
+        return tuple({id(leaf): leaf for call in self.calls for leaf in call.leaves}.values())
 
 
 @dataclass(frozen=True)
@@ -39,32 +51,35 @@ class CutRecording:
     leaves: tuple[Tensor, ...]
     origins: tuple[Tensor, ...]
 
-    def differentiated(self, parts: Iterable[Part]) -> tuple[Tensor, list[Tensor | None]]:
-        """Σ parts, [batch], and ∂(Σ_i Σ parts_i)/∂leaf for every leaf, None where it does not matter.
+    def differentiable_sum(self, parts: Iterable[Part]) -> DifferentiableSum:
+        """Σ parts, with its derivatives at the leaves.
 
-        Part by part, so that the graph of one layer is held at a time.
+        Part by part, so that the graph of one layer is held at a time; light ones are held.
         """
         total = torch.zeros_like(self.recording.losses)
-        cotangents: list[Tensor | None] = [None] * len(self.leaves)
+        derivatives: list[tuple[Part, Tensor | tuple[Tensor | None, ...]]] = []
         for part in parts:
             with torch.enable_grad():
                 value = part.value()
-                whole = value.sum()
             total = total + value.detach()
-            if not whole.requires_grad:
+            if not value.requires_grad:
                 continue
-            leaves = {id(leaf): leaf for call in part.calls for leaf in call.leaves}.values()
-            gradients = torch.autograd.grad(whole, tuple(leaves), retain_graph=True, allow_unused=True)
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                self.put(cotangents, leaf, gradient)
-        return total, cotangents
+            derivatives.append((part, value if part.light else _derivatives(part, value)))
+        return DifferentiableSum(self, total, derivatives)
 
-    def put(self, cotangents: list[Tensor | None], leaf: Tensor, gradient: Tensor | None) -> None:
-        """Add a gradient to the leaf's place in the list; nothing where the leaf does not depend on z."""
+    def put(
+        self, cotangents: list[Tensor | None], leaf: Tensor, gradient: Tensor | None, weight: Tensor | None = None
+    ) -> None:
+        """Add a gradient, times weights [batch], to the leaf's place; nothing where the leaf does not depend on z."""
         place = self._places.get(id(leaf))
-        if gradient is not None and place is not None:
-            before = cotangents[place]
+        if gradient is None or place is None:
+            return
+        before = cotangents[place]
+        if weight is None:
             cotangents[place] = gradient if before is None else before + gradient
+            return
+        each = weight.reshape(-1, *[1] * (gradient.ndim - 1))
+        cotangents[place] = each * gradient if before is None else torch.addcmul(before, each, gradient)
 
     @cached_property
     def _places(self) -> dict[int, int]:
@@ -80,6 +95,37 @@ class CutRecording:
         origins, given = zip(*pairs, strict=True)
         (result,) = torch.autograd.grad(origins, z, given, retain_graph=True, allow_unused=True, materialize_grads=True)
         return wide(result)
+
+
+@dataclass(frozen=True)
+class DifferentiableSum:
+    """Σ parts of every example, [batch], with what its derivatives are made from.
+
+    Attributes:
+        attached: Where the derivatives end.
+        total: The sum.
+        derivatives: Of each part, those at its leaves, or its value with the graph that leads there.
+    """
+
+    attached: CutRecording
+    total: Tensor
+    derivatives: Sequence[tuple[Part, Tensor | tuple[Tensor | None, ...]]]
+
+    def add_derivative(self, cotangents: list[Tensor | None], weight: Tensor | None = None) -> None:
+        """Add Σ_i weight_i ∂total_i/∂leaf to the list, for weights [batch] (None: 1); part by part."""
+        for part, known in self.derivatives:
+            if isinstance(known, Tensor):
+                for leaf, derivative in zip(part.leaves, _derivatives(part, known, weight), strict=True):
+                    self.attached.put(cotangents, leaf, derivative)
+                continue
+            for leaf, derivative in zip(part.leaves, known, strict=True):
+                self.attached.put(cotangents, leaf, derivative, weight)
+
+
+def _derivatives(part: Part, value: Tensor, weight: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """∂(Σ_i weight_i value_i)/∂leaf for the part's leaves; the graph is kept."""
+    weight = torch.ones_like(value) if weight is None else weight
+    return torch.autograd.grad(value, part.leaves, weight.to(value.dtype), retain_graph=True, allow_unused=True)
 
 
 def cut(recording: Recording) -> CutRecording:

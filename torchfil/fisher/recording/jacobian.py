@@ -17,7 +17,7 @@ from torchfil.clipping import ClipFunction
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian, safe_reciprocal
-from torchfil.fisher.recording.cut import CutRecording, cut
+from torchfil.fisher.recording.cut import CutRecording, DifferentiableSum, cut
 from torchfil.fisher.recording.norms import gradient_products, inner_products, squared_norms, weighted_sum
 from torchfil.fisher.recording.passes import RecordedForward, Recording, forward_pass, targets_at
 from torchfil.fisher.rules.call import UnsupportedCallError
@@ -77,26 +77,28 @@ class RecordedJacobian(ClippedJacobian):
         return cut(self._recording)
 
     @cached_property
-    def _square(self) -> tuple[Tensor, list[Tensor | None]]:
-        """‖g‖², [batch], and its derivative at the leaves of the cut."""
+    def _square(self) -> DifferentiableSum:
+        """‖g‖², [batch], and its derivatives at the leaves of the cut."""
         with self.gradients.backward_state():
-            return self._cut.differentiated(squared_norms(self._cut.recording))
+            return self._cut.differentiable_sum(squared_norms(self._cut.recording))
 
     @cached_property
     def norm(self) -> Tensor:
         """n = ‖g‖, [batch]."""
-        return self._square[0].sqrt()
+        return self._square.total.sqrt()
 
     @cached_property
     def norm_gradient(self) -> Tensor:
         """∇n = ∇(n²)/(2n), 0 where g = 0, [batch, d]."""
-        return 0.5 * safe_reciprocal(self.norm)[:, None] * self._pulled_back(self._square[1])
+        cotangents: list[Tensor | None] = [None] * len(self._cut.leaves)
+        self._add_square_derivative(cotangents)
+        return 0.5 * safe_reciprocal(self.norm)[:, None] * self._pulled_back(cotangents)
 
     def perpendicular_rmatvec(self, u: Tensor) -> Tensor:
-        """φJᵀPu, [batch, d], for u of shape [p]."""
-        products, cotangents = self._products(u, self.scale)
-        along = self.scale * products * safe_reciprocal(self.norm)
-        return self._pulled_back(cotangents) - along[:, None] * self.norm_gradient
+        """φJᵀPu = φ(Jᵀu − (ĝ·u)∇n), [batch, d], for u of shape [p]."""
+        products, cotangents = self._products(u)
+        along = products * safe_reciprocal(self.norm)
+        return self.scale[:, None] * (self._pulled_back(cotangents) - along[:, None] * self.norm_gradient)
 
     def perpendicular_rows(self, probes: Iterable[Tensor], at_once: int = 1) -> Iterator[Tensor]:
         """As in :class:`ClippedJacobian`; those of ``at_once`` probes by the same, larger operations."""
@@ -124,13 +126,14 @@ class RecordedJacobian(ClippedJacobian):
         """
         perpendicular, parallel = mechanism.weights(self.clipped_norm)
         root, reciprocal = perpendicular.sqrt(), safe_reciprocal(self.norm)
-        products, cotangents = self._products(u, self.scale * root)
-        along = products * reciprocal
-        beta = parallel.sqrt() - root * along
+        products, cotangents = self._products(u)
+        beta = parallel.sqrt() - root * products * reciprocal
         extra = self.scale * beta + self.scale_derivative * self.norm * parallel.sqrt()
-        share = 0.5 * extra * reciprocal
-        cotangents.reverse()  # each is let go as soon as its sum stands
-        return self._pulled_back([_plus(cotangents.pop(), share, b) for b in self._square[1]])
+
+        # φ sqrt(κ⊥) stands before everything, so that of both parts only one has to be scaled example by example.
+        before = self.scale * root
+        self._add_square_derivative(cotangents, 0.5 * extra * reciprocal * safe_reciprocal(before))
+        return before[:, None] * self._pulled_back(cotangents)
 
     def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
         """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 where unused."""
@@ -160,10 +163,16 @@ class RecordedJacobian(ClippedJacobian):
         with self.gradients.backward_state():
             return gradient_products(self._recording, recording)
 
-    def _products(self, u: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """⟨g, u⟩, [batch], and the derivative of Σ_i weight_i⟨g_i, u⟩ at the leaves of the cut."""
+    def _products(self, u: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """⟨g, u⟩, [batch], and the derivative of Σ_i ⟨g_i, u⟩ at the leaves of the cut."""
         with self.gradients.backward_state():
-            return inner_products(self._cut, self.gradients.unflatten(u), weight)
+            return inner_products(self._cut, self.gradients.unflatten(u))
+
+    def _add_square_derivative(self, cotangents: list[Tensor | None], weight: Tensor | None = None) -> None:
+        """Add that of Σ_i weight_i‖g_i‖², for weights [batch] (None: 1)."""
+        square = self._square
+        with self.gradients.backward_state():
+            square.add_derivative(cotangents, weight)
 
     def _pulled_back(self, cotangents: Sequence[Tensor | None]) -> Tensor:
         with self.gradients.backward_state():
@@ -180,11 +189,3 @@ def _maps_that_pay() -> Iterator[None]:
         yield
     finally:
         functorch._set_vmap_fallback_enabled(before)
-
-
-def _plus(a: Tensor | None, weight: Tensor, b: Tensor | None) -> Tensor | None:
-    """a + weight·b, for weights [batch]."""
-    if b is None:
-        return a
-    weight = weight.reshape(-1, *[1] * (b.ndim - 1))
-    return weight * b if a is None else torch.addcmul(a, weight, b)

@@ -68,7 +68,7 @@ class Held:
         largest = 0
         for part in parts:
             before = self.total
-            yield Part(part.calls, partial(self._count, part))
+            yield Part(part.calls, partial(self._count, part))  # each is differentiated at once
             largest, self.total = max(largest, self.total - before), before
         self.total += largest
 
@@ -92,7 +92,7 @@ def squared_norms(recording: Recording) -> Iterator[Part]:
     sharing: list[Call] = []
     for call in recording.calls:
         if all(uses[name] == 1 for name in call.shared_names.values()):
-            yield Part((call,), partial(_squared_norm, call))
+            yield Part((call,), partial(_squared_norm, call), light=call.is_wide and call.rule.squares_lightly(call))
         else:
             sharing.append(call)
     if sharing:
@@ -137,19 +137,17 @@ def gradient_products(own: Recording, other: Recording) -> Tensor:
         return total + products_of(*shared, own.losses)
 
 
-def inner_products(
-    attached: CutRecording, direction: Mapping[str, Tensor], weight: Tensor
-) -> tuple[Tensor, list[Tensor | None]]:
+def inner_products(attached: CutRecording, direction: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor | None]]:
     """⟨g, u⟩ of every example, [batch], for u by the model's parameter names, and its derivative at the cut's leaves.
 
-    The derivative is that of Σ_i weight_i⟨g_i, u⟩.
+    The derivative is that of Σ_i ⟨g_i, u⟩.
     """
     total = torch.zeros_like(attached.recording.losses)
     cotangents: list[Tensor | None] = [None] * len(attached.leaves)
     for call in attached.recording.calls:
         part = {local: direction[name] for local, name in call.shared_names.items()}
         widened = call.wide()
-        value, derivatives = call.rule.inner(widened, part, weight)
+        value, derivatives = call.rule.inner(widened, part)
         total = total + value
         for leaf, derivative in derivatives:
             attached.put(cotangents, widened.origin(leaf), derivative)
@@ -180,7 +178,9 @@ def norm_gradient(gradients: ExampleGradients) -> NormGradient:
 def squares_and_slopes(attached: CutRecording, z: Tensor, held: Held | None = None) -> NormGradient:
     """‖g‖² and its gradient with respect to z; ``held`` counts what that keeps, where given."""
     parts = squared_norms(attached.recording)
-    square, cotangents = attached.differentiated(parts if held is None else held.counted(parts))
+    summed = attached.differentiable_sum(parts if held is None else held.counted(parts))
     if held is not None:
         held.total += sum(leaf.numel() * leaf.itemsize for leaf in attached.leaves)
-    return NormGradient(square, attached.pulled_back(cotangents, z).detach())
+    cotangents: list[Tensor | None] = [None] * len(attached.leaves)
+    summed.add_derivative(cotangents)
+    return NormGradient(summed.total, attached.pulled_back(cotangents, z).detach())

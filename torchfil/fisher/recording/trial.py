@@ -233,7 +233,7 @@ def _recorded(part: ExampleGradients, probe: Tensor, held: Held | None = None) -
         attached = cut(recording)
         norms = squares_and_slopes(attached, z, held)
         weight = torch.ones(len(part), dtype=part.dtype, device=part.device)
-        _, cotangents = inner_products(attached, part.unflatten(probe), weight)
+        _, cotangents = inner_products(attached, part.unflatten(probe))
         products = attached.pulled_back(cotangents, z).detach()
         sums = weighted_sum(recording, weight)
 

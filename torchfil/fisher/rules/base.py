@@ -53,28 +53,32 @@ class LayerRule:
         """
         return products_of(self.gradients(call), self.gradients(other), call.delta)
 
-    def inner(self, call: Call, direction: Mapping[str, Tensor], weight: Tensor) -> tuple[Tensor, Derivatives]:
-        """⟨gradient, u⟩, [batch], and the derivatives of Σ_i weight_i⟨gradient_i, u⟩ at the call's inputs and δ.
+    def inner(self, call: Call, direction: Mapping[str, Tensor]) -> tuple[Tensor, Derivatives]:
+        """⟨gradient, u⟩, [batch], and the derivatives of Σ_i ⟨gradient_i, u⟩ at the call's inputs and δ.
 
         Every operation that u goes into is linear in it, and none is recorded: it may be mapped over many u.
 
         Args:
             call: The call.
             direction: u, of the parameters' shapes.
-            weight: [batch].
         """
         with torch.enable_grad():
             gradients = self.gradients(call)
-        value, outputs, cotangents = weight.new_zeros(len(weight)), [], []
+        batch = len(call.delta)
+        value, outputs, cotangents = call.delta.new_zeros(batch), [], []
         for name, gradient in gradients.items():
-            value = value + (gradient.detach() * direction[name]).reshape(len(weight), -1).sum(dim=1)
+            value = value + (gradient.detach() * direction[name]).reshape(batch, -1).sum(dim=1)
             if gradient.requires_grad:
                 outputs.append(gradient)
-                cotangents.append(per_example(weight, gradient) * direction[name])
+                cotangents.append(direction[name].expand(gradient.shape))
         if not outputs:
             return value, []
         derivatives = torch.autograd.grad(outputs, call.leaves, cotangents, retain_graph=True, allow_unused=True)
         return value, [(leaf, part) for leaf, part in zip(call.leaves, derivatives, strict=True) if part is not None]
+
+    def squares_lightly(self, call: Call) -> bool:
+        """Whether the graph of :meth:`squared_norm` holds less than its derivatives would."""
+        return False
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """Σ_i weight_i · gradient_i by local parameter name, for weights [batch]; not differentiable."""
@@ -110,16 +114,14 @@ class LinearInWeightsRule(LayerRule):
 
     channels = -1
 
-    def inner(self, call: Call, direction: Mapping[str, Tensor], weight: Tensor) -> tuple[Tensor, Derivatives]:
-        """As in :class:`LayerRule`, by the layer with u as its weights, and its way back from weighted δ."""
-        each, delta = per_example(weight, call.delta), call.delta.detach()
+    def inner(self, call: Call, direction: Mapping[str, Tensor]) -> tuple[Tensor, Derivatives]:
+        """As in :class:`LayerRule`, by the layer with u as its weights, and its way back from δ."""
+        delta = call.delta.detach()
         with torch.no_grad():
             output = self.output(call, direction)
-        derivatives = [(call.delta, each * output)] if call.delta.requires_grad else []
+        derivatives = [(call.delta, output)] if call.delta.requires_grad else []
         if call.input.requires_grad:
-            if call.memo.get("weight of delta") is not weight:  # mostly the same for every u
-                call.memo["weight of delta"], call.memo["weighted delta"] = weight, each * delta
-            derivatives.append((call.input, self.way_back(call, direction, call.memo["weighted delta"])))
+            derivatives.append((call.input, self.way_back(call, direction, delta)))
         by_position = (delta * output).sum(dim=self.channels)  # a compiler's reductions follow the memory this way
         return by_position.reshape(len(delta), -1).sum(dim=1), derivatives
 
@@ -172,6 +174,13 @@ class OuterProductRule(LinearInWeightsRule):
         if bias:
             result = result + delta.sum(dim=2).square().sum(dim=(1, 2))
         return result
+
+    def squares_lightly(self, call: Call) -> bool:
+        """In the Gram form, whose matrices of T² numbers are smaller than a and δ with their T·p."""
+        a, delta = call.input, call.delta
+        positions, p_in, p_out = delta[0].numel() // delta.shape[self.channels], a.shape[-1], delta.shape[-1]
+        in_gram_form = "weight" in call.parameters and positions * (p_in + p_out) < p_in * p_out
+        return self.channels == -1 and in_gram_form and 4 * positions < p_in + p_out
 
     def products(self, call: Call, other: Call) -> Tensor:
         """As in :class:`LayerRule`, in the cheaper of both forms."""

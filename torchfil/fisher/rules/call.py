@@ -69,13 +69,17 @@ class Call:
         values = self._tensors()
         return tuple({id(value): value for value in values if value.requires_grad}.values())
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether :meth:`wide` is the call itself."""
+        return not any(is_reduced(value.dtype) for value in (*self._tensors(), *self.parameters.values()))
+
     def wide(self) -> Call:
         """The same in float32 at least, so that rules lose no digits in norms and sums; itself where it is so.
 
         The leaves remain those of the call that was recorded, to which the wide ones are attached.
         """
-        tensors = (*self._tensors(), *self.parameters.values())
-        if not any(is_reduced(value.dtype) for value in tensors):
+        if self.is_wide:
             return self
         with torch.enable_grad():
             args, kwargs, delta = map_tensors(wide, (self.args, dict(self.kwargs), self.delta))
