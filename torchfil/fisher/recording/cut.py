@@ -72,12 +72,10 @@ class CutRecording:
 
     def pulled_back(self, cotangents: Sequence[Tensor | None], z: Tensor) -> Tensor:
         """Σ_leaf ⟨cotangent, ∂leaf/∂z⟩, [batch, d]; the graph is kept for the next ones."""
-        pairs = [
-            (origin, c.to(origin.dtype)) for origin, c in zip(self.origins, cotangents, strict=True) if c is not None
-        ]
+        pairs = [(origin, c) for origin, c in zip(self.origins, cotangents, strict=True) if c is not None]
         if not pairs:
             return wide(torch.zeros_like(z))
-        origins, given = zip(*pairs, strict=True)
+        origins, given = zip(*((origin, c.to(origin.dtype)) for origin, c in pairs), strict=True)
         (result,) = torch.autograd.grad(origins, z, given, retain_graph=True, allow_unused=True, materialize_grads=True)
         return wide(result)
 

@@ -100,7 +100,8 @@ def squared_norms(recording: Recording) -> Iterator[Part]:
 
 
 def _squared_norm(call: Call) -> Tensor:
-    return call.rule.squared_norm(call.wide())  # type: ignore[no-any-return]
+    square: Tensor = call.rule.squared_norm(call.wide())
+    return square
 
 
 def _shared_squared_norm(calls: Sequence[Call], like: Tensor) -> Tensor:
