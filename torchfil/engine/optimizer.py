@@ -97,8 +97,9 @@ class FILOptimizer(DPOptimizer):
         """
         raise RuntimeError(
             "a GradScaler scales the loss, and skips a step where a gradient of the batch overflows: both the scale "
-            "and the skipped steps tell of the examples without any noise. Use torch.autocast with dtype=torch.bfloat16, "
-            "which needs no scaler, and call loss.backward() and optimizer.step() as they are. This step was not taken."
+            "and the skipped steps tell of the examples without any noise. Use torch.autocast with "
+            "dtype=torch.bfloat16, which needs no scaler, and call loss.backward() and optimizer.step() as they are. "
+            "This step was not taken."
         )
 
     @property
