@@ -162,11 +162,11 @@ class RecordedJacobian(ClippedJacobian):
 
     def _products(self, u: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """⟨g, u⟩, [batch], and the derivative of Σ_i weight_i⟨g_i, u⟩ at the leaves of the cut."""
-        with self.gradients.backward_state():
+        with self.gradients.probe_state():
             return inner_products(self._cut, self.gradients.unflatten(u), weight)
 
     def _pulled_back(self, cotangents: Sequence[Tensor | None]) -> Tensor:
-        with self.gradients.backward_state():
+        with self.gradients.probe_state():
             return self._cut.pulled_back(cotangents, self._z)
 
 
@@ -187,4 +187,6 @@ def _plus(a: Tensor | None, weight: Tensor, b: Tensor | None) -> Tensor | None:
     if b is None:
         return a
     weight = weight.reshape(-1, *[1] * (b.ndim - 1))
-    return weight * b if a is None else torch.addcmul(a, weight, b)
+    if a is None or not a.dtype == weight.dtype == b.dtype:
+        return weight * b if a is None else a + weight * b
+    return torch.addcmul(a, weight, b)

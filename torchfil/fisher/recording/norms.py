@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.precision import probes_are_narrow
 from torchfil.fisher.recording.cut import CutRecording, Part, cut
 from torchfil.fisher.recording.passes import Recording, record
 from torchfil.fisher.rules.base import products_of, total_square
@@ -149,7 +150,7 @@ def inner_products(
     cotangents: list[Tensor | None] = [None] * len(attached.leaves)
     for call in attached.recording.calls:
         part = {local: direction[name] for local, name in call.shared_names.items()}
-        widened = call.wide()
+        widened = call if call.rule.narrow_probes and probes_are_narrow() else call.wide()
         value, derivatives = call.rule.inner(widened, part, weight)
         total = total + value
         for leaf, derivative in derivatives:
