@@ -96,9 +96,10 @@ class FILOptimizer(DPOptimizer):
             RuntimeError: Whatever the answer: it skips steps by what the batch's gradients are, unaccounted for.
         """
         raise RuntimeError(
-            "a GradScaler scales the loss, and skips a step where a gradient of the batch overflows: both the scale and "
-            "the skipped steps tell of the examples without any noise. Use torch.autocast with dtype=torch.bfloat16, "
-            "which needs no scaler, and call loss.backward() and optimizer.step() as they are. This step was not taken."
+            "a GradScaler scales the loss, and skips a step where a gradient of the batch overflows: both the scale "
+            "and the skipped steps tell of the examples without any noise. Use torch.autocast with "
+            "dtype=torch.bfloat16, which needs no scaler, and call loss.backward() and optimizer.step() as they are. "
+            "This step was not taken."
         )
 
     @property

@@ -18,6 +18,7 @@ from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
 from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.precision import PROBE_PRECISIONS, ProbePrecision
 from torchfil.private import Private
 from torchfil.questions import Question, check_questions
 
@@ -40,6 +41,9 @@ class Execution:
         compile: Whether those that are used often are compiled first (``torch.compile``), on a GPU: the run waits half
             a minute or more for each, and steps with many probes take half as long afterwards, or less. Probes are then
             worked at together, as many as ``max_memory`` holds.
+        probe_precision: How precise products with probes are: "float32"; "tf32", on GPUs; "bfloat16". "auto": "tf32"
+            on GPUs, and what the model is trained in where that is bfloat16; their error is below a fiftieth of a
+            probe's own (docs/decisions.md). Norms and what is released are computed as the model is trained.
 
     Example:
         >>> Execution(max_memory=2**30).cuda_graphs
@@ -49,12 +53,26 @@ class Execution:
     max_memory: int | None = None
     cuda_graphs: bool = True
     compile: bool = False
+    probe_precision: str = "auto"
 
     def __post_init__(self) -> None:
         if self.max_memory is not None and self.max_memory <= 0:
             raise ValueError(f"max_memory={self.max_memory} must be a positive number of bytes")
         if self.compile and not self.cuda_graphs:
             raise ValueError("compile=True compiles the passes of CUDA graphs; leave out cuda_graphs=False")
+        if self.probe_precision not in ("auto", *PROBE_PRECISIONS):
+            raise ValueError(f"probe_precision={self.probe_precision!r} must be 'auto' or one of {PROBE_PRECISIONS}")
+
+    def probe_precision_on(self, device: torch.device) -> ProbePrecision:
+        """How precise products with probes are.
+
+        Example:
+            >>> Execution().probe_precision_on(torch.device("cuda"))
+            'tf32'
+        """
+        if self.probe_precision == "auto":
+            return "tf32" if device.type == "cuda" else "float32"
+        return self.probe_precision  # type: ignore[return-value]
 
     def memory_on(self, device: torch.device) -> int:
         """The ceiling for temporary tensors, in bytes."""

@@ -140,6 +140,7 @@ def _mechanism(run: RunView) -> dict[str, Any]:
         "amplification": name_of_amplification(options.amplification),
         "estimator": accounting.estimator,
         "num_probes": None if paced else run.num_probes,
+        "probe_precision": accounting.execution.probe_precision_on(next(run.module.parameters()).device),
         "fil_rate": None if paced else accounting.fil_rate,
         "rel_error": accounting.rel_error,
         "loss": run.loss,

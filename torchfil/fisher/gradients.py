@@ -25,7 +25,16 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchfil.fisher.masks import replayed_masks
-from torchfil.fisher.precision import autocast_as, autocast_now, is_reduced, products_in, wide, wide_dtype
+from torchfil.fisher.precision import (
+    ProbePrecision,
+    autocast_as,
+    autocast_now,
+    is_reduced,
+    probes_in,
+    products_in,
+    wide,
+    wide_dtype,
+)
 from torchfil.private import Examples, Inputs, Private, called_often, submodule_output
 from torchfil.utils.errors import UnsupportedModuleError
 from torchfil.utils.trees import map_tensors
@@ -54,6 +63,8 @@ class ExampleGradients:
         parameters: The trainable parameters by name, detached.
         constants: Frozen parameters and buffers by name.
         autocast: The dtype of autocast under which model and loss run; None: without.
+        probe_precision: How precise products with probes are, see :func:`torchfil.fisher.precision.probes_in`; None: as
+            everything else.
     """
 
     model: nn.Module
@@ -62,6 +73,7 @@ class ExampleGradients:
     parameters: dict[str, Tensor]
     constants: dict[str, Tensor]
     autocast: torch.dtype | None = None
+    probe_precision: ProbePrecision | None = None
 
     @classmethod
     def build(
@@ -152,6 +164,12 @@ class ExampleGradients:
         for rows, examples in self.examples.chunks(max(1, max_memory // bytes_per_example)):
             yield rows, replace(self, examples=examples)
 
+    @contextlib.contextmanager
+    def probe_state(self) -> Iterator[None]:
+        """:meth:`backward_state`, with products as precise as a probe needs them."""
+        with self.backward_state(), probes_in(self.probe_precision, reduced=self.reduced):
+            yield
+
     def double(self) -> ExampleGradients:
         """The same in float64, without autocast."""
 
@@ -160,7 +178,9 @@ class ExampleGradients:
 
         examples = replace(self.examples, z=self.examples.z.double(), public=map_tensors(doubled, self.examples.public))
         parameters, constants = map_tensors(doubled, (self.parameters, self.constants))
-        return replace(self, examples=examples, parameters=parameters, constants=constants, autocast=None)
+        return replace(
+            self, examples=examples, parameters=parameters, constants=constants, autocast=None, probe_precision=None
+        )
 
     def gradients(self) -> Tensor:
         """g of every example, [batch, p]."""

@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+ProbePrecision = Literal["float32", "tf32", "bfloat16"]
+PROBE_PRECISIONS: tuple[str, ...] = get_args(ProbePrecision)
+
 __all__ = [
+    "PROBE_PRECISIONS",
+    "ProbePrecision",
     "autocast_as",
     "autocast_inputs",
     "autocast_now",
     "is_reduced",
     "normalised_dtype",
+    "probe_inputs",
+    "probes_are_narrow",
+    "probes_in",
     "product_precision",
     "products_in",
     "wide",
@@ -108,3 +117,46 @@ def products_in(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+_probe_dtype: ContextVar[torch.dtype | None] = ContextVar("probe_dtype", default=None)
+
+
+@contextlib.contextmanager
+def probes_in(precision: ProbePrecision | None, *, reduced: bool = False) -> Iterator[None]:
+    """Inside, products of matrices are as precise as a probe needs them, whose own error is 20 %.
+
+    TF32 rounds factors to 0.05 %, bfloat16 to 0.4 %; both sum in float32. Norms and released sums do not belong here.
+
+    Args:
+        precision: "tf32", on GPUs; "bfloat16", for the layers' own products, and "tf32" for the rest; "float32". None:
+            as it is outside.
+        reduced: Whether the model computes in bfloat16 or float16, so that "tf32" would widen what has no more digits.
+    """
+    if precision is None:
+        yield
+        return
+    narrow = precision == "bfloat16" or (precision == "tf32" and reduced)
+    token = _probe_dtype.set(torch.bfloat16 if narrow else None)
+    try:
+        with products_in("ieee" if precision == "float32" else "tf32"):
+            yield
+    finally:
+        _probe_dtype.reset(token)
+
+
+def probes_are_narrow() -> bool:
+    """Whether layers' products with probes are computed in bfloat16 at present."""
+    return _probe_dtype.get() is not None
+
+
+def probe_inputs(*values: Any) -> tuple[Any, ...]:
+    """Factors of a product as :func:`probes_in` wants them: in bfloat16, or as they are; None stays None.
+
+    Example:
+        >>> with probes_in("bfloat16"):
+        ...     probe_inputs(torch.ones(2), None)
+        (tensor([1., 1.], dtype=torch.bfloat16), None)
+    """
+    dtype = _probe_dtype.get()
+    return values if dtype is None else tuple(None if value is None else value.to(dtype) for value in values)

@@ -246,7 +246,7 @@ _NUMBERS = (
 )
 _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("model", "dataset", "mechanism", "versions"), ("a dict", dict)),
-    **dict.fromkeys(("title", "accountant", "created"), ("a text", str)),
+    **dict.fromkeys(("title", "accountant", "created", "mechanism.probe_precision"), ("a text", str)),
     "exact": ("true or false", bool),
     **dict.fromkeys(_NUMBERS, ("a number", (int, float))),
     "dataset.input_range": ("two numbers", list),

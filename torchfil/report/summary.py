@@ -59,6 +59,7 @@ PUBLIC = {
         "amplification",
         "estimator",
         "num_probes",
+        "probe_precision",
         "fil_rate",
         "rel_error",
         "steps_paused",

@@ -29,6 +29,7 @@ from torchfil.engine.step.forwards import ForwardPass, Observer
 from torchfil.engine.step.values import StepValues, Wanted, joined
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
+from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.precision import autocast_now
@@ -123,7 +124,7 @@ class StepPipeline:
             examples = self._examples(forward)
         except (ValueError, TypeError):  # told at the step, where the loop expects it
             return None
-        gradients = replace(self.replica.live_gradients(examples, loss), autocast=autocast_now(self.replica.device))
+        gradients = self._in_precision(self.replica.live_gradients(examples, loss), autocast_now(self.replica.device))
         recorded = self.evaluator.recorded_forward(examples, gradients)
         return None if recorded is None else (examples, recorded)
 
@@ -237,7 +238,7 @@ class StepPipeline:
             )
 
         # A loss that is not the loop's would spoil the trial, so it is looked at first.
-        gradients = replace(self.replica.gradients(examples, loss), autocast=forward.autocast)
+        gradients = self._in_precision(self.replica.gradients(examples, loss), forward.autocast)
         from_loop = forward.outputs is not None
         looked_at = from_loop and not self.evaluator.has_plan(gradients)
         if looked_at:
@@ -265,6 +266,10 @@ class StepPipeline:
         if not from_loop and self.replica.written:
             confirmations.append(lambda: self._write_buffers(forward, batch))
         return values, confirmations
+
+    def _in_precision(self, gradients: ExampleGradients, autocast: torch.dtype | None) -> ExampleGradients:
+        probe_precision = self.options.accounting.execution.probe_precision_on(self.replica.device)
+        return replace(gradients, autocast=autocast, probe_precision=probe_precision)
 
     def _measured_anew(self, batch: PrivateBatch, values: StepValues, wanted: Wanted, ids: list[int]) -> StepValues:
         """The same, but the few examples that are chosen for it are measured with more probes."""

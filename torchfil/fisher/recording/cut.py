@@ -79,7 +79,11 @@ class CutRecording:
             cotangents[place] = gradient if before is None else before + gradient
             return
         each = weight.reshape(-1, *[1] * (gradient.ndim - 1))
-        cotangents[place] = each * gradient if before is None else torch.addcmul(before, each, gradient)
+        alike = before is not None and before.dtype == each.dtype == gradient.dtype
+        if before is not None and alike:
+            cotangents[place] = torch.addcmul(before, each, gradient)
+        else:
+            cotangents[place] = each * gradient if before is None else before + each * gradient
 
     @cached_property
     def _places(self) -> dict[int, int]:
@@ -87,12 +91,10 @@ class CutRecording:
 
     def pulled_back(self, cotangents: Sequence[Tensor | None], z: Tensor) -> Tensor:
         """Σ_leaf ⟨cotangent, ∂leaf/∂z⟩, [batch, d]; the graph is kept for the next ones."""
-        pairs = [
-            (origin, c.to(origin.dtype)) for origin, c in zip(self.origins, cotangents, strict=True) if c is not None
-        ]
+        pairs = [(origin, c) for origin, c in zip(self.origins, cotangents, strict=True) if c is not None]
         if not pairs:
             return wide(torch.zeros_like(z))
-        origins, given = zip(*pairs, strict=True)
+        origins, given = zip(*((origin, c.to(origin.dtype)) for origin, c in pairs), strict=True)
         (result,) = torch.autograd.grad(origins, z, given, retain_graph=True, allow_unused=True, materialize_grads=True)
         return wide(result)
 

@@ -165,17 +165,17 @@ class RecordedJacobian(ClippedJacobian):
 
     def _products(self, u: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """⟨g, u⟩, [batch], and the derivative of Σ_i ⟨g_i, u⟩ at the leaves of the cut."""
-        with self.gradients.backward_state():
+        with self.gradients.probe_state():
             return inner_products(self._cut, self.gradients.unflatten(u))
 
     def _add_square_derivative(self, cotangents: list[Tensor | None], weight: Tensor | None = None) -> None:
         """Add that of Σ_i weight_i‖g_i‖², for weights [batch] (None: 1)."""
         square = self._square
-        with self.gradients.backward_state():
+        with self.gradients.probe_state():
             square.add_derivative(cotangents, weight)
 
     def _pulled_back(self, cotangents: Sequence[Tensor | None]) -> Tensor:
-        with self.gradients.backward_state():
+        with self.gradients.probe_state():
             return self._cut.pulled_back(cotangents, self._z)
 
 

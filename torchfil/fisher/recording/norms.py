@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.precision import probes_are_narrow
 from torchfil.fisher.recording.cut import CutRecording, Part, cut
 from torchfil.fisher.recording.passes import Recording, record
 from torchfil.fisher.rules.base import products_of, total_square
@@ -100,7 +101,8 @@ def squared_norms(recording: Recording) -> Iterator[Part]:
 
 
 def _squared_norm(call: Call) -> Tensor:
-    return call.rule.squared_norm(call.wide())  # type: ignore[no-any-return]
+    square: Tensor = call.rule.squared_norm(call.wide())
+    return square
 
 
 def _shared_squared_norm(calls: Sequence[Call], like: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ def inner_products(attached: CutRecording, direction: Mapping[str, Tensor]) -> t
     cotangents: list[Tensor | None] = [None] * len(attached.leaves)
     for call in attached.recording.calls:
         part = {local: direction[name] for local, name in call.shared_names.items()}
-        widened = call.wide()
+        widened = call if call.rule.narrow_probes and probes_are_narrow() else call.wide()
         value, derivatives = call.rule.inner(widened, part)
         total = total + value
         for leaf, derivative in derivatives:

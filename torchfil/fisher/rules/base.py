@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from torchfil.fisher.precision import wide
 from torchfil.fisher.rules.call import Call
 from torchfil.fisher.rules.products import batched_product, gram, outer_square
 from torchfil.fisher.rules.tracing import being_traced
@@ -36,7 +37,15 @@ Derivatives = list[tuple[Tensor, Tensor]]  # with respect to what, and the deriv
 
 
 class LayerRule:
-    """The gradient of one call by its trainable parameters; subclasses may have a cheaper norm."""
+    """The gradient of one call by its trainable parameters; subclasses may have a cheaper norm.
+
+    Calls are handed over in float32 at least.
+
+    Attributes:
+        narrow_probes: Whether :meth:`inner` takes them as they were recorded, too, where probes need no more digits.
+    """
+
+    narrow_probes = False
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """Every example's gradient by local parameter name, [batch, …]."""
@@ -122,7 +131,7 @@ class LinearInWeightsRule(LayerRule):
         derivatives = [(call.delta, output)] if call.delta.requires_grad else []
         if call.input.requires_grad:
             derivatives.append((call.input, self.way_back(call, direction, delta)))
-        by_position = (delta * output).sum(dim=self.channels)  # a compiler's reductions follow the memory this way
+        by_position = (wide(delta) * output).sum(dim=self.channels)  # reductions follow the memory this way
         return by_position.reshape(len(delta), -1).sum(dim=1), derivatives
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:

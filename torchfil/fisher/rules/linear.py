@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchfil.fisher.precision import probe_inputs
 from torchfil.fisher.rules.base import OuterProductRule, per_example, register_rule
 from torchfil.fisher.rules.call import Call
 
@@ -17,15 +18,20 @@ __all__ = ["LinearRule"]
 class LinearRule(OuterProductRule):
     """Inputs [batch, …, in], outputs [batch, …, out]."""
 
+    narrow_probes = True
+
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """aUᵀ + b."""
         if "weight" not in direction:
             return direction["bias"].expand(call.delta.shape)
-        return F.linear(call.input, direction["weight"], direction.get("bias"))
+        return F.linear(*probe_inputs(call.input, direction["weight"], direction.get("bias")))
 
     def way_back(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
         """δU."""
-        return delta @ direction["weight"] if "weight" in direction else torch.zeros_like(call.input)
+        if "weight" not in direction:
+            return torch.zeros_like(call.input)
+        factors = probe_inputs(delta, direction["weight"])
+        return torch.matmul(*factors)
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """As in :class:`LayerRule`, one product over examples and positions."""

@@ -26,6 +26,7 @@ def render(report: Report) -> Markup | None:
         ("Clipping norm C", _clipping(report)),
         ("Sampling rate q", report.about(mechanism, "sample_rate")),
         ("Steps T", report.about(mechanism, "steps")),
+        ("Precision of the probes' products", report.about(mechanism, "probe_precision")),
         ("ε", _epsilon(report)),
         ("Seed", None if seed is None else str(seed)),
         ("Hash of the data (SHA-256)", tag("code", str(digest)) if digest else None),
