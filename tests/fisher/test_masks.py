@@ -343,3 +343,40 @@ class TestWatch:
         calls: list[int] = []
         outputs, masks = call_and_record_masks(lambda: calls.append(1) or 3, torch.device(DEVICE), expected=expected)
         assert (outputs, masks, len(calls)) == (3, (), 1)
+
+
+def test_masks_are_drawn_without_the_model_once_two_batches_drew_alike() -> None:
+    """The same numbers as the model draws from the same state, for any batch size."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.25), nn.Linear(6, 6), nn.Dropout(0.5))
+    layouts, device = MaskLayouts(), torch.device("cpu")
+
+    def drawn(x: Tensor) -> tuple[Tensor, ...]:
+        _, masks = call_and_record_masks(lambda: model(x), device, expected=True)
+        layouts.by_example(masks, len(x), "kind", lambda: model(x[:1]))
+        return masks
+
+    drawn(torch.randn(5, 4))
+    assert layouts.again("kind", 5, device) is None
+    drawn(torch.randn(7, 4))
+    torch.manual_seed(3)
+    again = layouts.again("kind", 9, device)
+    torch.manual_seed(3)
+    assert again is not None
+    for ours, models in zip(again, drawn(torch.randn(9, 4, generator=torch.Generator().manual_seed(0))), strict=True):
+        assert torch.equal(ours, models)
+
+
+def test_a_kind_that_draws_otherwise_is_not_drawn_without_the_model() -> None:
+    """Numbers that are not one probability's, and a kind that changes its mind, need the model."""
+    layouts, device = MaskLayouts(), torch.device("cpu")
+
+    def draw(function: Callable[[], Tensor], batch: int) -> None:
+        _, masks = call_and_record_masks(function, device, expected=True)
+        layouts.by_example(masks, batch, "kind", function)
+
+    for _ in range(3):
+        draw(lambda: torch.rand(3), 4)
+    assert layouts.again("kind", 4, device) is None
+    for probability in (0.1, 0.2, 0.3):
+        draw(lambda p=probability: nn.functional.dropout(torch.ones(3), p), 4)  # type: ignore[misc]
+    assert layouts.again("kind", 4, device) is None

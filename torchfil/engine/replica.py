@@ -141,8 +141,13 @@ class Replica:
             with torch.no_grad(), differentiable_twice():
                 call_with(self.template, {**trainable, **constant, **buffers}, *first)
 
-        kind = (kind_of(inputs), self.key)
-        return self._mask_layouts.by_example(masks, len(tensors_of(inputs)[0]), kind, run_first)
+        return self._mask_layouts.by_example(masks, len(tensors_of(inputs)[0]), (kind_of(inputs), self.key), run_first)
+
+    def masks_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
+        """Masks for a batch of these inputs as the model would draw them; None where only the model can tell."""
+        inputs = (args, dict(kwargs))
+        self.follow()
+        return self._mask_layouts.again((kind_of(inputs), self.key), len(tensors_of(inputs)[0]), self.device)
 
     def gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
         """The examples' gradients at the present weights, by the copy; buffers that are written are its own."""

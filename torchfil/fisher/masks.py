@@ -24,17 +24,57 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchfil.utils.errors import UnsupportedModuleError
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["MaskLayouts", "RandomWatch", "call_and_record_masks", "recorded_masks", "replayed_masks"]
+__all__ = ["DrawnMasks", "MaskLayouts", "RandomWatch", "call_and_record_masks", "recorded_masks", "replayed_masks"]
 
 Result = TypeVar("Result")
 _MOST_KINDS = 256
+_ALIKE_BEFORE_DRAWING = 2  # batches of a kind that drew alike, before masks are drawn without the model
 _MASK_SECOND = (torch.ops.aten.native_dropout.default,)  # gives (values, mask)
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """How a mask was drawn: all its numbers with one probability, by dropout's own operation or into a tensor."""
+
+    probability: float
+    dtype: torch.dtype
+    by_dropout: bool
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Any) -> _Draw | None:
+        """That of an operation; None where it draws in another way."""
+        if func in _MASK_SECOND:
+            return cls(float(args[1]), args[0].dtype, by_dropout=True)
+        if func is torch.ops.aten.bernoulli_.float and kwargs.get("generator") is None:
+            probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            return cls(float(probability), args[0].dtype, by_dropout=False)
+        return None
+
+    def again(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Another mask, of that shape."""
+        empty = torch.empty(shape, dtype=self.dtype, device=device)
+        return (
+            torch.native_dropout(empty, self.probability, True)[1]
+            if self.by_dropout
+            else empty.bernoulli_(self.probability)
+        )
+
+
+class DrawnMasks(tuple[Tensor, ...]):
+    """The masks of a forward pass, in order.
+
+    Attributes:
+        draws: How each was drawn.
+    """
+
+    draws: tuple[_Draw | None, ...] = ()
 
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.masks: list[Tensor] = []
+        self.draws: list[_Draw | None] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -46,6 +86,7 @@ class _Recorder(TorchDispatchMode):
                     "cannot be repeated for the accounting. Use dropout of 0 there, or put that part in eval mode."
                 )
             self.masks.append(drawn.detach().clone())  # it may be changed in place afterwards
+            self.draws.append(_Draw.of(func, args, kwargs or {}))
         return result
 
 
@@ -67,9 +108,7 @@ class _Replayer(TorchDispatchMode):
             values, probability = args[0], float(args[1])
             keep = self.given(mask, values.shape).to(torch.bool)
             scale = 1 / (1 - probability) if probability < 1 else 0.0
-            return torch.ops.aten.native_dropout_backward(
-                values, keep, scale
-            ), keep  # one kernel: values · keep · scale
+            return torch.ops.aten.native_dropout_backward(values, keep, scale), keep  # values · keep · scale
 
         if func._schema.is_mutable:
             return args[0].copy_(self.given(mask, args[0].shape))
@@ -126,12 +165,16 @@ class _Layout:
             return mask.expand(batch, *mask.shape)
         return mask.unflatten(self.dim, (batch, self.shape[self.dim])).movedim(self.dim, 0)
 
-    def fits(self, mask: Tensor, batch: int) -> bool:
-        """Whether a mask of so many examples may be laid out so."""
+    def of_batch(self, batch: int) -> torch.Size:
+        """The shape of a mask of so many examples."""
         shape = list(self.shape)
         if self.dim is not None:
             shape[self.dim] *= batch
-        return mask.shape == torch.Size(shape)
+        return torch.Size(shape)
+
+    def fits(self, mask: Tensor, batch: int) -> bool:
+        """Whether a mask of so many examples may be laid out so."""
+        return mask.shape == self.of_batch(batch)
 
 
 def _visible_draws() -> AbstractContextManager[None]:
@@ -144,10 +187,20 @@ class MaskLayouts:
 
     A mask need not run over the examples first: attention draws [batch · heads, …], a recurrent model [time, batch, …],
     and some are one for all. Which it is shows in a pass over the first example alone, once for every kind of batch.
+    Where two batches of a kind have drawn alike, masks for a third can be drawn without the model (:meth:`again`).
     """
 
     def __init__(self) -> None:
         self._layouts: dict[Hashable, tuple[_Layout, ...]] = {}
+        self._recipes: dict[Hashable, tuple[tuple[_Layout, ...], tuple[_Draw, ...], int]] = {}  # and how often seen
+
+    def again(self, kind: Hashable, batch: int, device: torch.device) -> tuple[Tensor, ...] | None:
+        """Masks as a forward pass over so many examples would draw them; None where that is not known."""
+        layouts, draws, times = self._recipes.get(kind, ((), (), 0))
+        if times < _ALIKE_BEFORE_DRAWING:
+            return None
+        pairs = zip(layouts, draws, strict=True)
+        return tuple(draw.again(layout.of_batch(batch), device) for layout, draw in pairs)
 
     def by_example(
         self, masks: Sequence[Tensor], batch: int, kind: Hashable, run_first: Callable[[], Any]
@@ -165,7 +218,7 @@ class MaskLayouts:
         """
         if batch == 1:
             return tuple(mask[None] for mask in masks)
-        kind = (kind, tuple(mask.ndim for mask in masks))
+        of_inputs, kind = kind, (kind, tuple(mask.ndim for mask in masks))
         layouts = self._layouts.get(kind, ())
         if len(layouts) != len(masks) or not all(
             layout.fits(mask, batch) for layout, mask in zip(layouts, masks, strict=True)
@@ -178,7 +231,19 @@ class MaskLayouts:
             if len(self._layouts) >= _MOST_KINDS:
                 self._layouts.clear()
             layouts = self._layouts[kind] = tuple(learner.layouts)
+        self._note(of_inputs, layouts, getattr(masks, "draws", ()))
         return tuple(layout.by_example(mask, batch) for layout, mask in zip(layouts, masks, strict=True))
+
+    def _note(self, kind: Hashable, layouts: tuple[_Layout, ...], draws: tuple[_Draw | None, ...]) -> None:
+        """Remember how a kind of batch draws, as far as that can be repeated."""
+        plain = tuple(draw for draw in draws if draw is not None)
+        if len(plain) != len(layouts):
+            return
+        before = self._recipes.get(kind)
+        times = before[2] + 1 if before is not None and before[:2] == (layouts, plain) else 1
+        if len(self._recipes) >= _MOST_KINDS:
+            self._recipes.clear()
+        self._recipes[kind] = layouts, plain, times
 
 
 @contextlib.contextmanager
@@ -213,9 +278,11 @@ def call_and_record_masks(
         if not watch.moved():
             return result, ()
         watch.rewind()
-    with recorded_masks() as masks:
+    with _visible_draws(), _Recorder() as recorder:
         result = function()
-    return result, tuple(masks)
+    masks = DrawnMasks(recorder.masks)
+    masks.draws = tuple(recorder.draws)
+    return result, masks
 
 
 class RandomWatch:

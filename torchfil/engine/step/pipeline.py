@@ -380,7 +380,8 @@ class StepPipeline:
         if self.run.ledger is None:
             check_finite()
         if self._may_draw():
-            forward.masks = self._fresh_masks(forward)
+            again = self.replica.masks_again(forward.args, forward.kwargs)
+            forward.masks = self._fresh_masks(forward) if again is None else again
             examples = self._with_masks(examples, forward)
         setting = self._setting(forward, examples, noise, measure, needs_loss=True)
         values, confirmations = self._evaluated(forward, examples, setting, summed=True)

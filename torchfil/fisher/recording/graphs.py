@@ -66,6 +66,8 @@ class CapturedPass:
             for _ in stages(self.gradients):
                 pass
         torch.cuda.current_stream(device).wait_stream(stream)
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what that stream has used would stay its own, beside the graphs' memory
 
     def _capture(self, stages: Iterator[Any], num_stages: int, pool: Any) -> None:
         device = self.examples.z.device
