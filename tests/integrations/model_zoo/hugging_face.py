@@ -259,7 +259,12 @@ MODELS = [
         word_embed_proj_dim=WIDTH,
     ),
     decoder("GPTNeoXForCausalLM", "gpt_neox.embed_in", ("hidden_dropout", "attention_dropout")),
-    decoder("PhiForCausalLM", "model.embed_tokens", ("resid_pdrop", "embd_pdrop", "attention_dropout"), partial_rotary_factor=0.5),
+    decoder(
+        "PhiForCausalLM",
+        "model.embed_tokens",
+        ("resid_pdrop", "embd_pdrop", "attention_dropout"),
+        partial_rotary_factor=0.5,
+    ),
     Model(
         "T5ForConditionalGeneration",
         "transformers",
