@@ -154,6 +154,28 @@ T5 = {
 }
 
 
+def wav2vec2(dropout: float) -> nn.Module:
+    """Wav2Vec 2 as it is fine-tuned."""
+    options = {
+        **ENCODER,
+        "conv_dim": [4, 4],
+        "conv_kernel": [4, 3],
+        "conv_stride": [3, 2],
+        "num_feat_extract_layers": 2,
+        "num_conv_pos_embeddings": 3,
+        "num_conv_pos_embedding_groups": 2,
+        "classifier_proj_size": 6,
+        "mask_time_prob": 0.0,
+        "layerdrop": 0.0,
+        "feat_extract_norm": "layer",
+        "do_stable_layer_norm": True,
+    }
+    drops = ("hidden_dropout", "activation_dropout", "attention_dropout", "feat_proj_dropout")
+    model: Any = made("Wav2Vec2Config", "Wav2Vec2ForSequenceClassification", dropout, drops, options)
+    model.freeze_feature_encoder()
+    return model
+
+
 def segmented() -> list[dict[str, Tensor]]:
     """Texts with token types."""
     return texts(segments=True)
@@ -326,27 +348,9 @@ MODELS = [
         layer_scale_init_value=0.5,
     ),
     Model(
-        "Wav2Vec2ForSequenceClassification",
+        "Wav2Vec2ForSequenceClassification (frozen feature encoder)",
         "transformers",
-        partial(
-            _build,
-            config="Wav2Vec2Config",
-            head="Wav2Vec2ForSequenceClassification",
-            drops=("hidden_dropout", "activation_dropout", "attention_dropout", "feat_proj_dropout", "layerdrop"),
-            options={
-                **ENCODER,
-                "conv_dim": [4, 4],
-                "conv_kernel": [4, 3],
-                "conv_stride": [3, 2],
-                "num_feat_extract_layers": 2,
-                "num_conv_pos_embeddings": 3,
-                "num_conv_pos_embedding_groups": 2,
-                "classifier_proj_size": 6,
-                "mask_time_prob": 0.0,
-                "feat_extract_norm": "layer",
-                "do_stable_layer_norm": True,
-            },
-        ),
+        wav2vec2,
         sounds,
         logits_loss,
         loss_inside=True,
