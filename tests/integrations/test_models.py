@@ -52,6 +52,12 @@ def test_reasons_survive_the_page() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["multilayer perceptron", "Opacus DPMultiheadAttention", "timm vit"])
+def test_more_steps(name: str) -> None:
+    """Beyond the first steps, in which the engine tries and learns."""
+    assert_true(trained(MODELS[name], "train_step", dropout=True, count=6))
+
+
 @pytest.mark.parametrize("forged", ["masks", "probes", "weights", "released"])
 def test_the_truth_notices(forged: str) -> None:
     run = trained(MODELS["multilayer perceptron"], "loop", dropout=True)

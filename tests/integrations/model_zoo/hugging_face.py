@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from .model import CLASSES, EXAMPLES, LENGTH, WORDS, Model, causal_loss, logits_loss, seeded, texts, token_loss
 
@@ -181,6 +182,24 @@ def segmented() -> list[dict[str, Tensor]]:
     return texts(segments=True)
 
 
+def unpadded() -> list[dict[str, Tensor]]:
+    """Texts of their own lengths."""
+    return [
+        {key: value[: int(example["attention_mask"].sum())] if value.ndim else value for key, value in example.items()}
+        for example in texts()
+    ]
+
+
+def to_the_longest(examples: list[dict[str, Tensor]]) -> Any:
+    """A batch as ``DataCollatorWithPadding`` makes it."""
+    from transformers import BatchEncoding
+
+    columns = {key: [example[key] for example in examples] for key in examples[0]}
+    return BatchEncoding(
+        {key: pad_sequence(column, True) if column[0].ndim else torch.stack(column) for key, column in columns.items()}
+    )
+
+
 def ending() -> list[dict[str, Tensor]]:
     """Texts that end in the same word, each once, as T5's classifier wants it."""
     examples = texts()
@@ -200,6 +219,16 @@ MODELS = [
         logits_loss,
         loss_inside=True,
         private=WORDS_OF_BERT,
+    ),
+    Model(
+        "BertForSequenceClassification, padded to each batch's longest",
+        "transformers",
+        bert,
+        unpadded,
+        logits_loss,
+        loss_inside=True,
+        private=WORDS_OF_BERT,
+        collate=to_the_longest,
     ),
     Model(
         "BertForTokenClassification",

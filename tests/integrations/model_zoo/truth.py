@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from brute_force import SIGMA, C, random_state_kept, set_random_state
 from cases import grouped
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
@@ -83,25 +83,27 @@ class Trained:
 
 def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Positional inputs, keyword inputs and targets of a batch."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return (), {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
     return tuple(batch[:-1]), {}, batch[-1]
 
 
-def trained(model: Model, way: str, *, dropout: bool, **options: Any) -> Trained:
-    """The model after two steps; raises what the engine raises.
+def trained(model: Model, way: str, *, dropout: bool, count: int = STEPS, **options: Any) -> Trained:
+    """The model after some steps; raises what the engine raises.
 
     Args:
         model: What to train.
         way: One of :data:`WAYS`.
         dropout: Whether it drops.
+        count: How many steps.
         **options: Of ``make_private``.
     """
     module = model.made(dropout)
     trainable = {name: value for name, value in module.named_parameters() if value.requires_grad}
     plain, engine = copy.deepcopy(module), FILPrivacyEngine()
     optimizer: Any = torch.optim.SGD(trainable.values(), lr=0.3)
-    loader: Any = DataLoader(model.data(), batch_size=BATCH, collate_fn=model.collate, generator=seeded(2))
+    data = Noted(model.data())
+    loader: Any = DataLoader(data, batch_size=BATCH, collate_fn=model.collate, generator=seeded(2))
     if way == "train_step" or (way == "loop" and model.criterion_needed):
         options = {"criterion": model.loss, **options}
     given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "amplification": "none", "seed": 3, **options}
@@ -112,26 +114,40 @@ def trained(model: Model, way: str, *, dropout: bool, **options: Any) -> Trained
         wrapped, optimizer, loader = engine.make_private(
             module, optimizer, loader, **grouped(estimator=estimator, noise_generator=seeded(5), **given)
         )
-        while len(steps) < STEPS:
+        data.read.clear()
+        while len(steps) < count:
             for batch in loader:
-                steps.append(begun(module, batch))
+                steps.append(begun(module, batch, list(data.read)))
                 notes.clear()
                 take(model, way, engine, wrapped, optimizer, batch)
                 steps[-1].seeds = notes[-1] if notes else ()
                 grads = [value.grad.flatten() for value in trainable.values()]
                 steps[-1].released = torch.cat(grads) * optimizer.expected_batch_size
-                if len(steps) == STEPS:
+                if len(steps) == count:
                     break
+                data.read.clear()
     return Trained(model, plain, engine, steps, reasons[-1] if reasons else None)
 
 
-def begun(module: nn.Module, batch: Any) -> Step:
+def begun(module: nn.Module, batch: Any, ids: list[int]) -> Step:
     """What a step on this batch begins with."""
     weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    ids = list(batch._ids)
-    return Step(
-        torch.get_rng_state(), weights, copy.deepcopy(dict(batch) if isinstance(batch, dict) else list(batch)), ids
-    )
+    copied = copy.deepcopy(dict(batch) if isinstance(batch, Mapping) else list(batch))
+    return Step(torch.get_rng_state(), weights, copied, ids)
+
+
+class Noted(Dataset[Any]):
+    """A data set that notes which of its examples are read."""
+
+    def __init__(self, examples: Any) -> None:
+        self.examples, self.read = examples, list[int]()
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(int(index))
+        return self.examples[index]
 
 
 def take(model: Model, way: str, engine: FILPrivacyEngine, wrapped: Any, optimizer: Any, batch: Any) -> None:
