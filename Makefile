@@ -4,11 +4,12 @@ VENV ?= .venv
 VISION_VENV ?= .venv-vision
 INTEGRATIONS_VENV ?= .venv-integrations
 OPACUS_PACKAGES = $(VENV)/opacus-tests
+VISION_PACKAGES = $(INTEGRATIONS_VENV)/vision
 WORKERS ?= 2
 PYTEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long bench lint test-vision test-opacus test-integrations docs format clean
+.PHONY: help demo test test-long bench lint test-vision test-opacus test-integrations models docs format clean
 
 help:
 	@echo "make demo         train privately on handwritten digits and write the leakage report"
@@ -16,7 +17,8 @@ help:
 	@echo "make bench        what the accounting costs on this machine (BENCH=--quick: in minutes)"
 	@echo "make test-vision  the second test leg: torch 2.10 with torchvision 0.25 (CPU wheels exist on aarch64)"
 	@echo "make test-opacus  Opacus's own tests with torchfil's engine, a part in under 3 minutes (OPACUS=--all: all)"
-	@echo "make test-integrations  the tests that need Lightning and Hugging Face (0.2 GB more to install)"
+	@echo "make test-integrations  the tests that need Lightning, Hugging Face and timm (0.2 GB more to install); docs/models.md"
+	@echo "make models       write docs/models.md: the models people train, each compared with brute force"
 	@echo "make docs         the guide and the API reference, as HTML in build/docs"
 	@echo "make format       let ruff format and fix the code"
 	@echo "make clean        remove the virtual environments and caches"
@@ -36,7 +38,13 @@ $(VISION_VENV)/.installed: setup.cfg setup.py pyproject.toml constraints-vision.
 $(INTEGRATIONS_VENV)/.installed: setup.cfg setup.py pyproject.toml constraints.txt
 	@test -x $(INTEGRATIONS_VENV)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,lightning,huggingface]'
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,lightning,huggingface,peft]'
+	@touch $@
+
+# Without what they depend on, as Opacus's; outside of the environment, where transformers would import torchvision.
+$(VISION_PACKAGES)/.installed: $(INTEGRATIONS_VENV)/.installed
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --upgrade --no-deps --constraint constraints.txt --target $(VISION_PACKAGES) \
+		torchvision timm
 	@touch $@
 
 # Beside the environment, not in it, and without what they depend on: torchvision would pull CUDA packages on x86_64.
@@ -72,8 +80,11 @@ test-vision: $(VISION_VENV)/.installed
 test-opacus: $(OPACUS_PACKAGES)/.installed
 	$(PYTEST_ENV) PYTHONPATH=$(OPACUS_PACKAGES) $(VENV)/bin/python -m tests.opacus_suite $(OPACUS)
 
-test-integrations: $(INTEGRATIONS_VENV)/.installed
+test-integrations: $(VISION_PACKAGES)/.installed
 	$(PYTEST_ENV) $(INTEGRATIONS_VENV)/bin/python -m pytest -n $(WORKERS) tests/integrations tests/test_readme.py
+
+models: $(VISION_PACKAGES)/.installed
+	$(PYTEST_ENV) $(INTEGRATIONS_VENV)/bin/python -m tests.integrations.model_zoo --workers $(WORKERS) $(MODELS)
 
 docs: $(VENV)/.docs-installed
 	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs

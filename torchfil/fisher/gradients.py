@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ __all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "copy_witho
 
 LossFunction = Callable[[Any, Any], Tensor]
 DEFAULT_MAX_MEMORY = 2**30
+_LOOKS = "data-dependent control flow"  # what vmap says where a model looks at what a tensor holds
+_looking: WeakSet[nn.Module] = WeakSet()  # models that do so: Hugging Face's ask whether a mask is all ones
 
 
 @dataclass(frozen=True)
@@ -283,7 +286,27 @@ class ExampleGradients:
     def _map(
         self, one: Callable[..., Tensor], extra: tuple[tuple[Tensor, int | None], ...], shape: tuple[int, ...]
     ) -> Tensor:
-        """``one`` over all examples; an empty batch gives an empty tensor of that trailing shape."""
+        """``one`` over all examples together; one after the other where the model looks at what a tensor holds."""
+        if self.model not in _looking:
+            try:
+                return self._mapped_together(one, extra, shape)
+            except RuntimeError as error:
+                if _LOOKS not in str(error):
+                    raise
+            _looking.add(self.model)
+        rows = []
+        for i in range(len(self)):
+            example = self.examples[slice(i, i + 1)]
+            public = map_tensors(lambda leaf: leaf[0], example.public)
+            more = [given if dim is None else given[i] for given, dim in extra]
+            with differentiable_twice(), _explain_layers(self.model), replayed_masks(example.masks):
+                rows.append(one(example.z[0], public, *more).detach())
+        return torch.stack(rows) if rows else torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
+
+    def _mapped_together(
+        self, one: Callable[..., Tensor], extra: tuple[tuple[Tensor, int | None], ...], shape: tuple[int, ...]
+    ) -> Tensor:
+        """``one`` over all examples by ``vmap``; an empty batch gives an empty tensor of that trailing shape."""
         if len(self) == 0:
             return torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
         in_dims = (0, self.examples.in_dims, *(dim for _, dim in extra))

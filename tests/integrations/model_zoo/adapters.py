@@ -17,9 +17,7 @@ def adapted(dropout: float, base: Any, targets: list[str], head: str, task: str,
     """A model with LoRA of rank 2; the second factor, zero at first, is drawn at random, so that both are trained."""
     import peft
 
-    config = peft.LoraConfig(
-        r=2, lora_alpha=4, lora_dropout=dropout, target_modules=targets, task_type=task, **more
-    )
+    config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=dropout, target_modules=targets, task_type=task, **more)
     model = peft.get_peft_model(base(dropout, head=head), config)
     for name, value in model.named_parameters():
         if "lora_B" in name:
@@ -57,9 +55,7 @@ MODELS = [
     Model(
         "GPT-2 with LoRA (peft, Conv1D)",
         "peft",
-        partial(
-            adapted, base=gpt2, targets=["c_attn"], head="GPT2LMHeadModel", task="CAUSAL_LM", fan_in_fan_out=True
-        ),
+        partial(adapted, base=gpt2, targets=["c_attn"], head="GPT2LMHeadModel", task="CAUSAL_LM", fan_in_fan_out=True),
         partial(texts, "words"),
         causal_loss,
         loss_inside=True,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from .model import CLASSES, EXAMPLES, LENGTH, WORDS, Model, causal_loss, logits_loss, seeded, texts, token_loss
 
@@ -154,9 +155,49 @@ T5 = {
 }
 
 
+def wav2vec2(dropout: float) -> nn.Module:
+    """Wav2Vec 2 as it is fine-tuned."""
+    options = {
+        **ENCODER,
+        "conv_dim": [4, 4],
+        "conv_kernel": [4, 3],
+        "conv_stride": [3, 2],
+        "num_feat_extract_layers": 2,
+        "num_conv_pos_embeddings": 3,
+        "num_conv_pos_embedding_groups": 2,
+        "classifier_proj_size": 6,
+        "mask_time_prob": 0.0,
+        "layerdrop": 0.0,
+        "feat_extract_norm": "layer",
+        "do_stable_layer_norm": True,
+    }
+    drops = ("hidden_dropout", "activation_dropout", "attention_dropout", "feat_proj_dropout")
+    model: Any = made("Wav2Vec2Config", "Wav2Vec2ForSequenceClassification", dropout, drops, options)
+    model.freeze_feature_encoder()
+    return model
+
+
 def segmented() -> list[dict[str, Tensor]]:
     """Texts with token types."""
     return texts(segments=True)
+
+
+def unpadded() -> list[dict[str, Tensor]]:
+    """Texts of their own lengths."""
+    return [
+        {key: value[: int(example["attention_mask"].sum())] if value.ndim else value for key, value in example.items()}
+        for example in texts()
+    ]
+
+
+def to_the_longest(examples: list[dict[str, Tensor]]) -> Any:
+    """A batch as ``DataCollatorWithPadding`` makes it."""
+    from transformers import BatchEncoding
+
+    columns = {key: [example[key] for example in examples] for key in examples[0]}
+    return BatchEncoding(
+        {key: pad_sequence(column, True) if column[0].ndim else torch.stack(column) for key, column in columns.items()}
+    )
 
 
 def ending() -> list[dict[str, Tensor]]:
@@ -178,6 +219,16 @@ MODELS = [
         logits_loss,
         loss_inside=True,
         private=WORDS_OF_BERT,
+    ),
+    Model(
+        "BertForSequenceClassification, padded to each batch's longest",
+        "transformers",
+        bert,
+        unpadded,
+        logits_loss,
+        loss_inside=True,
+        private=WORDS_OF_BERT,
+        collate=to_the_longest,
     ),
     Model(
         "BertForTokenClassification",
@@ -259,7 +310,12 @@ MODELS = [
         word_embed_proj_dim=WIDTH,
     ),
     decoder("GPTNeoXForCausalLM", "gpt_neox.embed_in", ("hidden_dropout", "attention_dropout")),
-    decoder("PhiForCausalLM", "model.embed_tokens", ("resid_pdrop", "embd_pdrop", "attention_dropout"), partial_rotary_factor=0.5),
+    decoder(
+        "PhiForCausalLM",
+        "model.embed_tokens",
+        ("resid_pdrop", "embd_pdrop", "attention_dropout"),
+        partial_rotary_factor=0.5,
+    ),
     Model(
         "T5ForConditionalGeneration",
         "transformers",
@@ -321,27 +377,9 @@ MODELS = [
         layer_scale_init_value=0.5,
     ),
     Model(
-        "Wav2Vec2ForSequenceClassification",
+        "Wav2Vec2ForSequenceClassification (frozen feature encoder)",
         "transformers",
-        partial(
-            _build,
-            config="Wav2Vec2Config",
-            head="Wav2Vec2ForSequenceClassification",
-            drops=("hidden_dropout", "activation_dropout", "attention_dropout", "feat_proj_dropout", "layerdrop"),
-            options={
-                **ENCODER,
-                "conv_dim": [4, 4],
-                "conv_kernel": [4, 3],
-                "conv_stride": [3, 2],
-                "num_feat_extract_layers": 2,
-                "num_conv_pos_embeddings": 3,
-                "num_conv_pos_embedding_groups": 2,
-                "classifier_proj_size": 6,
-                "mask_time_prob": 0.0,
-                "feat_extract_norm": "layer",
-                "do_stable_layer_norm": True,
-            },
-        ),
+        wav2vec2,
         sounds,
         logits_loss,
         loss_inside=True,

@@ -43,8 +43,7 @@ class Model:
         drops: Whether it has dropout (or drops paths).
         loss_inside: Whether it computes its own loss when it is given labels.
         private: The submodule whose output is private by default; None: the floating-point input.
-        criterion_needed: Whether the loss is none of torch's own on the model's one output, so that it has to be given.
-        rows: The dimension of the private tensor that runs over examples.
+        criterion_needed: Whether the loss has to be given to ``make_private``: it has more than one part.
         collate: Makes a batch of examples; None: torch's own way.
     """
 
@@ -60,11 +59,10 @@ class Model:
     collate: Callable[[list[Any]], Any] | None = None
 
     def made(self, dropout: bool) -> nn.Module:
-        """The model with weights from a fixed seed; small weights are drawn wider, so that something is learned."""
+        """The model with weights from a fixed seed, in training mode."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            module = self.build(DROPOUT if dropout else 0.0).double().train()
-        return module
+            return self.build(DROPOUT if dropout else 0.0).double().train()
 
 
 def seeded(seed: int = 0) -> torch.Generator:

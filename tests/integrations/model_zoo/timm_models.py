@@ -22,9 +22,9 @@ def built(dropout: float, name: str, drops: tuple[str, ...] = ("drop_rate", "dro
 
 def normed(dropout: float, **options: Any) -> Any:
     """The same with GroupNorm of two groups."""
-    from timm.layers import GroupNormAct
+    from timm.layers import GroupNorm
 
-    return built(dropout, norm_layer=partial(GroupNormAct, num_groups=2), **options)
+    return built(dropout, norm_layer=partial(GroupNorm, num_groups=2), **options)
 
 
 def efficient(dropout: float) -> nn.Module:
@@ -77,8 +77,7 @@ MODELS = [
     model("timm deit3", partial(built, name="deit3_small_patch16_224", **VIT)),
     model(
         "timm convnext",
-        partial(built, name="convnext_atto", in_chans=1, dims=(4, 4, 6, 6), depths=(1, 1, 1, 1), patch_size=2),
-        size=16,
+        partial(built, name="convnext_atto", in_chans=1, dims=(4, 4, 6, 6), depths=(1, 1, 1, 1), patch_size=1),
     ),
     model("timm mixer", mixer),
     model(

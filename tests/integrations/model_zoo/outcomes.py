@@ -1,0 +1,97 @@
+"""What became of a model that was trained privately: it runs and is right, or it is refused, or it ends in an error."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torchfil
+
+from .catalogue import MODELS
+from .model import Model
+from .truth import WAYS, assert_true, trained
+
+__all__ = ["CASES", "Case", "Outcome", "outcome_of"]
+
+RECORDED, MAPPED, REFUSED, FAILED = "runs", "runs (vmap)", "refused", "fails"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cell of the table.
+
+    Attributes:
+        name: Of the model.
+        way: How it is trained, one of :data:`WAYS`.
+        dropout: Whether it drops.
+    """
+
+    name: str
+    way: str
+    dropout: bool
+
+    @property
+    def model(self) -> Model:
+        """What is trained."""
+        return MODELS[self.name]
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.way}, {'with' if self.dropout else 'without'} dropout"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        kind: "runs" (a recorded pass), "runs (vmap)" (mapped over examples), "refused" (by torchfil, with a reason) or
+            "fails" (in an error of another package).
+        reason: The text of the error, numbers left out.
+    """
+
+    kind: str
+    reason: str = ""
+
+
+def cases() -> Iterator[Case]:
+    """All cells of the table."""
+    for name, model in MODELS.items():
+        for way in WAYS:
+            for dropout in (True, False):
+                if (way != "loss" or model.loss_inside) and (model.drops or not dropout):
+                    yield Case(name, way, dropout)
+
+
+CASES = tuple(cases())
+
+
+def outcome_of(case: Case) -> Outcome:
+    """Train the case and compare it with brute force.
+
+    Raises:
+        AssertionError: A number is wrong.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            run = trained(case.model, case.way, dropout=case.dropout)
+        except Exception as error:
+            return Outcome(REFUSED if _is_ours(error) else FAILED, _reason(error))
+        assert_true(run)
+    return Outcome(MAPPED if run.mapped else RECORDED)
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether torchfil itself has raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(last).is_relative_to(Path(torchfil.__file__).parent)
+
+
+def _reason(error: Exception) -> str:
+    """Type and text in one line; numbers, which depend on the machine, as N."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "N", text.replace("|", "/"))

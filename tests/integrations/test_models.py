@@ -1,0 +1,75 @@
+"""docs/models.md tells the truth: every model runs or is refused as it says, and what runs is right to 1e-6."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "engine")]
+sys.path.append(str(Path(sys.prefix) / "vision"))  # where the Makefile puts timm and torchvision
+for package in ("transformers", "peft", "timm", "torchvision"):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed (make test-integrations)", allow_module_level=True)
+
+from tests.integrations.model_zoo.catalogue import MODELS  # noqa: E402
+from tests.integrations.model_zoo.outcomes import CASES, Case, Outcome, outcome_of  # noqa: E402
+from tests.integrations.model_zoo.table import DOCS, read_table, text_of  # noqa: E402
+from tests.integrations.model_zoo.truth import assert_true, trained  # noqa: E402
+
+WRITTEN = read_table(DOCS.read_text())
+REMEDY = "run make models, which writes docs/models.md anew"
+SLOW = ("convnext", "Deberta", "nfnet", "resnet", "swin", "Swin", "T5", "Wav2Vec2")  # over 5 s on a busy machine
+
+
+def parameter(case: Case) -> Any:
+    slow = any(name in case.name for name in SLOW)
+    return pytest.param(case, id=str(case), marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize("case", [parameter(case) for case in CASES])
+def test_a_model_does_what_the_page_says(case: Case) -> None:
+    outcome = outcome_of(case)
+    assert case in WRITTEN, REMEDY
+    assert outcome == WRITTEN[case], REMEDY
+
+
+def test_the_page_has_every_model_and_is_as_it_would_be_written() -> None:
+    assert set(WRITTEN) == set(CASES), REMEDY
+    assert len({case.name for case in CASES}) >= 40
+    assert read_table(text_of(WRITTEN)) == WRITTEN
+
+
+def test_reasons_survive_the_page() -> None:
+    outcomes = {CASES[0]: Outcome("runs"), CASES[1]: Outcome("refused", "ValueError: a reason [N]. Do 1. this / that")}
+    assert (
+        read_table(text_of({**dict.fromkeys(CASES, Outcome("runs (vmap)")), **outcomes}))[CASES[1]]
+        == outcomes[CASES[1]]
+    )
+
+
+@pytest.mark.parametrize("name", ["multilayer perceptron", "Opacus DPMultiheadAttention", "timm vit"])
+def test_more_steps(name: str) -> None:
+    """Beyond the first steps, in which the engine tries and learns."""
+    assert_true(trained(MODELS[name], "train_step", dropout=True, count=6))
+
+
+@pytest.mark.parametrize("forged", ["masks", "probes", "weights", "released"])
+def test_the_truth_notices(forged: str) -> None:
+    run = trained(MODELS["multilayer perceptron"], "loop", dropout=True)
+    assert_true(run)
+    step = run.steps[-1]
+    if forged == "masks":
+        step.state = torch.Generator().manual_seed(9).get_state()
+    elif forged == "probes":
+        step.seeds = tuple(seed + 1 for seed in step.seeds)
+    elif forged == "weights":
+        step.weights["0.weight"] = step.weights["0.weight"] * (1 + 1e-4)
+    else:
+        step.released = step.released * (1 + 1e-5)
+    with pytest.raises(AssertionError, match="off by"):
+        assert_true(run)
