@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ledgers import assert_same_run
+from ledgers import DELTA, assert_same_run
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
@@ -17,7 +17,7 @@ from torchfil import Accounting, FILPrivacyEngine, Private
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (torchfil[huggingface])")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (torchfil[huggingface])")
-from torchfil.integrations.huggingface import FILTrainer  # noqa: E402
+from torchfil.integrations.huggingface import STATE_FILE, FILTrainer  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -114,7 +114,9 @@ class Noting(FILTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         self.__dict__.setdefault("batches", []).append(list(inputs._ids))
-        return super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        assert all(part.training for part in model.modules())
+        return loss
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -173,10 +175,8 @@ def test_evaluation_and_other_losses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
         ({"bf16": True}, "mixed precision .bf16."),
         ({"gradient_checkpointing": True}, "gradient_checkpointing=True"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
     ],
 )
@@ -203,16 +203,135 @@ def test_what_is_set_elsewhere_is_refused(tmp_path: Path) -> None:
         FILTrainer(
             model=model(), args=arguments(tmp_path), train_dataset=examples(), privacy=privacy(max_grad_norm=1.0)
         )
-    trainer = FILTrainer(model=model(), args=arguments(tmp_path), train_dataset=examples(), privacy=privacy())
-    with pytest.raises(ValueError, match="do not hold the accounting"):
-        trainer.train(resume_from_checkpoint=True)
 
 
-def test_position_embeddings_shared_by_the_batch_are_named(tmp_path: Path) -> None:
+def test_losses_that_training_would_not_use_are_refused(tmp_path: Path) -> None:
+    class Own(FILTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    given: dict[str, Any] = {"model": model(), "train_dataset": examples(), "privacy": privacy()}
+    with pytest.raises(ValueError, match="not called in training"):
+        Own(args=arguments(tmp_path), **given)
+    with pytest.raises(ValueError, match="does not reach criterion="):
+        FILTrainer(args=arguments(tmp_path, label_smoothing_factor=0.1), criterion=nn.CrossEntropyLoss(), **given)
+    with pytest.raises(ValueError, match="weight"):
+        FILTrainer(args=arguments(tmp_path), criterion=nn.CrossEntropyLoss(weight=torch.ones(3)), **given)
+
+
+def test_models_run_as_they_come(tmp_path: Path) -> None:
+    """Positions for the whole batch, and a padding row that is not trained."""
+    bert = model()
+    bert.bert.embeddings.word_embeddings.padding_idx = 0
     data = [{k: v for k, v in example.items() if k != "position_ids"} for example in examples()]
-    trainer = FILTrainer(model=model(), args=arguments(tmp_path), train_dataset=data, privacy=privacy())
-    with pytest.raises(RuntimeError, match="position_ids"):
+    trainer = FILTrainer(model=bert, args=arguments(tmp_path), train_dataset=data, privacy=privacy())
+    trainer.train()
+    assert trainer.engine.get_fil().value.max() > 0
+
+
+def test_accumulation_draws_one_large_batch(tmp_path: Path) -> None:
+    """k batches of B in one step are one Poisson batch of mean size kB: σ, q and ledger of a batch size of kB."""
+    runs = []
+    for size, steps in ((6, 1), (2, 3)):
+        args = arguments(tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=steps)
+        runs.append(Noting(model=model(), args=args, train_dataset=examples(), privacy=privacy()))
+        runs[-1].train()
+        assert args.gradient_accumulation_steps == steps
+    one, three = runs
+    assert one.batches == three.batches
+    assert one.state.global_step == three.state.global_step == 8
+    assert_same_run(three.engine, three.model, one.engine, one.model)
+
+
+def with_dropout() -> Any:
+    network = model()
+    for part in network.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.2
+    return network
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stop", "workers"), [(3, 0), (4, 0), (3, 1)])  # in a pass over the data, and at its end
+def test_a_resumed_run_is_the_uninterrupted_one(stop: int, workers: int, tmp_path: Path) -> None:
+    def run(folder: str, **more: Any) -> Any:
+        args = arguments(tmp_path / folder, dataloader_num_workers=workers, save_strategy="steps", save_steps=stop)
+        args.optim, args.lr_scheduler_type = "adamw_torch", "linear"
+        options = privacy(accounting=Accounting(seed=3, num_probes=1, track=("diagonal",)))
+        trainer = Noting(model=with_dropout(), args=args, train_dataset=examples(), privacy=options)
+        trainer.train(**more)
+        return trainer
+
+    whole = run("whole")
+    checkpoint = tmp_path / "whole" / f"checkpoint-{stop}"
+    assert (checkpoint / STATE_FILE).stat().st_mode & 0o077 == 0
+    resumed = run("resumed", resume_from_checkpoint=str(checkpoint))
+    assert whole.batches[stop:] == resumed.batches
+    ours, truth = resumed.engine.leakage_columns(delta=DELTA), whole.engine.leakage_columns(delta=DELTA)
+    assert ours == truth
+    assert resumed.engine.get_epsilon(DELTA) == whole.engine.get_epsilon(DELTA)
+    for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_checkpoints_that_do_not_hold_the_accounting_are_refused(tmp_path: Path) -> None:
+    def trainer(**more: Any) -> Any:
+        args = arguments(tmp_path, save_strategy="steps", save_steps=4, **more)
+        return FILTrainer(model=model(), args=args, train_dataset=examples(), privacy=privacy())
+
+    with pytest.raises(ValueError, match="there is no checkpoint in"):
+        trainer().train(resume_from_checkpoint=True)
+    trainer(save_only_model=True).train()
+    with pytest.raises(ValueError, match="does not hold the accounting"):
+        trainer().train(resume_from_checkpoint=True)
+
+    # of other data: all or nothing
+    trainer().train()
+    other = trainer()
+    other.train_dataset = examples(12)
+    before = [p.detach().clone() for p in other.model.parameters()]
+    with pytest.raises(ValueError, match="examples"):
+        other.train(resume_from_checkpoint=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, other.model.parameters(), strict=True))
+
+
+def test_evaluation_in_training_changes_nothing(tmp_path: Path) -> None:
+    """Nothing of an evaluation is accounted for, the model goes back to training, and the best model can be kept."""
+    runs = []
+    for evaluated in (False, True):
+        more: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        args = arguments(tmp_path, **(more if evaluated else {}))
+        args.load_best_model_at_end = evaluated
+        args.metric_for_best_model, args.greater_is_better = "loss", False
+        trainer = Noting(
+            model=model(), args=args, train_dataset=examples(), eval_dataset=examples(7), privacy=privacy()
+        )
         trainer.train()
+        runs.append(trainer)
+    plain, evaluating = runs
+    logged = [entry["eval_loss"] for entry in evaluating.state.log_history if "eval_loss" in entry]
+    assert len(logged) == 4
+    assert plain.batches == evaluating.batches
+    assert evaluating.engine.leakage_columns() == plain.engine.leakage_columns()
+    assert evaluating.evaluate()["eval_loss"] == pytest.approx(min(logged))
+
+
+def test_gradients_that_are_all_zero_are_told(tmp_path: Path) -> None:
+    trainer = FILTrainer(
+        model=model(),
+        args=arguments(tmp_path, max_steps=1),
+        train_dataset=examples(),
+        privacy=privacy(),
+        criterion=lambda logits, labels: (0 * logits).sum(dim=1).mean(),
+    )
+    with pytest.warns(UserWarning, match="all examples in a batch are exactly 0"):
+        trainer.train()
+
+
+def test_columns_that_the_model_does_not_take_are_left_out(tmp_path: Path) -> None:
+    data = [{**example, "text": torch.zeros(3)} for example in examples()]
+    trainer = FILTrainer(model=model(), args=arguments(tmp_path, max_steps=2), train_dataset=data, privacy=privacy())
+    trainer.train()
+    assert trainer.engine.get_fil().value.max() > 0
 
 
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

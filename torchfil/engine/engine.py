@@ -26,7 +26,7 @@ from torchfil.engine.module import is_in_training
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import Accounting, BatchToInputs, RunOptions, check_modes, check_parameters
 from torchfil.engine.resuming import Resuming
-from torchfil.fisher.gradients import check_modules, check_unweighted_mean
+from torchfil.fisher.gradients import check_modules, check_unweighted_mean, differentiable_twice
 from torchfil.private import Private
 
 __all__ = ["FILPrivacyEngine"]
@@ -290,7 +290,8 @@ class FILPrivacyEngine(Resuming):
             The batch's mean loss (its sum with ``loss_reduction="sum"``), NaN for an empty batch.
         """
         training = self._training
-        return training.pipeline.train_step(training.optimizer, inputs, targets)
+        with differentiable_twice():  # all passes of the step run the same kernels, and draw the same masks
+            return training.pipeline.train_step(training.optimizer, inputs, targets)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

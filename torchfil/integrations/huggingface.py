@@ -6,24 +6,33 @@ Needs ``transformers`` and ``accelerate``: ``pip install 'torchfil[huggingface]'
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from torchfil.engine import FILPrivacyEngine
+from torchfil.fisher.gradients import check_unweighted_mean
+from torchfil.integrations.model_loss import ModelLoss
+from torchfil.integrations.optimizer import OptimizerOfTheLoop
 from torchfil.integrations.table import write_table
+from torchfil.utils.files import replaced_when_complete
 
 try:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
     raise ImportError("FILTrainer needs transformers; install it: pip install 'torchfil[huggingface]'") from error
 
-__all__ = ["FILTrainer"]
+__all__ = ["STATE_FILE", "FILTrainer"]
+
+STATE_FILE = "torchfil_state.pt"  # in each of the trainer's checkpoints
 
 
 class FILTrainer(Trainer):
@@ -39,24 +48,33 @@ class FILTrainer(Trainer):
         trainer.train()
         trainer.engine.leakage()
 
-    The loss is ``criterion(logits, labels)``, computed outside the model, as a mean over examples. What
-    ``TrainingArguments`` calls ``max_grad_norm`` is C, the clipping threshold of every example. Batches are drawn by
-    Poisson sampling with a mean size of ``per_device_train_batch_size``.
+    Every batch is one :meth:`FILPrivacyEngine.train_step`. What ``TrainingArguments`` calls ``max_grad_norm`` is C, the
+    clipping threshold of every example. A step's batch is drawn by Poisson sampling with a mean size of
+    ``per_device_train_batch_size`` · ``gradient_accumulation_steps``; it is computed in pieces that fit into
+    ``Execution(max_memory=…)``, so that accumulation costs no memory.
 
-    The loss and the ``grad_norm`` that the trainer logs are those of the plain batch: they are not private.
+    The loss is the model's own, on each example alone (:class:`ModelLoss`): by ``config.problem_type``, per token where
+    labels are tokens, with ``label_smoothing_factor``. That is checked on examples of the first batch.
+
+    The loss that the trainer logs is that of the plain batch: it is not private. The ``grad_norm`` that it logs is that
+    of the noisy gradient that was released.
 
     Guarantees:
         * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`.
-        * Gradient accumulation, mixed precision, several devices, compiled or checkpointed models, label smoothing and
-          ``compute_loss_func`` raise at construction; resuming from a checkpoint, which does not hold the accounting,
-          raises.
+        * Batches of an evaluation are not accounted for.
+        * Checkpoints hold the accounting (:data:`STATE_FILE`, as confidential as the table). A run that is resumed from
+          one has the weights, ε and ledger of an uninterrupted run, bit for bit where collating draws no random
+          numbers; one without it is refused.
+        * Mixed precision, several devices, compiled or checkpointed models, ``compute_loss_func`` and an overridden
+          ``compute_loss`` raise at construction.
         * After ``train()`` the model is a plain module again.
 
     Args:
         *args: As in ``Trainer``.
         privacy: Options of :meth:`FILPrivacyEngine.make_private`; with ``target_epsilon``, ``target_delta`` and
             ``epochs`` of :meth:`FILPrivacyEngine.make_private_with_epsilon`.
-        criterion: The loss of (logits, labels); it must weigh every example alike, which is checked at each step.
+        criterion: Another loss, of (logits, labels); it must weigh every example alike, which is checked. None: the
+            model's own.
         engine: None: a new one. It accounts for one call of ``train()``.
         leakage_path: Where the table is written, as CSV; None: nowhere.
         delta: δ, for the table's ``individual_epsilon``.
@@ -67,7 +85,7 @@ class FILTrainer(Trainer):
         self,
         *args: Any,
         privacy: Mapping[str, Any] | None = None,
-        criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+        criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
         engine: FILPrivacyEngine | None = None,
         leakage_path: str | os.PathLike[str] | None = None,
         delta: float | None = None,
@@ -75,27 +93,28 @@ class FILTrainer(Trainer):
     ) -> None:
         super().__init__(*args, **options)
         self.privacy = dict(privacy or {})
-        elsewhere = {
-            "max_grad_norm": "TrainingArguments(max_grad_norm=…)",
-            "criterion": "FILTrainer(criterion=…)",
-            "wrap_model": "nothing: the model is not wrapped",
-        }
-        for name in elsewhere.keys() & self.privacy.keys():
-            raise TypeError(f"privacy has {name!r}, which is set by {elsewhere[name]}; leave it out")
+        _check_privacy(self.privacy)
         _check_trainer(self)
-        self.criterion = criterion
         self.engine = engine if engine is not None else FILPrivacyEngine()
         self.leakage_path = leakage_path
         self.delta = delta
+        if criterion is None:
+            self.loss: Any = ModelLoss.of(self.model, self.args.label_smoothing_factor)
+        else:
+            self.loss = _LossOfLogits(criterion, self.args.label_smoothing_factor)
+
+        self._label_names = list(self.label_names or ["labels"])
+        self._looked_at_loss = criterion is not None
+        self._pass = _PassOverData()
+        self.add_callback(self._pass)
+
+    # ------------------------------------------------------------------ a run
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **options: Any) -> Any:
         """As in ``Trainer``; writes the table at the end."""
-        if resume_from_checkpoint:
-            raise ValueError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r}: the trainer's checkpoints do not hold the "
-                "accounting, so what the earlier steps leaked would be missing from the table; train in one go"
-            )
-        result = super().train(**options)
+        checkpoint = self._checkpoint_with_state(resume_from_checkpoint)
+        with _one_batch_a_step(self), self._weights_kept_until_resumed(checkpoint):
+            result = super().train(resume_from_checkpoint=checkpoint, **options)
         self.engine.detach()
         if self.leakage_path is not None:
             write_table(self.engine, self.leakage_path, self.delta)
@@ -103,8 +122,9 @@ class FILTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Make model, optimizer and loader private; called once, when training starts."""
-        # the same loader, but for batches as plain dicts
+        # The same loader, but for batches as plain dicts and for random numbers of its own, which a checkpoint holds.
         plain = super().get_train_dataloader()
+        seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
         loader: DataLoader[Any] = DataLoader(
             plain.dataset,
             batch_sampler=plain.batch_sampler,
@@ -115,46 +135,148 @@ class FILTrainer(Trainer):
             multiprocessing_context=plain.multiprocessing_context,
             prefetch_factor=plain.prefetch_factor,
             persistent_workers=plain.persistent_workers,
+            generator=torch.Generator().manual_seed(seed),
         )
 
         self.model.train()
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.privacy else "make_private"
-        _, self.optimizer, private_loader = getattr(self.engine, prepare)(
+        _, optimizer, private_loader = getattr(self.engine, prepare)(
             self.model,
             self.create_optimizer(),
             loader,
             max_grad_norm=self.args.max_grad_norm,
-            criterion=self._loss_of,
-            wrap_model=False,
+            criterion=self.loss,
+            batch_to_inputs=self._split,
             **self.privacy,
         )
+        self.optimizer = OptimizerOfTheLoop(optimizer)
+        self._pass.loader = private_loader
 
-        # Opacus learns from the first batch what an empty one looks like
+        # Opacus learns from the first batch what an empty one looks like.
         private_loader.plain_collate_fn([private_loader.plain_dataset[0]])
         return private_loader
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As in ``Trainer``, with the per-example gradients of the last step cleared.
+        """A whole private step; the trainer's own ``optimizer.step()`` does nothing after it.
 
-        Poisson sampling can draw nobody, which many models cannot compute with: such a step releases noise alone.
+        Poisson sampling can draw nobody: such a step releases noise alone, and its loss is 0.
         """
-        self.optimizer.zero_grad()
-        if len(inputs["labels"]) > 0:
-            return super().training_step(model, inputs, num_items_in_batch)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.grad_sample = parameter.new_zeros(0, *parameter.shape)
-        return torch.zeros((), device=self.args.device)
+        model.train()
+        batch, labels = self._split(self._prepare_inputs(inputs))
+        if _count(labels) == 0:
+            self.engine.train_step(batch, labels)
+            return torch.zeros((), device=self.args.device)
+        if not self._looked_at_loss:
+            self.loss.check(self.model, batch, labels)
+            self._looked_at_loss = True
+        return self.engine.train_step(batch, labels).detach()
 
     def compute_loss(
         self, model: Any, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """``criterion(logits, labels)``, with the labels kept from the model."""
-        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-        loss = self._loss_of(outputs, inputs["labels"])
+        """The loss of a batch of an evaluation, with the labels kept from the model."""
+        batch, labels = self._split(inputs)
+        outputs = model(**batch)
+        loss = self.loss(outputs, labels)
         return (loss, outputs) if return_outputs else loss
 
-    def _loss_of(self, outputs: Any, labels: Tensor) -> Tensor:
+    def _split(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """The model's inputs, and the labels: one tensor, or several by name."""
+        names = [name for name in self._label_names if name in batch]
+        if not names:
+            raise ValueError(
+                f"the batch has {sorted(batch)}, but no {' or '.join(self._label_names)}: put the labels into every "
+                "example under that name, or say TrainingArguments(label_names=[…])"
+            )
+        inputs = {name: value for name, value in batch.items() if name not in names}
+        labels = {name: batch[name] for name in names}
+        if len(names) == 1:
+            labels = labels[names[0]]
+            shift = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
+            if shift is not None and "decoder_input_ids" not in inputs:  # from labels, which the model is not given
+                inputs["decoder_input_ids"] = shift(labels=labels)
+        return inputs, labels
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        state = {"engine": self.engine.state_dict(), "pass_start": self._pass.start}
+        with replaced_when_complete(Path(output_dir) / STATE_FILE) as temporary:
+            torch.save(state, temporary)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            state = torch.load(Path(checkpoint) / STATE_FILE, weights_only=True)
+            self.engine.load_state_dict(state["engine"])
+            self._pass.resumed_start = state["pass_start"]
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _checkpoint_with_state(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """The checkpoint's folder; raises unless it holds the accounting."""
+        if not resume_from_checkpoint:
+            return None
+        folder = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+        if folder is None:
+            raise ValueError(f"there is no checkpoint in {self.args.output_dir} to resume from")
+        if not (Path(folder) / STATE_FILE).exists():
+            raise ValueError(
+                f"{folder} has no {STATE_FILE}: it does not hold the accounting, so what its steps leaked would be "
+                "missing from the table. Resume from a checkpoint of FILTrainer (without save_only_model=True)."
+            )
+        return str(folder)
+
+    @contextlib.contextmanager
+    def _weights_kept_until_resumed(self, checkpoint: str | None) -> Iterator[None]:
+        """Inside, a checkpoint whose accounting is refused leaves the model as it was."""
+        before = copy.deepcopy(self.model.state_dict()) if checkpoint is not None else None
+        try:
+            yield
+        except BaseException:
+            if before is not None and self._pass.resumed_start is None:
+                self.model.load_state_dict(before)
+            raise
+
+
+class _PassOverData(TrainerCallback):
+    """Keeps the random numbers with which the present pass over the data began: a resumed one skips what it had read.
+
+    Attributes:
+        loader: The private loader.
+        start: The state of its generator at the start of the present pass.
+        resumed_start: That of a checkpoint's pass.
+    """
+
+    def __init__(self) -> None:
+        self.loader: Any = None
+        self.start: Tensor | None = None
+        self.resumed_start: Tensor | None = None
+        self._began = False
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note the generator's state, or go back to it where a pass was left in the middle."""
+        generator = self.loader.generator
+        left_in_the_middle = state.global_step % len(self.loader) > 0 and not args.ignore_data_skip
+        if self.resumed_start is not None and not self._began and left_in_the_middle:
+            generator.set_state(self.resumed_start)
+        self._began = True
+        self.start = generator.get_state()
+
+
+class _LossOfLogits:
+    """The user's loss, as one of outputs and labels."""
+
+    def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor], label_smoothing: float) -> None:
+        if label_smoothing:
+            raise ValueError(
+                f"label_smoothing_factor={label_smoothing} does not reach criterion=; smooth there, e.g. by "
+                "nn.CrossEntropyLoss(label_smoothing=…)"
+            )
+        check_unweighted_mean(criterion)
+        self.criterion = criterion
+        self.__name__ = getattr(criterion, "__name__", repr(criterion))
+
+    def __call__(self, outputs: Mapping[str, Tensor], labels: Any) -> Tensor:
         return self.criterion(outputs["logits"], labels)
 
 
@@ -168,15 +290,40 @@ class _AsDict:
         return dict(self.collate_fn(samples))
 
 
+@contextlib.contextmanager
+def _one_batch_a_step(trainer: Any) -> Iterator[None]:
+    """Inside, a step has one batch of the mean size that accumulation would give it.
+
+    Poisson batches cannot be accumulated: several draws under one noise would be another mechanism.
+    """
+    args, steps, size = trainer.args, trainer.args.gradient_accumulation_steps, trainer._train_batch_size
+    args.gradient_accumulation_steps, trainer._train_batch_size = 1, steps * size
+    try:
+        yield
+    finally:
+        args.gradient_accumulation_steps, trainer._train_batch_size = steps, size
+
+
+def _count(labels: Any) -> int:
+    return len(labels if isinstance(labels, Tensor) else next(iter(labels.values())))
+
+
+def _check_privacy(privacy: Mapping[str, Any]) -> None:
+    """Raise for options that are set elsewhere."""
+    elsewhere = {
+        "max_grad_norm": "TrainingArguments(max_grad_norm=…)",
+        "criterion": "FILTrainer(criterion=…)",
+        "batch_to_inputs": "TrainingArguments(label_names=…)",
+        "wrap_model": "nothing: the model is not wrapped",
+        "grad_sample_mode": "nothing: every batch is an engine.train_step",
+    }
+    for name in elsewhere.keys() & privacy.keys():
+        raise TypeError(f"privacy has {name!r}, which is set by {elsewhere[name]}; leave it out")
+
+
 def _check_trainer(trainer: Any) -> None:
     """Raise for runs whose steps the accounting would not describe."""
     args = trainer.args
-    if args.gradient_accumulation_steps != 1:
-        raise ValueError(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps} cannot be accounted for: with Poisson "
-            "sampling every batch is a step of its own. Raise per_device_train_batch_size instead; the accounting cuts "
-            "a batch into pieces that fit max_memory."
-        )
     if trainer.accelerator.mixed_precision != "no":
         raise ValueError(
             f"mixed precision ({trainer.accelerator.mixed_precision}) cannot be accounted for: the gradients that are "
@@ -192,10 +339,12 @@ def _check_trainer(trainer: Any) -> None:
         "torch_compile": "the accounting differentiates the model as it is written",
         "gradient_checkpointing": "every layer would be seen twice; max_memory limits the accounting's memory",
         "auto_find_batch_size": "a run that is begun again would be accounted for once",
-        "label_smoothing_factor": "pass criterion=nn.CrossEntropyLoss(label_smoothing=…) instead",
     }
     for name, reason in reasons.items():
         if getattr(args, name):
             raise ValueError(f"{name}={getattr(args, name)!r} is not supported: {reason}")
-    if trainer.compute_loss_func is not None:
-        raise ValueError("compute_loss_func is not supported; pass the loss of (logits, labels) as criterion=")
+    if trainer.compute_loss_func is not None or type(trainer).compute_loss is not FILTrainer.compute_loss:
+        raise ValueError(
+            "compute_loss_func and compute_loss of a subclass are not called in training, where a step is taken as a "
+            "whole; pass the loss of (logits, labels) as criterion="
+        )

@@ -43,6 +43,11 @@ _DIVERGED = (
     "the model's outputs on this batch are NaN or infinite: the training has diverged. Go back to earlier weights with "
     "a smaller learning rate, or look for an overflow in the model. {}"
 )
+_ALL_ZERO = (
+    "the gradients of all examples in a batch are exactly 0: nothing is learned from it, nothing leaks, and a bound on "
+    "an attacker's error is infinite. Is the loss constant (cross entropy over one class), or are all parameters that "
+    "it reaches frozen?"
+)
 _NOT_TAKEN = "This step was not taken."
 _COPY_DIFFERS = (
     "the engine's copy of the model gives {}: a forward hook, or an attribute of a module that is no plain number, "
@@ -186,6 +191,8 @@ class StepChecks:
         total = read_later(norms.sum())
 
         def confirm(consequence: str) -> None:
+            if float(total()) == 0 and len(norms):
+                warnings.warn(_ALL_ZERO, stacklevel=2)
             if not math.isfinite(float(total())):
                 diverged = losses is not None and not bool(losses.isfinite().all())
                 raise RuntimeError((_DIVERGED if diverged else _NOT_FINITE).format(consequence))

@@ -372,11 +372,12 @@ class StepPipeline:
         forward = ForwardPass(tracker.ids, tracker.batch, args, kwargs, None, autocast=autocast)
 
         noise = self.run.check_noise(optimizer)
+        if not any(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim):  # many models cannot run on nobody
+            ids = self.run.check_ids([forward], 0)
+            return self._staging(None, [], ids, noise, self.run.chooses_to_measure(), 1)
         examples = self.replica.lay_out(args, kwargs, targets, self.options.private, check_values=False)
         ids = self.run.check_ids([forward], len(examples))
         measure = self.run.chooses_to_measure()
-        if not ids:
-            return self._staging(None, [], ids, noise, measure, 1)
         if self.run.ledger is None:
             check_finite()
         if self._may_draw():

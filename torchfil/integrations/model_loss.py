@@ -1,0 +1,231 @@
+"""The loss that a Hugging Face model computes by itself, as a function of its outputs and labels.
+
+A model's ``out.loss`` is a mean over a batch, in which tokens of long texts outvote those of short ones. Privacy needs
+the loss of one example: ℓ_i is ``out.loss`` on a batch of example i alone, and a batch's loss is the mean of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchfil.utils.trees import map_tensors
+
+__all__ = ["ModelLoss"]
+
+Labels = Tensor | Mapping[str, Tensor]
+_IGNORED = -100
+_EXAMPLES_TO_LOOK_AT = 4
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # many models compute their loss in float32
+_LOOSE_TOLERANCE = 3e-2  # half precision
+
+# What the name of a model's class says of its loss; the first that fits counts.
+_KINDS = {
+    "ForSequenceClassification": "sequence",
+    "ForImageClassification": "sequence",
+    "ForVideoClassification": "sequence",
+    "ForAudioClassification": "sequence",
+    "ForMultipleChoice": "choice",
+    "ForNextSentencePrediction": "choice",
+    "ForTokenClassification": "tokens",
+    "ForMaskedLM": "tokens",
+    "ForQuestionAnswering": "span",
+    "ForConditionalGeneration": "next tokens",
+    "ForCausalLM": "next tokens",
+    "LMHeadModel": "next tokens",
+}
+_REGRESSION, _SINGLE, _MULTI = "regression", "single_label_classification", "multi_label_classification"
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """loss(outputs, labels) = 1/B Σ_i ℓ_i, where ℓ_i is the model's own loss on example i alone.
+
+    =============  ==============================================================================
+    sequence       by ``config.problem_type``: (logits − labels)² (regression), cross entropy (single label),
+                   binary cross entropy (multi label), each a mean over the example's own numbers
+    choice         cross entropy over choices
+    tokens         cross entropy, a mean over the example's tokens whose label is not −100
+    next tokens    the same, where position t predicts label t + 1
+    span           the mean of the cross entropies of start and end
+    =============  ==============================================================================
+
+    Guarantees:
+        * :meth:`check` compares it with the model's own number, and raises where they differ.
+        * An example all of whose labels are −100 has the loss 0 (the model's own is 0/0).
+
+    Attributes:
+        kind: A row of the table.
+        config: The model's.
+        label_smoothing: Of cross entropies, as in ``torch.nn.CrossEntropyLoss``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> loss = ModelLoss("sequence", SimpleNamespace(problem_type=None, num_labels=1))
+        >>> loss({"logits": torch.tensor([[1.0], [3.0]])}, torch.tensor([1.0, 1.0]))
+        tensor(2.)
+    """
+
+    kind: str
+    config: Any
+    label_smoothing: float = 0.0
+
+    @classmethod
+    def of(cls, model: nn.Module, label_smoothing: float = 0.0) -> ModelLoss:
+        """The loss of this model.
+
+        Raises:
+            ValueError: It cannot be told from the model's class.
+        """
+        unwrap: Any = getattr(model, "get_base_model", None)  # peft's
+        inner = unwrap() if unwrap is not None else model
+        name, config = type(inner).__name__, getattr(inner, "config", None)
+        classes = " ".join(part.__name__ for part in type(inner).__mro__)  # its own, then those that it derives from
+        kind = next((kind for part, kind in _KINDS.items() if part in classes), None)
+        if kind is None or config is None:
+            raise ValueError(
+                f"the loss of {name} is not known: its class is no {', '.join(_KINDS)}. Pass "
+                "FILTrainer(criterion=a function of (logits, labels)), a mean over examples."
+            )
+        if kind == "next tokens" and getattr(config, "is_encoder_decoder", False):
+            kind = "tokens"  # the decoder's inputs are shifted already
+        return cls(kind, config, label_smoothing)
+
+    @property
+    def __name__(self) -> str:
+        """For messages."""
+        return f"the model's own loss, {self.kind}"
+
+    def __call__(self, outputs: Mapping[str, Tensor], labels: Labels) -> Tensor:
+        """The mean of ℓ over examples; labels by name where there are several."""
+        return self.by_example(outputs, labels).mean()
+
+    def by_example(self, outputs: Mapping[str, Tensor], labels: Labels) -> Tensor:
+        """ℓ of every example, [batch]."""
+        if not isinstance(labels, Tensor):
+            start, end = (self._at(outputs[f"{part}_logits"], labels[f"{part}_positions"]) for part in ("start", "end"))
+            return (start + end) / 2
+        logits = _precise(outputs["logits"])
+        if self.kind == "next tokens":
+            return self._by_token(logits[:, :-1], labels[:, 1:])
+        if self.kind == "tokens":
+            return self._by_token(logits, labels)
+
+        problem = self._problem(labels)
+        if problem == _SINGLE:
+            return self._by_token(logits, labels.reshape(len(logits)))
+        numbers = labels.reshape(logits.shape).to(logits.dtype)
+        if problem == _REGRESSION:
+            return (logits - numbers).square().flatten(1).mean(dim=1)
+        return F.binary_cross_entropy_with_logits(logits, numbers, reduction="none").flatten(1).mean(dim=1)
+
+    def _problem(self, labels: Tensor) -> str:
+        """What is predicted, as the model decides it."""
+        if self.kind != "sequence":
+            return _SINGLE
+        if self.config.problem_type is not None:
+            return str(self.config.problem_type)
+        if self.config.num_labels == 1:
+            return _REGRESSION
+        return _SINGLE if labels.dtype in (torch.long, torch.int) else _MULTI
+
+    def _by_token(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy, a mean over the labels of each example that count: logits [batch, …, classes]."""
+        losses = F.cross_entropy(
+            logits.movedim(-1, 1),
+            labels.long(),
+            reduction="none",
+            ignore_index=_IGNORED,
+            label_smoothing=self.label_smoothing,
+        )
+        counted = (labels != _IGNORED).reshape(len(labels), -1).sum(dim=1)
+        return losses.reshape(len(labels), -1).sum(dim=1) / counted.clamp(min=1)
+
+    def _at(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Cross entropy of a position, logits [batch, positions]; one that lies behind the text does not count."""
+        positions = positions.reshape(len(logits)).clamp(min=0)
+        return self._by_token(_precise(logits), positions.where(positions < logits.shape[1], _IGNORED))
+
+    # ------------------------------------------------------------------ at the first batch
+
+    def check(self, model: nn.Module, inputs: Mapping[str, Any], labels: Labels) -> None:
+        """Raise unless the labels fit the outputs, and this is the model's own loss on each of a few examples.
+
+        Random numbers drawn for it are given back.
+
+        Raises:
+            ValueError: The labels cannot be meant, or the model computes another loss.
+        """
+        count = len(labels if isinstance(labels, Tensor) else next(iter(labels.values())))
+        with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            for i in range(min(_EXAMPLES_TO_LOOK_AT, count)):
+                one, its_labels = map_tensors(partial(_row, i), (dict(inputs), labels))
+                if isinstance(its_labels, Tensor):
+                    self.check_labels(model(**one)["logits"], its_labels)
+                by_name = {"labels": its_labels} if isinstance(its_labels, Tensor) else its_labels
+                self._check_own(model(**one, **by_name), its_labels)
+
+    def check_labels(self, logits: Tensor, labels: Tensor) -> None:
+        """Raise for labels whose shape, dtype or values cannot be meant for such logits."""
+        problem, classes = self._problem(labels), logits.shape[-1]
+        given = (
+            f"labels {list(labels.shape)} of {labels.dtype} with logits {list(logits.shape)} ({self.kind}, {problem})"
+        )
+        if problem != _SINGLE:
+            self._check_numbers(logits, labels, given)
+            return
+
+        expected = logits.shape[:-1]
+        fits = labels.shape == expected or (logits.ndim == 2 and labels.numel() == len(logits))
+        if labels.is_floating_point() or not fits or classes < 2:
+            raise ValueError(
+                f"{given}: integers {list(expected)} below the number of classes, {classes}, are needed, and two "
+                "classes at least. For numbers to be predicted set problem_type='regression' in the model's config, "
+                "for several labels at once 'multi_label_classification'."
+            )
+        outside = labels[(labels != _IGNORED) & ((labels < 0) | (labels >= classes))]
+        if outside.numel():
+            raise ValueError(f"{given}: label {int(outside[0])} is none of the classes 0 to {classes - 1}")
+
+    def _check_numbers(self, logits: Tensor, labels: Tensor, given: str) -> None:
+        """Raise unless there is a floating-point label for each logit, as regression and several labels need it."""
+        if not labels.is_floating_point():
+            raise ValueError(
+                f"{given}: the loss takes floating-point labels. Convert them (labels.float()), or give the model a "
+                "class for each integer (num_labels=…, problem_type='single_label_classification')."
+            )
+        if labels.shape != logits.shape and not (logits.shape[-1] == 1 and labels.numel() == logits.numel()):
+            raise ValueError(f"{given}: one number for each logit is needed, {list(logits.shape)}")
+        if self.label_smoothing:
+            raise ValueError(
+                f"{given}: label_smoothing_factor={self.label_smoothing} smooths the choice among classes, and "
+                "there is none here; leave it out"
+            )
+
+    def _check_own(self, outputs: Mapping[str, Any], labels: Labels) -> None:
+        """Raise unless ``out.loss`` is this loss; nothing is said of an example whose own loss is none."""
+        own = outputs.get("loss")
+        if own is None or not bool(own.isfinite().all()):
+            return
+        ours, theirs = float(replace(self, label_smoothing=0.0)(outputs, labels)), float(own)
+        if abs(ours - theirs) > _TOLERANCE.get(own.dtype, _LOOSE_TOLERANCE) * max(abs(theirs), 1e-3):
+            raise ValueError(
+                f"the model's own loss on one example is {theirs:.6g}, that of FILTrainer ({self.kind}) {ours:.6g}: "
+                "the model adds or weights something that its logits do not tell (an auxiliary loss, class weights). "
+                "Pass the loss that you mean as criterion=a function of (logits, labels), a mean over examples."
+            )
+
+
+def _row(i: int, leaf: Tensor) -> Tensor:
+    return leaf[i : i + 1]
+
+
+def _precise(logits: Tensor) -> Tensor:
+    """Losses are computed in float32 at least."""
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
