@@ -87,19 +87,54 @@ SERVED: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[tuple[int, ...], 
     "twice": (lambda m, h: m.theta * torch.tanh(m.theta * h), ((4,),)),
     "not at all": (lambda m, h: h, ((4,),)),
 }
-OTHERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[tuple[int, ...], ...]]] = {
+FUNCTIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[tuple[int, ...], ...]]] = {
     "product": (lambda m, h: h @ m.theta, ((4, 4),)),
-    "activation as a function": (lambda m, h: F.prelu(h, m.theta), ((1,),)),
+    "product of a transposed": (lambda m, h: torch.matmul(h, m.theta.T), ((4, 4),)),
     "sum of both kinds": (lambda m, h: m.theta[0] * h + h @ m.theta, ((4, 4),)),
+    "linear": (lambda m, h: F.linear(h, m.theta, m.other), ((4, 4), (4,))),
+    "linear, with a slice": (lambda m, h: F.linear(h, m.theta[1:5]), ((6, 4),)),
+    "tokens of all examples": (
+        lambda m, h: torch.addmm(m.other, h.reshape(-1, 4), m.theta).reshape(h.shape),
+        ((4, 4), (4,)),
+    ),
+    "tokens of all examples, one row": (lambda m, h: (h.reshape(-1, 4) * m.theta).reshape(h.shape), ((4,),)),
+    "time first": (
+        lambda m, h: (F.linear(h.transpose(0, 1), m.theta) + m.theta[:2, None]).transpose(0, 1),
+        ((4, 4),),
+    ),
+    "layer norm": (lambda m, h: F.layer_norm(h, (4,), m.theta, m.other), ((4,), (4,))),
+    "layer norm with a function": (lambda m, h: F.layer_norm(h, (4,), 1 + m.theta), ((4,),)),
+    "rms norm": (lambda m, h: F.rms_norm(h, (4,), m.theta), ((4,),)),
+    "group norm": (lambda m, h: F.group_norm(h, 1, m.theta, m.other[:2]), ((2,),)),
+    "convolution": (lambda m, h: F.conv1d(h, m.theta, padding=1), ((2, 2, 3),)),
+    "standardised convolution": (
+        lambda m, h: F.conv1d(h, (m.theta - m.theta.mean(dim=(1, 2), keepdim=True)) / m.theta.std(), padding="same"),
+        ((2, 2, 3),),
+    ),
+    "rows of a table": (lambda m, h: h * m.theta[(h.detach() > 0).sum(dim=-1)], ((5, 4),)),
+    "embedding": (lambda m, h: h * F.embedding((h.detach() > 0).sum(dim=-1), m.theta, 1), ((5, 4),)),
+    "added to scores": (
+        lambda m, h: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None], m.theta)[:, 0],
+        ((2, 2),),
+    ),
+    "windows": (
+        lambda m, h: F.scaled_dot_product_attention(*[h.reshape(-1, 1, 4, 1)] * 3, m.theta.exp()).reshape(h.shape),
+        ((1, 4, 4),),
+    ),
+    "power": (lambda m, h: (2 + torch.tanh(h)) ** m.theta, ((4,),)),
+}
+OTHERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[tuple[int, ...], ...]]] = {
+    "sum": (lambda m, h: torch.einsum("bti,ij->btj", h, m.theta), ((4, 4),)),
+    "activation as a function": (lambda m, h: F.prelu(h, m.theta), ((1,),)),
     "hidden": (lambda m, h: _Hidden.apply(h, m.theta), ((4,),)),
     "queries": (lambda m, h: m.body(m.theta.expand(len(h), -1, -1)) * h, ((2, 4),)),
 }
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [*SERVED, *FUNCTIONS])
 def test_each_use(name: str) -> None:
     torch.manual_seed(0)
-    use, shapes = SERVED[name]
+    use, shapes = (SERVED | FUNCTIONS)[name]
     model = Uses(use, *shapes)
     check(model, torch.randn(BATCH, 2, 4))
     gradients = _gradients(model)

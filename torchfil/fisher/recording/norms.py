@@ -48,7 +48,12 @@ class Held:
 
     def __init__(self, weights: list[Tensor]) -> None:
         self.total = 0
+        self._weights = weights
         self._known = {weight.untyped_storage().data_ptr() for weight in weights}
+
+    def anew(self) -> Held:
+        """Nothing kept yet, of the same weights."""
+        return Held(self._weights)
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.utils import _pytree as pytree
 
 from torchfil.fisher.gradients import (
     ExampleGradients,
@@ -28,19 +27,33 @@ from torchfil.fisher.gradients import (
 )
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.precision import autocast_now, wide
+from torchfil.fisher.recording.uses import Layouts, Use, Uses, by_example, layouts_of
 from torchfil.fisher.recording.watching import WatchedParameters
-from torchfil.fisher.rules.base import rule_for
+from torchfil.fisher.rules.attention import attends_in_steps
+from torchfil.fisher.rules.base import LayerRule, rule_for
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
 from torchfil.fisher.rules.generic import GenericRule
-from torchfil.fisher.rules.parameters import ParameterRule
+from torchfil.fisher.rules.parameters import ParameterRule, ReparametrisedRule
 from torchfil.fisher.rules.substitutes import FastOnCPU, with_substitutes
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["RecordedForward", "Recording", "UnsupportedCallError", "forward_pass", "holders", "record", "targets_at"]
+__all__ = [
+    "RecordedForward",
+    "Recording",
+    "UnsupportedCallError",
+    "forward_pass",
+    "holders",
+    "learn_layouts",
+    "losses_of",
+    "record",
+    "run_alike",
+    "targets_at",
+]
 
 _overwriting: WeakSet[nn.Module] = WeakSet()  # models that have overwritten what a layer saw
 _seen_whole: WeakSet[nn.Module] = WeakSet()  # modules whose parameters cannot be watched one by one
 _seen_apart: WeakSet[nn.Module] = WeakSet()  # layers called without the examples, on a range of positions say
+_layouts: WeakKeyDictionary[nn.Module, Layouts] = WeakKeyDictionary()  # of models whose layers need not have them first
 
 
 @dataclass(frozen=True)
@@ -56,26 +69,6 @@ class Recording:
     calls: tuple[Call, ...]
     losses: Tensor
     output_gradients: tuple[Tensor, ...]
-
-
-@dataclass
-class _Use:
-    """One use of a layer in a forward pass, before its δ is known."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Tensor
-    versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = self._versions()
-
-    def _versions(self) -> list[int]:
-        return [tensor._version for tensor in (self.output, *tensors_of((self.args, self.kwargs)))]
-
-    def was_overwritten(self) -> bool:
-        return self._versions() != self.versions
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ class RecordedForward:
     gradients: ExampleGradients
     z: Tensor
     outputs: Any
-    uses: tuple[_Use, ...]
+    uses: tuple[Use, ...]
     watched: WatchedParameters
     once: bool = False
 
@@ -156,20 +149,19 @@ class RecordedForward:
         return forward_pass(self.gradients, self.z)
 
     def _calls(self, deltas: list[Tensor]) -> tuple[Call, ...]:
-        gradients = self.gradients
-        names = {id(module): name for name, module in gradients.model.named_modules()}
+        gradients, batch, leaves = self.gradients, len(self.z), self.watched.leaves
         shared = {id(value): name for name, value in gradients.model.named_parameters()}
-        calls = [
-            _call(gradients, use, names[id(use.module)], delta, shared)
-            for use, delta in zip(self.uses, deltas, strict=False)
-        ]
-        for meeting, delta in zip(self.watched.meetings, deltas[len(self.uses) :], strict=True):
-            parameters = {name: gradients.parameters[name] for name in meeting.names}
-            rule = ParameterRule(meeting.value, {name: self.watched.leaves[name] for name in meeting.names})
-            own_names = dict(zip(meeting.names, meeting.names, strict=True))
+        calls = []
+        for use, delta in zip(self.uses, deltas, strict=False):
+            rows = by_example(delta, use.dim, batch)
+            operation = bool(use.values)
             calls.append(
-                Call(", ".join(meeting.names), gradients.model, rule, (), {}, delta, parameters, {}, own_names)
+                _call_of_operation(gradients, use, rows, leaves) if operation else _call(gradients, use, rows, shared)
             )
+        for meeting, delta in zip(self.watched.meetings, deltas[len(self.uses) :], strict=True):
+            rule = ParameterRule(meeting.value, {name: leaves[name] for name in meeting.names})
+            rows = by_example(delta, meeting.dim, batch)
+            calls.append(_call_of_parameters(gradients, gradients.model, rule, (), rows, meeting.names))
         return tuple(calls)
 
 
@@ -216,86 +208,134 @@ def run_alike(model: nn.Module, copy: nn.Module) -> None:
     """From now on passes over ``model`` run in the way that its copy was found to need."""
     if copy in _overwriting:
         _overwriting.add(model)
+    if copy in _layouts:
+        _layouts[model] = _layouts[copy]
     for own, other in zip(model.modules(), copy.modules(), strict=True):
         for seen in (_seen_whole, _seen_apart):
             if other in seen:
                 seen.add(own)
 
 
+def learn_layouts(gradients: ExampleGradients) -> bool:
+    """Look where the examples lie in layers' outputs, by passes over two and three; whether that was new.
+
+    A layer whose output does not grow with the examples (one of a range of positions) has none.
+
+    Raises:
+        UnsupportedCallError: A layer is called with the examples and without.
+    """
+    model = gradients.model
+    if model in _layouts:
+        return False
+    modules, apart = dict(model.named_modules()), True
+    while apart:  # the parameters of a layer without examples are watched, where they meet the examples later on
+        two, three = (_shapes(gradients, count) for count in (2, 3))
+        layouts, apart = layouts_of(two, three), False
+        for name, dims in layouts.items():
+            if name in modules and None in dims:
+                if set(dims) != {None}:
+                    raise _not_one_per_example(modules[name], f"shape {tuple(two[name][dims.index(None)])}")
+                _seen_apart.add(modules[name])
+                apart = True
+    _layouts[model] = layouts
+    return True
+
+
+def _shapes(gradients: ExampleGradients, count: int) -> dict[str, list[torch.Size]]:
+    """Of the outputs that layers give in a pass over the first example so many times."""
+    rows = torch.zeros(count, dtype=torch.int64, device=gradients.device)
+    repeated = replace(gradients, examples=gradients.examples[rows])
+    uses = Uses(count, learning=True)
+    _run(repeated, repeated.examples.z.detach().requires_grad_(), uses)
+    return uses.shapes
+
+
 def _forward(gradients: ExampleGradients, z: Tensor, once: bool) -> RecordedForward:
-    examples, model, batch = gradients.examples, gradients.model, len(z)
-    clone = model in _overwriting
+    model = gradients.model
+    uses = Uses(len(z), clone=model in _overwriting, layouts=_layouts.get(model))
+    outputs, watched = _run(gradients, z, uses)
+    if uses.odd:
+        if once:
+            raise UnsupportedCallError(f"{type(model).__name__} would have to be run a second time")
+        learn_layouts(gradients)
+        return _forward(gradients, z, once)
+
+    # One output may be made from another, and the loss may overwrite it.
+    outputs = map_tensors(Tensor.clone if model in _overwriting else lambda leaf: leaf.view_as(leaf), outputs)
+    return RecordedForward(gradients, z, outputs, tuple(uses.noted), watched, once)
+
+
+def _run(gradients: ExampleGradients, z: Tensor, uses: Uses) -> tuple[Any, WatchedParameters]:
+    """The model's outputs, with the uses of its layers noted, and what became of its other parameters."""
+    examples, model = gradients.examples, gradients.model
     args, kwargs, _, offset = examples.restore(z, examples.public)
-    uses: list[_Use] = []
-    apart: list[nn.Module] = []
+    names = {module: name for name, module in model.named_modules()}
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         first = output[0] if isinstance(output, tuple) else output
-        if not isinstance(first, Tensor) or first.shape[:1] != (batch,):
-            if isinstance(first, Tensor) and module not in _seen_whole | _seen_apart:
-                apart.append(module)
-                return output
-            what = f"shape {tuple(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
-            raise UnsupportedCallError(f"a {type(module).__name__} has an output ({what}) that is not one per example")
-        constant = not first.requires_grad
-        if constant:
-            first = first.detach().requires_grad_()
-        if clone:
-            args, kwargs = map_tensors(Tensor.clone, (args, kwargs))
-        uses.append(_Use(module, args, kwargs, first))
-        handed_on = first.clone() if clone or constant else first  # a leaf must not be changed in place
+        if not isinstance(first, Tensor):
+            raise _not_one_per_example(module, type(first).__name__)
+        dim = uses.dim_of_examples(names[module], first.shape)
+        if uses.learning or uses.odd:
+            return output
+        if dim is None:
+            raise _not_one_per_example(module, f"shape {tuple(first.shape)}")
+        handed_on = uses.take(Use(names[module], module, args, kwargs, first, dim))
         return (handed_on, *output[1:]) if isinstance(output, tuple) else handed_on
 
-    recorded, bare = _layers_and_bare_parameters(gradients)
-    watched = WatchedParameters({name: gradients.parameters[name] for name in bare}, (args, kwargs), batch)
+    recorded, unrecorded, bare = _layers_and_bare_parameters(gradients)
+    watched = WatchedParameters({name: gradients.parameters[name] for name in bare}, (args, kwargs), uses)
     weights = {**gradients.parameters, **gradients.constants, **watched.leaves}
     with contextlib.ExitStack() as stack:
         for module in recorded:  # before the user's hooks, which may change an output
             handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
             stack.callback(handle.remove)
         stack.enter_context(added_to_output(model, examples.submodule, offset))
-        stack.enter_context(with_substitutes(model))
+        stack.enter_context(with_substitutes(model, but=unrecorded))
         if z.device.type == "cpu":
             stack.enter_context(FastOnCPU())
         if watched.leaves:
             stack.enter_context(watched)
         stack.enter_context(replayed_masks(examples.masks))
         outputs = call_with(model, weights, args, kwargs)
-    if apart:
-        _seen_apart.update(apart)
-        if once:
-            raise UnsupportedCallError(f"{type(model).__name__} would have to be run a second time")
-        return _forward(gradients, z, once)
+    return outputs, watched
 
-    # One output may be made from another, and the loss may overwrite it.
-    outputs = map_tensors(Tensor.clone if clone else lambda leaf: leaf.view_as(leaf), outputs)
-    return RecordedForward(gradients, z, outputs, tuple(uses), watched, once)
+
+def _not_one_per_example(module: nn.Module, what: str) -> UnsupportedCallError:
+    return UnsupportedCallError(f"a {type(module).__name__} has an output ({what}) that is not one per example")
 
 
 def holders(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that hold trainable parameters; attention holds its children's, too, and calls them by itself."""
-    inside: set[int] = set()
+    """The modules that hold trainable parameters; attention seen as a whole holds its children's, too."""
+    inside: set[nn.Module] = set()
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention):
-            inside |= {id(child) for child in module.modules() if child is not module}
+        if _is_whole(module):
+            inside |= set(module.modules()) - {module}
     for module in model.modules():
-        whole = isinstance(module, nn.MultiheadAttention)
-        if id(module) not in inside and any(p.requires_grad for p in module.parameters(recurse=whole)):
+        if module not in inside and any(p.requires_grad for p in module.parameters(recurse=_is_whole(module))):
             yield module
 
 
-def _layers_and_bare_parameters(gradients: ExampleGradients) -> tuple[list[nn.Module], list[str]]:
-    """The modules whose calls are recorded, and the names of the trainable parameters that others hold."""
+def _is_whole(module: nn.Module) -> bool:
+    """Whether it is attention that uses its children's parameters by itself."""
+    return isinstance(module, nn.MultiheadAttention) and (module in _seen_whole or not attends_in_steps(module))
+
+
+def _layers_and_bare_parameters(gradients: ExampleGradients) -> tuple[list[nn.Module], set[nn.Module], list[str]]:
+    """The modules whose calls are recorded; those that hold parameters otherwise; the names of these parameters."""
     recorded: list[nn.Module] = []
+    unrecorded: set[nn.Module] = set()
     bare: set[int] = set()
     for module in holders(gradients.model):
-        ruled = isinstance(module, nn.MultiheadAttention) or not isinstance(rule_for(module), GenericRule)
+        ruled = _is_whole(module) or not isinstance(rule_for(module), GenericRule)
         if module in _seen_whole or (ruled and module not in _seen_apart):
             recorded.append(module)
         else:
-            bare |= {id(value) for value in module.parameters(recurse=isinstance(module, nn.MultiheadAttention))}
+            unrecorded.add(module)
+            bare |= {id(value) for value in module.parameters(recurse=False)}
     named = gradients.model.named_parameters()
-    return recorded, [name for name, value in named if id(value) in bare and name in gradients.parameters]
+    names = [name for name, value in named if id(value) in bare and name in gradients.parameters]
+    return recorded, {module for module in unrecorded if not isinstance(module, nn.MultiheadAttention)}, names
 
 
 def _holders_of(model: nn.Module, names: list[str] | set[str]) -> list[nn.Module]:
@@ -305,40 +345,73 @@ def _holders_of(model: nn.Module, names: list[str] | set[str]) -> list[nn.Module
 
 
 def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
-    """ℓ of every example, [batch], in float32 at least; under autocast that is what it is computed in, as by torch."""
+    """ℓ of every example, [batch], in float32 at least; under autocast that is what it is computed in, as by torch.
+
+    Outputs and targets are trees; what is no tensor in them (a cache of keys and values), or a single number, is the
+    same for all examples.
+    """
     (first, *_) = tensors_of(outputs)
     if autocast_now(first.device) is not None:
         outputs, targets = map_tensors(wide, (outputs, targets))
+    tensors = tensors_of((outputs, targets))
 
-    def one(output: Any, target: Any) -> Tensor:
-        single = map_tensors(lambda tensor: tensor.unsqueeze(0), (output, target))
+    def one(*rows: Tensor) -> Tensor:
+        left = iter(rows)
+        single = map_tensors(lambda whole: _as_batch(next(left), whole), (outputs, targets))
         return loss_fn(*single).reshape(())
 
-    leaves, form = pytree.tree_flatten((outputs, targets))  # what is no tensor stays as it is: a cache, a text
-    in_dims = tuple(0 if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves)
     try:
-        losses: Tensor = vmap(lambda *parts: one(*pytree.tree_unflatten(parts, form)), in_dims=in_dims)(*leaves)
+        losses: Tensor = vmap(one, in_dims=tuple(0 if tensor.ndim else None for tensor in tensors))(*tensors)
     except RuntimeError:  # a loss that vmap does not know, such as weighted cross-entropy with smoothed labels
-        rows = range(len(tensors_of(outputs)[0]))
-        losses = torch.stack([one(*_row((outputs, targets), i)) for i in rows])
+        count = next(len(tensor) for tensor in tensors if tensor.ndim)
+        losses = torch.stack([one(*(tensor[i] if tensor.ndim else tensor for tensor in tensors)) for i in range(count)])
     return wide(losses)
 
 
-def _row(tree: Any, i: int) -> Any:
-    return map_tensors(lambda tensor: tensor[i], tree)
+def _as_batch(row: Tensor, whole: Tensor) -> Tensor:
+    """One example's row of a tensor as a batch of one; a single number as it is."""
+    return row.unsqueeze(0) if whole.ndim else row
 
 
-def _call(gradients: ExampleGradients, use: _Use, name: str, delta: Tensor, shared: Mapping[int, str]) -> Call:
-    whole = isinstance(use.module, nn.MultiheadAttention)
+def _call(gradients: ExampleGradients, use: Use, delta: Tensor, shared: Mapping[int, str]) -> Call:
+    """The call of a module."""
     parameters: dict[str, Tensor] = {}
     names: dict[str, str] = {}
-    for local, value in use.module.named_parameters(recurse=whole):
+    for local, value in use.module.named_parameters(recurse=_is_whole(use.module)):
         canonical = shared[id(value)]
         if canonical in gradients.parameters:
             parameters[local], names[local] = gradients.parameters[canonical], canonical
 
-    prefix = f"{name}." if name else ""
+    prefix = f"{use.name}." if use.name else ""
     weights = {**gradients.parameters, **gradients.constants}
     local_weights = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
     constants = {local: value for local, value in local_weights.items() if local not in parameters}
-    return Call(name, use.module, rule_for(use.module), use.args, use.kwargs, delta, parameters, constants, names)
+    args, kwargs = use.inputs_by_example(len(delta))
+    return Call(use.name, use.module, rule_for(use.module), args, kwargs, delta, parameters, constants, names)
+
+
+def _call_of_operation(gradients: ExampleGradients, use: Use, delta: Tensor, leaves: Mapping[str, Tensor]) -> Call:
+    """The call of an operation with watched weights: its layer's rule where these are parameters themselves."""
+    args, _ = use.inputs_by_example(len(delta))
+    by_id = {id(leaf): name for name, leaf in leaves.items()}
+    assert use.rule is not None
+    names = {local: by_id[id(value)] for local, value in use.values.items() if id(value) in by_id}
+    if len(names) == len(use.values):
+        parameters = {local: gradients.parameters[name] for local, name in names.items()}
+        return Call(use.name, use.module, use.rule, args, {}, delta, parameters, {}, names)
+    own = {name: leaves[name] for name in use.name.split(", ")}
+    rule = ReparametrisedRule(use.rule, use.values, own)
+    return _call_of_parameters(gradients, use.module, rule, args, delta, tuple(own))
+
+
+def _call_of_parameters(
+    gradients: ExampleGradients,
+    module: nn.Module,
+    rule: LayerRule,
+    args: tuple[Any, ...],
+    delta: Tensor,
+    names: tuple[str, ...],
+) -> Call:
+    """A call whose rule gives gradients by the model's names."""
+    parameters = {name: gradients.parameters[name] for name in names}
+    return Call(", ".join(names), module, rule, args, {}, delta, parameters, {}, dict(zip(names, names, strict=True)))

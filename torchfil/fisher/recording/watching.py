@@ -3,12 +3,13 @@
 A module without a rule may use a parameter θ of its own anywhere: a scale of its branch, a table of positions, a class
 token. What it makes of θ alone, θ′ = f(θ) (slices, views, an exponential), is the same for all examples. Where θ′ meets
 something that depends on the examples, in an elementwise operation or a concatenation, every example is handed a view
-of θ′ of its own instead: the gradient at that view is the example's own, and f leads it back to θ.
+of θ′ of its own instead: the gradient at that view is the example's own, and f leads it back to θ. Where θ′ is the
+weight of an operation that is a layer by itself (``F.linear``), that layer's rule serves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torchfil.fisher.recording.uses import Use, Uses
+from torchfil.fisher.rules.operations import Operation, operation_of
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["Meeting", "WatchedParameters"]
 
-_ELEMENTWISE = frozenset({"add", "addcmul", "div", "expand_as", "lerp", "mul", "rsub", "sub", "true_divide", "where"})
+_ELEMENTWISE = frozenset(
+    {"add", "addcmul", "clamp", "div", "expand_as", "lerp", "maximum", "minimum", "mul", "pow", "rsub", "sub"}
+    | {"true_divide", "where"}
+)
+_ATTENTION = "scaled_dot_product_attention"
 _JOINING = frozenset({"cat", "concat", "concatenate"})
 _REPEATING = frozenset({"broadcast_to", "expand", "repeat"})
 
@@ -32,13 +39,15 @@ class Meeting:
 
     Attributes:
         rows: A view of the value for each example, [batch, …]; a leaf.
-        value: θ′, attached to the parameters; broadcast to ``rows``, never along the batch.
+        value: θ′, attached to the parameters; broadcast to ``rows``, the examples put first, never along the batch.
         names: Those of the parameters.
+        dim: Where the examples lie in ``rows``, several rows for each perhaps.
     """
 
     rows: Tensor
     value: Tensor
     names: tuple[str, ...]
+    dim: int = 0
 
 
 class WatchedParameters(TorchFunctionMode):
@@ -52,7 +61,7 @@ class WatchedParameters(TorchFunctionMode):
     Args:
         parameters: θ by name.
         inputs: The model's inputs, a tree.
-        batch: The number of examples.
+        uses: Where uses of layers are noted.
 
     Attributes:
         leaves: What to call the model with.
@@ -60,12 +69,12 @@ class WatchedParameters(TorchFunctionMode):
         unserved: The names of parameters that were used in another way.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], inputs: Any, batch: int) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], inputs: Any, uses: Uses) -> None:
         super().__init__()
         self.leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         self.meetings: list[Meeting] = []
         self.unserved: set[str] = set()
-        self._batch = batch
+        self._uses = uses
         self._functions: dict[int, tuple[Tensor, tuple[str, ...]]] = {}  # of parameters alone, and of which
         for name, leaf in self.leaves.items():
             self._functions[id(leaf)] = leaf, (name,)
@@ -80,6 +89,9 @@ class WatchedParameters(TorchFunctionMode):
         ours = [tensor for tensor in tensors if id(tensor) in self._functions]
         others = any(self._depends_on_examples(tensor) for tensor in tensors if id(tensor) not in self._functions)
         if ours and others:
+            operation = operation_of(func, args, kwargs)
+            if operation is not None and self._understands(operation):
+                return self._used(operation)
             args, kwargs = self._met(func.__name__, args, kwargs, tensors)
 
         result = func(*args, **kwargs)
@@ -95,18 +107,44 @@ class WatchedParameters(TorchFunctionMode):
         return tensor.requires_grad or tensor in self._of_examples
 
     def _keep(self, tensor: Tensor, sources: list[Tensor], operation: str) -> None:
-        names = dict.fromkeys(name for source in sources for name in self._functions[id(source)][1])
-        self._functions[id(tensor)] = tensor, tuple(names)
+        self._functions[id(tensor)] = tensor, self._names(sources)
         if operation in _REPEATING:
             (source,) = sources
             row = (1,) * (tensor.ndim - source.ndim) + source.shape
             if row[0] == 1 and (operation != "repeat" or row[1:] == tensor.shape[1:]):
                 self._one_row[id(tensor)] = source
 
+    def _names(self, tensors: Iterable[Tensor]) -> tuple[str, ...]:
+        """Of the parameters that these are functions of."""
+        return tuple(
+            dict.fromkeys(
+                name for tensor in tensors if id(tensor) in self._functions for name in self._functions[id(tensor)][1]
+            )
+        )
+
+    def _understands(self, operation: Operation) -> bool:
+        """Whether its input is of the examples, and its weights are not."""
+        return id(operation.input) not in self._functions and not any(
+            self._depends_on_examples(weight) and id(weight) not in self._functions
+            for weight in operation.weights.values()
+        )
+
+    def _used(self, operation: Operation) -> Tensor:
+        """The operation's output, its weights taken as constants and the use noted; else, as it is."""
+        names, weights = ", ".join(self._names(operation.weights.values())), operation.weights
+        output = operation.run({local: weight.detach() for local, weight in weights.items()})
+        dim = self._uses.dim_of_examples(f"{names} ({type(operation.module).__name__})", output.shape)
+        if self._uses.learning or dim is None:
+            self.unserved.update(self._names(weights.values()))
+            return output
+        values = {local: weight for local, weight in weights.items() if id(weight) in self._functions}
+        use = Use(names, operation.module, (operation.input,), {}, output, dim, operation.rule, values)
+        return self._uses.take(use)
+
     def _met(self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
         """The arguments, with views for every example in place of functions of parameters."""
         in_place, operation = operation.endswith("_") and not operation.startswith("_"), operation.strip("_")
-        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) if operation in _ELEMENTWISE else None
+        shape = self._met_in(operation, args, kwargs, tensors)
         served = (shape is not None or operation in _JOINING) and "out" not in kwargs
         served = served and not (in_place and id(args[0]) in self._functions)
         meetings: list[Meeting] = []
@@ -114,10 +152,9 @@ class WatchedParameters(TorchFunctionMode):
         def rows_of(tensor: Tensor) -> Tensor:
             if id(tensor) not in self._functions:
                 return tensor
-            names = self._functions[id(tensor)][1]
-            meeting = self._meeting(tensor, tensor.shape if shape is None else shape, names) if served else None
+            meeting = self._meeting(tensor, tensor.shape if shape is None else shape, operation) if served else None
             if meeting is None:
-                self.unserved.update(names)
+                self.unserved.update(self._functions[id(tensor)][1])
                 return tensor
             meetings.append(meeting)
             return meeting.rows
@@ -126,13 +163,27 @@ class WatchedParameters(TorchFunctionMode):
         self.meetings += meetings
         return replaced
 
-    def _meeting(self, tensor: Tensor, shape: torch.Size, names: tuple[str, ...]) -> Meeting | None:
-        """None where the examples do not come first, or are not those that the function was repeated for."""
-        if shape[:1] != (self._batch,):
+    def _met_in(self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> torch.Size | None:
+        """The shape that functions of parameters are broadcast to; None: there is none."""
+        if operation in _ELEMENTWISE:
+            return torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        if operation == _ATTENTION:  # what is added to its scores
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+            if not any(id(given.get(name)) in self._functions for name in ("query", "key", "value")):
+                return torch.Size((*given["query"].shape[:-1], given["key"].shape[-2]))
+        return None
+
+    def _meeting(self, tensor: Tensor, shape: torch.Size, operation: str) -> Meeting | None:
+        """None where the examples' dimension is not known, or is not that which the function was repeated for."""
+        names = self._functions[id(tensor)][1]
+        dim = self._uses.dim_of_examples(f"{', '.join(names)} ({operation})", shape)
+        if dim is None or self._uses.learning:
             return None
-        value = tensor
-        if tensor.ndim == len(shape) and tensor.shape[0] != 1:
-            if id(tensor) not in self._one_row:
+        value, aligned = tensor, (1,) * (len(shape) - tensor.ndim) + tensor.shape
+        if aligned[dim] != 1:
+            if dim != 0 or id(tensor) not in self._one_row:
                 return None
             value = self._one_row[id(tensor)]
-        return Meeting(tensor.detach().expand(shape).requires_grad_(), value, names)
+        elif dim > 0:
+            value = tensor.reshape(aligned).movedim(dim, 0)
+        return Meeting(tensor.detach().expand(shape).requires_grad_(), value, names, dim)

@@ -11,13 +11,16 @@ torch's own second derivative is slow, a substitute for its forward pass.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchfil.fisher.precision import wide
 from torchfil.fisher.rules.call import Call
+from torchfil.fisher.rules.inheritance import keeps_forward
 from torchfil.fisher.rules.products import batched_product, gram, outer_square
 from torchfil.fisher.rules.tracing import being_traced
 
@@ -43,9 +46,11 @@ class LayerRule:
 
     Attributes:
         narrow_probes: Whether :meth:`inner` takes them as they were recorded, too, where probes need no more digits.
+        parameter_names: The local names of the parameters that it knows; None: it takes what there is.
     """
 
     narrow_probes = False
+    parameter_names: frozenset[str] | None = None
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """Every example's gradient by local parameter name, [batch, …]."""
@@ -122,6 +127,7 @@ class LinearInWeightsRule(LayerRule):
     """
 
     channels = -1
+    parameter_names = frozenset({"weight", "bias"})
 
     def inner(self, call: Call, direction: Mapping[str, Tensor]) -> tuple[Tensor, Derivatives]:
         """As in :class:`LayerRule`, by the layer with u as its weights, and its way back from δ."""
@@ -207,26 +213,54 @@ class OuterProductRule(LinearInWeightsRule):
 
 
 _RULES: dict[type[nn.Module], LayerRule] = {}
+_RULES_BY_NAME: dict[str, LayerRule] = {}
 
 
-def register_rule(kind: type[nn.Module], rule: LayerRule, *, overwrite: bool = False) -> None:
-    """Use ``rule`` for modules of exactly this class; that of ``nn.Module`` itself serves all that have none.
+def register_rule(kind: type[nn.Module] | str, rule: LayerRule, *, overwrite: bool = False) -> None:
+    """Use ``rule`` for modules of this class, and of subclasses that keep its forward pass.
+
+    That of ``nn.Module`` itself serves all that have none.
+
+    Args:
+        kind: The class; or its full name, where its library need not be there: ``transformers.pytorch_utils.Conv1D``.
+        rule: The rule.
+        overwrite: Whether to replace the class's present rule.
 
     Raises:
         TypeError: ``kind`` is no class of modules, or ``rule`` no instance of a rule.
         ValueError: The class has a rule, and ``overwrite`` is False.
     """
-    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+    is_name = isinstance(kind, str) and "." in kind
+    if not (is_name or (isinstance(kind, type) and issubclass(kind, nn.Module))):
         raise TypeError(f"{kind!r} is no class of modules; register a rule for a subclass of torch.nn.Module")
+    name = kind if isinstance(kind, str) else kind.__name__
     if not isinstance(rule, LayerRule):
-        raise TypeError(f"{rule!r} is no layer rule; pass an instance of a LayerRule, {kind.__name__}Rule() say")
-    if kind in _RULES and not overwrite:
+        raise TypeError(f"{rule!r} is no layer rule; pass an instance of a LayerRule, {name}Rule() say")
+    registry: dict[Any, LayerRule] = _RULES_BY_NAME if is_name else _RULES
+    if kind in registry and not overwrite:
         raise ValueError(
-            f"{kind.__name__} has a rule already, {type(_RULES[kind]).__name__}; pass overwrite=True to replace it"
+            f"{name} has a rule already, {type(registry[kind]).__name__}; pass overwrite=True to replace it"
         )
-    _RULES[kind] = rule
+    registry[kind] = rule
+    _rule_of_class.cache_clear()
 
 
 def rule_for(module: nn.Module) -> LayerRule:
-    """The rule of the module's class, or the generic one."""
-    return _RULES.get(type(module)) or _RULES[nn.Module]
+    """The rule of the module's class, or of the one whose forward pass it keeps; otherwise the generic one.
+
+    A module whose weight is a function of other parameters (weight normalisation, pruning) has the generic rule.
+    """
+    rule = _rule_of_class(type(module))  # type: ignore[arg-type]
+    known = rule.parameter_names
+    if known is not None and any(value is not None and name not in known for name, value in module._parameters.items()):
+        return _RULES[nn.Module]
+    return rule
+
+
+@functools.cache
+def _rule_of_class(kind: type[nn.Module]) -> LayerRule:
+    for base in kind.__mro__:
+        rule = _RULES.get(base) or _RULES_BY_NAME.get(f"{base.__module__}.{base.__qualname__}")
+        if rule is not None and keeps_forward(kind, base):
+            return rule
+    return _RULES[nn.Module]

@@ -25,7 +25,7 @@ from torchfil.fisher.rules.products import products_of_patches
 from torchfil.fisher.rules.substitutes import register_substitute
 from torchfil.fisher.rules.tracing import being_traced
 
-__all__ = ["ConvolutionRule"]
+__all__ = ["ConvolutionRule", "convolve"]
 
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
 _CHANNELS_TOGETHER = 4
@@ -45,7 +45,7 @@ class ConvolutionRule(OuterProductRule):
         assert isinstance(call.module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         if "weight" not in direction:
             return direction["bias"].reshape(-1, *[1] * len(call.module.kernel_size)).expand(call.delta.shape)
-        return _convolve(call.module, call.input, direction["weight"], direction.get("bias"))
+        return convolve(call.module, call.input, direction["weight"], direction.get("bias"))
 
     def way_back(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
         """Uᵀ ∗ δ."""
@@ -282,14 +282,14 @@ def _by_phases(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geom
     return F.pad(phased, (-padding[1], ends[1], -padding[0], ends[0]))
 
 
-def _convolve(module: Convolutional, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def convolve(module: Convolutional, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What the module makes of inputs [batch, channels, …] with these weights, taken as constants."""
     a, geometry = a if pads_with_zeros(module) else padded_input(module, a), _geometry(module)
     return _Convolution.apply(a, weight, bias, geometry)
 
 
 def _convolve_back(module: Convolutional, delta: Tensor, weight: Tensor, a: Tensor) -> Tensor:
-    """The derivative of ⟨δ, :func:`_convolve` (a)⟩ with respect to a."""
+    """The derivative of ⟨δ, :func:`convolve` (a)⟩ with respect to a."""
     geometry = _geometry(module)
     if pads_with_zeros(module):
         return _Transposed.apply(delta, weight, a.shape, geometry)
@@ -308,7 +308,7 @@ def _substitute(module: Any) -> Callable[..., Tensor]:
     def conv_forward(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         batched = a.ndim == 2 + len(module.kernel_size)
         a, weight, bias = autocast_inputs(a, weight, bias)
-        return _convolve(module, a, weight, bias) if batched else type(module)._conv_forward(module, a, weight, bias)
+        return convolve(module, a, weight, bias) if batched else type(module)._conv_forward(module, a, weight, bias)
 
     return conv_forward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -92,7 +93,11 @@ def _instance_norm(
     return result if bias is None else result + bias.reshape(by_channel)
 
 
-_NORMS = {F.layer_norm: _layer_norm, torch.layer_norm: _layer_norm, F.instance_norm: _instance_norm}
+_NORMS: dict[Any, Callable[..., Tensor]] = {
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.instance_norm: _instance_norm,
+}
 
 
 def _dimension(call: Call, slot: int | str, value: Any) -> int | None:

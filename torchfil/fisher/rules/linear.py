@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torchfil.fisher.precision import probe_inputs
 from torchfil.fisher.rules.base import OuterProductRule, per_example, register_rule
 from torchfil.fisher.rules.call import Call
 
-__all__ = ["LinearRule"]
+__all__ = ["LinearRule", "TransposedLinearRule"]
 
 
 class LinearRule(OuterProductRule):
@@ -50,4 +51,41 @@ class LinearRule(OuterProductRule):
         return a.reshape(len(a), 1, -1, a.shape[-1]), delta.reshape(len(delta), 1, -1, delta.shape[-1])
 
 
+class TransposedLinearRule(LinearRule):
+    """A weight [in, out], as GPT-2's Conv1D and plain products x @ W have it.
+
+    Norms and products with another pass do not depend on how the weight lies.
+    """
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        """Σ_t a_t δ_tᵀ and Σ_t δ_t of every example."""
+        return _with_weight(super().gradients(_turned(call)), _transposed)
+
+    def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
+        """aU + b."""
+        return super().output(call, _with_weight(direction, _transposed))
+
+    def way_back(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
+        """δUᵀ."""
+        return super().way_back(call, _with_weight(direction, _transposed), delta)
+
+    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
+        """As in :class:`LinearRule`, turned."""
+        return _with_weight(super().weighted_sum(call, weight), _transposed)
+
+
+def _turned(call: Call) -> Call:
+    """The call, as one of a layer with the weight [out, in]."""
+    return replace(call, parameters=_with_weight(call.parameters, _transposed))
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    return weight.mT
+
+
+def _with_weight(tensors: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    return {name: function(value) if name == "weight" else value for name, value in tensors.items()}
+
+
 register_rule(nn.Linear, LinearRule())
+register_rule("transformers.pytorch_utils.Conv1D", TransposedLinearRule())

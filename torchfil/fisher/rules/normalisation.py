@@ -11,8 +11,7 @@ hundred elementary operations. A GPU that Triton serves does each in one kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +27,13 @@ from torchfil.fisher.rules.function import Function
 from torchfil.fisher.rules.substitutes import register_substitute
 from torchfil.fisher.rules.tracing import being_traced
 
-__all__ = ["GroupNormRule", "NormalisationRule"]
+__all__ = ["GroupNormRule", "NormalisationRule", "group_norm", "layer_norm"]
 
 
 class NormalisationRule(LayerRule):
     """A scale and a shift of a normalised input x̂: gradients Σ_t δ_t x̂_t and Σ_t δ_t, formed once for all questions."""
+
+    parameter_names = frozenset({"weight", "bias"})
 
     def __init__(self, normalised: Callable[[Any, Tensor], Tensor], *, channels_first: bool) -> None:
         self.normalised = normalised
@@ -232,35 +233,52 @@ def _pulled(v: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     return result
 
 
-def _layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
-    """``module(x)`` for inputs […, *normalized_shape]; differentiable twice in x, its weights being constants."""
-    flat = wide(x).flatten(-len(module.normalized_shape))
-    result = _LayerNorm.apply(flat, module.eps).reshape(x.shape)
-    if module.weight is not None:
-        result = result * module.weight
-    result = result if module.bias is None else result + module.bias
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """``F.layer_norm`` of inputs […, *shape]; differentiable twice in x, the weights being constants.
+
+    Example:
+        >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), torch.tensor([1.0, 2.0]), eps=0.0)
+        tensor([[-1.,  2.]])
+    """
+    result = _LayerNorm.apply(wide(x).flatten(-len(shape)), eps).reshape(x.shape)
+    result = result if weight is None else result * weight
+    result = result if bias is None else result + bias
     return result.to(normalised_dtype(x))
 
 
-def _group_substitute(module: nn.GroupNorm) -> Callable[..., Tensor]:
-    """On GPUs without Triton or a compiler torch's own is faster, whose many operations are mostly on few numbers."""
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """``F.group_norm`` of inputs [batch, channels, …]; differentiable twice in x, the weights being constants.
 
-    def forward(x: Tensor) -> Tensor:
-        if x.device.type != "cpu" and not being_traced() and kernels_for(x) is None:
-            return type(module).forward(module, x)
-        flat = wide(x).reshape(*x.shape[:2], -1).contiguous()
-        weights = [None if value is None else wide(value) for value in (module.weight, module.bias)]
-        result = _GroupNorm.apply(flat, *weights, module.num_groups, module.eps).reshape(x.shape)
-        return result.to(normalised_dtype(x))
+    On GPUs without Triton or a compiler torch's own is faster, whose many operations are mostly on few numbers.
 
-    return forward
+    Example:
+        >>> group_norm(torch.tensor([[1.0, 3.0]]), 1, eps=0.0)
+        tensor([[-1.,  1.]])
+    """
+    if x.device.type != "cpu" and not being_traced() and kernels_for(x) is None:
+        return F.group_norm(x, groups, weight, bias, eps)
+    flat = wide(x).reshape(*x.shape[:2], -1).contiguous()
+    weights = [None if value is None else wide(value) for value in (weight, bias)]
+    return _GroupNorm.apply(flat, *weights, groups, eps).reshape(x.shape).to(normalised_dtype(x))
+
+
+def _layer_substitute(module: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
+    return lambda x: layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
+
+
+def _group_substitute(module: nn.GroupNorm) -> Callable[[Tensor], Tensor]:
+    return lambda x: group_norm(x, module.num_groups, module.weight, module.bias, module.eps)
 
 
 register_rule(
     nn.LayerNorm,
     NormalisationRule(lambda m, x: F.layer_norm(x, m.normalized_shape, eps=m.eps), channels_first=False),
 )
-register_substitute(nn.LayerNorm, lambda module: partial(_layer_norm, module))
+register_substitute(nn.LayerNorm, _layer_substitute)
 register_rule(
     nn.RMSNorm, NormalisationRule(lambda m, x: F.rms_norm(x, m.normalized_shape, eps=m.eps), channels_first=False)
 )

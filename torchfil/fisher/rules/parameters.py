@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torchfil.fisher.precision import wide
 from torchfil.fisher.rules.base import LayerRule
 from torchfil.fisher.rules.call import Call
 
-__all__ = ["ParameterRule"]
+__all__ = ["ParameterRule", "ReparametrisedRule"]
 
 
 class ParameterRule(LayerRule):
@@ -43,12 +44,55 @@ class ParameterRule(LayerRule):
         (name, leaf), *more = self.leaves.items()
         if self.value is leaf and not more:
             return {name: gradient}
-        by_leaf = torch.autograd.grad(
-            self.value,
-            list(self.leaves.values()),
-            gradient.to(self.value.dtype),
-            retain_graph=True,
-            create_graph=torch.is_grad_enabled(),
-            is_grads_batched=True,
-        )
-        return dict(zip(self.leaves, map(wide, by_leaf), strict=True))
+        return _led_back([self.value], self.leaves, [gradient], by_example=True)
+
+
+class ReparametrisedRule(LayerRule):
+    """A layer whose weights are functions θ′ = f(θ) of parameters: its rule's gradients by θ′, led back by J_fᵀ.
+
+    Weight standardisation and normalisation, pruning, slices of one weight.
+
+    Args:
+        rule: The layer's own.
+        values: θ′ by local name, attached to the parameters.
+        leaves: θ by name.
+    """
+
+    def __init__(self, rule: LayerRule, values: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
+        self.rule = rule
+        self.values = values
+        self.leaves = leaves
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        """J_fᵀ of the layer's own gradients, formed once."""
+        if not call.memo:
+            by_value = self.rule.gradients(self._own_call(call))
+            call.memo.update(self._way_back(by_value, by_example=True))
+        return call.memo
+
+    def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
+        """As in :class:`LayerRule`, led back once."""
+        return self._way_back(self.rule.weighted_sum(self._own_call(call), weight), by_example=False)
+
+    def _own_call(self, call: Call) -> Call:
+        """As the layer's own rule knows it."""
+        return replace(call, parameters={name: value.detach() for name, value in self.values.items()}, memo={})
+
+    def _way_back(self, gradients: Mapping[str, Tensor], *, by_example: bool) -> dict[str, Tensor]:
+        values = [self.values[name] for name in gradients]
+        return _led_back(values, self.leaves, list(gradients.values()), by_example=by_example)
+
+
+def _led_back(
+    values: Sequence[Tensor], leaves: Mapping[str, Tensor], gradients: Sequence[Tensor], *, by_example: bool
+) -> dict[str, Tensor]:
+    """From θ′ to θ; with ``by_example``, [batch, …] both."""
+    by_leaf = torch.autograd.grad(
+        values,
+        list(leaves.values()),
+        [gradient.to(value.dtype) for gradient, value in zip(gradients, values, strict=True)],
+        retain_graph=True,
+        create_graph=by_example and torch.is_grad_enabled(),
+        is_grads_batched=by_example,
+    )
+    return dict(zip(leaves, map(wide, by_leaf), strict=True))

@@ -7,29 +7,32 @@ as constants. The families of layers register what they have.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torchfil.fisher.rules.inheritance import keeps_forward
+
 __all__ = ["FastOnCPU", "is_served", "register_function", "register_substitute", "with_substitutes"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
-_SUBSTITUTES: dict[type[nn.Module], tuple[str, Callable[[Any], Callable[..., Tensor]]]] = {}
+_SUBSTITUTES: dict[type[nn.Module], tuple[str, Callable[[Any], Callable[..., Any]]]] = {}
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {}
 
 
 def register_substitute(
     kind: type[Layer],
-    make: Callable[[Layer], Callable[..., Tensor]],
+    make: Callable[[Layer], Callable[..., Any]],
     *,
     method: str = "forward",
     overwrite: bool = False,
 ) -> None:
-    """Compute modules of exactly this class by ``make(module)`` inside a recorded pass.
+    """Compute modules of this class, and of subclasses that keep its forward pass, by ``make(module)``.
 
     Args:
         kind: The class.
@@ -46,6 +49,7 @@ def register_substitute(
             "replace it"
         )
     _SUBSTITUTES[kind] = method, make
+    _substitute_of.cache_clear()
 
 
 def register_function(
@@ -65,19 +69,30 @@ def register_function(
 
 
 @contextlib.contextmanager
-def with_substitutes(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's layers that have a substitute are computed by it, but for methods set on a module itself."""
+def with_substitutes(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterator[None]:
+    """Inside, the model's layers that have a substitute are computed by it.
+
+    Left alone are methods set on a module itself, subclasses with a forward pass of their own, and the modules ``but``.
+    """
     changed: list[tuple[nn.Module, str]] = []
     try:
         for module in model.modules():
-            method, make = _SUBSTITUTES.get(type(module), ("", None))
-            if make is not None and method not in vars(module):
+            method, make = _substitute_of(type(module))  # type: ignore[arg-type]
+            if make is not None and method not in vars(module) and module not in but:
                 setattr(module, method, make(module))
                 changed.append((module, method))
         yield
     finally:
         for module, method in changed:
             delattr(module, method)
+
+
+@functools.cache
+def _substitute_of(kind: type[nn.Module]) -> tuple[str, Callable[[Any], Callable[..., Any]] | None]:
+    for base in kind.__mro__:
+        if base in _SUBSTITUTES and keeps_forward(kind, base):
+            return _SUBSTITUTES[base]
+    return "", None
 
 
 class FastOnCPU(TorchFunctionMode):

@@ -1,0 +1,101 @@
+"""Multi-head attention in steps: torch's own is one function, in which nothing can be seen of its weights' examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchfil.fisher.rules.substitutes import register_substitute
+
+__all__ = ["attends_in_steps"]
+
+
+def attends_in_steps(module: nn.MultiheadAttention) -> bool:
+    """Whether :func:`_attention` serves it: it adds no rows to keys and values."""
+    return module.bias_k is None and not module.add_zero_attn and type(module).forward is nn.MultiheadAttention.forward
+
+
+def _attention(module: nn.MultiheadAttention) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """``module.forward`` with its projections as linear layers; numbers are drawn in the order of torch's own."""
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not attends_in_steps(module) or query.ndim != 3 or query.is_nested:
+            return type(module).forward(
+                module,
+                query,
+                key,
+                value,
+                key_padding_mask=key_padding_mask,
+                need_weights=need_weights,
+                attn_mask=attn_mask,
+                average_attn_weights=average_attn_weights,
+                is_causal=is_causal,
+            )
+
+        # One tensor given thrice stays one, so that one product serves it.
+        turned = {id(x): x if module.batch_first else x.transpose(0, 1) for x in (query, key, value)}
+        q, k, v = (
+            x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2)  # [batch, heads, T, width]
+            for x in _projected(module, *(turned[id(x)] for x in (query, key, value)))
+        )
+        mask = _added_to_scores(key_padding_mask, attn_mask, q, k)
+        dropout = module.dropout if module.training else 0.0
+        weights = None
+        if need_weights:
+            scores = (q * q.shape[-1] ** -0.5) @ k.mT
+            scores = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+            weights = F.dropout(scores.flatten(0, 1), dropout).unflatten(0, scores.shape[:2]) if dropout else scores
+            heads = weights @ v
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+        else:
+            heads = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+
+        result = module.out_proj(heads.transpose(1, 2).flatten(2))
+        return result if module.batch_first else result.transpose(0, 1), weights
+
+    return forward
+
+
+def _projected(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values, [batch, T, heads·width] each."""
+    bias = module.in_proj_bias
+    if module._qkv_same_embed_dim and query is key and key is value:
+        return F.linear(query, module.in_proj_weight, bias).chunk(3, dim=-1)
+    own = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    matrices = module.in_proj_weight.chunk(3) if module._qkv_same_embed_dim else own
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    inputs = (query, key, value)
+    return tuple(F.linear(x, weight, b) for x, weight, b in zip(inputs, matrices, biases, strict=True))
+
+
+def _added_to_scores(padding: Tensor | None, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Both masks as one that is broadcast to [batch, heads, T, S]."""
+    parts = []
+    if mask is not None:
+        by_head = mask.reshape(*q.shape[:2], *mask.shape[1:]) if mask.ndim == 3 else mask
+        parts.append(_additive(by_head, q.dtype))
+    if padding is not None:
+        parts.append(_additive(padding, q.dtype).reshape(len(q), 1, 1, -1))
+    return sum(parts[1:], start=parts[0]) if parts else None
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+
+
+register_substitute(nn.MultiheadAttention, _attention)
