@@ -29,11 +29,12 @@ from torchfil.fisher.gradients import (
 )
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.recording.watching import WatchedParameters
-from torchfil.fisher.rules.base import rule_for
+from torchfil.fisher.rules.base import LayerRule, rule_for
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
 from torchfil.fisher.rules.generic import GenericRule
 from torchfil.fisher.rules.parameters import ParameterRule
 from torchfil.fisher.rules.substitutes import FastOnCPU, with_substitutes
+from torchfil.fisher.rules.telling import listening, tells_uses
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["RecordedForward", "Recording", "UnsupportedCallError", "forward_pass", "holders", "record", "targets_at"]
@@ -60,12 +61,13 @@ class Recording:
 
 @dataclass
 class _Use:
-    """One use of a layer in a forward pass, before its δ is known."""
+    """One use of a layer in a forward pass, before its δ is known; of some of its parameters, where it has told so."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Tensor
+    told: tuple[LayerRule, Mapping[str, str]] | None = None
     versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -245,6 +247,11 @@ def _forward(gradients: ExampleGradients, z: Tensor, once: bool) -> RecordedForw
         handed_on = first.clone() if clone or constant else first  # a leaf must not be changed in place
         return (handed_on, *output[1:]) if isinstance(output, tuple) else handed_on
 
+    def listener(module: nn.Module, rule: LayerRule, a: Tensor, output: Tensor, names: Mapping[str, str]) -> None:
+        if output.shape[:1] != (batch,):
+            raise UnsupportedCallError(f"a {type(module).__name__} is given {len(output)} rows for {batch} examples")
+        uses.append(_Use(module, (a.clone() if clone else a,), {}, output, (rule, names)))
+
     recorded, bare = _layers_and_bare_parameters(gradients)
     watched = WatchedParameters({name: gradients.parameters[name] for name in bare}, (args, kwargs), batch)
     weights = {**gradients.parameters, **gradients.constants, **watched.leaves}
@@ -254,6 +261,7 @@ def _forward(gradients: ExampleGradients, z: Tensor, once: bool) -> RecordedForw
             stack.callback(handle.remove)
         stack.enter_context(added_to_output(model, examples.submodule, offset))
         stack.enter_context(with_substitutes(model))
+        stack.enter_context(listening(listener))
         if z.device.type == "cpu":
             stack.enter_context(FastOnCPU())
         if watched.leaves:
@@ -275,12 +283,17 @@ def holders(model: nn.Module) -> Iterator[nn.Module]:
     """The modules that hold trainable parameters; attention holds its children's, too, and calls them by itself."""
     inside: set[int] = set()
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention):
+        if _holds_all(module):
             inside |= {id(child) for child in module.modules() if child is not module}
     for module in model.modules():
-        whole = isinstance(module, nn.MultiheadAttention)
+        whole = _holds_all(module)
         if id(module) not in inside and any(p.requires_grad for p in module.parameters(recurse=whole)):
             yield module
+
+
+def _holds_all(module: nn.Module) -> bool:
+    """Whether a module uses its children's parameters by itself."""
+    return isinstance(module, nn.MultiheadAttention) or tells_uses(module)
 
 
 def _layers_and_bare_parameters(gradients: ExampleGradients) -> tuple[list[nn.Module], list[str]]:
@@ -288,6 +301,8 @@ def _layers_and_bare_parameters(gradients: ExampleGradients) -> tuple[list[nn.Mo
     recorded: list[nn.Module] = []
     bare: set[int] = set()
     for module in holders(gradients.model):
+        if tells_uses(module):
+            continue
         ruled = isinstance(module, nn.MultiheadAttention) or not isinstance(rule_for(module), GenericRule)
         if module in _seen_whole or (ruled and module not in _seen_apart):
             recorded.append(module)
@@ -324,16 +339,19 @@ def _row(tree: Any, i: int) -> Any:
 
 
 def _call(gradients: ExampleGradients, use: _Use, name: str, delta: Tensor, shared: Mapping[int, str]) -> Call:
-    whole = isinstance(use.module, nn.MultiheadAttention)
+    rule, told = use.told or (rule_for(use.module), None)
+    own = dict(use.module.named_parameters(recurse=_holds_all(use.module), remove_duplicate=told is None))
     parameters: dict[str, Tensor] = {}
     names: dict[str, str] = {}
-    for local, value in use.module.named_parameters(recurse=whole):
+    for local, value in own.items() if told is None else ((local, own[name]) for local, name in told.items()):
         canonical = shared[id(value)]
         if canonical in gradients.parameters:
             parameters[local], names[local] = gradients.parameters[canonical], canonical
+    if told is not None:
+        return Call(name, use.module, rule, use.args, use.kwargs, delta, parameters, {}, names)
 
     prefix = f"{name}." if name else ""
     weights = {**gradients.parameters, **gradients.constants}
     local_weights = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
     constants = {local: value for local, value in local_weights.items() if local not in parameters}
-    return Call(name, use.module, rule_for(use.module), use.args, use.kwargs, delta, parameters, constants, names)
+    return Call(name, use.module, rule, use.args, use.kwargs, delta, parameters, constants, names)

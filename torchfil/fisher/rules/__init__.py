@@ -3,7 +3,7 @@
 One file a family of layers, with its rule and its substitute; importing them here registers both.
 """
 
-from torchfil.fisher.rules import activation, convolution, embedding, generic, linear, normalisation, pooling
+from torchfil.fisher.rules import activation, convolution, embedding, generic, linear, normalisation, pooling, recurrent
 from torchfil.fisher.rules.base import LayerRule, register_rule, rule_for
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
 
@@ -18,6 +18,7 @@ __all__ = [
     "linear",
     "normalisation",
     "pooling",
+    "recurrent",
     "register_rule",
     "rule_for",
 ]
