@@ -355,8 +355,7 @@ def test_a_refused_call_leaves_model_and_random_state_alone() -> None:
         (nn.RNN(3, 3, batch_first=True), r"layer \(RNN\): use opacus.layers"),
     ],
 )
-@pytest.mark.parametrize("estimator", ["exact", "weight-probes"])
-def test_layers_that_cannot_be_mapped_are_named_with_a_remedy(layer: nn.Module, message: str, estimator: str) -> None:
+def test_layers_that_cannot_be_mapped_are_named_with_a_remedy(layer: nn.Module, message: str) -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -368,10 +367,11 @@ def test_layers_that_cannot_be_mapped_are_named_with_a_remedy(layer: nn.Module, 
             return result
 
     x, y = torch.randn(3, 4, 3), torch.randint(2, (3,))
+    arguments: Any = (Reads(), nn.CrossEntropyLoss(), x, y)
     with pytest.raises(UnsupportedModuleError, match=message):
-        fisher.fim_trace(
-            Reads(), nn.CrossEntropyLoss(), x, y, estimator=estimator, max_grad_norm=1.0, noise_multiplier=1.0
-        )
+        fisher.fim_trace(*arguments, estimator="exact", max_grad_norm=1.0, noise_multiplier=1.0)
+    estimate = fisher.fim_trace(*arguments, estimator="weight-probes", max_grad_norm=1.0, noise_multiplier=1.0)
+    assert bool((estimate.value > 0).all())
 
 
 def test_a_lack_of_memory_is_not_blamed_on_a_layer() -> None:

@@ -1,5 +1,6 @@
 """Fisher accounting in an Opacus training loop; the only place that knows Opacus."""
 
+import torchfil.engine.layers  # noqa: F401  (registers Opacus's layers)
 from torchfil.engine.engine import FILPrivacyEngine
 from torchfil.engine.loader import FILDataLoader
 from torchfil.engine.losses import LossMismatchError

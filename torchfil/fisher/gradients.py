@@ -383,6 +383,8 @@ def output_of_one_example(model: nn.Module, name: str, public: Any) -> tuple[tor
 
 def may_drop(module: nn.Module) -> bool:
     """Whether this very module (not its children) is of a kind that drops something in training."""
+    if isinstance(module, nn.RNNBase):
+        return module.num_layers > 1
     return isinstance(module, nn.modules.dropout._DropoutNd | nn.MultiheadAttention)
 
 
@@ -482,7 +484,7 @@ def _explain_layers(model: nn.Module) -> Iterator[None]:
 
 def _instead_of(module: nn.Module) -> str | None:
     if isinstance(module, nn.RNNBase):
-        return "use opacus.layers.DPLSTM, DPGRU or DPRNN"
+        return "use opacus.layers.DPLSTM, DPGRU or DPRNN; or estimator='weight-probes', which needs no map"
     if isinstance(module, nn.EmbeddingBag):
         return "use nn.Embedding and the sum or mean of its rows"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):

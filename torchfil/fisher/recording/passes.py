@@ -35,6 +35,7 @@ from torchfil.fisher.rules.call import Call, UnsupportedCallError
 from torchfil.fisher.rules.generic import GenericRule
 from torchfil.fisher.rules.parameters import ParameterRule, ReparametrisedRule
 from torchfil.fisher.rules.substitutes import FastOnCPU, with_substitutes
+from torchfil.fisher.rules.telling import listening, tells_uses
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = [
@@ -283,6 +284,14 @@ def _run(gradients: ExampleGradients, z: Tensor, uses: Uses) -> tuple[Any, Watch
         handed_on = uses.take(Use(names[module], module, args, kwargs, first, dim))
         return (handed_on, *output[1:]) if isinstance(output, tuple) else handed_on
 
+    def listener(module: nn.Module, rule: LayerRule, a: Tensor, output: Tensor, told: Mapping[str, str]) -> None:
+        if uses.learning:
+            return
+        if output.shape[:1] != z.shape[:1]:
+            raise UnsupportedCallError(f"a {type(module).__name__} is given {len(output)} rows for {len(z)} examples")
+        given = a.clone() if model in _overwriting else a
+        uses.noted.append(Use(names[module], module, (given,), {}, output, rule=rule, told=told))
+
     recorded, unrecorded, bare = _layers_and_bare_parameters(gradients)
     watched = WatchedParameters({name: gradients.parameters[name] for name in bare}, (args, kwargs), uses)
     weights = {**gradients.parameters, **gradients.constants, **watched.leaves}
@@ -292,6 +301,7 @@ def _run(gradients: ExampleGradients, z: Tensor, uses: Uses) -> tuple[Any, Watch
             stack.callback(handle.remove)
         stack.enter_context(added_to_output(model, examples.submodule, offset))
         stack.enter_context(with_substitutes(model, but=unrecorded))
+        stack.enter_context(listening(listener))
         if z.device.type == "cpu":
             stack.enter_context(FastOnCPU())
         if watched.leaves:
@@ -317,8 +327,10 @@ def holders(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Whether it is attention that uses its children's parameters by itself."""
-    return isinstance(module, nn.MultiheadAttention) and (module in _seen_whole or not attends_in_steps(module))
+    """Whether it uses its children's parameters by itself: attention, recurrent layers."""
+    if isinstance(module, nn.MultiheadAttention):
+        return module in _seen_whole or not attends_in_steps(module)
+    return tells_uses(module)
 
 
 def _layers_and_bare_parameters(gradients: ExampleGradients) -> tuple[list[nn.Module], set[nn.Module], list[str]]:
@@ -327,6 +339,8 @@ def _layers_and_bare_parameters(gradients: ExampleGradients) -> tuple[list[nn.Mo
     unrecorded: set[nn.Module] = set()
     bare: set[int] = set()
     for module in holders(gradients.model):
+        if tells_uses(module):
+            continue
         ruled = _is_whole(module) or not isinstance(rule_for(module), GenericRule)
         if module in _seen_whole or (ruled and module not in _seen_apart):
             recorded.append(module)
@@ -374,20 +388,24 @@ def _as_batch(row: Tensor, whole: Tensor) -> Tensor:
 
 
 def _call(gradients: ExampleGradients, use: Use, delta: Tensor, shared: Mapping[int, str]) -> Call:
-    """The call of a module."""
+    """The call of a module; of some of its parameters, where it has told so."""
+    told, rule = use.told, use.rule or rule_for(use.module)
+    own = dict(use.module.named_parameters(recurse=_is_whole(use.module), remove_duplicate=told is None))
     parameters: dict[str, Tensor] = {}
     names: dict[str, str] = {}
-    for local, value in use.module.named_parameters(recurse=_is_whole(use.module)):
+    for local, value in own.items() if told is None else ((local, own[name]) for local, name in told.items()):
         canonical = shared[id(value)]
         if canonical in gradients.parameters:
             parameters[local], names[local] = gradients.parameters[canonical], canonical
+    if told is not None:
+        return Call(use.name, use.module, rule, use.args, use.kwargs, delta, parameters, {}, names)
 
     prefix = f"{use.name}." if use.name else ""
     weights = {**gradients.parameters, **gradients.constants}
     local_weights = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
     constants = {local: value for local, value in local_weights.items() if local not in parameters}
     args, kwargs = use.inputs_by_example(len(delta))
-    return Call(use.name, use.module, rule_for(use.module), args, kwargs, delta, parameters, constants, names)
+    return Call(use.name, use.module, rule, args, kwargs, delta, parameters, constants, names)
 
 
 def _call_of_operation(gradients: ExampleGradients, use: Use, delta: Tensor, leaves: Mapping[str, Tensor]) -> Call:

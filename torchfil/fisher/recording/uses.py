@@ -44,6 +44,7 @@ class Use:
         dim: Where the examples lie in inputs and output, several rows for each perhaps.
         rule: Of an operation; None: that of the module.
         values: Of an operation, its watched weights by local name: functions of parameters.
+        told: Where a module has told of a use of some of its parameters: their names in it by those in the rule.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Use:
     dim: int = 0
     rule: LayerRule | None = None
     values: Mapping[str, Tensor] = field(default_factory=dict)
+    told: Mapping[str, str] | None = None
     versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

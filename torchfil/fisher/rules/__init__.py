@@ -3,7 +3,17 @@
 One file a family of layers, with its rule and its substitute; importing them here registers both.
 """
 
-from torchfil.fisher.rules import activation, attention, convolution, embedding, generic, linear, normalisation, pooling
+from torchfil.fisher.rules import (
+    activation,
+    attention,
+    convolution,
+    embedding,
+    generic,
+    linear,
+    normalisation,
+    pooling,
+    recurrent,
+)
 from torchfil.fisher.rules.base import LayerRule, register_rule, rule_for
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
 
@@ -19,6 +29,7 @@ __all__ = [
     "linear",
     "normalisation",
     "pooling",
+    "recurrent",
     "register_rule",
     "rule_for",
 ]

@@ -1,0 +1,409 @@
+r"""Recurrences h_t = cell(a_t, h_{t−1}), a_t = x_t + W h_{t−1}, whose second derivative is two more sweeps over time.
+
+x are the gates' inputs, the same for whatever made them; m is the cell's memory (an LSTM's c; h itself otherwise). At
+what a forward pass has seen, every cell is linear in small changes, by coefficients that need no sweep:
+
+    ṁ_t = f_t ṁ_{t−1} + Σ_k β_{kt} ȧ_{kt},       ḣ_t = α_t ṁ_t + ω_t ȧ_{ot}        (an LSTM; ḣ_t = ṁ_t otherwise).
+
+* The derivative δ = ∂⟨γ, h⟩/∂x is the sweep back through these equations (:func:`_swept_back`), from γ.
+* Of ⟨u, δ⟩ = ⟨γ, ḣ(u)⟩, the derivative with respect to γ is the sweep forward, ḣ(u) (:func:`_swept_on`).
+* The one with respect to x: where the coefficients themselves move, each cell has a source for what it was given, which
+  needs no sweep either (``curvature``); they are swept back once more.
+
+Everything runs over time first: [T, batch, gates·H], inside [T, probes, batch, gates, H].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchfil.fisher.rules.function import Function
+
+__all__ = ["CELLS", "Cell", "recurrence"]
+
+
+@dataclass(frozen=True)
+class _Slopes:
+    """The coefficients of the linear equations, [T, 1, batch, (gates,) H]; None: 0, or 1 for α."""
+
+    into_memory: Tensor  # β
+    kept_memory: Tensor | None  # f
+    memory_shown: Tensor | None = None  # α
+    into_state: Tensor | None = None  # ω
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Small changes ȧ, ṁ_{t−1}, ṁ_t, and the derivatives dh_t, dm_t that a sweep back has left at each."""
+
+    gates: Tensor
+    memory_before: Tensor
+    memory: Tensor
+    to_state: Tensor
+    to_memory: Tensor
+
+
+class Cell:
+    """One kind of cell.
+
+    Attributes:
+        gates: How many blocks of H numbers a_t has.
+        has_memory: Whether it has a state c beside h.
+    """
+
+    gates: int
+    has_memory = False
+
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+        """The sweep itself: h_0 … h_T, m_0 … m_T (no cell memory: none), and what else the slopes need."""
+        raise NotImplementedError
+
+    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> _Slopes:
+        """The coefficients at what was seen."""
+        raise NotImplementedError
+
+    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: _Moved) -> tuple[Any, ...]:
+        """∂(Σ_t dh_t·ḣ_t + dm_t·ṁ_t)/∂(a_t, m_t, m_{t−1}) where only the coefficients move; None: 0."""
+        raise NotImplementedError
+
+
+class _Lstm(Cell):
+    """i, f, o = σ(a), g = tanh(a); c_t = f c_{t−1} + i g; h_t = o tanh(c_t)."""
+
+    gates = 4
+    has_memory = True
+
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+        steps, batch, width = len(gates), len(h), h.shape[-1]
+        states, memories = (gates.new_empty(steps + 1, batch, width) for _ in range(2))
+        shown, active = torch.empty_like(states[1:]), gates.new_empty(steps, batch, 4, width)
+        states[0], memories[0] = h, m
+        transposed, factors = weight.mT, active.unbind(2)
+
+        for t in range(steps):
+            a = torch.addmm(gates[t], states[t], transposed).view(batch, 4, width)
+            torch.sigmoid(a, out=active[t])
+            i, f, g, o = (factor[t] for factor in factors)
+            torch.tanh(a[:, 2], out=g)
+            torch.addcmul(i * g, f, memories[t], out=memories[t + 1])
+            torch.tanh(memories[t + 1], out=shown[t])
+            torch.mul(o, shown[t], out=states[t + 1])
+            if drop is not None:
+                states[t + 1] *= drop[t]
+        return states, memories, active, shown
+
+    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> _Slopes:
+        _, memories, active, shown = seen
+        i, f, g, o = active.unbind(2)
+        into = torch.stack([g * _sigmoid_slope(i), memories[:-1] * _sigmoid_slope(f), i * (1 - g * g)], dim=2)
+        alpha, omega = o * (1 - shown * shown), shown * _sigmoid_slope(o)
+        if drop is not None:
+            alpha, omega = alpha * drop, omega * drop
+        return _Slopes(into[:, None], f[:, None], alpha[:, None], omega[:, None])
+
+    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: _Moved) -> tuple[Any, ...]:
+        _, memories, active, tau = (value[:, None] for value in seen)
+        (i, f, g, o), (ai, af, ag, ao) = active.unbind(3), moved.gates.unbind(3)
+        dm, dh = moved.to_memory, moved.to_state if drop is None else moved.to_state * drop[:, None]
+        i1, f1, o1, g1 = _sigmoid_slope(i), _sigmoid_slope(f), _sigmoid_slope(o), 1 - g * g
+        both, t1 = i1 * g1, 1 - tau * tau
+
+        to_gates = torch.stack(
+            [
+                dm * (i1 * (1 - 2 * i) * g * ai + both * ag),
+                dm * f1 * torch.addcmul(moved.memory_before, (1 - 2 * f) * memories[:-1], af),
+                dm * (both * ai - 2 * i * g * g1 * ag),
+                dh * o1 * ((1 - 2 * o) * tau * ao + t1 * moved.memory),
+            ],
+            dim=3,
+        )
+        to_memory = dh * t1 * (o1 * ao - 2 * o * tau * moved.memory)
+        return to_gates, to_memory, dm * f1 * af
+
+
+class _Gru(Cell):
+    """r, z = σ(a); n = tanh(a_n + r a_m); h_t = n + z (h_{t−1} − n), where W h goes into r, z and a_m."""
+
+    gates = 4
+
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+        steps, batch, width = len(gates), len(h), h.shape[-1]
+        states, active = gates.new_empty(steps + 1, batch, width), gates.new_empty(steps, batch, 4, width)
+        states[0] = h
+        transposed = weight.mT
+        for t in range(steps):
+            a = torch.addmm(gates[t], states[t], transposed).view(batch, 4, width)
+            torch.sigmoid(a[:, :2], out=active[t, :, :2])
+            r, z, n, hidden = active[t].unbind(1)
+            hidden.copy_(a[:, 3])
+            torch.tanh(torch.addcmul(a[:, 2], r, hidden), out=n)
+            torch.lerp(n, states[t], z, out=states[t + 1])
+            if drop is not None:
+                states[t + 1] *= drop[t]
+        return states, active
+
+    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> _Slopes:
+        states, active = seen
+        r, z, n, hidden = active.unbind(2)
+        to_n = (1 - z) * (1 - n * n)
+        parts = [to_n * hidden * _sigmoid_slope(r), (states[:-1] - n) * _sigmoid_slope(z), to_n, to_n * r]
+        into, kept = torch.stack(parts, dim=2), z
+        if drop is not None:
+            into, kept = into * drop[:, :, None], z * drop
+        return _Slopes(into[:, None], kept[:, None])
+
+    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: _Moved) -> tuple[Any, ...]:
+        states, active = (value[:, None] for value in seen)
+        (r, z, n, hidden), (ar, az, an, ah) = active.unbind(3), moved.gates.unbind(3)
+        dh = moved.to_memory if drop is None else moved.to_memory * drop[:, None]
+        r1, z1, n1 = _sigmoid_slope(r), _sigmoid_slope(z), 1 - n * n
+        r_moved, z_moved = r1 * ar, z1 * az
+        q_moved = an + r_moved * hidden + r * ah  # q = a_n + r a_m
+        to_n = dh * (1 - z) * n1
+        to_q = -2 * to_n * n * q_moved - dh * z_moved * n1
+
+        to_r = to_q * hidden + to_n * ah
+        to_z = dh * ((1 - 2 * z) * z_moved * (states[:-1] - n) + z1 * (moved.memory_before - n1 * q_moved))
+        parts = [r1 * to_r + (1 - 2 * r) * r_moved * hidden * to_n, to_z, to_q, to_q * r + to_n * r_moved]
+        return torch.stack(parts, dim=3), None, dh * z_moved
+
+
+class _Elman(Cell):
+    """h_t = tanh(a), or ReLU."""
+
+    gates = 1
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+
+    def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
+        states = gates.new_empty(len(gates) + 1, *h.shape)
+        values = torch.empty_like(states[1:])
+        states[0] = h
+        for t in range(len(gates)):
+            a = torch.addmm(gates[t], states[t], weight.mT)
+            torch.tanh(a, out=values[t]) if self.function == "tanh" else torch.clamp(a, min=0, out=values[t])
+            states[t + 1] = values[t] if drop is None else values[t] * drop[t]
+        return states, values
+
+    def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> _Slopes:
+        values = seen[1]
+        slope = 1 - values * values if self.function == "tanh" else (values > 0).to(values.dtype)
+        return _Slopes((slope if drop is None else slope * drop)[:, None, :, None], None)
+
+    def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: _Moved) -> tuple[Any, ...]:
+        if self.function == "relu":
+            return None, None, None
+        values = seen[1][:, None]
+        dh = moved.to_memory if drop is None else moved.to_memory * drop[:, None]
+        return (-2 * dh * values * (1 - values * values))[:, :, :, None] * moved.gates, None, None
+
+
+CELLS: dict[str, Cell] = {"LSTM": _Lstm(), "GRU": _Gru(), "RNN_TANH": _Elman("tanh"), "RNN_RELU": _Elman("relu")}
+
+
+def recurrence(
+    cell: Cell, gates: Tensor, h: Tensor, m: Tensor | None, weight: Tensor, drop: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """h_1 … h_T and, of a cell with a memory, c_1 … c_T, [T, batch, H] each; differentiable twice, but not by W.
+
+    Args:
+        cell: One of :data:`CELLS`.
+        gates: What goes into the gates beside W h, [T, batch, gates·H].
+        h: The first state, [batch, H].
+        m: The first memory, where the cell has one.
+        weight: W, [gates·H, H].
+        drop: What each new state is multiplied by, [T, batch, H]; None: nothing.
+
+    Example:
+        >>> states, _ = recurrence(CELLS["RNN_TANH"], torch.ones(2, 1, 1), torch.zeros(1, 1), None, torch.eye(1))
+        >>> [round(float(h), 3) for h in states]
+        [0.762, 0.943]
+    """
+    found: Any = _Run.apply(gates, h, m if cell.has_memory else None, weight, drop, cell)
+    return (found[0], found[1]) if cell.has_memory else (found, None)
+
+
+class _Run(Function):
+    """(x, h_0, c_0) ↦ h (and c)."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, h: Tensor, m: Any, weight: Tensor, drop: Tensor | None, cell: Cell) -> Any:
+        seen = cell.run(gates, h, m, weight, drop)
+        ctx.save_for_backward(gates, h, m, weight, drop, *seen)
+        ctx.cell = cell
+        ctx.set_materialize_grads(False)
+        return (seen[0][1:].clone(), seen[1][1:].clone()) if cell.has_memory else seen[0][1:].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        gates, h, m, weight, drop, *seen = ctx.saved_tensors
+        to_h, to_m = gradients if ctx.cell.has_memory else (gradients[0], None)
+        if to_h is None and to_m is None:
+            return (None,) * 6
+        found: Any = _Pulled.apply(to_h, to_m, gates, h, m, weight, drop, ctx.cell, *seen)
+        to_gates, to_state, to_memory = found
+        return to_gates, to_state, to_memory if ctx.cell.has_memory else None, None, None, None
+
+
+class _Pulled(Function):
+    """(∂h, ∂c, x, h_0, c_0) ↦ δ at x, h_0 and c_0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, to_h: Any, to_m: Any, gates: Tensor, h: Any, m: Any, weight: Any, drop: Any, cell: Cell, *seen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        slopes = cell.slopes(seen, drop)
+        one = tuple(None if value is None else value[:, None] for value in (to_h, to_m))
+        delta, dh, dm = _swept_back(slopes, weight, cell.gates, *one)
+        ctx.save_for_backward(weight, drop, dh, dm, *seen)
+        ctx.cell = cell
+        ctx.set_materialize_grads(False)
+        to_state, to_memory = (value[0] for value in _to_start(cell, slopes, weight, delta, dm))
+        return delta.reshape(gates.shape), to_state, to_memory
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        weight, drop, dh, dm, *seen = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if all(u is None for u in gradients):
+            return (None,) * len(needs)
+        found: Any = _Twice.apply(*gradients, weight, drop, dh, dm, ctx.cell, *seen)
+        to_h, to_m, to_gates, to_state, to_memory = found
+        by_memory = (to_m if needs[1] else None, to_memory if needs[4] else None)
+        return to_h, by_memory[0], to_gates, to_state, by_memory[1], *[None] * (len(needs) - 5)
+
+
+class _Twice(Function):
+    """The derivatives of ⟨u, δ⟩ with respect to (∂h, ∂c, x, h_0, c_0), for many u at once where it is mapped."""
+
+    @staticmethod
+    def forward(u: Any, u_h: Any, u_m: Any, *rest: Any) -> tuple[Tensor, ...]:
+        each: Any = [None if x is None else x[None] for x in (u, u_h, u_m)]
+        return tuple(value[0] for value in _twice(*each, *rest))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """It is not differentiated."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], int]:
+        """Probes are examples of their own."""
+        each: Any = [
+            x if x is None else x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(inputs[:3], in_dims[:3], strict=True)
+        ]
+        return _twice(*each, *inputs[3:]), 0
+
+
+def _twice(
+    u: Any, u_h: Any, u_m: Any, weight: Tensor, drop: Any, dh: Tensor, dm: Tensor, cell: Cell, *seen: Tensor
+) -> tuple[Tensor, ...]:
+    """Probes first, in and out."""
+    slopes, (steps, _, batch, width) = cell.slopes(seen, drop), dm.shape
+    count = next(len(x) for x in (u, u_h, u_m) if x is not None)
+    state, memory = (dm.new_zeros(count, batch, width) if x is None else x for x in (u_h, u_m))
+    if not cell.has_memory:
+        memory = state
+    shape = (steps, count, batch, cell.gates, width)
+    u = dm.new_zeros(shape) if u is None else u.reshape(count, *shape[:1], *shape[2:]).transpose(0, 1)
+
+    gates, states, memories = _swept_on(slopes, weight, u, state, memory)
+    moved = _Moved(gates, memories[:-1], memories[1:], dh, dm)
+    to_gates, to_memory, to_memory_before = cell.curvature(seen, drop, moved)
+    sources = to_memory
+    if to_memory_before is not None:
+        sources = torch.zeros_like(to_memory_before) if to_memory is None else to_memory
+        sources[:-1] += to_memory_before[1:]
+    delta, _, dm_twice = _swept_back(slopes, weight, cell.gates, None, sources, to_gates, like=gates)
+
+    before = 0 if to_memory_before is None else to_memory_before[0]
+    to_state, to_start = _to_start(cell, slopes, weight, delta, dm_twice, before)
+    flat = delta.reshape(steps, count, batch, -1)
+    return states.transpose(0, 1), memories[1:].transpose(0, 1), flat.transpose(0, 1), to_state, to_start
+
+
+def _to_start(
+    cell: Cell, slopes: _Slopes, weight: Tensor, delta: Tensor, dm: Tensor, before: Any = 0
+) -> tuple[Tensor, Tensor]:
+    """The derivatives at h_0 and c_0, [probes, batch, H]."""
+    to_state = (delta[0].flatten(0, 1).flatten(1) @ weight).view(dm.shape[1:])
+    to_memory = torch.zeros_like(to_state) if slopes.kept_memory is None else slopes.kept_memory[0] * dm[0]
+    to_memory = to_memory + before
+    return (to_state, to_memory) if cell.has_memory else (to_state + to_memory, to_memory)
+
+
+def _swept_back(
+    slopes: _Slopes,
+    weight: Tensor,
+    gates: int,
+    to_state: Tensor | None,
+    to_memory: Tensor | None,
+    to_gates: Tensor | None = None,
+    like: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """δ at a, [T, probes, batch, gates, H], and dh, dm, from sources at h, m and a; None: 0."""
+    given = next(x for x in (to_state, to_memory, to_gates, like) if x is not None)
+    steps, count, batch, width = *given.shape[:3], given.shape[-1]
+    delta = given.new_empty(steps, count, batch, gates, width)
+    dh, dm = (given.new_zeros(steps, count, batch, width) for _ in range(2))
+    flat_delta, flat_dh = delta.view(steps, count * batch, -1), dh.view(steps, count * batch, -1)
+    flat_source = None if to_state is None else to_state.reshape(steps, count * batch, -1)
+    through = slopes.into_memory.shape[3]
+    into, shown = slopes.into_memory.unbind(0), slopes.memory_shown
+
+    for t in reversed(range(steps)):
+        if t + 1 < steps and flat_source is not None:
+            torch.addmm(flat_source[t], flat_delta[t + 1], weight, out=flat_dh[t])
+        elif t + 1 < steps:
+            torch.mm(flat_delta[t + 1], weight, out=flat_dh[t])
+        elif to_state is not None:
+            dh[t] = to_state[t]
+        torch.mul(dh[t], 1 if shown is None else shown[t], out=dm[t])
+        if to_memory is not None:
+            dm[t] += to_memory[t]
+        if t + 1 < steps and slopes.kept_memory is not None:
+            dm[t].addcmul_(slopes.kept_memory[t + 1], dm[t + 1])
+        torch.mul(into[t], dm[t].unsqueeze(2), out=delta[t, :, :, :through])
+        if slopes.into_state is not None:
+            torch.mul(dh[t], slopes.into_state[t], out=delta[t, :, :, through])
+        if to_gates is not None:
+            delta[t] += to_gates[t]
+    return delta, dh, dm
+
+
+def _swept_on(
+    slopes: _Slopes, weight: Tensor, u: Tensor, state: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ȧ, [T, probes, batch, gates, H], ḣ_1 … ḣ_T and ṁ_0 … ṁ_T, for changes u of x and of the first state."""
+    steps, count, batch, _, width = u.shape
+    a = u.new_empty(u.shape)
+    states, memories = u.new_empty(steps, count, batch, width), u.new_empty(steps + 1, count, batch, width)
+    flat_u, flat_a = u.reshape(steps, count * batch, -1), a.view(steps, count * batch, -1)
+    memories[0] = memory
+    through, into, transposed = slopes.into_memory.shape[3], slopes.into_memory.unbind(0), weight.mT
+
+    for t in range(steps):
+        before = state if t == 0 else states[t - 1]
+        torch.addmm(flat_u[t], before.reshape(count * batch, width), transposed, out=flat_a[t])
+        torch.sum(into[t] * a[t, :, :, :through], dim=2, out=memories[t + 1])
+        if slopes.kept_memory is not None:
+            memories[t + 1].addcmul_(slopes.kept_memory[t], memories[t])
+        if slopes.memory_shown is None:
+            states[t] = memories[t + 1]
+            continue
+        torch.mul(slopes.memory_shown[t], memories[t + 1], out=states[t])
+        if slopes.into_state is not None:
+            states[t].addcmul_(slopes.into_state[t], a[t, :, :, through])
+    return a, states, memories
+
+
+def _sigmoid_slope(y: Tensor) -> Tensor:
+    """σ′ from σ."""
+    return y * (1 - y)

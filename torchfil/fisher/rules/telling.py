@@ -1,0 +1,68 @@
+"""Layers that hold several weights: their substitutes tell a recorded pass where each of them was used.
+
+What a recorded pass sees of a layer from outside is its input and its output. A recurrent layer uses four weights in
+between, at every time step; its substitute tells what each was applied to and what came of it, as if there were a
+layer for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchfil.fisher.rules.base import LayerRule
+from torchfil.fisher.rules.substitutes import register_substitute
+
+__all__ = ["listening", "register_telling", "tell_use", "tells_uses"]
+
+Listener = Callable[[nn.Module, LayerRule, Tensor, Tensor, Mapping[str, str]], None]
+
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_TELLING: set[type[nn.Module]] = set()
+
+
+def register_telling(kind: type[nn.Module], make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Compute modules of exactly this class by ``make(module)``, which tells all uses of their parameters."""
+    register_substitute(kind, make)
+    _TELLING.add(kind)
+
+
+def tells_uses(module: nn.Module) -> bool:
+    """Whether the uses of the module's parameters, its children's too, are told inside a recorded pass."""
+    return type(module) in _TELLING
+
+
+def tell_use(module: nn.Module, rule: LayerRule, a: Tensor, output: Tensor, names: Mapping[str, str]) -> Tensor:
+    """Tell that parameters were applied to ``a``, [batch, …], and gave ``output``, [batch, …].
+
+    Args:
+        module: The layer.
+        rule: That of a layer with such parameters alone.
+        a: What they were applied to.
+        output: What came of it.
+        names: The parameters' names in the module by their names in the rule.
+
+    Returns:
+        What to go on with in place of ``output``.
+    """
+    listener = _listener.get()
+    if listener is None:
+        return output
+    if not output.requires_grad:
+        output = output.detach().requires_grad_()
+    listener(module, rule, a, output, names)
+    return output
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Inside, ``listener`` is called with the arguments of every :func:`tell_use`."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
