@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchfil.fisher.checkpointing import without_checkpoints
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.precision import (
     ProbePrecision,
@@ -142,7 +143,7 @@ class ExampleGradients:
     @contextlib.contextmanager
     def forward_state(self) -> Iterator[None]:
         """Inside, model and loss run as they are to be accounted for: under their autocast, differentiable twice."""
-        with autocast_as(self.autocast, self.device), differentiable_twice():
+        with autocast_as(self.autocast, self.device), differentiable_twice(), without_checkpoints():
             yield
 
     @contextlib.contextmanager
@@ -312,7 +313,7 @@ class ExampleGradients:
         in_dims = (0, self.examples.in_dims, *(dim for _, dim in extra))
         arguments = (self.examples.z, self.examples.public, *(t for t, _ in extra))
         # torch.func knows no autocast: what is mapped runs in the precision of the weights.
-        with autocast_as(None, self.device), differentiable_twice():
+        with replace(self, autocast=None).forward_state():
             randomness = "different" if self.examples.masks else "error"
             with _explain_randomness(), _explain_layers(self.model), replayed_masks(self.examples.masks):
                 result: Tensor = vmap(one, in_dims=in_dims, randomness=randomness)(*arguments)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torchfil.engine.loader import BatchTracker, make_current, plain
 from torchfil.engine.replica import Replica
+from torchfil.fisher.checkpointing import without_checkpoints
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks
 from torchfil.fisher.precision import autocast_as, autocast_now
@@ -224,9 +225,11 @@ class HookedForward:
         if not (module.training and torch.is_grad_enabled()):
             return
         self._watch = RandomWatch(self.replica.device)
+        self._open = [without_checkpoints()]  # Opacus's hooks would see a layer twice
         if self._draws or self.replica.drops_now():
-            self._open = [recorded_masks(), differentiable_twice()]
-            self._masks, _ = (context.__enter__() for context in self._open)
+            self._open += [differentiable_twice(), recorded_masks()]
+        *_, masks = (context.__enter__() for context in self._open)
+        self._masks = [] if masks is None else masks
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         while self._open:  # also after an error inside the forward pass
