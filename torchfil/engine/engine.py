@@ -23,13 +23,13 @@ from torchfil.engine.assembly import PrivateTraining, assemble
 from torchfil.engine.augmentation import check_reads_alike
 from torchfil.engine.ghost_criterion import GhostCriterion
 from torchfil.engine.loader import check_sampler
-from torchfil.engine.module import is_in_training
+from torchfil.engine.module import is_in_training, without_compiler
 from torchfil.engine.options import (
     Accounting,
     BatchToInputs,
     RunOptions,
     check_modes,
-    check_parameters,
+    check_optimizer,
     thresholds,
 )
 from torchfil.engine.resuming import Resuming
@@ -134,6 +134,7 @@ class FILPrivacyEngine(Resuming):
             The private model (the hooks object with ``wrap_model=False``), a :class:`FILOptimizer` and a
             :class:`FILDataLoader`; with "ghost" model, optimizer, criterion and loader.
         """
+        module = without_compiler(module)
         mode = check_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
         ghost = grad_sample_mode == "ghost"
         if ghost:
@@ -252,7 +253,7 @@ class FILPrivacyEngine(Resuming):
             raise ValueError(
                 "the model is private already (make_private was called on it); pass the plain module, or its _module"
             )
-        check_parameters(module, optimizer)
+        check_optimizer(module, optimizer)
         check_sampler(data_loader, poisson_sampling=poisson_sampling)
         run_options = RunOptions(
             accounting,

@@ -92,6 +92,15 @@ class FILOptimizer(DPOptimizer):
         self._backward_passes = 1
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by ``GradScaler.step`` before anything else."""
+        raise RuntimeError(
+            "GradScaler scales the loss, and with it the gradients before they are clipped, so that what is released "
+            "is not what is accounted for. Leave it out: loss.backward(), optimizer.step(). Clipped gradients neither "
+            "overflow nor vanish, and bfloat16 needs no scaling. This step was not taken."
+        )
+
+    @property
     def max_grad_norms(self) -> list[float] | None:
         """C_l of each of ``params``, as in Opacus's per-layer clipping; None: gradients are clipped as a whole."""
         if self._shares is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ __all__ = [
     "Execution",
     "RunOptions",
     "check_modes",
-    "check_parameters",
+    "check_optimizer",
     "thresholds",
 ]
 
@@ -398,8 +399,15 @@ def thresholds(
     return together, {name: by_name[name] for name in names.values()}  # in the order in which gradients are laid out
 
 
-def check_parameters(module: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Raise unless the optimizer holds the module's trainable parameters, and no others."""
+def check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Raise unless the optimizer takes one gradient a step, of the module's trainable parameters and no others."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} evaluates the loss and its gradient several times in one step (its step() "
+            "needs a closure), and each evaluation would be a release of its own, which the accountant does not count. "
+            "Use an optimizer that takes one gradient a step, such as SGD, Adam or AdamW."
+        )
     own = {id(p): name for name, p in module.named_parameters()}
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     strange = len(given - own.keys())

@@ -188,6 +188,8 @@ class StepPipeline:
         if not ids:
             return self._staging(None, [], ids, noise, measure, len(forwards))
 
+        if norms is None:  # under hooks the divided gradients are those that Opacus clips
+            self.checks.note_division(forwards, self.run.loss)
         examples = [self._examples(forward) for forward in forwards]
         setting = self._setting(forwards[0], examples[0], noise, measure, needs_loss=norms is None)
         parts: list[StepValues] = []
