@@ -33,6 +33,7 @@ from torchfil.engine.options import (
     thresholds,
 )
 from torchfil.engine.resuming import Resuming
+from torchfil.engine.views import Views, with_views
 from torchfil.fisher.gradients import check_modules, check_unweighted_mean
 from torchfil.private import Private
 
@@ -96,6 +97,7 @@ class FILPrivacyEngine(Resuming):
         id_of: Callable[[int], Hashable] | Sequence[Hashable] | None = None,
         batch_to_inputs: BatchToInputs | None = None,
         accounting: Accounting | None = None,
+        views: Views | None = None,
         **shortcuts: Any,
     ) -> tuple[Any, ...]:
         """Make model, optimizer and loader private, as Opacus does, and start the accounting.
@@ -128,17 +130,20 @@ class FILPrivacyEngine(Resuming):
             batch_to_inputs: Maps a batch of the loader to (inputs, targets); needed where the targets are not the last
                 item of a tuple, or one of labels, label, targets, target, y in a dict.
             accounting: How to account; see :class:`Accounting`.
+            views: Augmentation multiplicity: a function that maps x [batch, …] to K views of each example,
+                [batch, K, …], or K where batches hold K views each. The mean gradient over an example's views is clipped once; needs
+                ``criterion``, the loss of single views. See :mod:`torchfil.engine.views`.
             **shortcuts: ``num_probes``, ``rel_error`` and ``track`` of :class:`Accounting`.
 
         Returns:
             The private model (the hooks object with ``wrap_model=False``), a :class:`FILOptimizer` and a
-            :class:`FILDataLoader`; with "ghost" model, optimizer, criterion and loader.
+            :class:`FILDataLoader`; with "ghost" or ``views`` model, optimizer, criterion and loader.
         """
-        module = without_compiler(module)
-        mode = check_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
         ghost = grad_sample_mode == "ghost"
         if ghost:
             criterion = GhostCriterion(criterion, loss_reduction)
+        module, criterion = with_views(without_compiler(module), criterion, views, loss_reduction)
+        mode = check_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
         limit, shares = thresholds(clipping, max_grad_norm, module, optimizer)
         options = self._checked_options(
             module,
@@ -189,7 +194,7 @@ class FILPrivacyEngine(Resuming):
         self._begin(training, sample_rate, poisson_sampling=poisson_sampling)
         parts = "" if shares is None else ", each parameter's by itself"
         logger.info("gradients are clipped to %g by the clip function %r%s", limit, options.clip.name, parts)
-        criteria = (criterion,) if ghost else ()
+        criteria = (criterion,) if ghost or views is not None else ()
         return training.module, training.optimizer, *criteria, training.loader
 
     def make_private_with_epsilon(

@@ -16,6 +16,7 @@ from torchfil.accounting.divergences import Asked
 from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Needs, needs_of
 from torchfil.clipping import ClipFunction
+from torchfil.engine.views import ManyViews
 from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
@@ -345,6 +346,11 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
         )
     mode = "auto" if grad_sample_mode == "ghost" else grad_sample_mode
     mode = "hooks" if mode == "auto" and not wrap_model else mode
+    if mode != "auto" and isinstance(module, ManyViews):
+        raise ValueError(
+            f"views= needs grad_sample_mode='auto' and wrap_model=True: {mode!r} forms one gradient a view, not one an "
+            "example"
+        )
     if not batch_first:
         raise ValueError("batch_first=False is not supported: the first dimension must run over examples")
     if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__ in (
