@@ -131,8 +131,8 @@ class FILPrivacyEngine(Resuming):
                 item of a tuple, or one of labels, label, targets, target, y in a dict.
             accounting: How to account; see :class:`Accounting`.
             views: Augmentation multiplicity: a function that maps x [batch, …] to K views of each example,
-                [batch, K, …], or K where batches hold K views each. The mean gradient over an example's views is clipped once; needs
-                ``criterion``, the loss of single views. See :mod:`torchfil.engine.views`.
+                [batch, K, …], or K where batches hold K views each. The mean gradient over an example's views is
+                clipped once; needs ``criterion``, the loss of single views. See :mod:`torchfil.engine.views`.
             **shortcuts: ``num_probes``, ``rel_error`` and ``track`` of :class:`Accounting`.
 
         Returns:
