@@ -67,7 +67,7 @@ class ClipFunction:
     calibrated: bool
     smooth: bool = True
 
-    def threshold(self, max_grad_norm: float) -> float:
+    def threshold(self, max_grad_norm: float | Tensor) -> float | Tensor:
         """C′, the norm at which c's argument is 1."""
         return max_grad_norm / self.norm_bound if self.calibrated else max_grad_norm
 
@@ -75,11 +75,11 @@ class ClipFunction:
         """The largest norm that a clipped gradient can have."""
         return max_grad_norm if self.calibrated else self.norm_bound * max_grad_norm
 
-    def scale(self, norm: Tensor, max_grad_norm: float) -> Tensor:
+    def scale(self, norm: Tensor, max_grad_norm: float | Tensor) -> Tensor:
         """φ(n) = 1 / c(n / C′), elementwise; g̃ = φ(n) g."""
         return 1.0 / self.c(norm / self.threshold(max_grad_norm))
 
-    def scale_derivative(self, norm: Tensor, max_grad_norm: float) -> Tensor:
+    def scale_derivative(self, norm: Tensor, max_grad_norm: float | Tensor) -> Tensor:
         """φ′(n) = −c′(n / C′) / (C′ c(n / C′)²), elementwise."""
         threshold = self.threshold(max_grad_norm)
         t = norm / threshold

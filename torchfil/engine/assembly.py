@@ -99,7 +99,12 @@ def assemble(
     checks = StepChecks(replica, options, tracker)
     execution = options.accounting.execution
     evaluator = Evaluator(
-        replica, expected_batch, options.max_memory, cuda_graphs=execution.cuda_graphs, compiled=execution.compile
+        replica,
+        expected_batch,
+        options.max_memory,
+        cuda_graphs=execution.cuda_graphs,
+        compiled=execution.compile,
+        recorded=options.shares is None,
     )
     pipeline = StepPipeline(run, replica, evaluator, checks, observer, looks)
 
@@ -113,7 +118,9 @@ def assemble(
         watcher = HookedForward(replica, observer)
     names = {id(value): name for name, value in module.named_parameters()}
     kind = FILOptimizer if with_hooks is None else GradSampleOptimizer
-    private_optimizer = kind(optimizer, clip=options.clip, source=pipeline, names=names, **optimizer_settings)
+    private_optimizer = kind(
+        optimizer, clip=options.clip, source=pipeline, names=names, shares=options.shares, **optimizer_settings
+    )
 
     def begin_pass() -> None:
         tracker.begin_pass()

@@ -21,11 +21,19 @@ from torch.utils.data import DataLoader
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine.assembly import PrivateTraining, assemble
 from torchfil.engine.augmentation import check_reads_alike
-from torchfil.engine.loader import FILDataLoader, check_sampler
-from torchfil.engine.module import is_in_training
-from torchfil.engine.optimizer import FILOptimizer
-from torchfil.engine.options import Accounting, BatchToInputs, RunOptions, check_modes, check_parameters
+from torchfil.engine.ghost_criterion import GhostCriterion
+from torchfil.engine.loader import check_sampler
+from torchfil.engine.module import is_in_training, without_compiler
+from torchfil.engine.options import (
+    Accounting,
+    BatchToInputs,
+    RunOptions,
+    check_modes,
+    check_optimizer,
+    thresholds,
+)
 from torchfil.engine.resuming import Resuming
+from torchfil.engine.views import Views, with_views
 from torchfil.fisher.gradients import check_modules, check_unweighted_mean, differentiable_twice
 from torchfil.private import Private
 
@@ -74,7 +82,7 @@ class FILPrivacyEngine(Resuming):
         data_loader: DataLoader[Any],
         *,
         noise_multiplier: float = 1.0,
-        max_grad_norm: float = 1.0,
+        max_grad_norm: float | Sequence[float] = 1.0,
         criterion: Callable[[Any, Any], Tensor] | None = None,
         batch_first: bool = True,
         loss_reduction: str = "mean",
@@ -84,13 +92,14 @@ class FILPrivacyEngine(Resuming):
         grad_sample_mode: str = "auto",
         wrap_model: bool = True,
         rand_on_empty: bool = False,
-        clip: str | ClipFunction = DEFAULT_CLIP,
+        clip: str | ClipFunction | None = None,
         private: Private | None = None,
         id_of: Callable[[int], Hashable] | Sequence[Hashable] | None = None,
         batch_to_inputs: BatchToInputs | None = None,
         accounting: Accounting | None = None,
+        views: Views | None = None,
         **shortcuts: Any,
-    ) -> tuple[Any, FILOptimizer, FILDataLoader]:
+    ) -> tuple[Any, ...]:
         """Make model, optimizer and loader private, as Opacus does, and start the accounting.
 
         Args:
@@ -98,48 +107,58 @@ class FILPrivacyEngine(Resuming):
             optimizer: Any torch optimizer over its parameters.
             data_loader: Draws from a data set with numbered examples.
             noise_multiplier: σ, as in Opacus; with 0 the run trains, but every FIL is infinite.
-            max_grad_norm: C > 0, as in Opacus.
+            max_grad_norm: C > 0, as in Opacus; with ``clipping="per_layer"`` a list, C_l of every trainable parameter
+                in the optimizer's order.
             criterion: The loop's loss(outputs, targets); None: identified at the first step among the standard losses.
             batch_first: Must be True.
             loss_reduction: "mean" or "sum": what the loop's loss does over the batch.
             poisson_sampling: As in Opacus.
-            clipping: Must be "flat".
+            clipping: "flat", or "per_layer" as in Opacus: each parameter's gradient is clipped by itself, noise is
+                σ‖C‖, and the accounting differentiates just that (:mod:`torchfil.fisher.layerwise`), by ``vmap``.
             noise_generator: As in Opacus.
             grad_sample_mode: "auto": the loop's ``backward()`` ends at the model's outputs, and a recorded pass gives
                 clipped sums and accounting where a trial shows that it gives plain autograd's per-example gradients,
                 ``vmap`` where not; ``p.grad_sample`` stays empty. "hooks", "functorch" and "ew", as in Opacus, are for
-                loops that read ``p.grad_sample``.
+                loops that read ``p.grad_sample``. "ghost" is "auto" called as Opacus's ghost clipping is: hard clip
+                unless another is given, and the criterion is handed back as well.
             wrap_model: As in Opacus; False means "hooks".
             rand_on_empty: As in Opacus.
             clip: A registered, calibrated clip function: "smooth" (within 0.1 % of Opacus's hard clipping but near
-                the threshold), "gelu" (Guo et al.), "rsqrt", "hard".
+                the threshold), "gelu" (Guo et al.), "rsqrt", "hard". None: "smooth"; "hard" with ghost clipping.
             private: What is private; None: every floating-point input.
             id_of: The examples' own ids: a function of the number in the data set, or a column of n keys.
             batch_to_inputs: Maps a batch of the loader to (inputs, targets); needed where the targets are not the last
                 item of a tuple, or one of labels, label, targets, target, y in a dict.
             accounting: How to account; see :class:`Accounting`.
+            views: Augmentation multiplicity: a function that maps x [batch, …] to K views of each example,
+                [batch, K, …], or K where batches hold K views each. The mean gradient over an example's views is
+                clipped once; needs ``criterion``, the loss of single views. See :mod:`torchfil.engine.views`.
             **shortcuts: ``num_probes``, ``rel_error`` and ``track`` of :class:`Accounting`.
 
         Returns:
-            The private model (the hooks object with ``wrap_model=False``), optimizer and loader.
+            The private model (the hooks object with ``wrap_model=False``), a :class:`FILOptimizer` and a
+            :class:`FILDataLoader`; with "ghost" or ``views`` model, optimizer, criterion and loader.
         """
+        ghost = grad_sample_mode == "ghost"
+        if ghost:
+            criterion = GhostCriterion(criterion, loss_reduction)
+        module, criterion = with_views(without_compiler(module), criterion, views, loss_reduction)
+        mode = check_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
+        limit, shares = thresholds(clipping, max_grad_norm, module, optimizer)
         options = self._checked_options(
             module,
             optimizer,
             data_loader,
             Accounting.given(accounting).with_shortcuts(shortcuts),
-            clip=get_clip(clip),
+            clip=get_clip(clip or ("hard" if ghost else DEFAULT_CLIP)),
+            shares=shares,
             private=private,
             poisson_sampling=poisson_sampling,
             loss_reduction=loss_reduction,
             batch_to_inputs=batch_to_inputs,
         )
-        mode = check_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
         self._check_noise(noise_multiplier, noise_generator)
-        if criterion is not None:
-            check_unweighted_mean(criterion)
-        check_modules(module, allow_dropout=True)
-        self.validate(module=module, optimizer=None, data_loader=None)
+        self._check_model(module, criterion)
 
         prepared = self._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=False, rand_on_empty=rand_on_empty
@@ -147,9 +166,8 @@ class FILPrivacyEngine(Resuming):
         sampler = prepared.batch_sampler
         if isinstance(sampler, UniformWithReplacementSampler):
             options = replace(options, sample_rate=float(sampler.sample_rate))
-        options.mechanism(noise_multiplier, max_grad_norm)  # raises for numbers that are none
+        options.mechanism(noise_multiplier, limit)  # raises for numbers that are none
         count, sample_rate = len(data_loader.dataset), 1 / len(prepared)  # type: ignore[arg-type]
-        seed = options.accounting.seed
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         training = assemble(
             module,
@@ -158,7 +176,7 @@ class FILPrivacyEngine(Resuming):
             options,
             criterion,
             [id_of(i) for i in range(count)] if callable(id_of) else id_of,
-            torch.Generator().manual_seed(torch.initial_seed() % 2**63 if seed is None else seed),
+            options.accounting.generator(),
             self._accounted_rate,
             partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
             if mode != "auto"
@@ -166,19 +184,18 @@ class FILPrivacyEngine(Resuming):
             wrapper,
             {
                 "noise_multiplier": noise_multiplier,
-                "max_grad_norm": max_grad_norm,
+                "max_grad_norm": limit,
                 "expected_batch_size": int(count * sample_rate),
                 "loss_reduction": loss_reduction,
                 "generator": self.secure_rng if self.secure_mode else noise_generator,
                 "secure_mode": self.secure_mode,
             },
         )
-        if poisson_sampling:
-            training.module.forbid_grad_accumulation()
-        training.optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
-        self._made = training
-        logger.info("gradients are clipped to %g by the clip function %r", max_grad_norm, options.clip.name)
-        return training.module, training.optimizer, training.loader
+        self._begin(training, sample_rate, poisson_sampling=poisson_sampling)
+        parts = "" if shares is None else ", each parameter's by itself"
+        logger.info("gradients are clipped to %g by the clip function %r%s", limit, options.clip.name, parts)
+        criteria = (criterion,) if ghost or views is not None else ()
+        return training.module, training.optimizer, *criteria, training.loader
 
     def make_private_with_epsilon(
         self,
@@ -192,7 +209,7 @@ class FILPrivacyEngine(Resuming):
         epsilon_tolerance: float = 0.01,
         accounting: Accounting | None = None,
         **options: Any,
-    ) -> tuple[Any, FILOptimizer, FILDataLoader]:
+    ) -> tuple[Any, ...]:
         """:meth:`make_private` with the noise that spends (``target_epsilon``, ``target_delta``) in so many epochs.
 
         Args:
@@ -241,7 +258,7 @@ class FILPrivacyEngine(Resuming):
             raise ValueError(
                 "the model is private already (make_private was called on it); pass the plain module, or its _module"
             )
-        check_parameters(module, optimizer)
+        check_optimizer(module, optimizer)
         check_sampler(data_loader, poisson_sampling=poisson_sampling)
         run_options = RunOptions(
             accounting,
@@ -252,6 +269,20 @@ class FILPrivacyEngine(Resuming):
         )
         check_reads_alike(data_loader.dataset, data_loader.collate_fn, run_options)
         return run_options
+
+    def _begin(self, training: PrivateTraining, sample_rate: float, *, poisson_sampling: bool) -> None:
+        """From now on the accountant hears of every step."""
+        if poisson_sampling:
+            training.module.forbid_grad_accumulation()
+        training.optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
+        self._made = training
+
+    def _check_model(self, module: nn.Module, criterion: Callable[[Any, Any], Tensor] | None) -> None:
+        """Raise for models and losses that mix examples."""
+        if criterion is not None:
+            check_unweighted_mean(criterion)
+        check_modules(module, allow_dropout=True)
+        self.validate(module=module, optimizer=None, data_loader=None)
 
     def _check_noise(self, noise_multiplier: float, noise_generator: torch.Generator | None) -> None:
         """Warn where there is no noise, on purpose."""

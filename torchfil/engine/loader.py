@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,16 @@ from typing import Any
 
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 from torch.utils.data import WeightedRandomSampler as _Weighted
 
 __all__ = ["BatchTracker", "FILDataLoader", "check_sampler", "make_current", "plain", "split_batch"]
@@ -320,6 +330,11 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
             "batch_size=None, gives no example ids"
         )
     inner = getattr(loader.batch_sampler, "sampler", None)
+    if isinstance(inner, SubsetRandomSampler) and poisson_sampling:
+        raise ValueError(
+            "the loader has a SubsetRandomSampler, but Poisson sampling draws from the whole data set, also what the "
+            "sampler holds out. Pass a loader over torch.utils.data.Subset(dataset, indices), without a sampler."
+        )
     if isinstance(inner, _Weighted):
         if poisson_sampling:
             raise ValueError(
@@ -332,6 +347,18 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
                 "WeightedRandomSampler(replacement=True) can put an example into a batch twice, and its gradient then "
                 "counts twice under one noise draw; build it with replacement=False"
             )
+        warnings.warn(
+            "the loader has a WeightedRandomSampler: examples with larger weights take part more often, and each "
+            "participation is counted, so that they leak more. No subsampling is credited to the Fisher information "
+            "(κ = 1), and ε is that of uniform Poisson sampling, which this is not.",
+            stacklevel=4,
+        )
+    elif poisson_sampling and inner is not None and not isinstance(inner, RandomSampler | SequentialSampler):
+        warnings.warn(
+            f"the loader's sampler ({type(inner).__name__}) is not used: Poisson sampling draws every example of the "
+            "data set with the same probability, independently. Pass poisson_sampling=False to keep the sampler.",
+            stacklevel=4,
+        )
     if not poisson_sampling and isinstance(inner, RandomSampler) and inner.replacement:
         raise ValueError(
             "RandomSampler(replacement=True) can put an example into a batch twice; use replacement=False or Poisson "

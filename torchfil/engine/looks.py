@@ -14,7 +14,9 @@ from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import Replica
 from torchfil.engine.run import Run
+from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.mechanism import Mechanism
 from torchfil.private import as_call
 from torchfil.utils.trees import map_tensors
 
@@ -43,9 +45,8 @@ class DatasetLooks:
         """Look up every example's clipped gradient norm, for individual ε."""
         options, limit = self.run.options, float(optimizer.max_grad_norm)
         for rows, gradients in self._batches(range(self.run.ids.num_examples)):
-            chunks = gradients.chunks(options.max_memory, 4)
-            norms = torch.cat([torch.linalg.vector_norm(part.gradients(), dim=1) for _, part in chunks])
-            ratio = norms * options.clip.scale(norms, limit) / limit
+            chunks = PrivateBatch(gradients, options.mechanism(1.0, limit)).chunks(options.max_memory, 4)
+            ratio = torch.cat([jacobian.clipped_norm for _, jacobian in chunks]) / limit
             self.run.history.replace(torch.tensor(rows, device=self.run.device), ratio)
 
     def plis(self, rows: Sequence[int], optimizer: FILOptimizer, *, private: bool) -> dict[Hashable, Tensor]:
@@ -53,16 +54,25 @@ class DatasetLooks:
         options, limit = self.run.options, float(optimizer.max_grad_norm)
         parts: dict[Hashable, list[Tensor]] = {}
         for _, gradients in self._batches(rows):
-            maps = susceptibility(
-                gradients,
-                noise_std=float(optimizer.noise_multiplier) * limit if private else None,
-                max_grad_norm=limit if private else None,
-                clip=options.clip,
-                max_memory=options.max_memory,
-            )
-            for key, part in gradients.examples.maps(maps.gradient).items():
+            if private and options.shares is not None:
+                slopes = self._slopes_by_layer(gradients, options.mechanism(float(optimizer.noise_multiplier), limit))
+            else:
+                slopes = susceptibility(
+                    gradients,
+                    noise_std=float(optimizer.noise_multiplier) * limit if private else None,
+                    max_grad_norm=limit if private else None,
+                    clip=options.clip,
+                    max_memory=options.max_memory,
+                ).gradient
+            for key, part in gradients.examples.maps(slopes).items():
                 parts.setdefault(key, []).append(part)
         return {key: torch.cat(pieces) for key, pieces in parts.items()}
+
+    def _slopes_by_layer(self, gradients: ExampleGradients, mechanism: Mechanism) -> Tensor:
+        """∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s² where each parameter's gradient is clipped by itself, [batch, d]."""
+        chunks = PrivateBatch(gradients, mechanism).chunks(self.run.options.max_memory, 8)
+        parts = [2 * jacobian.clipped_norm[:, None] * jacobian.clipped_norm_gradient for _, jacobian in chunks]
+        return torch.cat(parts) / mechanism.noise_std**2
 
     def _batches(self, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], ExampleGradients]]:
         loss = self.run.loss

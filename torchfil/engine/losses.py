@@ -29,6 +29,7 @@ __all__ = [
     "check_loss",
     "identify_loss",
     "output_gradients",
+    "scale_of_loss",
 ]
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -131,8 +132,9 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
     factor = _common_factor(expected, observed)
     if factor is not None:
         hint = (
-            f"It is {factor:.6g} times that: the loop scales its loss, or loss_reduction is not what the loop does "
-            "(a mean over the batch for 'mean', a sum for 'sum')."
+            f"It is {factor:.6g} times that: the loop scales its loss (a GradScaler, a division for accumulation, "
+            "which the optimizer does by itself: leave both out), or loss_reduction is not what the loop does (a "
+            "mean over the batch for 'mean', a sum for 'sum')."
         )
     elif isinstance(outputs, Tensor) and isinstance(targets, Tensor):
         hint = _guess(outputs, targets, observed)
@@ -144,6 +146,14 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
         f"with reduction='mean' do). {hint} Pass the loss you use to make_private as criterion=, and make it "
         "sum or average over examples with equal weight. This step was not taken; nothing was recorded."
     )
+
+
+def scale_of_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) -> float | None:
+    """c where the observed gradient at the output is c times that of the loss; None where it is no multiple."""
+    try:
+        return _common_factor(output_gradients(loss, outputs, targets), observed)
+    except (RuntimeError, ValueError, TypeError, IndexError):  # told by the check of the loss
+        return None
 
 
 def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any, losses: Tensor) -> None:

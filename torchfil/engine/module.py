@@ -6,6 +6,8 @@ itself: no gradient of an example is formed by hooks, and ``p.grad_sample`` stay
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 from torchfil.engine.step.forwards import LoopForward
 from torchfil.utils.trees import tensors_of
 
-__all__ = ["RecordedModule", "is_in_training"]
+__all__ = ["RecordedModule", "is_in_training", "without_compiler"]
+
+logger = logging.getLogger(__name__)
 
 _in_training: WeakSet[nn.Module] = WeakSet()  # modules that are private now
 
@@ -27,18 +31,47 @@ def is_in_training(module: nn.Module) -> bool:
     return module in _in_training
 
 
+def without_compiler(module: nn.Module) -> nn.Module:
+    """The module itself, of one that ``torch.compile`` has wrapped; one compiled in place is set back.
+
+    Raises:
+        ValueError: Only a part of it is compiled.
+    """
+    original = getattr(module, "_orig_mod", module)
+    compiled = original is not module
+    for name, part in original.named_modules():
+        if hasattr(part, "_orig_mod"):
+            raise ValueError(
+                f"the part {name!r} of the model was compiled by itself (torch.compile), which the engine cannot look "
+                "into. Leave it as it is, and pass Execution(compile=True) to compile the passes of the engine."
+            )
+        compiled |= part._compiled_call_impl is not None
+        part._compiled_call_impl = None
+    if compiled:
+        logger.info(
+            "the model was compiled (torch.compile); the private model is the original, whose passes the engine "
+            "records itself: Accounting(execution=Execution(compile=True)) compiles those, on a GPU"
+        )
+    return original
+
+
 class RecordedModule(AbstractGradSampleModule):
     """A module whose outputs are leaves in training.
 
     Args:
         m: The module.
-        loop_forward: Runs its forward passes in training; None: it is a plain wrapper.
+        loop_forward: Runs its forward passes in training; None: it is a plain wrapper. A deep copy is one, so that an
+            average of the weights (``AveragedModel``, timm's ``ModelEmaV2``) is kept beside the private model: it is
+            made from what was released, and leaks nothing more.
         **settings: As in Opacus's wrappers.
     """
 
-    def __init__(self, m: nn.Module, *, loop_forward: LoopForward, **settings: Any) -> None:
+    def __init__(self, m: nn.Module, *, loop_forward: LoopForward | None, **settings: Any) -> None:
         super().__init__(m, **settings)
-        self._loop_forward: LoopForward | None = loop_forward
+        self._loop_forward = loop_forward
+        self._handles: list[Any] = []
+        if loop_forward is None:
+            return
         self._observer = loop_forward.observer
         _in_training.add(m)
         self._handles = [
@@ -62,10 +95,18 @@ class RecordedModule(AbstractGradSampleModule):
             )
         return self._loop_forward(args, kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecordedModule:
+        """A plain wrapper of a copy of the module: none of its passes are the run's."""
+        module = copy.deepcopy(self._module, memo)
+        return RecordedModule(
+            module, loop_forward=None, batch_first=self.batch_first, loss_reduction=self.loss_reduction
+        ).train(self.training)
+
     def zero_grad(self, set_to_none: bool = False) -> None:
         """As in Opacus."""
         super().zero_grad(set_to_none)
-        self._observer.forget_finished()
+        if self._loop_forward is not None:
+            self._observer.forget_finished()
 
     def forbid_grad_accumulation(self) -> None:
         """As in Opacus."""

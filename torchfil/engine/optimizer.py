@@ -36,8 +36,10 @@ class _Computed(Protocol):
 class StepSource(Protocol):
     """What the optimizer is wired to."""
 
-    def take(self, optimizer: FILOptimizer, norms: Tensor | None = None) -> _Computed:
-        """Compute and check the present physical batch; ``norms`` are given where Opacus has the gradients."""
+    def take(
+        self, optimizer: FILOptimizer, norms: Tensor | None = None, clipped_norms: Tensor | None = None
+    ) -> _Computed:
+        """Compute and check the present physical batch; both norms are given where Opacus has the gradients."""
         ...
 
     def book(self, optimizer: FILOptimizer) -> None:
@@ -63,6 +65,7 @@ class FILOptimizer(DPOptimizer):
         clip: The clip function.
         source: Gives the sums, and is told of releases.
         names: The parameters' names by identity.
+        shares: C_l/C by name, where each parameter's gradient is clipped by itself.
         **settings: As in :class:`DPOptimizer`.
 
     Attributes:
@@ -76,6 +79,7 @@ class FILOptimizer(DPOptimizer):
         clip: ClipFunction,
         source: StepSource,
         names: Mapping[int, str],
+        shares: Mapping[str, float] | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(optimizer, **settings)
@@ -85,7 +89,7 @@ class FILOptimizer(DPOptimizer):
             "max_grad_norm": float(self.max_grad_norm),
         }
         self._source = source
-        self._names = names
+        self._names, self._shares = names, shares
         self._backward_passes = 1
 
     @property
@@ -101,6 +105,13 @@ class FILOptimizer(DPOptimizer):
             "dtype=torch.bfloat16, which needs no scaler, and call loss.backward() and optimizer.step() as they are. "
             "This step was not taken."
         )
+
+    @property
+    def max_grad_norms(self) -> list[float] | None:
+        """C_l of each of ``params``, as in Opacus's per-layer clipping; None: gradients are clipped as a whole."""
+        if self._shares is None:
+            return None
+        return [float(self.max_grad_norm) * self._shares[self._names[id(p)]] for p in self.params]
 
     @property
     def grad_samples(self) -> list[Tensor]:
@@ -210,7 +221,10 @@ class FILOptimizer(DPOptimizer):
 
 
 class GradSampleOptimizer(FILOptimizer):
-    """A :class:`FILOptimizer` that clips the per-example gradients of Opacus's hooks, g̃ = φ(‖g‖) g."""
+    """A :class:`FILOptimizer` that clips the per-example gradients of Opacus's hooks, g̃ = φ(‖g‖) g.
+
+    Where each parameter is clipped by itself, g̃_l = φ_l(‖g_l‖) g_l.
+    """
 
     @property
     def grad_samples(self) -> list[Tensor]:
@@ -225,15 +239,16 @@ class GradSampleOptimizer(FILOptimizer):
         self.drop_released_sums()
         for p in self.params:
             _check_processed_flag(p.grad_sample)
-        norms = self.per_sample_norms()
-        computed = self._source.take(self, norms)
+        parts = self._norms_by_parameter()
+        norms, scale = self._norms_and_scale(parts)
+        clipped = torch.linalg.vector_norm(scale * parts, dim=1)
+        computed = self._source.take(self, norms, clipped.detach())
         self._backward_passes = computed.backward_passes
 
-        scale = self.clip.scale(norms, self.max_grad_norm)
         sums = []
-        for p in self.params:
+        for p, factor in zip(self.params, scale.unbind(dim=1), strict=True):
             grad_sample = self._get_flat_grad_sample(p).to(wide_dtype(p.dtype))
-            weight = scale.to(grad_sample)
+            weight = factor.to(grad_sample)
             sums.append((weight @ grad_sample[:, None].flatten(1)).reshape(grad_sample.shape[1:]))
 
         computed.confirm_and_stage()
@@ -241,12 +256,20 @@ class GradSampleOptimizer(FILOptimizer):
             p.summed_grad = summed if p.summed_grad is None else p.summed_grad + summed
             _mark_as_processed(p.grad_sample)
 
-    def per_sample_norms(self) -> Tensor:
-        """‖g‖ of each example of the present physical batch, [batch]."""
+    def _norms_and_scale(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """‖g‖ of each example, [batch], and φ of each of its parts, [batch, parameters]."""
+        norms = torch.linalg.vector_norm(parts, dim=1)
+        limits = self.max_grad_norms
+        if limits is None:
+            return norms, self.clip.scale(norms, self.max_grad_norm)[:, None].expand_as(parts)
+        return norms, self.clip.scale(parts, parts.new_tensor(limits))
+
+    def _norms_by_parameter(self) -> Tensor:
+        """‖g_l‖ of each example of the present physical batch, [batch, parameters]."""
         samples = self.grad_samples
         device = samples[0].device
         if len(samples[0]) == 0:
-            return torch.zeros(0, device=device, dtype=wide_dtype(samples[0].dtype))
+            return torch.zeros(0, len(samples), device=device, dtype=wide_dtype(samples[0].dtype))
         sizes = {len(sample) for sample in samples}
         if len(sizes) > 1:
             shapes = [
@@ -260,4 +283,4 @@ class GradSampleOptimizer(FILOptimizer):
             )
         flat = [sample.reshape(len(sample), -1) for sample in samples]
         parts = [torch.linalg.vector_norm(part, dim=1, dtype=wide_dtype(part.dtype)).to(device) for part in flat]
-        return torch.linalg.vector_norm(torch.stack(parts, dim=1), dim=1)
+        return torch.stack(parts, dim=1)

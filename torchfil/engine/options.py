@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +16,7 @@ from torchfil.accounting.divergences import Asked
 from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Needs, needs_of
 from torchfil.clipping import ClipFunction
+from torchfil.engine.views import ManyViews
 from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
@@ -22,7 +25,16 @@ from torchfil.fisher.precision import PROBE_PRECISIONS, ProbePrecision
 from torchfil.private import Private
 from torchfil.questions import Question, check_questions
 
-__all__ = ["SHORTCUTS", "Accounting", "BatchToInputs", "Execution", "RunOptions", "check_modes", "check_parameters"]
+__all__ = [
+    "SHORTCUTS",
+    "Accounting",
+    "BatchToInputs",
+    "Execution",
+    "RunOptions",
+    "check_modes",
+    "check_optimizer",
+    "thresholds",
+]
 
 _USUAL_PROBES = 3
 SHORTCUTS = ("num_probes", "questions", "rel_error", "track")  # of Accounting, taken by make_private itself
@@ -220,6 +232,10 @@ class Accounting:
             return Pace.steered(2 * self.rel_error, self.epochs)  # η̄ ∝ sqrt(tr I): half of tr I's relative error
         return Pace(_USUAL_PROBES if self.num_probes is None else self.num_probes, self.fil_rate)
 
+    def generator(self) -> torch.Generator:
+        """The source of the probes."""
+        return torch.Generator().manual_seed(torch.initial_seed() % 2**63 if self.seed is None else self.seed)
+
     def amplification_for(self, *, poisson_sampling: bool) -> Amplification:
         """The chosen one, or the exact factors with Poisson sampling and none without."""
         if self.amplification is None:
@@ -294,6 +310,7 @@ class RunOptions:
         private: What is private; None: every floating-point input.
         loss_reduction: "mean" or "sum".
         batch_to_inputs: Maps a batch to (inputs, targets).
+        shares: C_l/‖C‖ by parameter name, where each parameter's gradient is clipped by itself; else None.
     """
 
     accounting: Accounting
@@ -304,6 +321,7 @@ class RunOptions:
     private: Private | None = None
     loss_reduction: str = "mean"
     batch_to_inputs: BatchToInputs | None = None
+    shares: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if self.loss_reduction not in ("mean", "sum"):
@@ -322,30 +340,35 @@ class RunOptions:
             self.clip,
             self.amplification,
             self.sample_rate,
+            shares=self.shares,
             allow_zero_noise=True,
         )
 
 
 _REASONS_OF_CLIPPING = {
     "adaptive": "it moves the threshold by counting factors below 1, which a smooth clip always has",
-    "per_layer": "its Jacobian has one clip factor per layer, which the accounting does not differentiate yet",
 }
-MODES = ("auto", "hooks", "functorch", "ew")
+MODES = ("auto", "ghost", "hooks", "functorch", "ew")
 
 
 def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module, *, wrap_model: bool) -> str:
     """The mode that is used; raise for options of Opacus whose release the accounting would not describe."""
-    if clipping != "flat":
+    if clipping not in ("flat", "per_layer"):
         reason = _REASONS_OF_CLIPPING.get(clipping, "it is not known")
-        raise ValueError(f"clipping={clipping!r} cannot be accounted for: {reason}. Use 'flat'.")
+        raise ValueError(f"clipping={clipping!r} cannot be accounted for: {reason}. Use 'flat' or 'per_layer'.")
     if grad_sample_mode not in MODES:
-        ghost = "clips inside the module with Opacus's own hard formula, which is not the one that is accounted for"
-        reason = ghost if grad_sample_mode.startswith("ghost") else "is not known"
+        reason = "needs several devices, which is not supported yet" if "fsdp" in grad_sample_mode else "is not known"
         raise ValueError(
-            f"grad_sample_mode={grad_sample_mode!r} {reason}. Use 'auto', which forms no per-example gradients either, "
-            f"or one of {', '.join(map(repr, MODES[1:]))}."
+            f"grad_sample_mode={grad_sample_mode!r} {reason}. Use 'auto', which forms no per-example gradients, or one "
+            f"of {', '.join(map(repr, MODES[1:]))}."
         )
-    mode = "hooks" if grad_sample_mode == "auto" and not wrap_model else grad_sample_mode
+    mode = "auto" if grad_sample_mode == "ghost" else grad_sample_mode
+    mode = "hooks" if mode == "auto" and not wrap_model else mode
+    if mode != "auto" and isinstance(module, ManyViews):
+        raise ValueError(
+            f"views= needs grad_sample_mode='auto' and wrap_model=True: {mode!r} forms one gradient a view, not one an "
+            "example"
+        )
     if not batch_first:
         raise ValueError("batch_first=False is not supported: the first dimension must run over examples")
     if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__ in (
@@ -369,8 +392,46 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
     return mode
 
 
-def check_parameters(module: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Raise unless the optimizer holds the module's trainable parameters, and no others."""
+def thresholds(
+    clipping: str, max_grad_norm: float | Sequence[float], module: nn.Module, optimizer: optim.Optimizer
+) -> tuple[float, dict[str, float] | None]:
+    """‖C‖, and C_l/‖C‖ by the trainable parameters' names, None for one threshold on the whole gradient.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> thresholds("per_layer", [3.0, 4.0], model, optim.SGD(model.parameters(), lr=0.1))
+        (5.0, {'weight': 0.6, 'bias': 0.8})
+    """
+    names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+    several = not isinstance(max_grad_norm, (int, float))
+    if clipping != "per_layer":
+        if several:
+            raise ValueError(f"max_grad_norm={max_grad_norm} is several numbers: pass clipping='per_layer' with them")
+        return float(max_grad_norm), None  # type: ignore[arg-type]
+    if not several or len(max_grad_norm) != len(order):  # type: ignore[arg-type]
+        raise ValueError(
+            f"clipping='per_layer' needs max_grad_norm as a list of {len(order)} numbers, one for each of {order}, got "
+            f"{max_grad_norm}. For C together: max_grad_norm=[C / {len(order)} ** 0.5] * {len(order)}."
+        )
+    limits = [float(limit) for limit in max_grad_norm]  # type: ignore[union-attr]
+    if not all(math.isfinite(limit) and limit > 0 for limit in limits):
+        raise ValueError(f"max_grad_norm={limits} must all be positive and finite")
+
+    together = math.hypot(*limits)
+    by_name = {name: limit / together for name, limit in zip(order, limits, strict=True)}
+    return together, {name: by_name[name] for name in names.values()}  # in the order in which gradients are laid out
+
+
+def check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Raise unless the optimizer takes one gradient a step, of the module's trainable parameters and no others."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} evaluates the loss and its gradient several times in one step (its step() "
+            "needs a closure), and each evaluation would be a release of its own, which the accountant does not count. "
+            "Use an optimizer that takes one gradient a step, such as SGD, Adam or AdamW."
+        )
     own = {id(p): name for name, p in module.named_parameters()}
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     strange = len(given - own.keys())

@@ -248,7 +248,8 @@ class LeakageReading(PrivacyEngine):
         noise = ", ".join(f"{count} steps of σ = {sigma}, q = {q}" for (sigma, q), count in sorted(steps.items()))
         private = options.private or Private()
         private = replace(private, coordinates=_listed(private.coordinates))
-        clipping = f"C = {float(training.optimizer.max_grad_norm)}, clip {options.clip.name!r}"
+        limits = training.optimizer.max_grad_norms or float(training.optimizer.max_grad_norm)
+        clipping = f"C = {limits}, clip {options.clip.name!r}"
 
         # An amplification may be any object, so that what it does is compared, not what it is called.
         optimizer = training.optimizer

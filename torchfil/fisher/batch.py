@@ -18,6 +18,7 @@ from torchfil.fisher.amplification import Amplification, NoAmplification
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.estimators import Quantity, get_estimator, shape_of
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
+from torchfil.fisher.layerwise import LayerwiseJacobian
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.moments import Moments
 from torchfil.fisher.operator import ClippedJacobian
@@ -139,7 +140,7 @@ class PrivateBatch:
         columns, vectors = self.working_vectors(estimator, max_memory)
         seeds = () if chosen.exact else Draws.seeds_from(num_probes, generator)
 
-        one_pass = chosen.one_pass and test_matrix is None
+        one_pass = chosen.one_pass and test_matrix is None and self.mechanism.shares is None
         batch = replace(self, plan=self._plan()) if one_pass and len(self.gradients) else self
         chunks = batch.chunks(max_memory, vectors, one_pass=one_pass)
         at_once = batch.probes_at_once(num_probes, max_memory)
@@ -232,8 +233,12 @@ class PrivateBatch:
                     part = replace(self.gradients, examples=examples)
                     yield rows, RecordedJacobian(part, self.mechanism.clip, self.mechanism.max_grad_norm)
                 return
+        clipped_to, shares = (self.mechanism.clip, self.mechanism.max_grad_norm), self.mechanism.shares
         for rows, part in self.gradients.chunks(max_memory, vectors):
-            yield rows, ClippedJacobian(part, self.mechanism.clip, self.mechanism.max_grad_norm)
+            if shares is None:
+                yield rows, ClippedJacobian(part, *clipped_to)
+            else:
+                yield rows, LayerwiseJacobian(part, *clipped_to, shares)
 
     def _plan(self) -> Plan:
         return self.plan if self.plan is not None else make_plan(self.gradients)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class Mechanism:
         clip: The clip function.
         amplification: Gives κ⊥ and κ∥.
         sample_rate: q, the rate with which examples are drawn; None: not known, or not by Poisson sampling.
+        shares: C_l/C by parameter name, where each parameter's gradient is clipped by itself, to C_l; their squares
+            sum to 1. None: the gradient is clipped as a whole.
 
     Example:
         >>> Mechanism.build(1.0, 2.0).weights(torch.tensor([0.5]))  # κ/(σC)²
@@ -45,6 +48,7 @@ class Mechanism:
     clip: ClipFunction
     amplification: Amplification
     sample_rate: float | None = None
+    shares: Mapping[str, float] | None = field(default=None, hash=False)
 
     @classmethod
     def build(
@@ -55,6 +59,7 @@ class Mechanism:
         amplification: str | Amplification | None = None,
         sample_rate: float | None = None,
         *,
+        shares: Mapping[str, float] | None = None,
         allow_zero_noise: bool = False,
     ) -> Mechanism:
         """Check the numbers and look up the clip function and the amplification; None means κ = 1."""
@@ -70,7 +75,7 @@ class Mechanism:
         chosen = NoAmplification() if amplification is None else get_amplification(amplification)
         if chosen.secret_batches:
             sample_rate = agreed_rate(chosen, sample_rate)
-        return cls(max_grad_norm, noise_multiplier, get_clip(clip), chosen, sample_rate)
+        return cls(max_grad_norm, noise_multiplier, get_clip(clip), chosen, sample_rate, shares)
 
     @property
     def noise_std(self) -> float:
@@ -89,12 +94,14 @@ class Mechanism:
         the step counts whenever the example is drawn. Infinite without noise, unless g̃ = g̃′.
 
         Args:
-            products: ‖g‖², ‖g′‖² and ⟨g, g′⟩ of the gradients before clipping, [3, batch].
+            products: ‖g‖², ‖g′‖² and ⟨g, g′⟩ of the gradients before clipping, [3, batch]; [3, batch, parameters] where
+                each parameter's is clipped by itself.
         """
         rounding = 1e-10 if products.dtype == torch.float64 else 1e-5
         products = products.double()
-        own, other = self.clip.scale(products[:2].clamp(min=0).sqrt(), self.max_grad_norm)
-        squared, squared_other, product = products * torch.stack([own * own, other * other, own * other])
+        own, other = self.clip.scale(products[:2].clamp(min=0).sqrt(), self._thresholds_like(products))
+        products = products * torch.stack([own * own, other * other, own * other])
+        squared, squared_other, product = products if self.shares is None else products.sum(dim=2)
         if self.noiseless:
             apart = squared + squared_other - 2 * product
             return torch.where(apart > rounding * (squared + squared_other), math.inf, 0.0).double()
@@ -102,6 +109,12 @@ class Mechanism:
         variance = self.noise_std**2
         step = step_divergence(squared / variance, squared_other / variance, product / variance, rate)
         return step if rate is None else step / rate
+
+    def _thresholds_like(self, values: Tensor) -> float | Tensor:
+        """C, or C_l of each parameter, [parameters]."""
+        if self.shares is None:
+            return self.max_grad_norm
+        return self.max_grad_norm * values.new_tensor(list(self.shares.values()))
 
     def weights(self, clipped_norm: Tensor) -> tuple[Tensor, Tensor]:
         """κ⊥/s² and κ∥/s², [batch] each, for the clipped norms ‖g̃‖, [batch]; infinite without noise."""

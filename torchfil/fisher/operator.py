@@ -111,6 +111,12 @@ class ClippedJacobian:
         weight = self.scale if mask is None else self.scale * mask
         return self.gradients.unflatten(weight.to(self.gradient.dtype) @ self.gradient)
 
+    @property
+    def products_alone(self) -> Tensor:
+        """‖g‖², 0 and 0, [3, batch]: those with no gradient at all."""
+        square = self.norm.square()
+        return torch.stack([square, torch.zeros_like(square), torch.zeros_like(square)])
+
     def products_with(self, others: ExampleGradients) -> Tensor:
         """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], g′ being the gradients of the same examples, something changed."""
         g, h = self.gradient, others.gradients_and_losses()[0]

@@ -5,6 +5,7 @@ A check begins early and ends late: what is returned raises. In between a GPU go
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor
 
 from torchfil.engine.loader import BatchTracker, split_batch
-from torchfil.engine.losses import IdentifiedLoss, check_equal_weights, check_loss, identify_loss
+from torchfil.engine.losses import (
+    IdentifiedLoss,
+    LossMismatchError,
+    check_equal_weights,
+    check_loss,
+    identify_loss,
+    scale_of_loss,
+)
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step.forwards import ForwardPass
@@ -87,6 +95,7 @@ class StepChecks:
         self.last_norms_were_finite: Callable[[], None] = nothing
         self._until_look = 0
         self._opaque_changes = 0
+        self._divisor = 1  # of the loop's loss, where it accumulates
 
     def _tolerance(self, values: Tensor, forward: ForwardPass) -> float:
         """How far such values may be apart, relative to their size."""
@@ -103,8 +112,36 @@ class StepChecks:
 
     def observed(self, forward: ForwardPass) -> Any:
         """∂ℓ_i/∂output_i as the training loop has it, in the outputs' structure."""
-        factor = len(forward.ids or ()) if self.options.loss_reduction == "mean" else 1
+        factor = forward.divided_by * (len(forward.ids or ()) if self.options.loss_reduction == "mean" else 1)
         return map_tensors(lambda gradient: gradient * factor, forward.output_gradients)
+
+    def note_division(self, forwards: Sequence[ForwardPass], loss: IdentifiedLoss | None) -> None:
+        """Note where the loop has divided its loss by the number of batches that it accumulates over.
+
+        The optimizer takes the mean over accumulated batches by itself, so that the division says the same again. Of a
+        last, shorter round the number of a full one before it counts, too.
+        """
+        divisors = dict.fromkeys((1, len(forwards), self._divisor))  # an undivided loss is the likelier reading
+        if len(divisors) == 1:
+            return
+        for divisor in divisors:
+            for forward in forwards:
+                forward.divided_by = divisor
+            if self._is_loss_of(forwards[0], loss):
+                self._divisor = max(self._divisor, divisor)
+                return
+        for forward in forwards:
+            forward.divided_by = 1
+
+    def _is_loss_of(self, forward: ForwardPass, loss: IdentifiedLoss | None) -> bool:
+        """Whether the gradient at the outputs is that of the loss, or of a standard one for None."""
+        if loss is None:
+            with contextlib.suppress(LossMismatchError):
+                self.identified_loss(forward)
+                return True
+            return False
+        scale = scale_of_loss(loss, forward.outputs, self.targets(forward), self.observed(forward))
+        return scale is not None and math.isclose(scale, 1, rel_tol=1e-2)
 
     def identified_loss(self, forward: ForwardPass) -> IdentifiedLoss:
         """The loss whose gradient came back to the model's output."""

@@ -44,15 +44,23 @@ class Evaluator:
         max_memory: For temporary tensors, in bytes.
         cuda_graphs: Whether recorded passes are captured on a GPU.
         compiled: Whether those that are used often are compiled.
+        recorded: Whether recorded passes may serve; not where each parameter's gradient is clipped by itself.
     """
 
     def __init__(
-        self, replica: Replica, expected_batch: int, max_memory: int, *, cuda_graphs: bool, compiled: bool
+        self,
+        replica: Replica,
+        expected_batch: int,
+        max_memory: int,
+        *,
+        cuda_graphs: bool,
+        compiled: bool,
+        recorded: bool = True,
     ) -> None:
         self.replica = replica
         self.max_memory = max_memory
         self._expected_batch, self._compiled = expected_batch, compiled
-        self._graphs_wanted = cuda_graphs
+        self._graphs_wanted, self._recorded_wanted = cuda_graphs, recorded
         self._graphs: CapturedPasses | None = None
         self._graphs_of_few: CapturedPasses | None = None  # their memory is their own: both results are in use together
         self._graphs_made_at = replica.changes
@@ -71,6 +79,8 @@ class Evaluator:
         constants = self.replica.note_written(gradients.constants)
         found = plan(replace(gradients, constants=constants))
         self.replica.learn_written(constants)
+        if not self._recorded_wanted:
+            found = Plan("clipping='per_layer' needs the norm of each parameter's gradient", 0)
         if len(gradients) > 1:  # one example cannot show whether examples mix
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()

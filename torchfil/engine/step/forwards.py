@@ -41,6 +41,7 @@ class ForwardPass:
         examples: What was private in it, where it was recorded.
         autocast: The dtype of autocast under which the model ran; None: without.
         gradients: ∂loss/∂output by the output's place, once ``backward()`` has been there.
+        divided_by: What the loop has divided its loss by, accumulating over so many batches.
     """
 
     ids: list[int] | None
@@ -53,6 +54,7 @@ class ForwardPass:
     examples: Examples | None = None
     autocast: torch.dtype | None = None
     gradients: dict[int, Tensor] = field(default_factory=dict)
+    divided_by: int = 1
 
     @property
     def went_backward(self) -> bool:
@@ -115,7 +117,12 @@ class Observer:
         if backward_passes > 1 and not self.accumulates:
             raise ValueError(
                 f"{backward_passes} backward passes since the last step: Poisson sampling draws each batch by itself, "
-                "so that gradients must not be accumulated over several. Use BatchMemoryManager for large batches."
+                "so that an example could be in several of them, and the accountant's ε would be wrong. For batches "
+                f"{backward_passes} times as large make the DataLoader with {backward_passes} times its batch_size b, "
+                "and step after each part that fits: with BatchMemoryManager(data_loader=loader, "
+                "max_physical_batch_size=b, optimizer=optimizer) as loader: … loss.backward(); optimizer.step(); "
+                "optimizer.zero_grad() (opacus.utils.batch_memory_manager; leave the loss undivided). Or pass "
+                "poisson_sampling=False to make_private, which accumulates."
             )
 
     def watch(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, **more: Any) -> None:

@@ -128,12 +128,15 @@ class StepPipeline:
         recorded = self.evaluator.recorded_forward(examples, gradients)
         return None if recorded is None else (examples, recorded)
 
-    def take(self, optimizer: FILOptimizer, norms: Tensor | None = None) -> Computed:
+    def take(
+        self, optimizer: FILOptimizer, norms: Tensor | None = None, clipped_norms: Tensor | None = None
+    ) -> Computed:
         """Compute what the loop's finished passes release, and begin the checks.
 
         Args:
             optimizer: With the present noise and threshold.
             norms: ‖g‖ of the per-example gradients that Opacus has formed, [batch]; None: the sums are wanted.
+            clipped_norms: ‖g̃‖ of them, [batch].
         """
         if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
             self.run.drop_staged()  # of a logical batch that was given up
@@ -146,7 +149,7 @@ class StepPipeline:
 
         state = self.run.generator.get_state()
         with self.run.generator_kept(state):
-            computed = self._computed(optimizer, forwards, norms)
+            computed = self._computed(optimizer, forwards, norms, clipped_norms)
 
         def confirm_and_stage() -> None:
             with self.run.generator_kept(state):
@@ -174,7 +177,13 @@ class StepPipeline:
         self._closed = True
         self.observer.pending.clear()
 
-    def _computed(self, optimizer: FILOptimizer, forwards: list[ForwardPass], norms: Tensor | None) -> Computed:
+    def _computed(
+        self,
+        optimizer: FILOptimizer,
+        forwards: list[ForwardPass],
+        norms: Tensor | None,
+        clipped_norms: Tensor | None,
+    ) -> Computed:
         noise = self.run.check_noise(optimizer)
         count = sum(map(_num_rows, forwards)) if norms is None else len(norms)
         ids = self.run.check_ids(forwards, count)
@@ -182,6 +191,8 @@ class StepPipeline:
         if not ids:
             return self._staging(None, [], ids, noise, measure, len(forwards))
 
+        if norms is None:  # under hooks the divided gradients are those that Opacus clips
+            self.checks.note_division(forwards, self.run.loss)
         examples = [self._examples(forward) for forward in forwards]
         setting = self._setting(forwards[0], examples[0], noise, measure, needs_loss=norms is None)
         parts: list[StepValues] = []
@@ -194,13 +205,12 @@ class StepPipeline:
         step = joined(parts) if parts else None
 
         # The clipped norms that count are those of what is released.
-        if norms is not None:
-            clipped = (norms * self.options.clip.scale(norms, noise.max_grad_norm)).detach()
+        if norms is not None and clipped_norms is not None:
             if step is not None:
                 confirmations.append(self.checks.begin_norm_check(forwards[0], step.norm, norms))
-                step = replace(step, clipped_norm=clipped, sums={})
+                step = replace(step, clipped_norm=clipped_norms, sums={})
             else:
-                step = StepValues(None, norms, clipped, {}, None)
+                step = StepValues(None, norms, clipped_norms, {}, None)
         assert step is not None
         return self._staging(step, confirmations, ids, noise, measure, len(forwards), setting)
 

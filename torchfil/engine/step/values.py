@@ -131,8 +131,6 @@ def _divergences(
     """What the ledger adds for the questions; of "absent" the gradients' norms tell all."""
     examples, mechanism = jacobian.gradients.examples, batch.mechanism
     gradients = replace(jacobian.gradients, model=batch.gradients.model)  # the copy, whose passes nobody counts
-    absent = torch.zeros(3, *jacobian.norm.shape, dtype=jacobian.norm.dtype, device=jacobian.norm.device)
-    absent[0] = jacobian.norm.square()
 
     by_alternative = [
         mechanism.divergence(jacobian.products_with(replace(gradients, examples=other)))
@@ -140,7 +138,7 @@ def _divergences(
     ]
     added: dict[str, Tensor] = {}
     for name, places in wanted.questions:
-        columns = [mechanism.divergence(absent) if k is None else by_alternative[k] for k in places]
+        columns = [mechanism.divergence(jacobian.products_alone) if k is None else by_alternative[k] for k in places]
         quantity = Divergence(name, Asked(("",) * len(places)))
         added |= quantity.added(torch.stack(columns, dim=1), rate, skipping=wanted.rate < 1)
     return added
