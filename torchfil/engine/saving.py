@@ -200,7 +200,7 @@ def _labels(name: str, given: Labels, leakage: Leakage) -> np.ndarray:
 
 def _history(run: RunView) -> dict[str, np.ndarray]:
     ledger = run.leakage.ledger
-    steps, points = run.timeline.table(ledger.steps, ledger.sums["trace"], ledger.num_coordinates)
+    steps, points = run.timeline.table(ledger.steps, ledger.sums["trace"], ledger.own_coordinates)
     names = ("fil_median", "fil_q95", "fil_max")
     history = {"step": np.asarray(steps, dtype=np.int64)}
     history |= {name: points[:, place].double().numpy() for place, name in enumerate(names)}

@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 from torchfil.fisher.gradients import (
     ExampleGradients,
     LossFunction,
-    added_to_output,
     call_with,
     differentiable_twice,
     has_active_dropout,
@@ -34,6 +33,7 @@ from torchfil.fisher.rules.call import Call, UnsupportedCallError
 from torchfil.fisher.rules.generic import GenericRule
 from torchfil.fisher.rules.parameters import ParameterRule
 from torchfil.fisher.rules.substitutes import FastOnCPU, with_substitutes
+from torchfil.private import added_to_outputs
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["RecordedForward", "Recording", "UnsupportedCallError", "forward_pass", "holders", "record", "targets_at"]
@@ -224,7 +224,7 @@ def run_alike(model: nn.Module, copy: nn.Module) -> None:
 def _forward(gradients: ExampleGradients, z: Tensor, once: bool) -> RecordedForward:
     examples, model, batch = gradients.examples, gradients.model, len(z)
     clone = model in _overwriting
-    args, kwargs, _, offset = examples.restore(z, examples.public)
+    args, kwargs, _, offsets = examples.restore(z, examples.public)
     uses: list[_Use] = []
     apart: list[nn.Module] = []
 
@@ -252,7 +252,7 @@ def _forward(gradients: ExampleGradients, z: Tensor, once: bool) -> RecordedForw
         for module in recorded:  # before the user's hooks, which may change an output
             handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
             stack.callback(handle.remove)
-        stack.enter_context(added_to_output(model, examples.submodule, offset))
+        stack.enter_context(added_to_outputs(model, offsets))
         stack.enter_context(with_substitutes(model))
         if z.device.type == "cpu":
             stack.enter_context(FastOnCPU())
