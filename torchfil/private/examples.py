@@ -317,7 +317,7 @@ def _slots(
         _check_target(targets)
         slots.append((_Slot("target", None, targets.shape[1:], None), targets.dtype))
     for output in outputs:
-        keys, tokens = (output.key, output.submodule), (output.tokens, output.padding)
+        keys, tokens = (output.key, output.submodule), (output.tokens, output.padding, output.mask_name)
         limit = private.max_length if output.positions else None
         own = None
         if output.positions:

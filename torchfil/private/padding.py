@@ -23,6 +23,9 @@ __all__ = ["Lengths", "OwnPositions", "is_mask", "names_of_inputs", "own_positio
 
 Lengths = Key | Callable[[Any], Tensor]
 
+_TOKENS = "input_ids"  # what Hugging Face calls a text
+_INVERTED = "key_padding_mask"  # what torch calls a mask that is true at padding
+
 
 @dataclass(frozen=True)
 class OwnPositions:
@@ -30,7 +33,7 @@ class OwnPositions:
 
     Attributes:
         source: The input that tells: a mask [batch, T] or lengths [batch], or tokens where ``padding`` is given; or a
-            function from the inputs (as a batch hands them over) to such a mask or lengths.
+            function from the inputs (as a batch hands them over) to such.
         padding: Tokens equal to it are padding.
         inverted: Whether the mask is true at padding, as torch's ``key_padding_mask`` is.
     """
@@ -41,7 +44,7 @@ class OwnPositions:
 
     def __str__(self) -> str:
         if callable(self.source):
-            return "positions beyond the given lengths"
+            return "positions beyond the lengths that a function tells" if self.padding is None else "padding tokens"
         if self.padding is not None:
             return f"positions where {_quoted(self.source)} is {self.padding}"
         return f"positions masked by {_quoted(self.source)}"
@@ -77,12 +80,13 @@ def own_positions(
     named: Mapping[Key, Input],
     names: Mapping[Key, str],
     shape: torch.Size,
-    tokens: Key | None = None,
+    tokens: Lengths | None = None,
     padding: int | None = None,
+    mask_name: str = "attention_mask",
 ) -> OwnPositions | None:
     """Where the own positions of a private tensor are told; None: all positions are the example's own.
 
-    Told by ``lengths``; else by an input called ``attention_mask`` (or ``…key_padding_mask``, which is inverted) whose
+    Told by ``lengths``; else by an input called ``attention_mask`` (or ``key_padding_mask``, which is inverted) whose
     shape fits; else by tokens that are ``padding``.
 
     Args:
@@ -90,8 +94,9 @@ def own_positions(
         named: The inputs.
         names: What the model calls its positional inputs.
         shape: Of the private tensor of one example, positions first.
-        tokens: The input that an embedding was called with.
+        tokens: The input that an embedding was called with, or a function from the inputs to its tokens.
         padding: Its padding token.
+        mask_name: What a mask of its positions is called, unless tokens are ``left_input_ids``, say.
     """
     if lengths is not None:
         if not callable(lengths) and lengths not in named:
@@ -99,15 +104,15 @@ def own_positions(
         return OwnPositions(lengths, inverted=not callable(lengths) and _is_inverted(_name(lengths, names)))
     if not shape:
         return None
-    of_decoder = _name(tokens, names).startswith("decoder_")
+    text = "" if callable(tokens) else _name(tokens, names)
+    masks = {text.replace(_TOKENS, "attention_mask") if _TOKENS in text else mask_name}
+    masks |= {f"{text}_{_INVERTED}"} | (set() if text == "tgt" else {_INVERTED, f"src_{_INVERTED}"})
     for key, given in named.items():
-        name = _name(key, names)
-        if not isinstance(given.value, Tensor) or name.startswith("decoder_") != of_decoder:
-            continue
-        told = name.endswith("attention_mask") or _is_inverted(name)
-        if told and given.value.shape[1:] == shape[: given.value.ndim - 1] and given.value.ndim >= 2:
+        name, value = _name(key, names), given.value
+        fits = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1:] == shape[: value.ndim - 1]
+        if fits and name in masks:
             return OwnPositions(key, inverted=_is_inverted(name))
-    if tokens is None or padding is None or named[tokens].value.ndim < 2:
+    if tokens is None or padding is None:
         return None
     return OwnPositions(tokens, padding)
 
@@ -143,7 +148,7 @@ def _name(key: Key | None, names: Mapping[Key, str]) -> str:
 
 
 def _is_inverted(name: str) -> bool:
-    return name.endswith("key_padding_mask")
+    return name.endswith(_INVERTED)
 
 
 def _quoted(key: Any) -> str:

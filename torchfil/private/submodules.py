@@ -32,8 +32,10 @@ class Output:
         shape: Without the batch dimension where that comes first.
         dtype: Of the output.
         positions: Whether the first dimension of ``shape`` may run over positions in a text.
-        tokens: The input that an embedding was called with as it is, and that gives it one vector a position.
+        tokens: The input that an embedding was called with as it is, and that gives it one vector a position; for a
+            decoder that shifts the labels, a function from the inputs to its tokens.
         padding: The token that stands for padding, where the embedding or the model's configuration names one.
+        mask_name: What a mask of its positions would be called.
     """
 
     submodule: str
@@ -41,8 +43,9 @@ class Output:
     shape: torch.Size
     dtype: torch.dtype
     positions: bool = True
-    tokens: Key | None = None
+    tokens: Key | Callable[[Any], Tensor] | None = None
     padding: int | None = None
+    mask_name: str = "attention_mask"
 
 
 def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) -> tuple[Output, ...]:
@@ -66,29 +69,54 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
             )
     args, kwargs, _ = map_tensors(lambda leaf: leaf[:1].clone(), public)
     given = inputs_by_storage(args, kwargs)
-    calls: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
+    calls: dict[str, list[tuple[Any, Any]]] = {}
 
     def note(name: str) -> Callable[..., None]:
-        return lambda _module, inputs, output: calls[name].append((inputs[0] if inputs else None, output))
+        return lambda _module, inputs, output: calls.setdefault(name, []).append(
+            (inputs[0] if inputs else None, output)
+        )
 
+    sharing = {name: _sharing(modules, name) for name in names}
     with contextlib.ExitStack() as stack:
-        for name in names:
+        for name in {name for others in sharing.values() for name in others}:
             stack.callback(modules[name].register_forward_hook(note(name)).remove)
         with torch.no_grad():
             model(*args, **kwargs)
 
+    # A table may be used under another name than the one that was given, as T5's "shared" is.
     outputs: list[Output] = []
-    for name, of_name in calls.items():
-        if not of_name:
+    for name in names:
+        called = [name] if name in calls else [other for other in sharing[name] if other in calls]
+        if not called:
             raise called_otherwise(name, 0)
-        for call, (taken, output) in enumerate(of_name):
-            if not (isinstance(output, Tensor) and output.is_floating_point()):
-                raise TypeError(
-                    f"the output of submodule {name!r} is not a floating-point tensor: {type(output).__name__}"
-                )
-            key = name if len(of_name) == 1 else f"{name}[{call}]"
-            outputs.append(_output(model, name, key, modules[name], taken, output, given))
-    return tuple(outputs)
+        for other in called:
+            outputs += _of_calls(model, other, modules[other], calls[other], given)
+    return tuple(dict.fromkeys(outputs))
+
+
+def _sharing(modules: Mapping[str, nn.Module], name: str) -> list[str]:
+    """The name itself and, of an embedding, those of others with the same table."""
+    module = modules[name]
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return [name]
+    return [
+        other
+        for other, each in modules.items()
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and (each is module or each.weight is module.weight)
+    ]
+
+
+def _of_calls(
+    model: nn.Module, name: str, module: nn.Module, calls: Sequence[tuple[Any, Any]], given: dict[int, Given]
+) -> list[Output]:
+    """The outputs of all calls of one submodule, from what it took and gave."""
+    outputs: list[Output] = []
+    for call, (taken, output) in enumerate(calls):
+        if not (isinstance(output, Tensor) and output.is_floating_point()):
+            raise TypeError(f"the output of submodule {name!r} is not a floating-point tensor: {type(output).__name__}")
+        key = name if len(calls) == 1 else f"{name}[{call}]"
+        outputs.append(_output(model, name, key, module, taken, output, given))
+    return outputs
 
 
 def _output(
@@ -100,12 +128,19 @@ def _output(
         return Output(name, key, shape, output.dtype, positions=len(shape) >= 2)
     by_position = isinstance(taken, Tensor) and taken.ndim >= 2 and output.shape == (*taken.shape, output.shape[-1])
     source = given.get(storage_of(taken)) if by_position else None
-    tokens = source.key if source is not None and source.size == taken.numel() else None
+    tokens: Any = source.key if source is not None and source.size == taken.numel() else None
     padding = module.padding_idx
     if padding is None:
         padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     padding = padding if isinstance(padding, int) else None
-    return Output(name, key, shape, output.dtype, by_position, tokens, padding)
+
+    # A decoder may make its tokens from the labels; the mask of the encoder's text says nothing of them.
+    if tokens is not None or "decoder" not in name:
+        return Output(name, key, shape, output.dtype, by_position, tokens, padding)
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if callable(shift) and any(source.key == "labels" for source in given.values()):
+        tokens = lambda inputs: shift(inputs["labels"])  # noqa: E731
+    return Output(name, key, shape, output.dtype, by_position, tokens, padding, "decoder_attention_mask")
 
 
 @contextlib.contextmanager
