@@ -178,9 +178,14 @@ def test_lengths_may_be_told_by_a_function() -> None:
     check(*train(module, private=private, grad_sample_mode="hooks"))
 
 
-def test_positions_that_nobody_tells_apart_all_count() -> None:
+def test_positions_that_nobody_tells_apart_all_count_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    engine, _ = train(Reader())
+    with caplog.at_level("INFO"):
+        engine, _ = train(Reader())
+    told = [record.getMessage() for record in caplog.records]
+    assert any("the output of the embedding 'words' is taken to be private" in line for line in told)
+    assert any(line.startswith("private in every example: the output of 'words', ") for line in told)
+    assert sum("nothing tells which positions are padding" in line for line in told) == 1
     seen = engine.totals.get_num_coordinates()[engine.was_measured()]
     assert bool((seen >= WIDTH * torch.tensor(LENGTHS)[engine.was_measured()]).all())
     assert bool((seen > WIDTH * torch.tensor(LENGTHS)[engine.was_measured()]).any())
@@ -211,7 +216,8 @@ def test_tables_and_run_files_hold_every_examples_own_number(tmp_path: Path) -> 
     assert columns["num_coordinates"] == own
     run = saved_run.load(engine.save_run(tmp_path / "run.fil", delta=1e-3))
     assert run.columns["num_coordinates"].tolist() == own
-    assert run.about["dataset"]["num_coordinates"] == max(own)
+    assert run.about["dataset"]["most_coordinates"] == max(own)
+    assert "num_coordinates" not in run.about["dataset"]
     with pytest.raises(ValueError, match="different numbers of private coordinates"):
         engine.get_population_mse_bound((-1.0, 1.0))
 

@@ -81,7 +81,7 @@ class Replica:
         self._buffers = {name for name, _ in module.named_buffers()}
         self._places = _places_of_weights(module)
         self._embeddings: tuple[str, ...] = ()  # that are private where nothing is said
-        self._told = False  # what is private
+        self._untold: dict[int | str, torch.Size] | None = None  # private tensors without known padding; None: not seen
         self._mask_layouts = MaskLayouts()
         self._outputs: dict[Hashable, tuple[Output, ...]] = {}  # of private submodules, by kind of batch
 
@@ -119,10 +119,21 @@ class Replica:
         examples = Examples.from_call(
             args, kwargs, targets, private, model=self.live, read_outputs=read_outputs, check_values=check_values
         )
-        if not self._told:
-            logger.info("private in every example: %s", examples)
-            self._told = True
+        self._tell(examples)
         return examples
+
+    def _tell(self, examples: Examples) -> None:
+        """Say once what is private, and once where padding is private, too, because nothing tells it apart."""
+        if self._untold is None:
+            logger.info("private in every example: %s", examples)
+            self._untold = examples.untold
+        elif self._untold and examples.untold != self._untold:
+            logger.warning(
+                "batches differ in length, and nothing tells which positions are padding: all count as private, so "
+                "that d, and with it the MSE bound, is too large for short examples. Name the mask, or give a function "
+                "of the inputs: private=Private(lengths=…)"
+            )
+            self._untold = {}
 
     def _with_embeddings(self, private: Private, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Private:
         """The same with the outputs of the embeddings that take the integer inputs, where no input is floating-point.

@@ -80,18 +80,14 @@ class _Slot:
             return None
         return self.own.mask(public[0], public[1], self.true_shape[0], batched=batched)
 
-    def own_coordinates(self, public: Any) -> Tensor | int:
-        """How many coordinates are an example's own, [batch], or one number for all."""
+    def is_own(self, public: Any) -> Tensor | None:
+        """Whether a coordinate is an example's own, [batch, size] or [1, size]; None: all are."""
         own = self.own_mask(public, batched=True)
         if own is None and self.length is None:
-            return self.size
-        if self.index is None:
-            count = 1 if own is None else own.flatten(1).sum(dim=1)
-            return count * (self.true_shape if own is None else self.shape[own.ndim - 1 :]).numel()
+            return None
         if own is None:
-            own = torch.ones(1, self.true_shape[0], dtype=torch.bool, device=self.index.device)
-        full = _expanded(own, len(self.shape) + 1).expand(len(own), *self.true_shape)
-        return self.select(full).sum(dim=1)
+            own = torch.ones(1, self.true_shape[0], dtype=torch.bool, device=tensors_of(public)[0].device)
+        return self.select(_expanded(own, len(self.shape) + 1).expand(len(own), *self.true_shape))
 
     def _laid_out(self, value: Tensor, dim: int) -> Tensor:
         """With as many positions as z has, along that dimension; further ones are 0."""
@@ -190,14 +186,24 @@ class Examples:
         return self.z.shape[1]
 
     @cached_property
-    def own_coordinates(self) -> Tensor | int:
-        """How many of them are an example's own, not those of padding: [batch], or one number for all."""
-        return sum((slot.own_coordinates(self.public) for slot in self._slots), 0)
+    def is_own(self) -> Tensor | None:
+        """Whether a coordinate is the example's own or one of padding, bool [batch, d]; None: all are."""
+        parts = [slot.is_own(self.public) for slot in self._slots]
+        if all(part is None for part in parts):
+            return None
+        every = torch.ones(1, 1, dtype=torch.bool, device=self.z.device)
+        sized = zip(parts, self._slots, strict=True)
+        return torch.cat([(every if own is None else own).expand(len(self), slot.size) for own, slot in sized], dim=1)
 
     @property
-    def by_length(self) -> bool:
-        """Whether it is told for all private texts which positions are padding."""
-        return all(slot.own is not None for slot in self._slots if isinstance(slot.place, str))
+    def own_coordinates(self) -> Tensor | int:
+        """How many coordinates are an example's own: [batch], or one number for all."""
+        return self.num_coordinates if self.is_own is None else self.is_own.sum(dim=1)
+
+    @property
+    def untold(self) -> dict[Key, torch.Size]:
+        """The shapes of those private tensors for which nothing tells which positions are padding, by name."""
+        return {slot.key: slot.true_shape for slot in self._slots if slot.own is None}
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
