@@ -170,6 +170,21 @@ def test_the_attention_mask_says_where_texts_end_and_is_not_private_though_it_is
     check(*train(Reader(careless=careless), collate=padded_with_mask, poisson_sampling=False))
 
 
+@pytest.mark.parametrize("padding_idx", [None, 0])
+@pytest.mark.parametrize("kind", ["tied", "frozen"])
+def test_tables_that_are_tied_or_frozen(kind: str, padding_idx: int | None) -> None:
+    torch.manual_seed(0)
+    module = Reader(careless=True, padding_idx=padding_idx)
+    if kind == "tied":
+        module.hidden, module.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 9, bias=False)
+        module.head.weight = module.words.weight
+    else:
+        module.words.requires_grad_(False)
+    lengths = None if padding_idx == 0 else "attention_mask"
+    private = Private(submodule="words", lengths=lengths)
+    check(*train(module, collate=padded_with_mask, private=private, steps=2))
+
+
 def test_lengths_may_be_told_by_a_function() -> None:
     torch.manual_seed(0)
     private = Private(submodule="words", lengths=lambda tokens: (tokens != 0).sum(dim=1))
