@@ -164,12 +164,14 @@ def test_wrong_submodules_are_refused() -> None:
     ):
         fisher.exact_fim(*case.arguments, **SETTINGS, private=Private(submodule="embeddings"))
 
-    class Twice(TinyTransformer):
-        def forward(self, tokens: Tensor) -> Tensor:
-            return super().forward(tokens) + super().forward(tokens)
+    class Unused(TinyTransformer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Embedding(3, 2)
 
-    with pytest.raises(ValueError, match="submodule 'embedding' is called 2 times in one forward pass"):
-        fisher.exact_fim(Twice().to(DEVICE, torch.float64), *case.arguments[1:], **SETTINGS, private=case.private)
+    with pytest.raises(ValueError, match="submodule 'unused' is not called in a forward pass over these inputs"):
+        unused = Private(submodule="unused")
+        fisher.exact_fim(Unused().to(DEVICE, torch.float64), *case.arguments[1:], **SETTINGS, private=unused)
 
 
 def test_loss_with_several_numbers_per_example_is_refused() -> None:

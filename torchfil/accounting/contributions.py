@@ -24,12 +24,15 @@ class Contribution:
             examples.
         additions: What is added to each of the tracked quantities' sums, by name, [batch, …] each, already weighted by
             1/π; empty where the step was skipped at random.
+        num_coordinates: How many private coordinates are an example's own, [batch], or one number for all; None: as
+            many as the ledger has.
     """
 
     rows: Tensor
     squared_norm: Tensor
     measured: bool = True
     additions: Mapping[str, Tensor] = field(default_factory=dict)
+    num_coordinates: Tensor | int | None = None
 
 
 def additions(

@@ -77,8 +77,19 @@ class Leakage:
 
     @property
     def num_coordinates(self) -> int:
-        """d, the number of private coordinates."""
+        """d, the number of private coordinates; the largest, where examples have different ones."""
         return self.ledger.num_coordinates
+
+    @property
+    def same_coordinates(self) -> bool:
+        """Whether all examples have as many private coordinates: not so for texts of different lengths."""
+        own = self.ledger.sums["num_coordinates"]
+        seen = own[own > 0]
+        return not len(seen) or bool((seen == seen[0]).all())
+
+    def get_num_coordinates(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
+        """d of each example, [ids]: those of padding do not count. 1 of one that took no part."""
+        return self.ledger.own_coordinates[self._rows(example_ids)]
 
     @property
     def exact(self) -> bool:
@@ -119,11 +130,12 @@ class Leakage:
 
         Args:
             example_ids: None: all. An id asked for twice is answered twice.
-            kind: "trace": η̄ = sqrt(tr(I)/d). "spectral": η = sqrt(‖I‖₂), exact from a tracked "fim", a lower
-                bound from a tracked "sketch" (Nyström); ``get_fil()`` times sqrt(d) bounds it from above.
+            kind: "trace": η̄ = sqrt(tr(I)/d), d being the example's own. "spectral": η = sqrt(‖I‖₂), exact from a
+                tracked "fim", a lower bound from a tracked "sketch" (Nyström); ``get_fil()`` times sqrt(d) bounds it
+                from above.
         """
         if kind == "trace":
-            return self.get_trace(example_ids).raised(0.5, self.num_coordinates)
+            return self.get_trace(example_ids).raised(0.5, self.get_num_coordinates(example_ids))
         if kind != "spectral":
             raise ValueError(f"kind={kind!r} must be 'trace' or 'spectral'")
         if "fim" in self.ledger.track:
@@ -144,7 +156,7 @@ class Leakage:
         On average over runs, that is, where tr(I) is the mean over runs. Of one run it is an estimate, and too large on
         average (Jensen): quote the lower end of its interval.
         """
-        return self.get_trace(example_ids).raised(-1.0, self.num_coordinates)
+        return self.get_trace(example_ids).raised(-1.0, self.get_num_coordinates(example_ids))
 
     def get_smallest_mse_bound(self, confidence: float = 0.95, of: Part = "run") -> tuple[float, float]:
         """The smallest bound of all measured examples, and an end that none of their bounds lies below.
@@ -215,7 +227,7 @@ class Leakage:
         """
         rows, fil = self._rows(example_ids), self.get_fil(example_ids).value
         deviation = self._run_variance("trace")[0][rows].sqrt()
-        return torch.where(deviation.isinf(), math.inf, _divide(deviation, 2 * self.num_coordinates * fil))
+        return torch.where(deviation.isinf(), math.inf, _divide(deviation, 2 * self.ledger.own_coordinates[rows] * fil))
 
     def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
         """One table by id: a pandas DataFrame where pandas is installed, else a dict of lists.
@@ -224,8 +236,9 @@ class Leakage:
         batches), ``fil_kind``, ``mse_bound``, ``mse_bound_low`` (the lower end of its 95 % interval, which holds these
         and the path of the noise; 0: none is claimed, the bound is an estimate from one run), ``rel_error``
         (``fil_error`` over ``fil``), ``participations``, ``missed`` (participations that were not measured),
-        ``squared_norm`` (Σ‖g̃‖²). For every question ``NAME_divergence`` (D of its worst answer) and
-        ``NAME_true_positive_rate`` (the largest of any attacker at 1 % false positives, at the upper end of D).
+        ``squared_norm`` (Σ‖g̃‖²), ``num_coordinates`` (d, where it differs between examples; 0: took no part). For every
+        question ``NAME_divergence`` (D of its worst answer) and ``NAME_true_positive_rate`` (the largest of any
+        attacker at 1 % false positives, at the upper end of D).
 
         Read the top of the table rather than its end: who looks safest of many was lucky, too, in this run; with
         steps skipped at random (``fil_rate``, ``rel_error``) in a short run, who was hardly ever measured.
@@ -252,8 +265,13 @@ class Leakage:
             "participations": self.ledger.sums["participations"][rows].tolist(),
             "missed": missed.tolist(),
             "squared_norm": self.ledger.sums["squared_norm"][rows].tolist(),
+            **self._coordinate_column(rows),
             **self._question_columns(names),
         }
+
+    def _coordinate_column(self, rows: Tensor) -> dict[str, list[Any]]:
+        own = self.ledger.sums["num_coordinates"]
+        return {} if self.same_coordinates else {"num_coordinates": own[rows].tolist()}
 
     def _question_columns(self, names: list[Hashable]) -> dict[str, list[Any]]:
         columns: dict[str, list[Any]] = {}
@@ -304,7 +322,7 @@ class Leakage:
         """
         first = runs[0]
         for run in runs[1:]:
-            same = run.ids.all() == first.ids.all() and run.num_coordinates == first.num_coordinates
+            same = run.ids.all() == first.ids.all() and _same_coordinates(run, first)
             kept = [(each.ledger.track, each.ledger.questions) for each in (run, first)]
             if not same or kept[0] != kept[1]:
                 raise ValueError(
@@ -321,6 +339,8 @@ class Leakage:
             values = torch.stack([run.ledger.sums[name].to(target.device) for run in runs])
             if name == "missed":
                 target.copy_(values.sum(dim=0))
+            elif name == "num_coordinates":
+                target.copy_(values.amax(dim=0))
             elif name == "participations":
                 target.copy_(values.double().mean(dim=0).ceil())
             else:
@@ -391,6 +411,13 @@ class Leakage:
                 "mse_bound_low is 0. Train longer, measure more steps (fil_rate, rel_error), or average runs (merge).",
                 stacklevel=4,
             )
+
+
+def _same_coordinates(one: Leakage, other: Leakage) -> bool:
+    """Whether two runs mean the same private coordinates: as many, or of texts whose longest one run has not seen."""
+    if one.num_coordinates == other.num_coordinates:
+        return True
+    return not (one.ledger.by_coordinate or one.same_coordinates or other.same_coordinates)
 
 
 def _worst(values: Tensor) -> Tensor:

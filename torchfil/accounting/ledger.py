@@ -19,18 +19,20 @@ from torchfil.accounting.quantities import OWN_SUMS, Sum, Track, TrackedQuantity
 
 __all__ = ["Ledger", "Track"]
 
-_FORMAT = 3  # of the saved state
+_FORMAT = 4  # of the saved state
+_WITHOUT_OWN_COORDINATES = 3  # an earlier one, in which all examples have as many
 
 
 class Ledger:
     """Sums per example, in float64 on one device.
 
     Besides those of the trace and of what is tracked (:mod:`torchfil.accounting.quantities`) it keeps, [n] each:
-    ``participations``; ``missed``, those in steps that were paused; ``squared_norm``, Σ‖g̃‖².
+    ``participations``; ``missed``, those in steps that were paused; ``squared_norm``, Σ‖g̃‖²; ``num_coordinates``, how
+    many private coordinates an example has, the most that it was seen with (0: it was never seen).
 
     Args:
         num_examples: n.
-        num_coordinates: d.
+        num_coordinates: d. Examples may have others, where nothing is kept by coordinate.
         track: What to keep beside the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "sketch" (ndr),
             "plis" (nd), or a registered quantity.
         sketch_rank: r, the number of columns of the test matrix.
@@ -55,7 +57,7 @@ class Ledger:
         questions: Mapping[str, Asked] | None = None,
     ) -> None:
         self.num_examples = num_examples
-        self.num_coordinates = num_coordinates
+        self._laid_out = num_coordinates
         self.questions = dict(questions or {})
         self.quantities = _quantities(track, self.questions)
         self.sketch_rank = sketch_rank
@@ -89,11 +91,38 @@ class Ledger:
         """Where the sums live."""
         return self.sums["trace"].device
 
+    @property
+    def num_coordinates(self) -> int:
+        """d; the largest, where examples have different ones."""
+        own = self.sums["num_coordinates"]
+        return self._laid_out if self.by_coordinate or not own.any() else int(own.max())
+
+    @property
+    def own_coordinates(self) -> Tensor:
+        """d of every example, [n]; 1 of one that was never seen."""
+        return self.sums["num_coordinates"].clamp(min=1)
+
+    @property
+    def by_coordinate(self) -> tuple[str, ...]:
+        """The names of what is kept by coordinate."""
+        return tuple(quantity.name for quantity in self.quantities if quantity.by_coordinate)
+
+    def check_coordinates(self, num_coordinates: int) -> None:
+        """Raise where examples with so many private coordinates do not fit the sums by coordinate."""
+        if num_coordinates != self._laid_out and self.by_coordinate:
+            raise ValueError(
+                f"this batch has {num_coordinates} private coordinates per example, earlier ones {self._laid_out}, and "
+                f"{' and '.join(self.by_coordinate)} is summed by coordinate. Declare the longest text, "
+                "private=Private(max_length=…), so that all are laid out alike; or pad to one length, or track less"
+            )
+
     def add(self, contribution: Contribution) -> None:
         """Add what one batch contributes; each example occurs at most once in it."""
         rows = contribution.rows
         self.sums["participations"].index_add_(0, rows, torch.ones_like(rows))
         self.sums["squared_norm"].index_add_(0, rows, contribution.squared_norm.double())
+        d, own = self.sums["num_coordinates"], contribution.num_coordinates
+        d[rows] = d[rows].clamp(min=self._laid_out if own is None else own)
         if not contribution.measured:
             self.sums["missed"].index_add_(0, rows, torch.ones_like(rows))
             return
@@ -132,7 +161,7 @@ class Ledger:
         Raises:
             ValueError: If it was saved by another version, something is missing or has the wrong shape.
         """
-        if state.get("format") != _FORMAT:
+        if state.get("format") not in (_FORMAT, _WITHOUT_OWN_COORDINATES):
             raise ValueError(
                 f"the ledger's state has format {state.get('format', 1)}, and this version of torchfil reads {_FORMAT} "
                 "only; load it with the version that saved it"
@@ -148,8 +177,11 @@ class Ledger:
                 questions={name: Asked(tuple(answers), complete) for name, (answers, complete) in questions.items()},
             )
             ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])
+            sums = state["sums"]
+            if state["format"] == _WITHOUT_OWN_COORDINATES:
+                sums = {**sums, "num_coordinates": (sums["participations"] > 0) * state["num_coordinates"]}
             for name, value in ledger.sums.items():
-                value.copy_(_same_shape(name, state["sums"][name], value))
+                value.copy_(_same_shape(name, sums[name], value))
         except KeyError as error:
             raise ValueError(f"the ledger's state lacks {error.args[0]!r}; was it saved by another version?") from error
         return ledger

@@ -60,7 +60,10 @@ class Sum(NamedTuple):
     dtype: torch.dtype = torch.float64
 
 
-OWN_SUMS = {"squared_norm": Sum(), "participations": Sum(dtype=torch.int64), "missed": Sum(dtype=torch.int64)}
+OWN_SUMS = {
+    "squared_norm": Sum(),
+    **dict.fromkeys(("participations", "missed", "num_coordinates"), Sum(dtype=torch.int64)),
+}
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,11 @@ class TrackedQuantity:
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
         """The sums that it keeps for one example, by name."""
         raise NotImplementedError
+
+    @property
+    def by_coordinate(self) -> bool:
+        """Whether a sum has the private coordinates as a dimension."""
+        return self.sums(1, 1) != self.sums(2, 1)
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
         """What a step adds to the sums, [batch, …] each, in float64.

@@ -30,8 +30,8 @@ class Timeline:
         self.steps: list[int] = []
         self.points: list[Tensor] = []  # [3] each, on the ledger's device: no waiting for a GPU
 
-    def note(self, step: int, trace: Tensor, num_coordinates: int) -> None:
-        """Look at the traces [n] after ``step`` steps, if it is this step's turn."""
+    def note(self, step: int, trace: Tensor, num_coordinates: Tensor | int) -> None:
+        """Look at the traces and d of the examples, [n] each, after ``step`` steps, if it is this step's turn."""
         if step % self.stride:
             return
         self.steps.append(step)
@@ -42,7 +42,7 @@ class Timeline:
             self.steps = [self.steps[place] for place in kept]
             self.points = [self.points[place] for place in kept]
 
-    def table(self, step: int, trace: Tensor, num_coordinates: int) -> tuple[list[int], Tensor]:
+    def table(self, step: int, trace: Tensor, num_coordinates: Tensor | int) -> tuple[list[int], Tensor]:
         """The noted steps and their points, [t, 3], ending with the present one."""
         steps, points = list(self.steps), list(self.points)
         if step and (not steps or steps[-1] != step):
@@ -64,12 +64,13 @@ class Timeline:
         return timeline
 
 
-def summary(trace: Tensor, num_coordinates: int) -> Tensor:
+def summary(trace: Tensor, num_coordinates: Tensor | int) -> Tensor:
     """Median, 95 % quantile and maximum of sqrt(trace/d), [3]; quantiles are values that occur (the higher one)."""
     ranks = [max(0, math.ceil(level * len(trace)) - 1) for level in (0.5, 0.95)]
-    if trace.is_cuda:  # where kthvalue has no deterministic kernel
-        ordered = trace.sort().values
+    share = trace / num_coordinates
+    if share.is_cuda:  # where kthvalue has no deterministic kernel
+        ordered = share.sort().values
         values = [ordered[rank] for rank in ranks]
     else:
-        values = [trace.kthvalue(rank + 1).values for rank in ranks]
-    return (torch.stack([*values, trace.max()]).clamp(min=0) / num_coordinates).sqrt()
+        values = [share.kthvalue(rank + 1).values for rank in ranks]
+    return torch.stack([*values, share.max()]).clamp(min=0).sqrt()

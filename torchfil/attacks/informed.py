@@ -73,10 +73,12 @@ def informed_reconstruction(
     guesses = torch.stack(by_example)  # [m, runs, d]
     runs = guesses.shape[1]
     truth = examples.z[rows].unsqueeze(1)
-    squared = (guesses - truth).square().mean(dim=2)  # [m, runs]
-    bias = (guesses.mean(dim=1) - truth[:, 0]).square().mean(dim=1)
+    own = torch.ones_like(examples.z) if examples.is_own is None else examples.is_own.to(examples.z)
+    share = (own / own.sum(dim=1, keepdim=True).clamp(min=1))[rows]  # of each coordinate in a mean; 0 at padding
+    squared = ((guesses - truth).square() * share.unsqueeze(1)).sum(dim=2)  # [m, runs]
+    bias = ((guesses.mean(dim=1) - truth[:, 0]).square() * share).sum(dim=1)
     if runs > 1:  # the mean guess is off by chance, too
-        bias = (bias - guesses.var(dim=1).mean(dim=1) / runs).clamp(min=0)
+        bias = (bias - (guesses.var(dim=1) * share).sum(dim=1) / runs).clamp(min=0)
 
     return AttackResult(
         name="informed reconstruction",

@@ -195,7 +195,7 @@ def _table(layers: tuple[str, ...], values: Tensor, measure: str, unit: str) -> 
 def _what(wrt: Any) -> str:
     if not isinstance(wrt, Private):
         return f"the {wrt}"
-    return f"the output of {wrt.submodule}" if wrt.submodule is not None else "private coordinates"
+    return f"the output of {' and '.join(wrt.submodules)}" if wrt.submodules else "private coordinates"
 
 
 def _unit(norm: Norm, normalised: bool) -> str:

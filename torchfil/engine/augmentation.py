@@ -77,7 +77,7 @@ def generators_kept() -> Iterator[None]:
 
 def _by_coordinate(track: Collection[str]) -> list[str]:
     """The names of the tracked quantities whose sums have the private coordinates as a dimension."""
-    return [quantity.name for quantity in tracked(track) if quantity.sums(1, 1) != quantity.sums(2, 1)]
+    return [quantity.name for quantity in tracked(track) if quantity.by_coordinate]
 
 
 def _private_tensors(batch: tuple[Any, Any], options: RunOptions) -> list[Tensor]:
@@ -94,7 +94,7 @@ def _private_tensors(batch: tuple[Any, Any], options: RunOptions) -> list[Tensor
 
     inputs = tensors_of(named)
     chosen = tensors_of([named[key] for key in keys if key in named])
-    if not chosen and private.submodule is None:
+    if not chosen and not private.submodules:
         chosen = [leaf for leaf in inputs if leaf.is_floating_point()]
     return (chosen or inputs) + (tensors_of(targets) if private.target else [])
 

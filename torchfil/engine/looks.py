@@ -50,7 +50,7 @@ class DatasetLooks:
             self.run.history.replace(torch.tensor(rows, device=self.run.device), ratio)
 
     def plis(self, rows: Sequence[int], optimizer: FILOptimizer, *, private: bool) -> dict[Hashable, Tensor]:
-        """The PLIS of these examples, by private tensor, [rows, …]."""
+        """The PLIS of these examples, by private tensor, [rows, …]; NaN at padding."""
         options, limit = self.run.options, float(optimizer.max_grad_norm)
         parts: dict[Hashable, list[Tensor]] = {}
         for _, gradients in self._batches(rows):
@@ -66,7 +66,7 @@ class DatasetLooks:
                 ).gradient
             for key, part in gradients.examples.maps(slopes).items():
                 parts.setdefault(key, []).append(part)
-        return {key: torch.cat(pieces) for key, pieces in parts.items()}
+        return {key: _joined(pieces) for key, pieces in parts.items()}
 
     def _slopes_by_layer(self, gradients: ExampleGradients, mechanism: Mechanism) -> Tensor:
         """∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s² where each parameter's gradient is clipped by itself, [batch, d]."""
@@ -89,3 +89,14 @@ class DatasetLooks:
         )
         args, kwargs = as_call(inputs)
         return self.replica.gradients(self.replica.lay_out(args, kwargs, targets, options.private), loss)
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    """The rows of all pieces, [rows, …], with NaN beyond the positions of shorter texts."""
+    length = max(piece.shape[1] if piece.ndim > 1 else 0 for piece in pieces)
+    missing = [length - piece.shape[1] if piece.ndim > 1 else 0 for piece in pieces]
+    filled = [
+        torch.cat([piece, piece.new_full((len(piece), more, *piece.shape[2:]), float("nan"))], dim=1) if more else piece
+        for piece, more in zip(pieces, missing, strict=True)
+    ]
+    return torch.cat(filled)

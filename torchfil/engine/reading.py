@@ -172,6 +172,12 @@ class LeakageReading(PrivacyEngine):
             is the MSE of the best guess without the model.
         """
         leakage = self.totals
+        if not leakage.same_coordinates:
+            raise ValueError(
+                "examples have different numbers of private coordinates (texts of different lengths), and a population "
+                "bound speaks of one: take those of one length, torchfil.bounds.population_mse_bound("
+                "engine.totals.get_trace(ids), d, prior)"
+            )
         if isinstance(prior, tuple) and len(prior) == 2:
             prior = Prior.box(*prior, num_coordinates=leakage.num_coordinates)
         elif not isinstance(prior, Prior):
@@ -247,7 +253,8 @@ class LeakageReading(PrivacyEngine):
             steps[float(sigma), float(q)] += count
         noise = ", ".join(f"{count} steps of σ = {sigma}, q = {q}" for (sigma, q), count in sorted(steps.items()))
         private = options.private or Private()
-        private = replace(private, coordinates=_listed(private.coordinates))
+        told = None if private.lengths is None else "told"  # functions are told apart by their address alone
+        private = replace(private, coordinates=_listed(private.coordinates), lengths=told)
         limits = training.optimizer.max_grad_norms or float(training.optimizer.max_grad_norm)
         clipping = f"C = {limits}, clip {options.clip.name!r}"
 

@@ -8,8 +8,9 @@ attributes (numbers, flags, texts) of the live modules are taken over before eac
 from __future__ import annotations
 
 import contextlib
-import warnings
+import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,13 +25,21 @@ from torchfil.fisher.gradients import (
     differentiable_twice,
     has_active_dropout,
     may_drop,
-    output_of_one_example,
 )
 from torchfil.fisher.masks import MaskLayouts
-from torchfil.private import Examples, Private
+from torchfil.private import (
+    Examples,
+    Output,
+    Private,
+    embeddings_to_protect,
+    has_floating_inputs,
+    outputs_of_one_example,
+)
 from torchfil.utils.trees import kind_of, map_tensors, tensors_of
 
 __all__ = ["Replica", "buffers_kept"]
+
+logger = logging.getLogger(__name__)
 
 _MOST_SHAPES = 256
 _CHANGES_OF_INTEGERS = 8  # that make a recorded pass anew; what changes more often is a counter
@@ -71,9 +80,10 @@ class Replica:
         self._changed_integers = 0
         self._buffers = {name for name, _ in module.named_buffers()}
         self._places = _places_of_weights(module)
-        self._default_private: Private | None = None
+        self._embeddings: tuple[str, ...] = ()  # that are private where nothing is said
+        self._untold: dict[int | str, torch.Size] | None = None  # private tensors without known padding; None: not seen
         self._mask_layouts = MaskLayouts()
-        self._submodule_shapes: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
+        self._outputs: dict[Hashable, tuple[Output, ...]] = {}  # of private submodules, by kind of batch
 
     @property
     def key(self) -> Hashable:
@@ -95,35 +105,59 @@ class Replica:
     ) -> Examples:
         """These examples with their private coordinates laid out."""
 
-        def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
-            kind = (name, kind_of(public), tuple(live.training for live, _ in self._pairs))
-            if kind not in self._submodule_shapes:
-                if len(self._submodule_shapes) >= _MOST_SHAPES:
-                    self._submodule_shapes.clear()
-                with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                    self._submodule_shapes[kind] = output_of_one_example(self.live, name, public)
-            return self._submodule_shapes[kind]
+        def read_outputs(names: Sequence[str], public: Any) -> tuple[Output, ...]:
+            kind = (tuple(names), kind_of(public), tuple(live.training for live, _ in self._pairs))
+            if kind not in self._outputs:
+                if len(self._outputs) >= _MOST_SHAPES:
+                    self._outputs.clear()
+                with self._random_state_kept():
+                    self._outputs[kind] = outputs_of_one_example(self.live, names, public)
+            return self._outputs[kind]
 
-        if private is None and not any(leaf.is_floating_point() for leaf in tensors_of((args, dict(kwargs)))):
-            private = self._embedding_of(args, dict(kwargs))
-        return Examples.from_call(
-            args, kwargs, targets, private, submodule_shape=submodule_shape, check_values=check_values
+        if private is None or not (private.submodules or private.target or private.inputs is not None):
+            private = self._with_embeddings(private or Private(), args, dict(kwargs))
+        examples = Examples.from_call(
+            args, kwargs, targets, private, model=self.live, read_outputs=read_outputs, check_values=check_values
         )
+        self._tell(examples)
+        return examples
 
-    def _embedding_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Private | None:
-        """The output of the embedding that takes the integer inputs, where there is one; looked for once."""
-        if self._default_private is None:
-            inputs = map_tensors(lambda leaf: leaf[:1], (args, kwargs))
-            names = _embeddings_of_inputs(self.live, *inputs)
-            if len(names) != 1:
-                return None
-            self._default_private = Private(submodule=names[0])
-            warnings.warn(
-                f"no input is floating-point, so that the output of the embedding {names[0]!r} is taken to be private; "
-                f"say so by private=Private(submodule={names[0]!r}), or name another submodule",
-                stacklevel=2,
+    def _tell(self, examples: Examples) -> None:
+        """Say once what is private, and once where padding is private, too, because nothing tells it apart."""
+        if self._untold is None:
+            logger.info("private in every example: %s", examples)
+            self._untold = examples.untold
+        elif self._untold and examples.untold != self._untold:
+            logger.warning(
+                "batches differ in length, and nothing tells which positions are padding: all count as private, so "
+                "that d, and with it the MSE bound, is too large for short examples. Name the mask, or give a function "
+                "of the inputs: private=Private(lengths=…)"
             )
-        return self._default_private
+            self._untold = {}
+
+    def _with_embeddings(self, private: Private, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Private:
+        """The same with the outputs of the embeddings that take the integer inputs, where no input is floating-point.
+
+        They are looked for once.
+        """
+        if not self._embeddings:
+            if has_floating_inputs(self.live, args, kwargs):
+                return private
+            with self._random_state_kept(), buffers_kept(self.live):
+                self._embeddings = embeddings_to_protect(self.live, args, kwargs)
+            if self._embeddings:
+                names = self._embeddings[0] if len(self._embeddings) == 1 else list(self._embeddings)
+                logger.warning(
+                    "no input is floating-point, so that the output of the embedding %s is taken to be private: say so "
+                    "by private=Private(submodule=%r), or name another submodule",
+                    " and that of ".join(map(repr, self._embeddings)),
+                    names,
+                )
+        return replace(private, submodule=self._embeddings or None)
+
+    def _random_state_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model may draw random numbers, which later ones do not show."""
+        return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
 
     def masks_by_example(
         self, masks: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -260,24 +294,6 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
         for holder, entries in before:
             holder.update(entries)
-
-
-def _embeddings_of_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """The embeddings that are called with one of the inputs as it is, by name."""
-    pointers = {leaf.data_ptr() for leaf in tensors_of((args, kwargs))}
-    names: list[str] = []
-    with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Embedding):
-
-                def note(_module: nn.Module, given: tuple[Any, ...], _output: Any, name: str = name) -> None:
-                    if given and isinstance(given[0], Tensor) and given[0].data_ptr() in pointers:
-                        names.append(name)
-
-                stack.callback(module.register_forward_hook(note).remove)
-        with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())), buffers_kept(model):
-            model(*args, **kwargs)
-    return names
 
 
 def _parts(module: nn.Module) -> list[tuple[dict[str, Any], str, Any, str]]:

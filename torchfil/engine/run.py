@@ -230,14 +230,31 @@ class Run:
         return ledger, torch.linalg.qr(gaussian).Q.to(self.device)
 
     def stage(
-        self, ids: Sequence[int], clipped_norm: Tensor, added: dict[str, Tensor] | None, noise: Noise, *, measure: bool
+        self,
+        ids: Sequence[int],
+        clipped_norm: Tensor,
+        added: dict[str, Tensor] | None,
+        noise: Noise,
+        *,
+        measure: bool,
+        num_coordinates: Tensor | int | None = None,
     ) -> None:
-        """Keep what a physical batch adds until it is released; ``measure`` is what chance has chosen."""
+        """Keep what a physical batch adds until it is released.
+
+        Args:
+            ids: The numbers of the examples.
+            clipped_norm: ‖g̃‖, [batch].
+            added: What the ledger adds; None where nothing was measured.
+            noise: Of the release.
+            measure: What chance has chosen.
+            num_coordinates: How many private coordinates are an example's own, [batch], or one number for all.
+        """
         self._measure_this_step = measure
         if not ids:
             return
         rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
-        contribution = Contribution(rows, clipped_norm.square(), measured=not self.paused, additions=added or {})
+        squares = clipped_norm.square()
+        contribution = Contribution(rows, squares, not self.paused, added or {}, num_coordinates)
         self._staged.append(Staged(contribution, clipped_norm / noise.max_grad_norm, frozenset(ids), noise))
 
     def book(self, optimizer: FILOptimizer) -> None:
@@ -249,7 +266,7 @@ class Run:
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
-            self.timeline.note(self.ledger.steps, self.ledger.sums["trace"], self.ledger.num_coordinates)
+            self.timeline.note(self.ledger.steps, self.ledger.sums["trace"], self.ledger.own_coordinates)
 
         rows, ratios = [s.contribution.rows for s in self._staged], [s.ratio for s in self._staged]
         self.history.step(

@@ -105,7 +105,8 @@ def _about(run: RunView, hash_data: bool) -> dict[str, Any]:
         "model": {"name": type(module).__name__, "num_parameters": sum(p.numel() for p in module.parameters())},
         "dataset": {
             "num_examples": leakage.ids.num_examples,
-            "num_coordinates": leakage.num_coordinates,
+            # the length of the longest text is one example's, so that a redacted report must not show it
+            ("num_coordinates" if leakage.same_coordinates else "most_coordinates"): leakage.num_coordinates,
             "input_shape": shapes[0] if len(shapes) == 1 else shapes,
             "data_sha256": data_sha256(run.dataset) if hash_data else None,
         },
@@ -201,7 +202,7 @@ def _labels(name: str, given: Labels, leakage: Leakage) -> np.ndarray:
 
 def _history(run: RunView) -> dict[str, np.ndarray]:
     ledger = run.leakage.ledger
-    steps, points = run.timeline.table(ledger.steps, ledger.sums["trace"], ledger.num_coordinates)
+    steps, points = run.timeline.table(ledger.steps, ledger.sums["trace"], ledger.own_coordinates)
     names = ("fil_median", "fil_q95", "fil_max")
     history = {"step": np.asarray(steps, dtype=np.int64)}
     history |= {name: points[:, place].double().numpy() for place, name in enumerate(names)}

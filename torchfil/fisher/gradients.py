@@ -37,7 +37,7 @@ from torchfil.fisher.precision import (
     wide,
     wide_dtype,
 )
-from torchfil.private import Examples, Inputs, Private, called_often, submodule_output
+from torchfil.private import Examples, Inputs, Private, added_to_outputs
 from torchfil.utils.errors import UnsupportedModuleError
 from torchfil.utils.trees import map_tensors
 
@@ -105,10 +105,7 @@ class ExampleGradients:
                 "releases nothing; unfreeze what the optimizer trains"
             )
 
-        def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
-            return output_of_one_example(live, name, public)
-
-        examples = Examples.build(inputs, targets, private, submodule_shape=submodule_shape)
+        examples = Examples.build(inputs, targets, private, model=live)
         device = next(iter(parameters.values())).device
         return cls(model, loss_fn, examples, parameters, constants, autocast_now(device))
 
@@ -264,9 +261,9 @@ class ExampleGradients:
 
     def loss_of_one(self, parameters: dict[str, Tensor], z: Tensor, public: Any) -> Tensor:
         """ℓ of one example as a function of the weights by name and of z [d]; ``public`` is the rest of the example."""
-        args, kwargs, target, offset = self.examples.restore(z, public)
+        args, kwargs, target, offsets = self.examples.restore(z, public)
         batched = map_tensors(lambda leaf: leaf.unsqueeze(0), (args, kwargs, target))
-        with added_to_output(self.model, self.examples.submodule, offset):
+        with added_to_outputs(self.model, offsets):
             outputs = call_with(self.model, {**parameters, **self._own_constants()}, batched[0], batched[1])
         value = self.loss_fn(outputs, batched[2])
         if value.numel() != 1:
@@ -373,13 +370,6 @@ def without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     live: nn.Module = model._module if wrapped else model  # type: ignore[assignment]
     hooked = wrapped or hasattr(model, "autograd_grad_sample_hooks")
     return live, copy_without_weights(live) if hooked else live
-
-
-def output_of_one_example(model: nn.Module, name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
-    """The shape, without the batch dimension where that comes first, and dtype of a submodule's output."""
-    args, kwargs, _ = map_tensors(lambda leaf: leaf[:1], public)
-    output = submodule_output(model, name, lambda: model(*args, **kwargs))
-    return (output.shape[1:] if output.shape[0] <= 1 else output.shape), output.dtype
 
 
 def may_drop(module: nn.Module) -> bool:
@@ -491,34 +481,3 @@ def _instead_of(module: nn.Module) -> str | None:
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         return "build it without max_norm and sparse"
     return None
-
-
-@contextlib.contextmanager
-def added_to_output(model: nn.Module, submodule: str | None, offset: Tensor | None) -> Iterator[None]:
-    """Inside, during one forward pass, ``offset`` is added to what the submodule gives.
-
-    Raises:
-        ValueError: The submodule is called more than once, or gives another shape.
-    """
-    if submodule is None or offset is None:
-        yield
-        return
-    calls = 0
-
-    def add(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            raise called_often(submodule, calls)
-        if output.shape[output.ndim - offset.ndim :] != offset.shape:
-            raise ValueError(
-                f"submodule {submodule!r} gave an output of shape {tuple(output.shape)} where {tuple(offset.shape)} "
-                "was expected from inputs of the same shape; what is private must not change from example to example"
-            )
-        return output + offset.to(output.dtype)
-
-    handle = model.get_submodule(submodule).register_forward_hook(add)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
-from torchfil.fisher.gradients import LossFunction, call_with, output_of_one_example
-from torchfil.private import Examples, Inputs, Private
+from torchfil.fisher.gradients import LossFunction, call_with
+from torchfil.private import Examples, Inputs, Private, added_to_outputs
 
 __all__ = [
     "clipped_gradients",
@@ -170,30 +170,20 @@ def _clipped_gradient_functions(
     clip = get_clip(clip)
     parameters = {k: v.detach() for k, v in model.named_parameters() if v.requires_grad}
 
-    def submodule_shape(name: str, public: Any) -> tuple[torch.Size, torch.dtype]:
-        return output_of_one_example(model, name, public)
-
-    examples = Examples.build(inputs, targets, private, submodule_shape=submodule_shape)
+    examples = Examples.build(inputs, targets, private, model=model)
 
     def of_example(i: int) -> Callable[[Tensor], Tensor]:
         public = pytree.tree_map(lambda t: t[i] if isinstance(t, Tensor) else t, examples.public)
 
         def clipped(z: Tensor) -> Tensor:
-            args, kwargs, target, offset = examples.restore(z, public)
+            args, kwargs, target, offsets = examples.restore(z, public)
             args, kwargs, target = pytree.tree_map(
                 lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, (args, kwargs, target)
             )
 
             def loss(parameters: dict[str, Tensor]) -> Tensor:
-                handle = None
-                if examples.submodule is not None:
-                    module = model.get_submodule(examples.submodule)
-                    handle = module.register_forward_hook(lambda _m, _i, output: output + offset)
-                try:
+                with added_to_outputs(model, offsets):
                     outputs = call_with(model, parameters, args, kwargs)
-                finally:
-                    if handle is not None:
-                        handle.remove()
                 return loss_fn(outputs, target).sum()
 
             gradient = torch.cat([g.reshape(-1) for g in torch.func.grad(loss)(parameters).values()])

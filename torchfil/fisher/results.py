@@ -61,7 +61,7 @@ class Estimate:
     certain: Tensor | None = None
     variance_limit: Tensor | None = None
     run_error: Tensor | None = None
-    source: tuple[Estimate, float, float] | None = None
+    source: tuple[Estimate, float, float | Tensor] | None = None
 
     @classmethod
     def exact(cls, value: Tensor) -> Estimate:
@@ -128,8 +128,15 @@ class Estimate:
         untold = torch.where(width > 0, torch.inf, 0.0).to(value)
         return low.where(usual, self.value), high.where(usual, self.value.where(self.value > 0, untold))
 
-    def raised(self, exponent: float, unit: float = 1.0) -> Estimate:
-        """(value/unit)^exponent of a positive estimate; a negative exponent turns a bound round."""
+    def raised(self, exponent: float, unit: float | Tensor = 1.0) -> Estimate:
+        """(value/unit)^exponent of a positive estimate, with one unit for all or one each.
+
+        A negative exponent turns a bound round.
+
+        Example:
+            >>> Estimate.exact(torch.tensor([8.0, 8.0])).raised(0.5, torch.tensor([2.0, 8.0]))
+            Estimate([2, 1], exact)
+        """
         value = _raised(self.value, exponent, unit)
         usual = (self.value > 0) & self.value.isfinite()
         scale = abs(exponent) * value / self.value
@@ -179,7 +186,7 @@ class Estimate:
             certain=self._part(self.certain, index),
             variance_limit=self._part(self.variance_limit, index),
             run_error=self._part(self.run_error, index),
-            source=None if self.source is None else (self.source[0][index], *self.source[1:]),
+            source=None if self.source is None else _source_part(self.source, index),
         )
 
     def __repr__(self) -> str:
@@ -212,7 +219,13 @@ class Estimate:
         return torch.from_numpy(np.asarray(stats.t.ppf(level, freedom.cpu().numpy()))).to(self.value)
 
 
-def _raised(value: Tensor, exponent: float, unit: float) -> Tensor:
+def _source_part(source: tuple[Estimate, float, float | Tensor], index: Any) -> tuple[Estimate, float, float | Tensor]:
+    """What some entries were raised from."""
+    estimate, exponent, unit = source
+    return estimate[index], exponent, unit[index] if isinstance(unit, Tensor) else unit
+
+
+def _raised(value: Tensor, exponent: float, unit: float | Tensor) -> Tensor:
     """(value/unit)^exponent."""
     return (value.clamp(min=0) / unit) ** exponent
 

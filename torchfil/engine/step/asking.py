@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchfil.private import Examples, as_call, check_finite
+from torchfil.private import Examples, as_call, as_given, check_finite
 from torchfil.questions import Alternative, Question
 from torchfil.utils.trees import tensors_of
 
@@ -31,7 +31,7 @@ def with_alternatives(
         ValueError: An alternative has another form or shape than the batch, or is not finite.
     """
     args, kwargs, targets = examples.public
-    inputs = _as_given(args, kwargs)
+    inputs = as_given(args, kwargs)
     alternatives: list[Examples] = []
     places: list[tuple[str, tuple[int | None, ...]]] = []
     for name, question in questions.items():
@@ -50,15 +50,8 @@ def with_alternatives(
     return replace(examples, alternatives=tuple(alternatives)), tuple(places)
 
 
-def _as_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A call's inputs in the form in which a batch hands them over; by position and name where it has both."""
-    if not kwargs:
-        return args[0] if len(args) == 1 else args
-    return {**dict(enumerate(args)), **kwargs}
-
-
 def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inverse of :func:`_as_given`."""
+    """The inverse of :func:`as_given`."""
     args, kwargs = as_call(inputs)
     positions = sorted(key for key in kwargs if isinstance(key, int))
     return (*args, *(kwargs.pop(place) for place in positions)), kwargs

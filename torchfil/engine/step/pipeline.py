@@ -212,7 +212,7 @@ class StepPipeline:
             else:
                 step = StepValues(None, norms, clipped_norms, {}, None)
         assert step is not None
-        return self._staging(step, confirmations, ids, noise, measure, len(forwards), setting)
+        return self._staging(step, confirmations, ids, noise, measure, len(forwards), setting, _own(examples))
 
     def _setting(
         self, forward: ForwardPass, examples: Examples, noise: Noise, measure: bool, *, needs_loss: bool
@@ -240,7 +240,7 @@ class StepPipeline:
             if loss is not None and not self.run.paused:
                 self.checks.check_loss(forward, loss)
             return None, []
-        check_coordinates(examples.num_coordinates, setting.ledger)
+        setting.ledger.check_coordinates(examples.num_coordinates)
         questions: Places = ()
         if measured and self.options.accounting.questions:
             examples, questions = with_alternatives(
@@ -317,6 +317,7 @@ class StepPipeline:
         measure: bool,
         backward_passes: int,
         setting: _Setting | None = None,
+        num_coordinates: Tensor | int | None = None,
     ) -> Computed:
         run = self.run
 
@@ -328,7 +329,9 @@ class StepPipeline:
             if step is None:
                 run.stage((), torch.zeros(0), None, noise, measure=measure)
             else:
-                run.stage(ids, step.clipped_norm, step.additions, noise, measure=measure)
+                run.stage(
+                    ids, step.clipped_norm, step.additions, noise, measure=measure, num_coordinates=num_coordinates
+                )
             self.observer.forget_finished()
 
         sums = step.sums if step is not None and step.sums else None
@@ -405,7 +408,7 @@ class StepPipeline:
             self.checks.check_losses(forward, targets, loss, values.losses, now=alone)
 
         checks = [check_finite, check_batch, check_even, check_losses, *confirmations]
-        return self._staging(values, checks, ids, noise, measure, 1, setting)
+        return self._staging(values, checks, ids, noise, measure, 1, setting, examples.own_coordinates)
 
     def _may_draw(self) -> bool:
         """Whether a forward pass may draw random numbers; not where one drew none with the modules as they are."""
@@ -433,13 +436,12 @@ class StepPipeline:
             self.replica.live(*forward.args, **forward.kwargs)
 
 
-def check_coordinates(num_coordinates: int, ledger: Ledger) -> None:
-    """Raise unless a batch has as many private coordinates as the ledger."""
-    if num_coordinates != ledger.num_coordinates:
-        raise ValueError(
-            f"this batch has {num_coordinates} private coordinates per example, earlier ones "
-            f"{ledger.num_coordinates}; pad inputs to one length so that the sums compare"
-        )
+def _own(parts: Sequence[Examples]) -> Tensor | int:
+    """How many private coordinates are an example's own, of several passes, [examples], or one number for all."""
+    if len(parts) == 1:
+        return parts[0].own_coordinates
+    by_part = [torch.as_tensor(part.own_coordinates, device=part.z.device).expand(len(part)) for part in parts]
+    return torch.cat(by_part)
 
 
 def _num_rows(forward: ForwardPass) -> int:

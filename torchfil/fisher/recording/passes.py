@@ -21,7 +21,6 @@ from torch.func import vmap
 from torchfil.fisher.gradients import (
     ExampleGradients,
     LossFunction,
-    added_to_output,
     call_with,
     has_active_dropout,
 )
@@ -36,6 +35,7 @@ from torchfil.fisher.rules.generic import GenericRule
 from torchfil.fisher.rules.parameters import ParameterRule, ReparametrisedRule
 from torchfil.fisher.rules.substitutes import FastOnCPU, with_substitutes
 from torchfil.fisher.rules.telling import listening, tells_uses
+from torchfil.private import added_to_outputs
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = [
@@ -269,7 +269,7 @@ def _forward(gradients: ExampleGradients, z: Tensor, once: bool) -> RecordedForw
 def _run(gradients: ExampleGradients, z: Tensor, uses: Uses) -> tuple[Any, WatchedParameters]:
     """The model's outputs, with the uses of its layers noted, and what became of its other parameters."""
     examples, model = gradients.examples, gradients.model
-    args, kwargs, _, offset = examples.restore(z, examples.public)
+    args, kwargs, _, offsets = examples.restore(z, examples.public)
     names = {module: name for name, module in model.named_modules()}
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -299,7 +299,7 @@ def _run(gradients: ExampleGradients, z: Tensor, uses: Uses) -> tuple[Any, Watch
         for module in recorded:  # before the user's hooks, which may change an output
             handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
             stack.callback(handle.remove)
-        stack.enter_context(added_to_output(model, examples.submodule, offset))
+        stack.enter_context(added_to_outputs(model, offsets))
         stack.enter_context(with_substitutes(model, but=unrecorded))
         stack.enter_context(listening(listener))
         if z.device.type == "cpu":

@@ -20,6 +20,7 @@ def render(report: Report) -> Markup | None:
         ("Parameters", report.about("model", "num_parameters")),
         ("Examples", report.summary.examples),
         ("Private inputs of an example", report.about(dataset, "num_coordinates")),
+        ("Private inputs of the longest example", report.about(dataset, "most_coordinates")),
         ("Shape of an input", " × ".join(map(str, shape)) if isinstance(shape, list | tuple) else None),
         ("Unit of inputs", report.about("unit_of_inputs")),
         ("Noise multiplier σ", report.about(mechanism, "noise_multiplier")),

@@ -1,0 +1,31 @@
+"""What is private about an example: its inputs, some of their coordinates, its target, an embedding.
+
+A batch is handed over as a model takes it: one tensor, a tuple of positional inputs, or a dict of keyword
+inputs, each tensor with the examples along its first dimension. :class:`Private` says which coordinates
+an attacker wants; :class:`Examples` lays them out as one vector z of length d per example and puts them
+back, so that everything downstream is a function of z.
+"""
+
+from torchfil.private.batches import Inputs, as_call, as_given, check_finite, check_finite_later, num_examples
+from torchfil.private.choice import Coordinates, Private, superpixel
+from torchfil.private.embeddings import embeddings_to_protect, has_floating_inputs
+from torchfil.private.examples import Examples
+from torchfil.private.submodules import Output, added_to_outputs, outputs_of_one_example
+
+__all__ = [
+    "Coordinates",
+    "Examples",
+    "Inputs",
+    "Output",
+    "Private",
+    "added_to_outputs",
+    "as_call",
+    "as_given",
+    "check_finite",
+    "check_finite_later",
+    "embeddings_to_protect",
+    "has_floating_inputs",
+    "num_examples",
+    "outputs_of_one_example",
+    "superpixel",
+]

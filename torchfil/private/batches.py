@@ -1,0 +1,161 @@
+"""A batch as a model takes it: its inputs by name, its size, its values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchfil.utils.deferred import read_later
+from torchfil.utils.trees import tensors_of
+
+__all__ = [
+    "Input",
+    "Inputs",
+    "Key",
+    "as_call",
+    "as_given",
+    "check_finite",
+    "check_finite_later",
+    "named_inputs",
+    "num_examples",
+    "with_value_at",
+]
+
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+Key = int | str
+Path = tuple[Any, ...]
+
+
+def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments with which a model takes these inputs."""
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, Sequence) and not isinstance(inputs, str):
+        return tuple(inputs), {}
+    raise TypeError(
+        "inputs must be a tensor, a tuple of positional inputs or a dict of keyword inputs, "
+        f"got {type(inputs).__name__}"
+    )
+
+
+def as_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A call's inputs in the form in which a batch hands them over; by position and name where it has both.
+
+    Example:
+        >>> as_given((1,), {}), as_given((1, 2), {}), as_given((1,), {"mask": 2})
+        (1, (1, 2), {0: 1, 'mask': 2})
+    """
+    if not kwargs:
+        return args[0] if len(args) == 1 else args
+    return {**dict(enumerate(args)), **kwargs}
+
+
+class Input(NamedTuple):
+    """One input: where it lies in (args, kwargs), and what it is."""
+
+    path: Path
+    value: Any
+
+
+def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Key, Input]:
+    """All inputs by position or name; those inside dicts, lists and tuples by a name with dots.
+
+    Example:
+        >>> list(named_inputs((1, {"age": 2}), {"visit": {"dose": 3, "days": [4, 5]}}))
+        [0, '1.age', 'visit.dose', 'visit.days.0', 'visit.days.1']
+        >>> list(named_inputs(({"age": 2},), {}))  # a model that takes one dict
+        ['age']
+    """
+    named: dict[Key, Input] = {}
+
+    def visit(name: Key, path: Path, value: Any) -> None:
+        if isinstance(value, dict):
+            parts: Any = value.items()
+        elif type(value) in (tuple, list):
+            parts = enumerate(value)
+        else:
+            named[name] = Input(path, value)
+            return
+        whole = len(args) == 1 and not kwargs and len(path) == 2  # nothing else is given, so that it needs no name
+        for key, part in parts:
+            visit(str(key) if whole else f"{name}.{key}", (*path, key), part)
+
+    for place, value in enumerate(args):
+        visit(place, (0, place), value)
+    for key, value in kwargs.items():
+        visit(key, (1, key), value)
+    return named
+
+
+def with_value_at(tree: Any, path: Path, value: Any) -> Any:
+    """The same nested tuples, lists and dicts with another value at that place.
+
+    Example:
+        >>> with_value_at(((1, {"a": 2}), {}), (0, 1, "a"), 5)
+        ((1, {'a': 5}), {})
+    """
+    if not path:
+        return value
+    if isinstance(tree, dict):
+        return {**tree, path[0]: with_value_at(tree[path[0]], path[1:], value)}
+    parts = list(tree)
+    parts[path[0]] = with_value_at(parts[path[0]], path[1:], value)
+    return parts if isinstance(tree, list) else tuple(parts)
+
+
+def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
+    """The size of a batch, on which all its tensors must agree."""
+    leaves = tensors_of((args, kwargs))
+    if not leaves:
+        raise ValueError("inputs hold no tensor")
+    every = leaves + tensors_of(targets)
+    if any(leaf.ndim == 0 for leaf in every):
+        raise ValueError("a tensor without dimensions was given; the first dimension must run over examples")
+    sizes = {leaf.shape[0] for leaf in every}
+    if len(sizes) > 1:
+        raise ValueError(
+            "inputs and targets disagree on the number of examples: their shapes are "
+            f"{[tuple(leaf.shape) for leaf in every]}; the first dimension must run over examples"
+        )
+    return sizes.pop()
+
+
+def check_finite_later(args: Any, kwargs: Any, targets: Any) -> Callable[[], None]:
+    """Begin to look for NaN and infinity; the function that is returned raises where there are some.
+
+    On a GPU the look is taken while other work goes on.
+    """
+    floating = [leaf for leaf in tensors_of((args, kwargs, targets)) if leaf.is_floating_point()]
+    if not floating or any(leaf.device.type != "cuda" for leaf in floating):
+        check_finite(args, kwargs, targets)
+        return lambda: None
+    sums = [leaf.sum(dtype=torch.float64) for leaf in floating]
+    totals = read_later(torch.stack(sums) if len(sums) > 1 else sums[0])
+
+    def confirm() -> None:
+        if not all(map(math.isfinite, totals().flatten().tolist())):
+            check_finite(args, kwargs, targets)
+
+    return confirm
+
+
+def check_finite(args: Any, kwargs: Any, targets: Any) -> None:
+    """Raise where an input or a target is NaN or infinite, naming the rows."""
+    given = [(f"inputs[{i}]" if len(args) > 1 else "inputs", part) for i, part in enumerate(args)]
+    given += [(f"inputs[{key!r}]", part) for key, part in kwargs.items()]
+    for name, leaf in [(name, leaf) for name, part in (*given, ("targets", targets)) for leaf in tensors_of(part)]:
+        if leaf.is_floating_point():
+            wrong = ~torch.isfinite(leaf.reshape(leaf.shape[0], -1)).all(dim=1) if leaf.numel() else leaf[:0]
+            if bool(wrong.any()):
+                rows = wrong.nonzero().flatten().tolist()
+                shown = ", ".join(map(str, rows[:10])) + (", …" if len(rows) > 10 else "")
+                raise ValueError(
+                    f"{name} has NaN or infinite values in {len(rows)} of {leaf.shape[0]} rows: {shown}. "
+                    "Drop or impute these examples; their Fisher information is undefined."
+                )

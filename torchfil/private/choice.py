@@ -1,0 +1,182 @@
+"""Which coordinates of an example are private: what a user may say, and what holds where nothing is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from torchfil.private.batches import Input, Key
+from torchfil.private.padding import Lengths, is_mask
+
+__all__ = ["Coordinates", "Private", "flat_index", "floating_inputs", "nothing_private", "private_inputs", "superpixel"]
+
+Coordinates = Tensor | Sequence[int] | slice | int
+
+
+@dataclass(frozen=True)
+class Private:
+    """Which coordinates of an example are private.
+
+    Attributes:
+        inputs: Positions (tuple inputs) or names (dict inputs) of the private inputs; "visit.dose" is one inside a
+            dict. None: every floating-point input that is not a mask by its name, or no input at all where
+            ``submodule`` is given.
+        coordinates: The private coordinates of the private inputs (or of the submodules' outputs): a boolean
+            mask that broadcasts to the shape of one example, or column numbers or a slice along the last
+            dimension. A dict {input: coordinates} says it for each input. None: all of them.
+        target: Whether the target is private too; it must be floating-point (a regression's target, or
+            class probabilities).
+        submodule: The name, as in ``model.named_modules()``, of the submodule whose output is private, or several.
+            For integer inputs, name the embedding. The coordinates are then offsets from its output at
+            the present weights, and the integers themselves count as known to the attacker. One that is called
+            several times in a forward pass is private at each call ("table[0]", "table[1]", …).
+        lengths: Which positions are the example's own, where batches are padded: the name of an input with a mask
+            [batch, T] (not 0 at own positions) or lengths [batch], or a function from the inputs to either. A dict
+            {input or submodule: …} says it for each. Coordinates of padding count neither in d nor in tr I. None: an
+            input called ``attention_mask``, else tokens that are not the embedding's ``padding_idx`` (or the
+            configuration's ``pad_token_id``), else all positions.
+        max_length: The most positions that a private text has. Sums by coordinate (``track="diagonal"``, "plis", …)
+            need it where batches are padded to their own longest: all are laid out for so many positions.
+
+    Example:
+        >>> Private(coordinates=[0, 2])
+        Private(inputs=None, coordinates=[0, 2], target=False, submodule=None, lengths=None, max_length=None)
+    """
+
+    inputs: Key | Sequence[Key] | None = None
+    coordinates: Coordinates | Mapping[Key, Coordinates] | None = None
+    target: bool = False
+    submodule: str | Sequence[str] | None = None
+    lengths: Lengths | Mapping[Key, Lengths] | None = None
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(set(self.submodules)) < len(self.submodules):
+            raise ValueError(f"submodule={self.submodule} names one twice, whose coordinates would count twice")
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"max_length={self.max_length} must be at least 1: the most positions of a private text")
+
+    @property
+    def submodules(self) -> tuple[str, ...]:
+        """The names of the submodules whose outputs are private."""
+        if self.submodule is None:
+            return ()
+        return (self.submodule,) if isinstance(self.submodule, str) else tuple(self.submodule)
+
+    def lengths_of(self, *keys: Key) -> Lengths | None:
+        """What is said of the own positions of a private tensor that goes by these names."""
+        if not isinstance(self.lengths, Mapping):
+            return self.lengths
+        return next((self.lengths[key] for key in keys if key in self.lengths), None)
+
+
+def superpixel(segments: Tensor, label: int) -> Tensor:
+    """The mask of one superpixel: ``segments == label``, for a map of integer labels [..., H, W].
+
+    Example:
+        >>> superpixel(torch.tensor([[0, 1], [1, 2]]), 1)
+        tensor([[False,  True],
+                [ True, False]])
+    """
+    mask = segments == label
+    if not bool(mask.any()):
+        raise ValueError(f"label {label} does not occur in segments; it holds {segments.unique().tolist()}")
+    return mask
+
+
+def floating_inputs(named: Mapping[Key, Input], names: Mapping[Key, str]) -> list[Key]:
+    """The inputs that are private where nothing is said: floating-point ones, masks aside."""
+    return [
+        key
+        for key, given in named.items()
+        if isinstance(given.value, Tensor) and given.value.is_floating_point() and not is_mask(names.get(key, str(key)))
+    ]
+
+
+def private_inputs(named: Mapping[Key, Input], names: Mapping[Key, str], private: Private) -> list[Key]:
+    """The private inputs, checked.
+
+    Args:
+        named: All inputs.
+        names: What the model calls its positional inputs.
+        private: What the user says.
+    """
+    if private.inputs is None:
+        return [] if private.submodules else floating_inputs(named, names)
+    given = [private.inputs] if isinstance(private.inputs, int | str | Integral) else private.inputs
+    wanted: list[Key] = [int(key) if isinstance(key, Integral) else key for key in given]
+    if len(set(wanted)) < len(wanted):
+        raise ValueError(f"private inputs {wanted} name one input twice, whose coordinates would count twice")
+    for key in wanted:
+        if key not in named:
+            raise ValueError(f"private input {key!r} is not among the inputs {list(named)}")
+        leaf = named[key].value
+        if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+            what = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(
+                f"private input {key!r} has {what}; Fisher information needs floating-point values. For integer "
+                "tokens name the embedding: Private(submodule='…')"
+            )
+    return wanted
+
+
+def nothing_private(named: Mapping[Key, Input], embeddings: Sequence[str] = ()) -> str:
+    """The error where nothing is private, with the embeddings whose outputs could be."""
+    kinds = {key: str(given.value.dtype) for key, given in named.items() if isinstance(given.value, Tensor)}
+    floats = any("float" in kind for kind in kinds.values())
+    masks = " but masks, which are not private by themselves" if floats else ""
+    example = embeddings[0] if embeddings else "embedding"
+    known = f" The model's embeddings are {', '.join(map(repr, embeddings))}." if embeddings else ""
+    return (
+        f"nothing private to measure: no input is floating-point{masks} (inputs: {kinds}). Integer inputs have no "
+        f"derivative; name the submodule whose output is private, e.g. private=Private(submodule={example!r}).{known}"
+    )
+
+
+def flat_index(private: Private, keys: Sequence[Key], shape: torch.Size, device: torch.device) -> Tensor | None:
+    """The private coordinates of a tensor of that shape, as numbers in its flat form; None: all.
+
+    Args:
+        private: What the user says.
+        keys: The names that the tensor goes by, the one of its own first.
+        shape: Of one example.
+        device: Where the numbers are to lie.
+    """
+    chosen, key = private.coordinates, keys[0]
+    if isinstance(chosen, Mapping):
+        chosen = next((chosen[name] for name in keys if name in chosen), None)
+    if chosen is None:
+        return None
+
+    # Masks and columns both become a mask of one example, so that z has one order whatever was given.
+    mask = torch.zeros(shape, dtype=torch.bool)
+    if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
+        try:
+            mask = chosen.detach().cpu().expand(shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the mask of shape {tuple(chosen.shape)} does not broadcast to one example of input {key!r}, "
+                f"which has shape {tuple(shape)}"
+            ) from error
+    else:
+        if not shape:
+            raise ValueError(f"input {key!r} is one number per example; it has no columns to choose from")
+        columns = chosen.tolist() if hasattr(chosen, "tolist") else chosen
+        columns = [columns] if isinstance(columns, int) else columns
+        if not isinstance(columns, slice):
+            strange = [column for column in columns if int(column) != column or isinstance(column, bool)]
+            if strange:
+                raise TypeError(f"columns {strange} of input {key!r} are no column numbers; a mask is a boolean tensor")
+            wrong = [column for column in columns if not -shape[-1] <= column < shape[-1]]
+            if wrong:
+                raise ValueError(f"columns {wrong} are out of range for input {key!r} with {shape[-1]} columns")
+        mask[..., columns] = True
+
+    index = mask.reshape(-1).nonzero().flatten()
+    if index.numel() == 0:
+        raise ValueError(f"coordinates of input {key!r} choose nothing")
+    return index.to(device)

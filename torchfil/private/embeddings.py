@@ -1,0 +1,85 @@
+"""Which embeddings are private by themselves: those that take the integers of an example as they are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchfil.private.batches import Key, named_inputs
+from torchfil.private.choice import floating_inputs
+from torchfil.private.padding import is_mask, names_of_inputs
+from torchfil.private.submodules import inputs_by_storage, storage_of
+from torchfil.utils.trees import map_tensors
+
+__all__ = ["Embedded", "embeddings_called", "embeddings_to_protect", "has_floating_inputs"]
+
+_TOKENS = "input_ids"  # what Hugging Face calls a text
+_PLACES = ("token_type_ids", "segment_ids")  # which part of a text a token belongs to
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """An embedding that was called: its name, and the input whose integers it took (None: computed ones)."""
+
+    name: str
+    input: Key | None
+
+
+def has_floating_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an input is private by itself."""
+    return bool(floating_inputs(named_inputs(args, kwargs), names_of_inputs(model, len(args))))
+
+
+def embeddings_called(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Embedded]:
+    """The embeddings that a forward pass over the first example calls, with the inputs that they take.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(6, 1))
+        >>> embeddings_called(model, (torch.tensor([[1, 2, 3]]),), {})
+        [Embedded(name='0', input=0)]
+    """
+    args, kwargs = map_tensors(lambda leaf: leaf[:1].clone(), (args, dict(kwargs)))
+    given = inputs_by_storage(args, kwargs)
+    called: dict[Embedded, None] = {}
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+
+                def note(_module: nn.Module, inputs: tuple[Any, ...], _output: Any, name: str = name) -> None:
+                    source = given.get(storage_of(inputs[0] if inputs else None))
+                    called[Embedded(name, None if source is None else source.key)] = None
+
+                stack.callback(module.register_forward_hook(note).remove)
+        with torch.no_grad():
+            model(*args, **kwargs)
+    return list(called)
+
+
+def embeddings_to_protect(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the embeddings whose outputs are private where nothing is said; none where it is not clear.
+
+    * Those that take an input called ``input_ids``; where there is none, those that take any input as it is, but for
+      positions and segments: all categorical columns of a table, say.
+    * Where integers are changed before they are embedded, the only embedding that is called.
+    * Others that share the table of one of these, such as a decoder's.
+    """
+    called, names = embeddings_called(model, args, kwargs), names_of_inputs(model, len(args))
+
+    def name_of(each: Embedded) -> str:
+        return "" if each.input is None else names.get(each.input, str(each.input))
+
+    taking = [each for each in called if name_of(each) and not _is_place(name_of(each))]
+    texts = [each for each in taking if name_of(each).endswith(_TOKENS)]
+    chosen = {each.name for each in texts or taking or (called if len({each.name for each in called}) == 1 else ())}
+    tables = {id(model.get_submodule(name).weight) for name in chosen}
+    sharing = [each.name for each in called if id(model.get_submodule(each.name).weight) in tables]
+    return tuple(dict.fromkeys(sharing))
+
+
+def _is_place(name: str) -> bool:
+    return is_mask(name) or name.endswith(_PLACES)

@@ -1,0 +1,155 @@
+"""Which positions of an example are its own, and which are padding.
+
+A batch of texts is padded to its longest. What stands at padded positions is nobody's: these coordinates are taken
+out of the private ones, so that they add nothing to tr I and do not count in d. The attention mask alone would not do
+that: it hides a padded position from the others, but that position's own output may still enter a loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfil.private.batches import Input, Key, as_given, named_inputs
+from torchfil.utils.trees import map_tensors
+
+__all__ = ["Lengths", "OwnPositions", "is_mask", "names_of_inputs", "own_positions"]
+
+Lengths = Key | Callable[[Any], Tensor]
+
+_TOKENS = "input_ids"  # what Hugging Face calls a text
+_INVERTED = "key_padding_mask"  # what torch calls a mask that is true at padding
+
+
+@dataclass(frozen=True)
+class OwnPositions:
+    """Which positions of a private tensor are an example's own, from the batch's inputs.
+
+    Attributes:
+        source: The input that tells: a mask [batch, T] or lengths [batch], or tokens where ``padding`` is given; or a
+            function from the inputs (as a batch hands them over) to such.
+        padding: Tokens equal to it are padding.
+        inverted: Whether the mask is true at padding, as torch's ``key_padding_mask`` is.
+    """
+
+    source: Lengths
+    padding: int | None = None
+    inverted: bool = False
+
+    def __str__(self) -> str:
+        if callable(self.source):
+            return "positions beyond the lengths that a function tells" if self.padding is None else "padding tokens"
+        if self.padding is not None:
+            return f"positions where {_quoted(self.source)} is {self.padding}"
+        return f"positions masked by {_quoted(self.source)}"
+
+    def mask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, *, batched: bool) -> Tensor:
+        """True at own positions: [batch, T], or [T] of a single example; more dimensions where tokens have more.
+
+        Args:
+            args: Positional inputs.
+            kwargs: Keyword inputs.
+            length: T, of the private tensor in this batch.
+            batched: Whether the inputs are those of a batch, or of one example without a first dimension.
+        """
+        inputs = (args, dict(kwargs)) if batched else map_tensors(lambda leaf: leaf[None], (args, dict(kwargs)))
+        given = self.source(as_given(*inputs)) if callable(self.source) else named_inputs(*inputs)[self.source].value
+        if self.padding is not None:
+            own = given != self.padding
+        elif given.ndim == 1 or given.shape[1:] == (1,) != (length,):
+            own = torch.arange(length, device=given.device) < given.reshape(-1, 1)
+        else:
+            own = (given == 0) if self.inverted else (given != 0)
+        if own.ndim < 2 or own.shape[1] != length:
+            raise ValueError(
+                f"lengths={self.source!r} gives a mask of shape {tuple(own.shape)} for private values at {length} "
+                "positions; give [batch, positions], true or 1 where a position is the example's own, or lengths "
+                "[batch]"
+            )
+        return own if batched else own[0]
+
+
+def own_positions(
+    lengths: Lengths | None,
+    named: Mapping[Key, Input],
+    names: Mapping[Key, str],
+    shape: torch.Size,
+    tokens: Lengths | None = None,
+    padding: int | None = None,
+    mask_name: str = "attention_mask",
+) -> OwnPositions | None:
+    """Where the own positions of a private tensor are told; None: all positions are the example's own.
+
+    Told by ``lengths``; else by an input called ``attention_mask`` (or ``key_padding_mask``, which is inverted) whose
+    shape fits; else by tokens that are ``padding``.
+
+    Args:
+        lengths: What the user says.
+        named: The inputs.
+        names: What the model calls its positional inputs.
+        shape: Of the private tensor of one example, positions first.
+        tokens: The input that an embedding was called with, or a function from the inputs to its tokens.
+        padding: Its padding token.
+        mask_name: What a mask of its positions is called, unless tokens are ``left_input_ids``, say.
+    """
+    if lengths is not None:
+        if not callable(lengths) and lengths not in named:
+            raise ValueError(f"lengths={lengths!r} is not among the inputs {list(named)}")
+        return OwnPositions(lengths, inverted=not callable(lengths) and _is_inverted(_name(lengths, names)))
+    if not shape:
+        return None
+    text = "" if callable(tokens) else _name(tokens, names)
+    masks = {text.replace(_TOKENS, "attention_mask") if _TOKENS in text else mask_name}
+    masks |= {f"{text}_{_INVERTED}"} | (set() if text == "tgt" else {_INVERTED, f"src_{_INVERTED}"})
+    for key, given in named.items():
+        name, value = _name(key, names), given.value
+        fits = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1:] == shape[: value.ndim - 1]
+        if fits and name in masks:
+            return OwnPositions(key, inverted=_is_inverted(name))
+    if tokens is None or padding is None:
+        return None
+    return OwnPositions(tokens, padding)
+
+
+def is_mask(name: str) -> bool:
+    """Whether an input of that name says where something stands, not what; such are not private by themselves.
+
+    Example:
+        >>> [is_mask(name) for name in ("attention_mask", "position_ids", "pixel_values", "position")]
+        [True, True, False, False]
+    """
+    return "mask" in name.lower() or name.lower().endswith(("position_ids", "pos_ids"))
+
+
+def names_of_inputs(model: nn.Module | None, count: int) -> dict[Key, str]:
+    """What the model's ``forward`` calls its first positional inputs.
+
+    Example:
+        >>> names_of_inputs(nn.Linear(1, 1), 1)
+        {0: 'input'}
+    """
+    return dict(enumerate(_parameter_names(type(model).forward)[:count])) if model is not None and count else {}
+
+
+@lru_cache(maxsize=64)
+def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+
+
+def _name(key: Key | None, names: Mapping[Key, str]) -> str:
+    return "" if key is None else names.get(key, str(key))
+
+
+def _is_inverted(name: str) -> bool:
+    return name.endswith(_INVERTED)
+
+
+def _quoted(key: Any) -> str:
+    return repr(key) if isinstance(key, str) else f"input {key}"

@@ -1,0 +1,217 @@
+"""Private outputs of submodules: which there are, and how they are moved.
+
+An integer has no derivative, so that of tokens the output of their embedding is private. A pass over one example shows
+what a submodule gives at each of its calls; later passes add offsets to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchfil.private.batches import Key, named_inputs
+from torchfil.utils.trees import map_tensors
+
+__all__ = ["Given", "Output", "added_to_outputs", "inputs_by_storage", "outputs_of_one_example", "storage_of"]
+
+Offsets = Mapping[str, Sequence[Tensor]]  # by submodule, one for each of its calls
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one call of a submodule gives for one example.
+
+    Attributes:
+        submodule: Its name, as in ``model.named_modules()``.
+        key: The same, with the number of the call where there are several: ``"table[1]"``.
+        shape: Without the batch dimension where that comes first.
+        dtype: Of the output.
+        positions: Whether the first dimension of ``shape`` may run over positions in a text.
+        tokens: The input that an embedding was called with as it is, and that gives it one vector a position; for a
+            decoder that shifts the labels, a function from the inputs to its tokens.
+        padding: The token that stands for padding, where the embedding or the model's configuration names one.
+        mask_name: What a mask of its positions would be called.
+    """
+
+    submodule: str
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    positions: bool = True
+    tokens: Key | Callable[[Any], Tensor] | None = None
+    padding: int | None = None
+    mask_name: str = "attention_mask"
+
+
+def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) -> tuple[Output, ...]:
+    """What these submodules give in a forward pass over the first example, call by call.
+
+    Args:
+        model: Is called as it is.
+        names: Of the submodules.
+        public: Positional inputs, keyword inputs and targets of a batch.
+
+    Raises:
+        ValueError: There is no such submodule, or it is not called.
+        TypeError: It gives no floating-point tensor.
+    """
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in modules or name == "":
+            raise ValueError(
+                f"submodule={name!r} is not a submodule of {type(model).__name__}; it has "
+                f"{', '.join(key for key in modules if key)}"
+            )
+    args, kwargs, _ = map_tensors(lambda leaf: leaf[:1].clone(), public)
+    given = inputs_by_storage(args, kwargs)
+    calls: dict[str, list[tuple[Any, Any]]] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda _module, inputs, output: calls.setdefault(name, []).append(
+            (inputs[0] if inputs else None, output)
+        )
+
+    sharing = {name: _sharing(modules, name) for name in names}
+    with contextlib.ExitStack() as stack:
+        for name in {name for others in sharing.values() for name in others}:
+            stack.callback(modules[name].register_forward_hook(note(name)).remove)
+        with torch.no_grad():
+            model(*args, **kwargs)
+
+    # A table may be used under another name than the one that was given, as T5's "shared" is.
+    outputs: list[Output] = []
+    for name in names:
+        called = [name] if name in calls else [other for other in sharing[name] if other in calls]
+        if not called:
+            raise called_otherwise(name, 0)
+        for other in called:
+            outputs += _of_calls(model, other, modules[other], calls[other], given)
+    return tuple(dict.fromkeys(outputs))
+
+
+def _sharing(modules: Mapping[str, nn.Module], name: str) -> list[str]:
+    """The name itself and, of an embedding, those of others with the same table."""
+    module = modules[name]
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return [name]
+    return [
+        other
+        for other, each in modules.items()
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and (each is module or each.weight is module.weight)
+    ]
+
+
+def _of_calls(
+    model: nn.Module, name: str, module: nn.Module, calls: Sequence[tuple[Any, Any]], given: dict[int, Given]
+) -> list[Output]:
+    """The outputs of all calls of one submodule, from what it took and gave."""
+    outputs: list[Output] = []
+    for call, (taken, output) in enumerate(calls):
+        if not (isinstance(output, Tensor) and output.is_floating_point()):
+            raise TypeError(f"the output of submodule {name!r} is not a floating-point tensor: {type(output).__name__}")
+        key = name if len(calls) == 1 else f"{name}[{call}]"
+        outputs.append(_output(model, name, key, module, taken, output, given))
+    return outputs
+
+
+def _output(
+    model: nn.Module, name: str, key: str, module: nn.Module, taken: Any, output: Tensor, given: dict[int, Given]
+) -> Output:
+    """One call's output, with where its tokens come from."""
+    shape = output.shape[1:] if output.shape[0] <= 1 else output.shape
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return Output(name, key, shape, output.dtype, positions=len(shape) >= 2)
+    by_position = isinstance(taken, Tensor) and taken.ndim >= 2 and output.shape == (*taken.shape, output.shape[-1])
+    source = given.get(storage_of(taken)) if by_position else None
+    tokens: Any = source.key if source is not None and source.size == taken.numel() else None
+    padding = module.padding_idx
+    if padding is None:
+        padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    padding = padding if isinstance(padding, int) else None
+
+    # A decoder may make its tokens from the labels; the mask of the encoder's text says nothing of them.
+    if tokens is not None or "decoder" not in name:
+        return Output(name, key, shape, output.dtype, by_position, tokens, padding)
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if callable(shift) and any(source.key == "labels" for source in given.values()):
+        tokens = lambda inputs: shift(inputs["labels"])  # noqa: E731
+    return Output(name, key, shape, output.dtype, by_position, tokens, padding, "decoder_attention_mask")
+
+
+@contextlib.contextmanager
+def added_to_outputs(model: nn.Module, offsets: Offsets) -> Iterator[None]:
+    """Inside, during one forward pass, the offsets are added to what the submodules give, call by call.
+
+    Raises:
+        ValueError: A submodule is called more or less often than there are offsets, or gives another shape.
+    """
+    calls = dict.fromkeys(offsets, 0)
+
+    def add_to(name: str) -> Callable[..., Tensor]:
+        def add(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            calls[name] += 1
+            if calls[name] > len(offsets[name]):
+                raise called_otherwise(name, calls[name], len(offsets[name]))
+            return output + _fitting(name, offsets[name][calls[name] - 1], output).to(output.dtype)
+
+        return add
+
+    with contextlib.ExitStack() as stack:
+        for name in offsets:
+            stack.callback(model.get_submodule(name).register_forward_hook(add_to(name)).remove)
+        yield
+    for name, times in calls.items():
+        if times < len(offsets[name]):
+            raise called_otherwise(name, times, len(offsets[name]))
+
+
+def _fitting(name: str, offset: Tensor, output: Tensor) -> Tensor:
+    """The offset in the output's shape: as it is, or with the batch not in front."""
+    if output.shape[output.ndim - offset.ndim :] == offset.shape:
+        return offset
+    if offset.ndim == output.ndim + 1:
+        folded = offset.flatten(0, 1)  # several rows an example, such as the choices of a question
+        behind = offset.transpose(0, 2).squeeze(0)  # positions first: [batch, T, 1, …] for [T, batch, …]
+        for other in (folded, behind):
+            if other.shape == output.shape:
+                return other
+    raise ValueError(
+        f"submodule {name!r} gave an output of shape {tuple(output.shape)} where {tuple(offset.shape)} "
+        "was expected from inputs of the same shape; what is private must not change from example to example"
+    )
+
+
+def called_otherwise(name: str, times: int, expected: int | None = None) -> ValueError:
+    """The error for a submodule that is not called as often as in a pass over one example, or not at all."""
+    if expected is None:
+        return ValueError(
+            f"submodule {name!r} is not called in a forward pass over these inputs, so that it has no output that "
+            "could be private; name one that is"
+        )
+    return ValueError(
+        f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in that of another "
+        "example of the same shape; its outputs can be private only where their number does not depend on the values"
+    )
+
+
+class Given(NamedTuple):
+    """An input and how many numbers it holds."""
+
+    key: Key
+    size: int
+
+
+def inputs_by_storage(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Given]:
+    """Inputs by where they lie in memory: a view of one is still that input."""
+    named = {key: given.value for key, given in named_inputs(args, kwargs).items() if isinstance(given.value, Tensor)}
+    return {storage_of(value): Given(key, value.numel()) for key, value in named.items()}
+
+
+def storage_of(value: Any) -> int:
+    """Where a tensor's numbers lie; 0 for anything else."""
+    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0
