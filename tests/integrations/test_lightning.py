@@ -183,7 +183,6 @@ def test_a_checkpoint_without_accounting_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
         ({"precision": "bf16-mixed"}, "precision='bf16-mixed'"),
         ({"strategy": "ddp", "devices": 1}, "distributed training"),
         ({"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
@@ -200,6 +199,70 @@ def test_what_cannot_be_accounted_for_is_refused(settings: dict[str, Any], messa
     assert all(torch.equal(before[name], value) for name, value in fitted.state_dict().items())
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def test_accumulation_draws_one_large_batch(tmp_path: Path) -> None:
+    """k batches of B in one step are one Poisson batch of mean size kB: σ, q and ledger of a batch size of kB."""
+    callback, fitted = FILCallback(**options()), module()
+    fit = trainer(callback, tmp_path, accumulate_grad_batches=2)
+    fit.fit(fitted, loader(batch_size=2))
+    assert fit.global_step == 20
+    assert fit.accumulate_grad_batches == 2
+    assert_same_run(callback.engine, fitted, *plain_loop())
+
+
+def test_what_is_set_on_the_module_counts(tmp_path: Path) -> None:
+    """An attribute that a schedule changes, and the trainer's own number of passes."""
+
+    class Cooling(Classifier):
+        temperature = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.network(x) / self.temperature
+
+        def on_train_epoch_start(self) -> None:
+            self.temperature = 1.0 + self.current_epoch
+
+    def by_hand() -> tuple[FILPrivacyEngine, nn.Module]:
+        class Cool(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.network, self.temperature = module().network, 1.0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.network(x) / self.temperature
+
+        network, engine, batches = Cool(), FILPrivacyEngine(), loader()
+        optimizer: Any = torch.optim.SGD(network.parameters(), lr=LR)
+        torch.empty((), dtype=torch.int64).random_(generator=batches.generator)
+        model, optimizer, private = engine.make_private(network, optimizer, batches, **options())
+        for epoch in range(2):
+            network.temperature = 1.0 + epoch
+            for x, y in private:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.5
+        return engine, network
+
+    callback, fitted = FILCallback(**options()), module(Cooling)
+    trainer(callback, tmp_path).fit(fitted, loader())
+    assert_same_run(callback.engine, fitted, *by_hand())
+
+
+def test_validation_changes_nothing(tmp_path: Path) -> None:
+    callback, fitted = FILCallback(**options()), module()
+    trainer(callback, tmp_path, val_check_interval=2).fit(fitted, loader(), loader(batch_size=10))
+    assert_same_run(callback.engine, fitted, *plain_loop())
+
+
+def test_no_gradients_of_single_examples_are_formed(tmp_path: Path) -> None:
+    class Looking(Classifier):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            assert not any(part._forward_hooks or part._backward_hooks for part in self.modules())
+            assert all(getattr(p, "grad_sample", None) is None for p in self.parameters())
+
+    trainer(FILCallback(**options()), tmp_path, max_epochs=1).fit(module(Looking), loader())
 
 
 def test_scheduled_accumulation_is_refused_too(tmp_path: Path) -> None:
@@ -219,9 +282,10 @@ def test_a_module_without_forward_is_named(tmp_path: Path) -> None:
         trainer(FILCallback(**options()), tmp_path).fit(module(CallsASubmodule), loader(ByName))
 
 
-def test_wrap_model_cannot_be_chosen() -> None:
-    with pytest.raises(TypeError, match="wrap_model"):
-        FILCallback(wrap_model=True)
+@pytest.mark.parametrize("option", [{"wrap_model": True}, {"grad_sample_mode": "hooks"}])
+def test_the_mode_cannot_be_chosen(option: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=next(iter(option))):
+        FILCallback(**option)
 
 
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,15 +5,15 @@ Needs ``lightning`` (or ``pytorch-lightning``): ``pip install 'torchfil[lightnin
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
 from torchfil.engine import FILPrivacyEngine
+from torchfil.integrations.redirected import Redirected
 from torchfil.integrations.table import write_table
 
 try:
@@ -64,14 +64,19 @@ class FILCallback(pl.Callback):
         delta: float | None = None,
         **options: Any,
     ) -> None:
-        if "wrap_model" in options:
-            raise TypeError("wrap_model is chosen by FILCallback: Lightning needs its own module, so it is not wrapped")
+        for name in {"wrap_model", "grad_sample_mode"} & options.keys():
+            raise TypeError(
+                f"{name} is chosen by FILCallback: Lightning needs its own module, so it is not wrapped; its calls in "
+                "training are led through the engine (grad_sample_mode='auto')"
+            )
         self.engine = engine if engine is not None else FILPrivacyEngine()
         self.module = module
         self.path = path
         self.delta = delta
         self.options = options
         self._started = False
+        self._redirected: Redirected | None = None
+        self._accumulated = 1
         self._restored: Mapping[str, Any] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -85,21 +90,19 @@ class FILCallback(pl.Callback):
             )
 
         trainer.fit_loop.setup_data()
-        loader = _only_loader(trainer)
+        loader = self._accumulated_loader(trainer, _only_loader(trainer))
         (optimizer,) = trainer.strategy.optimizers
+        redirected = Redirected(module, own=vars(pl.LightningModule()))
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.options else "make_private"
-        with _detached_from_trainer(pl_module):
-            _, optimizer, loader = getattr(self.engine, prepare)(
-                module, optimizer, loader, wrap_model=False, **self.options
-            )
-        self._started = True
+        private, optimizer, loader = getattr(self.engine, prepare)(redirected.twin, optimizer, loader, **self.options)
+        self._started, self._redirected = True, redirected
+        redirected.to(private)
         if self._restored:
             self.engine.load_state_dict(self._restored)
 
-        # the loop has built its iterator on the plain loader already; it starts anew on the private one
+        # The loop has built its iterator on the plain loader already; it starts anew on the private one.
         trainer.strategy.optimizers = [optimizer]
-        trainer.fit_loop._combined_loader.flattened = [loader]
-        iter(trainer.fit_loop._data_fetcher)
+        _set_loader(trainer, loader)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Refuse gradient accumulation that another callback has switched on."""
@@ -117,8 +120,10 @@ class FILCallback(pl.Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the hooks off the model."""
-        if stage == "fit" and self._started:
+        if stage == "fit" and self._redirected is not None:
             self.engine.detach()
+            self._redirected.undo()
+            trainer.accumulate_grad_batches = self._accumulated
 
     def state_dict(self) -> dict[str, Any]:
         """The accounting, for the trainer's checkpoints."""
@@ -127,6 +132,36 @@ class FILCallback(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep a checkpoint's accounting until the fit starts."""
         self._restored = state_dict
+
+    def _accumulated_loader(self, trainer: Any, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """The loader of batches as large as those that the fit accumulates; each is then a step of its own.
+
+        Poisson batches cannot be accumulated: several draws under one noise would be another mechanism.
+        """
+        self._accumulated = trainer.accumulate_grad_batches
+        if self._accumulated == 1:
+            return loader
+        if loader.batch_size is None:
+            raise ValueError(
+                f"accumulate_grad_batches={self._accumulated} with a batch_sampler of your own: let it draw batches of "
+                "the accumulated size, and leave accumulate_grad_batches out"
+            )
+        trainer.accumulate_grad_batches = 1
+        return DataLoader(
+            loader.dataset,
+            batch_size=self._accumulated * loader.batch_size,
+            sampler=loader.sampler,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            drop_last=loader.drop_last,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
 
     def _private_module(self, pl_module: Any) -> nn.Module:
         if self.module is not None:
@@ -139,15 +174,12 @@ class FILCallback(pl.Callback):
         return pl_module
 
 
-@contextlib.contextmanager
-def _detached_from_trainer(pl_module: Any) -> Iterator[None]:
-    """Inside, a deep copy of the module does not copy the trainer with its data."""
-    trainer = pl_module.trainer
-    pl_module.trainer = None
-    try:
-        yield
-    finally:
-        pl_module.trainer = trainer
+def _set_loader(trainer: Any, loader: DataLoader[Any]) -> None:
+    """Let the fit read this loader, and no other."""
+    fit = trainer.fit_loop
+    fit._data_source = type(fit._data_source)(loader, "train_dataloader")
+    fit._combined_loader = None
+    fit.setup_data()
 
 
 def _only_loader(trainer: Any) -> DataLoader[Any]:
@@ -174,9 +206,8 @@ def _check_trainer(trainer: Any) -> None:
             f"precision={trainer.precision!r} cannot be accounted for: the gradients that are released would be "
             "rounded or scaled, those that are differentiated not. Pass Trainer(precision='32-true')."
         )
-    _check_accumulation(trainer)
 
-    # what the trainer would do to gradients, loaders and optimizers behind the engine's back
+    # What the trainer would do to gradients, loaders and optimizers behind the engine's back
     if trainer.gradient_clip_val:
         raise ValueError(
             f"gradient_clip_val={trainer.gradient_clip_val} would clip a gradient that is then replaced by the private "
@@ -197,7 +228,7 @@ def _check_trainer(trainer: Any) -> None:
 def _check_accumulation(trainer: Any) -> None:
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} cannot be accounted for: with Poisson sampling "
-            "every batch is a step of its own. Raise the loader's batch_size instead; the accounting cuts a batch into "
-            "pieces that fit max_memory."
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} was set while the fit runs "
+            "(GradientAccumulationScheduler?): with Poisson sampling the size of batches is fixed when it starts. Pass "
+            "Trainer(accumulate_grad_batches=…), or raise the loader's batch_size."
         )
