@@ -8,22 +8,33 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchfil.engine.loader import BatchTracker, split_batch
-from torchfil.engine.losses import IdentifiedLoss, check_equal_weights, check_loss, identify_loss
+from torchfil.engine.losses import (
+    IdentifiedLoss,
+    LossMismatchError,
+    ModelLoss,
+    averages_over_tokens,
+    check_equal_weights,
+    check_loss,
+    identify_loss,
+)
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step.forwards import ForwardPass
+from torchfil.engine.step.loss_inside import NO_TARGETS
+from torchfil.engine.token_means import WEIGHTED_BY_TOKENS, uneven
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.recording import losses_of
 from torchfil.private import as_call
 from torchfil.smoothness import non_smooth_operators
 from torchfil.utils.deferred import read_later
-from torchfil.utils.trees import map_tensors, tensors_of
+from torchfil.utils.trees import flattened, map_tensors, tensors_of
 
 __all__ = ["StepChecks", "check_copy"]
 
@@ -41,6 +52,12 @@ _DIVERGED = (
     "a smaller learning rate, or look for an overflow in the model. {}"
 )
 _NOT_TAKEN = "This step was not taken."
+_NOTHING_LEARNED = (
+    "ALL GRADIENTS OF A STEP ARE EXACTLY ZERO: the model learns nothing from this batch, its examples have the Fisher "
+    "information 0 and bounds on an attacker's error are infinite, which says nothing of a model that is trained. Look "
+    "at the loss (cross-entropy of a single output is always 0; a regression needs a squared error), for labels that "
+    "are all ignored (-100), and for a frozen or detached part before the output."
+)
 _COPY_DIFFERS = (
     "the engine's copy of the model gives {}: a forward hook, or an attribute of a module that is no plain number, "
     "flag or text, changes the output, and the copy does not have it. Move it into a module's forward(). This step "
@@ -75,10 +92,16 @@ class StepChecks:
         self.tracker = tracker
         self.last_norms_were_finite: Callable[[], None] = nothing
         self._until_look = 0
+        self._looks = 0
         self._opaque_changes = 0
+        self._told: set[str] = set()  # how warnings that are given once begin
 
     def targets(self, forward: ForwardPass) -> Any:
-        """The targets of the batch that was current, on the model's device."""
+        """The targets of the call, or of the batch that was current, on the model's device."""
+        if forward.ended_at_loss:  # the model has them among its inputs
+            return None
+        if forward.targets is not NO_TARGETS:
+            return self.moved(forward.targets)
         return self.moved(split_batch(forward.batch, self.options.batch_to_inputs)[1])
 
     def moved(self, tree: Any) -> Any:
@@ -88,14 +111,23 @@ class StepChecks:
     def observed(self, forward: ForwardPass) -> Any:
         """∂ℓ_i/∂output_i as the training loop has it, in the outputs' structure."""
         factor = len(forward.ids or ()) if self.options.loss_reduction == "mean" else 1
-        return map_tensors(lambda gradient: gradient * factor, forward.output_gradients)
+        return map_tensors(lambda gradient: gradient * factor if gradient.ndim else gradient, forward.output_gradients)
 
     def identified_loss(self, forward: ForwardPass) -> IdentifiedLoss:
         """The loss whose gradient came back to the model's output."""
         _check_finite_outputs(forward)
+        if forward.ended_at_loss:
+            return self.own_loss(forward)
         return identify_loss(
             forward.outputs, self.targets(forward), self.observed(forward), self.options.loss_reduction
         )
+
+    def own_loss(self, forward: ForwardPass) -> IdentifiedLoss:
+        """The loss that the model gives, on each example alone."""
+        leaves = flattened(forward.outputs)[0]
+        place = next(k for k in forward.arrived if leaves[k].ndim == 0)
+        number = sum(isinstance(leaf, Tensor) and leaf.ndim == 0 for leaf in leaves[:place])
+        return IdentifiedLoss("the model's own loss on each example alone", ModelLoss(number))
 
     def check_loss(self, forward: ForwardPass, loss: IdentifiedLoss) -> None:
         """Raise unless the gradient that came back to the model's output is that of the loss."""
@@ -107,9 +139,12 @@ class StepChecks:
     ) -> Callable[[], None]:
         """Begin to compare the gradients at the outputs with the loop's; what is returned raises where they differ."""
         observed = tensors_of(self.observed(forward))
+        weights = loss.weights(self.targets(forward))
         pairs = [(a, b) for a, b in zip(ours, observed, strict=True) if b.is_floating_point() and b.numel()]
         if not pairs:
             return nothing
+        if weights is not None:
+            pairs = [(a * weights.to(a.dtype).reshape(-1, *[1] * (a.ndim - 1)), b) for a, b in pairs]
         tolerance = _TOLERANCE.get(pairs[0][1].dtype, 0.1)
         compared = _begin_comparison(pairs)
 
@@ -132,6 +167,8 @@ class StepChecks:
 
     def begin_loss_check(self, forward: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Callable[[], None]:
         """Begin to compare ℓ of each example alone, [batch], with its loss at the outputs of the loop's batch."""
+        if loss.is_models_own:
+            return self._begin_own_loss_check(forward, loss, ours)
         with torch.no_grad():
             theirs = losses_of(loss, forward.outputs, self.targets(forward))
         tolerance = _TOLERANCE.get(theirs.dtype, 0.1)
@@ -147,6 +184,54 @@ class StepChecks:
 
         return confirm
 
+    def _begin_own_loss_check(self, forward: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Callable[[], None]:
+        """Begin to compare the mean of ℓ of each example alone, [batch], with the model's loss on the batch."""
+        whole = loss(forward.outputs, None)
+        alone = ours.mean() if self.options.loss_reduction == "mean" else ours.sum()
+        compared = _begin_comparison([(alone.to(whole), whole)])
+
+        def confirm() -> None:
+            ((apart, size),) = compared()
+            if not math.isfinite(apart):
+                raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
+            if apart > _TOLERANCE.get(whole.dtype, 0.1) * size:
+                self._warn_once(
+                    f"the model's own loss on this batch differs by {apart:.3g} from the mean over its examples alone: "
+                    "the model weights examples by others of the batch, or mixes them. What is trained and accounted "
+                    "for is the model's loss on each example alone, every example with the same weight."
+                )
+
+        return confirm
+
+    def begin_weight_look(self, loss: IdentifiedLoss, targets: Any, *, by_opacus: bool) -> Callable[[], None]:
+        """Begin to look whether a mean over a batch's tokens weights examples by others, which is told once.
+
+        Gradients that Opacus has formed have that weight, so that they are refused.
+        """
+        weights = loss.weights(targets)
+        if weights is None or (not by_opacus and _beginning(WEIGHTED_BY_TOKENS) in self._told):
+            return nothing
+        some_weigh_more = read_later(uneven(weights))
+
+        def confirm() -> None:
+            if not bool(some_weigh_more()):
+                return
+            if by_opacus:
+                raise LossMismatchError(
+                    "some examples of this batch have more targets that count (not -100) than others, and the "
+                    "gradients that Opacus's hooks have formed of a mean over all of them depend on other examples. "
+                    "Use grad_sample_mode='auto', where each example's loss is the mean over its own targets, or a loss "
+                    "with reduction='sum' and loss_reduction='sum'. This step was not taken."
+                )
+            self._warn_once(WEIGHTED_BY_TOKENS)
+
+        return confirm
+
+    def _warn_once(self, text: str) -> None:
+        if _beginning(text) not in self._told:
+            self._told.add(_beginning(text))
+            warnings.warn(text, stacklevel=2)
+
     def begin_norm_check(self, measured: Tensor, released: Tensor) -> Callable[[], None]:
         """Begin to compare ‖g‖ with the norms of the gradients that Opacus has formed, [batch] each."""
         tolerance = _TOLERANCE.get(released.dtype, 0.1)
@@ -156,6 +241,8 @@ class StepChecks:
             ((distance, largest),) = compared()
             if not (math.isfinite(distance) and math.isfinite(largest)):
                 raise RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
+            if largest == 0:
+                self._warn_once(_NOTHING_LEARNED)
             if distance > tolerance * largest:
                 raise RuntimeError(
                     "the per-example gradients that Opacus has formed differ from those of the engine's loss (norms by "
@@ -175,9 +262,12 @@ class StepChecks:
         total = read_later(norms.sum())
 
         def confirm(consequence: str) -> None:
-            if not math.isfinite(float(total())):
+            size = float(total())
+            if not math.isfinite(size):
                 diverged = losses is not None and not bool(losses.isfinite().all())
                 raise RuntimeError((_DIVERGED if diverged else _NOT_FINITE).format(consequence))
+            if size == 0:
+                self._warn_once(_NOTHING_LEARNED)
 
         if norms.device.type != "cuda":
             return lambda: confirm(_NOT_TAKEN)
@@ -209,6 +299,9 @@ class StepChecks:
         few = range(min(len(ours), _EXAMPLES_TO_LOOK_AT))
         with torch.no_grad(), buffers_kept(self.replica.live), replayed_masks(forward.masks):
             outputs = self.replica.live(*forward.args, **forward.kwargs)
+        if loss.is_models_own:
+            self._begin_own_loss_check(replace(forward, outputs=outputs), loss, ours)()
+            return
         with torch.no_grad():
             live = torch.stack([loss(*_one_example((outputs, targets), i)).reshape(()) for i in few])
         if not bool(live.isfinite().all()):
@@ -223,8 +316,12 @@ class StepChecks:
                     f"{_COPY_DIFFERS.format(f'some that differ by up to {apart:.3g}')}"
                 )
             )
-        check_equal_weights(loss, outputs, targets, ours)
-        self._until_look = _STEPS_BETWEEN_LOOKS
+        if check_equal_weights(loss, outputs, targets) or (
+            self._looks == 0 and averages_over_tokens(loss, outputs, targets)
+        ):
+            self._warn_once(WEIGHTED_BY_TOKENS)
+        self._looks += 1
+        self._until_look = min(2**self._looks, _STEPS_BETWEEN_LOOKS)  # most of what differs shows early
 
     def begin_batch_check(self, inputs: Any, targets: Any) -> Callable[[], None]:
         """Begin to look whether a step is given a batch read before the last; what is returned raises if so.
@@ -282,6 +379,11 @@ class StepChecks:
                 f"inputs, {sorted(kwargs)} by name), the loop with {len(forward.args)} and {sorted(forward.kwargs)}; "
                 "pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
             )
+
+
+def _beginning(text: str) -> str:
+    """The part of a warning that is the same each time."""
+    return text[:20]
 
 
 def _alone_differs(apart: float, size: float) -> RuntimeError:

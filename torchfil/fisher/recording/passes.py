@@ -34,7 +34,7 @@ from torchfil.fisher.rules.call import Call, UnsupportedCallError
 from torchfil.fisher.rules.generic import GenericRule
 from torchfil.fisher.rules.parameters import ParameterRule
 from torchfil.fisher.rules.substitutes import FastOnCPU, with_substitutes
-from torchfil.utils.trees import map_tensors, tensors_of
+from torchfil.utils.trees import flattened, map_tensors, tensors_of
 
 __all__ = ["RecordedForward", "Recording", "UnsupportedCallError", "forward_pass", "holders", "record", "targets_at"]
 
@@ -304,23 +304,24 @@ def _holders_of(model: nn.Module, names: list[str] | set[str]) -> list[nn.Module
 
 
 def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
-    """ℓ of every example, [batch]."""
+    """ℓ of every example, [batch]; a tensor without dimensions is the same for all of them."""
+    if getattr(loss_fn, "is_models_own", False):
+        raise UnsupportedCallError("the model computes its loss itself, as one number for a whole batch")
+    leaves, structure = flattened((outputs, targets))
+    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim]
 
-    def one(output: Any, target: Any) -> Tensor:
-        single = map_tensors(lambda tensor: tensor.unsqueeze(0), (output, target))
-        return loss_fn(*single).reshape(())
+    def one(*rows: Tensor) -> Tensor:
+        merged = list(leaves)
+        for k, row in zip(places, rows, strict=True):
+            merged[k] = row.unsqueeze(0)
+        return loss_fn(*pytree.tree_unflatten(merged, structure)).reshape(())
 
-    in_dims = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (outputs, targets))
+    batched = [leaves[k] for k in places]
     try:
-        losses: Tensor = vmap(one, in_dims=in_dims)(outputs, targets)
+        losses: Tensor = vmap(one)(*batched)
     except RuntimeError:  # a loss that vmap does not know, such as weighted cross-entropy with smoothed labels
-        rows = range(len(tensors_of(outputs)[0]))
-        losses = torch.stack([one(*_row((outputs, targets), i)) for i in rows])
+        losses = torch.stack([one(*[leaf[i] for leaf in batched]) for i in range(len(batched[0]))])
     return losses
-
-
-def _row(tree: Any, i: int) -> Any:
-    return map_tensors(lambda tensor: tensor[i], tree)
 
 
 def _call(gradients: ExampleGradients, use: _Use, name: str, delta: Tensor, shared: Mapping[int, str]) -> Call:
