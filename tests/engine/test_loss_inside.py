@@ -164,6 +164,35 @@ def test_a_loss_of_the_logits_is_identified(private_training: Any) -> None:
     assert bool((engine.get_fil().value > 0).all())
 
 
+def test_a_criterion_that_averages_over_tokens_in_a_loop() -> None:
+    """Of the user's, whose gradient at the output shows how it weights examples; found in a later batch, too."""
+
+    def next_token(outputs: Any, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.logits[:, :-1].reshape(-1, CLASSES), labels[:, 1:].reshape(-1))
+
+    accounting, dataset = Accounting(seed=3), _Data()
+    dataset.labels[8, 2:] = -100
+    fil = []
+    for criterion in (next_token, truth("next")):
+        engine = FILPrivacyEngine()
+        module = _Texts().double().to(DEVICE)
+        model, optimizer, private = engine.make_private(
+            module,
+            torch.optim.SGD(module.parameters(), lr=0.0),
+            loader(dataset, 6),
+            poisson_sampling=False,
+            criterion=criterion,
+            accounting=accounting,
+        )
+        with pytest.warns(UserWarning, match="a mean over all targets of a batch"):
+            for batch in private:
+                optimizer.zero_grad()
+                next_token(model(batch["x"].to(DEVICE)), batch["labels"].to(DEVICE)).backward()
+                optimizer.step()
+        fil.append(engine.get_fil().value)
+    assert torch.allclose(*fil)
+
+
 def test_train_step_without_any_loss_says_what_to_do(private_training: Any) -> None:
     engine, _, _, private = private_training
     batch = next(iter(private))

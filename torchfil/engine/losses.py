@@ -218,22 +218,33 @@ def _several_outputs(outputs: Any, targets: Any, reached: int) -> str:
     )
 
 
-def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) -> None:
-    """Raise :class:`LossMismatchError` unless the observed gradient at the output is that of the loss."""
+def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) -> TokenMean | None:
+    """Raise :class:`LossMismatchError` unless the observed gradient at the output is that of the loss.
+
+    Returns:
+        The mean over a batch's tokens that weights the examples as the loop does, where they do not weigh alike and
+        the loss does not know that by itself; else None.
+    """
     if loss.is_models_own:
         _check_own_loss(outputs, observed)
-        return
+        return None
     try:
-        expected = _weighted(output_gradients(loss, outputs, targets), loss.weights(targets))
+        alone = output_gradients(loss, outputs, targets)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
         raise LossMismatchError(
             f"the criterion ({loss.name}) fails on one example of this batch: {error}. It is called as "
             "criterion(outputs, targets) with batches of one; targets are the batch's last item unless "
             "batch_to_inputs= says otherwise."
         ) from error
+    tolerance = max(_tolerance(leaf) for leaf in tensors_of(outputs) if leaf.is_floating_point())
+    weights = loss.weights(targets)
+    expected = _weighted(alone, weights)
     difference = _relative_difference(expected, observed)
-    if difference < max(_tolerance(leaf) for leaf in tensors_of(outputs) if leaf.is_floating_point()):
-        return
+    if difference < tolerance:
+        return None
+    for mean, by_tokens in _means_over_tokens(targets) if weights is None else ():
+        if _relative_difference(_weighted(alone, by_tokens), observed) < tolerance:
+            return mean
 
     # Say what it looks like, as far as that can be told.
     factor = _common_factor(expected, observed)
@@ -274,7 +285,7 @@ def _weighted(gradients: Any, weights: Tensor | None) -> Any:
     """Gradients of every example, [batch, …] each, times its weight."""
     if weights is None:
         return gradients
-    return map_tensors(lambda leaf: leaf * weights.to(leaf.dtype).reshape(-1, *[1] * (leaf.ndim - 1)), gradients)
+    return map_tensors(lambda leaf: leaf * weights.to(leaf).reshape(-1, *[1] * (leaf.ndim - 1)), gradients)
 
 
 def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> bool:
@@ -306,7 +317,7 @@ def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> boo
     if agrees(ones / len(ones)) or agrees(ones):
         return False
     by_tokens = loss.weights(targets)
-    others = [by_tokens.double()] if by_tokens is not None else list(_weights_by_tokens(targets))
+    others = [by_tokens] if by_tokens is not None else [weights for _, weights in _means_over_tokens(targets)]
     if any(agrees(weights / len(ones)) for weights in others):
         return True
     raise LossMismatchError(
@@ -335,13 +346,14 @@ def averages_over_tokens(loss: IdentifiedLoss, outputs: Any, targets: Any) -> bo
         return False
 
 
-def _weights_by_tokens(targets: Any) -> Iterator[Tensor]:
-    """How means over a batch's tokens weight its examples, [batch]; plain, and of targets that are shifted by one."""
+def _means_over_tokens(targets: Any) -> Iterator[tuple[TokenMean, Tensor]]:
+    """Means over a batch's tokens, plain and shifted by one, and how they weight its examples, [batch]."""
     if isinstance(targets, Tensor) and not targets.is_floating_point() and targets.ndim > 1:
         for shifted in (False, True):
-            weights = TokenMean(nn.CrossEntropyLoss(), shifted=shifted).weights(targets)
+            mean = TokenMean(nn.CrossEntropyLoss(), shifted=shifted)
+            weights = mean.weights(targets)
             if weights is not None:
-                yield weights.double()
+                yield mean, weights
 
 
 def _candidates(outputs: Tensor, targets: Tensor) -> Iterator[IdentifiedLoss]:

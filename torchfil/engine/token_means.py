@@ -17,11 +17,10 @@ from torch import Tensor, nn
 __all__ = ["WEIGHTED_BY_TOKENS", "TokenMean", "uneven"]
 
 WEIGHTED_BY_TOKENS = (
-    "the loss is a mean over all targets of a batch that count (not -100), and here some examples have more of them "
-    "than others: such a mean weights an example by how many targets others have. What is trained and accounted for "
-    "is each example's mean over its own targets, every example with the same weight; the value of the batch's loss "
-    "differs from that. Sum over an example's targets instead (reduction='sum', loss_reduction='sum') if long examples "
-    "shall weigh more."
+    "the loss is a mean over all targets of a batch that count (not -100), which weights an example by how many "
+    "targets others have. What is trained and accounted for is each example's mean over its own targets, every example "
+    "with the same weight; where their numbers differ, the value of the batch's loss is another one. Use sums "
+    "(reduction='sum', loss_reduction='sum') if long examples shall weigh more."
 )
 
 

@@ -28,7 +28,7 @@ from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step.forwards import ForwardPass
 from torchfil.engine.step.loss_inside import NO_TARGETS
-from torchfil.engine.token_means import WEIGHTED_BY_TOKENS, uneven
+from torchfil.engine.token_means import WEIGHTED_BY_TOKENS, TokenMean, uneven
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.recording import losses_of
 from torchfil.private import as_call
@@ -94,6 +94,7 @@ class StepChecks:
         self._until_look = 0
         self._looks = 0
         self._opaque_changes = 0
+        self._token_mean: TokenMean | None = None  # that the loop was found to use
         self._told: set[str] = set()  # how warnings that are given once begin
 
     def targets(self, forward: ForwardPass) -> Any:
@@ -132,14 +133,22 @@ class StepChecks:
     def check_loss(self, forward: ForwardPass, loss: IdentifiedLoss) -> None:
         """Raise unless the gradient that came back to the model's output is that of the loss."""
         _check_finite_outputs(forward)
-        check_loss(loss, forward.outputs, self.targets(forward), self.observed(forward))
+        mean = check_loss(loss, forward.outputs, self.targets(forward), self.observed(forward))
+        if mean is not None:
+            self._token_mean = mean
+            self._warn_once(WEIGHTED_BY_TOKENS)
+
+    def _weights(self, loss: IdentifiedLoss, targets: Any) -> Tensor | None:
+        """How the loop weights the examples, [batch], where that is by others' targets; None: alike."""
+        weights = loss.weights(targets)
+        return self._token_mean.weights(targets) if weights is None and self._token_mean is not None else weights
 
     def begin_output_check(
         self, forward: ForwardPass, ours: Sequence[Tensor], loss: IdentifiedLoss
     ) -> Callable[[], None]:
         """Begin to compare the gradients at the outputs with the loop's; what is returned raises where they differ."""
         observed = tensors_of(self.observed(forward))
-        weights = loss.weights(self.targets(forward))
+        weights = self._weights(loss, self.targets(forward))
         pairs = [(a, b) for a, b in zip(ours, observed, strict=True) if b.is_floating_point() and b.numel()]
         if not pairs:
             return nothing
@@ -155,7 +164,10 @@ class StepChecks:
                 raise RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
             if all(apart <= tolerance * size for apart, size in distances):
                 return
+            known = self._token_mean
             self.check_loss(forward, loss)  # says more, if it is the loss
+            if self._token_mean is not known:  # the examples do not weigh alike
+                return
             apart, size = max(distances, key=lambda pair: pair[0] / max(pair[1], 1e-30))
             if apart > _FAR_APART * tolerance * size:
                 theirs = f"one that differs by up to {apart:.3g}"
@@ -208,7 +220,7 @@ class StepChecks:
 
         Gradients that Opacus has formed have that weight, so that they are refused.
         """
-        weights = loss.weights(targets)
+        weights = self._weights(loss, targets)
         if weights is None or (not by_opacus and _beginning(WEIGHTED_BY_TOKENS) in self._told):
             return nothing
         some_weigh_more = read_later(uneven(weights))
@@ -220,8 +232,8 @@ class StepChecks:
                 raise LossMismatchError(
                     "some examples of this batch have more targets that count (not -100) than others, and the "
                     "gradients that Opacus's hooks have formed of a mean over all of them depend on other examples. "
-                    "Use grad_sample_mode='auto', where each example's loss is the mean over its own targets, or a loss "
-                    "with reduction='sum' and loss_reduction='sum'. This step was not taken."
+                    "Use grad_sample_mode='auto', where each example's loss is the mean over its own targets, or a "
+                    "loss with reduction='sum' and loss_reduction='sum'. This step was not taken."
                 )
             self._warn_once(WEIGHTED_BY_TOKENS)
 
