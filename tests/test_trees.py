@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -61,3 +62,28 @@ def test_forms_differ_where_more_than_tensors_does() -> None:
         (A, None),
     ]
     assert len({form_of(tree) for tree in different}) == len(different)
+
+
+@dataclass(frozen=True)
+class _Output:
+    logits: Tensor
+    names: tuple[str, ...] = ()
+    loss: Tensor | None = None
+
+
+class _Encoding(UserDict):  # type: ignore[type-arg]
+    pass
+
+
+@pytest.mark.parametrize("tree", [_Output(A), (_Encoding(x=A, y=[_Output(A, loss=A)]), 3)], ids=str)
+def test_dataclasses_and_user_dicts_are_walked_through(tree: Any) -> None:
+    found = tensors_of(tree)
+    assert any(leaf is A for leaf in found)
+    moved = map_tensors(lambda leaf: leaf + 1, tree)
+    assert type(moved) is type(tree)
+    assert all(torch.equal(b, a + 1) for a, b in zip(found, tensors_of(moved), strict=True))
+    assert all(a is b for a, b in zip(found, tensors_of(tree), strict=True))  # the first is left as it was
+    assert form_of(tree) == form_of(moved)
+    in_dims = pytree.tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, tree)
+    row = torch.func.vmap(lambda part: tensors_of(part)[0].sum(), in_dims=(in_dims,))(tree)
+    assert row.shape == A.shape

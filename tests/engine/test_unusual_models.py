@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -400,7 +401,7 @@ def test_class_weights_that_are_averaged_are_refused() -> None:
     "criterion",
     [
         lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, weight=WEIGHTS),
-        nn.CrossEntropyLoss(ignore_index=1),
+        lambda outputs, targets: (outputs - outputs.mean(dim=0)).square().mean() + LOSS(outputs, targets),
     ],
 )
 def test_train_step_refuses_a_criterion_that_weights_examples_by_others(criterion: Any) -> None:
@@ -426,18 +427,63 @@ class _PerToken(nn.Module):
         return result.reshape(-1, 3, 4)
 
 
-@pytest.mark.parametrize("late", [0, 2])
-def test_uneven_padding_is_found_in_any_batch(late: int) -> None:
-    """A mean over tokens weights examples by how many of theirs count; as many ignored in each are no matter."""
+def _own_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean over an example's own targets; 0 where none counts."""
+    counted = (targets != -100).sum(dim=1).clamp(min=1)
+    sums = nn.functional.cross_entropy(outputs, targets, reduction="none").sum(dim=1)
+    return (sums / counted).sum()
+
+
+def test_uneven_padding_counts_each_examples_own_mean() -> None:
+    """A mean over a batch's tokens weights examples by others; what is trained is each example's own, told once."""
     x = examples()[0]
     targets = torch.arange(len(x) * 4).reshape(-1, 4) % 3
-    targets[:, 0] = -100
-    targets[late * 6 + 1, 1] = -100
-    engine, *_, loader = start(_PerToken(), (x, targets))
-    with pytest.raises(LossMismatchError, match=r"-100 \(ignore_index\), of some examples more than of others"):
-        for batch in loader:
-            engine.train_step(*batch)
-    assert late == 0 or engine.leakage()["participations"].sum() == late * 6
+    targets[7, 1:] = -100
+    targets[13] = -100  # nothing counts
+    torch.manual_seed(0)
+    module, fil = _PerToken(), []
+    for criterion in (LOSS, _own_mean):
+        engine, *_, loader = start(copy.deepcopy(module), (x, targets), criterion=criterion, seed=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for batch in loader:
+                engine.train_step(*batch)
+        told = [str(w.message) for w in caught if "a mean over all targets of a batch" in str(w.message)]
+        assert len(told) == (criterion is LOSS)
+        fil.append(engine.get_fil().value)
+    assert fil[0][13] == 0
+    assert torch.allclose(*fil, rtol=1e-5)
+
+
+def test_a_mean_over_tokens_is_told_at_the_start() -> None:
+    """By a criterion of the user's, too, and though no batch has targets that do not count."""
+    x = examples()[0]
+    targets = torch.arange(len(x) * 4).reshape(-1, 4) % 3
+    engine, *_, loader = start(_PerToken(), (x, targets), criterion=lambda o, t: nn.functional.cross_entropy(o, t))
+    with pytest.warns(UserWarning, match="a mean over all targets of a batch"):
+        engine.train_step(*next(iter(loader)))
+
+
+@pytest.mark.parametrize("grad_sample_mode", ["auto", "hooks"])
+def test_uneven_padding_in_a_loop(grad_sample_mode: str) -> None:
+    """With hooks the gradients of a batch's mean are Opacus's, and depend on other examples."""
+    x = examples()[0]
+    targets = torch.arange(len(x) * 4).reshape(-1, 4) % 3
+    targets[7, 1:] = -100
+    engine, model, optimizer, loader = start(_PerToken(), (x, targets), grad_sample_mode)
+
+    def train() -> None:
+        for inputs, y in loader:
+            step(engine, model, optimizer, inputs, y, "hooks")
+
+    if grad_sample_mode == "auto":
+        with pytest.warns(UserWarning, match="a mean over all targets of a batch"):
+            train()
+        assert bool((engine.get_fil().value > 0).all())
+    else:
+        with pytest.raises(LossMismatchError, match=r"Use grad_sample_mode='auto'.*This step was not taken"):
+            train()
+        assert engine.leakage()["participations"].sum() == 6
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def assemble(
         optimizer_settings: Of Opacus's optimizer.
     """
     num_examples = len(prepared.dataset)  # type: ignore[arg-type]
-    loss = IdentifiedLoss(_name_of(criterion), criterion) if criterion is not None else None
+    loss = IdentifiedLoss.of(criterion) if criterion is not None else None
     replica = Replica(module)
     tracker = BatchTracker()
     observer = Observer(tracker)
@@ -149,7 +149,3 @@ def _check_pass(run: Run, optimizer: FILOptimizer, dataset_length: int) -> None:
         )
     run.drop_staged()
     optimizer._step_skip_queue.clear()
-
-
-def _name_of(criterion: Any) -> str:
-    return repr(criterion) if isinstance(criterion, nn.Module) else getattr(criterion, "__name__", repr(criterion))

@@ -33,6 +33,7 @@ from torchfil.engine.options import (
     thresholds,
 )
 from torchfil.engine.resuming import Resuming
+from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.views import Views, with_views
 from torchfil.fisher.gradients import check_modules, check_unweighted_mean, differentiable_twice
 from torchfil.private import Private
@@ -302,7 +303,7 @@ class FILPrivacyEngine(Resuming):
 
     # ------------------------------------------------------------------ control
 
-    def train_step(self, inputs: Any, targets: Any) -> Tensor:
+    def train_step(self, inputs: Any, targets: Any = NO_TARGETS) -> Tensor:
         """A whole private step on the batch that the loader gave last: the fast way, if torchfil may run it all.
 
             for x, y in loader:
@@ -310,11 +311,16 @@ class FILPrivacyEngine(Resuming):
 
         It does what ``zero_grad``, the model, ``criterion``, ``backward`` and ``optimizer.step`` do together, with the
         same clipping, noise and accounting; on a GPU the recorded pass is a CUDA graph. Needs ``criterion`` in
-        :meth:`make_private`.
+        :meth:`make_private`, or a model that computes its loss itself from labels, as Hugging Face's do:
+
+            for batch in loader:
+                loss = engine.train_step(batch)
+
+        The loss of an example is that of a batch of one: a mean over tokens is one over the example's own.
 
         Args:
             inputs: A tensor, a tuple of positional inputs or a dict of keyword inputs, [batch, …] each; moved to the
-                model's device.
+                model's device. Without ``targets``: the batch as the loader gave it.
             targets: What ``criterion`` compares with.
 
         Returns:

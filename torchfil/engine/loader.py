@@ -31,11 +31,11 @@ from torch.utils.data import (
 )
 from torch.utils.data import WeightedRandomSampler as _Weighted
 
-__all__ = ["BatchTracker", "FILDataLoader", "check_sampler", "make_current", "plain", "split_batch"]
+__all__ = ["BatchTracker", "FILDataLoader", "check_sampler", "is_target_name", "make_current", "plain", "split_batch"]
 
 _TRACKERS: weakref.WeakValueDictionary[int, BatchTracker] = weakref.WeakValueDictionary()
 _TOKENS = itertools.count()
-_TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+_TARGET_NAMES = ("targets", "target", "y", "start_positions", "end_positions")
 
 
 class BatchTracker:
@@ -303,7 +303,7 @@ class FILDataLoader(DataLoader[Any]):
 
 
 def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None) -> tuple[Any, Any]:
-    """The (inputs, targets) of a batch: the user's split, a tuple's last item, or a dict's only target-like key.
+    """The (inputs, targets) of a batch: the user's split, a tuple's last item, or a dict's labels.
 
     A batch of one tensor has no targets.
     """
@@ -311,15 +311,26 @@ def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | 
         return batch_to_inputs(batch)
     remedy = "pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
     if isinstance(batch, Mapping):
-        keys = [key for key in _TARGET_KEYS if key in batch]
-        if len(keys) != 1:
+        targets = {key: value for key, value in batch.items() if is_target_name(key)}
+        if not targets:
             raise ValueError(f"cannot tell the targets in a dict batch with keys {list(batch)}; {remedy}")
-        return {key: value for key, value in batch.items() if key != keys[0]}, batch[keys[0]]
+        inputs = {key: value for key, value in batch.items() if key not in targets}
+        return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
     if isinstance(batch, (list, tuple)) and len(batch) >= 2:
         return tuple(batch[:-1]), batch[-1]
     if isinstance(batch, Tensor) or (isinstance(batch, (list, tuple)) and len(batch) == 1):
         return batch if isinstance(batch, Tensor) else batch[0], None  # data without targets
     raise ValueError(f"cannot tell the targets in a batch of type {type(batch).__name__}; {remedy}")
+
+
+def is_target_name(name: Any) -> bool:
+    """Whether an entry of a dict batch, or an input of a model, of that name holds labels.
+
+    Example:
+        >>> is_target_name("labels"), is_target_name("label_2"), is_target_name("input_ids")
+        (True, True, False)
+    """
+    return name in _TARGET_NAMES or (isinstance(name, str) and name.startswith("label"))
 
 
 def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:

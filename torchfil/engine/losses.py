@@ -3,7 +3,8 @@
 Accounting needs the loss as a function of one example. The gradient δ_i that backward() leaves at example i's
 output, times the batch size where the loop averages, must equal ∂ℓ(o_i, y_i)/∂o_i for the engine's loss ℓ. That
 identifies a standard loss, and checked at every step it catches class weights, label smoothing, scaling and
-anything else that happens behind the engine's back.
+anything else that happens behind the engine's back. Of several outputs (a dict, a Hugging Face model's) the one at
+which a gradient arrives is the loss's.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
-from torchfil.utils.deferred import read_later
-from torchfil.utils.trees import map_tensors, tensors_of
+from torchfil.engine.token_means import TokenMean
+from torchfil.utils.trees import flattened, map_tensors, tensors_of
 
 __all__ = [
     "IdentifiedLoss",
     "LossMismatchError",
+    "ModelLoss",
+    "averages_over_tokens",
     "check_equal_weights",
-    "check_ignored_targets_later",
     "check_loss",
     "identify_loss",
     "output_gradients",
@@ -48,9 +50,65 @@ class IdentifiedLoss:
     name: str
     function: LossFunction
 
+    @classmethod
+    def of(cls, criterion: LossFunction) -> IdentifiedLoss:
+        """A criterion that the user gave."""
+        name = repr(criterion) if isinstance(criterion, nn.Module) else getattr(criterion, "__name__", repr(criterion))
+        if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.reduction == "mean":
+            return cls(name, TokenMean(criterion))
+        return cls(name, criterion)
+
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The loss."""
         return self.function(outputs, targets)
+
+    @property
+    def is_models_own(self) -> bool:
+        """Whether the model computes it by itself, in a way that could not be told from its other outputs."""
+        return isinstance(self.function, ModelLoss)
+
+    def weights(self, targets: Any) -> Tensor | None:
+        """How a batch's mean weights the examples, [batch], where it does so by others' targets; None: alike."""
+        weights: Callable[[Any], Tensor | None] | None = getattr(self.function, "weights", None)
+        return None if weights is None else weights(targets)
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """The loss that a model gives among its outputs: its tensor without dimensions of that number."""
+
+    number: int = 0
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        """Of a batch of one, which holds its labels itself."""
+        return [leaf for leaf in tensors_of(outputs) if leaf.ndim == 0][self.number]
+
+
+@dataclass(frozen=True)
+class _OfOneOutput:
+    """A loss of one of several outputs: of the tensor of that number."""
+
+    number: int
+    function: LossFunction
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        return self.function(tensors_of(outputs)[self.number], targets)
+
+    def weights(self, targets: Any) -> Tensor | None:
+        return self.function.weights(targets) if isinstance(self.function, TokenMean) else None
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Cross-entropies of the outputs of those numbers, each with one of the targets, summed and times a factor."""
+
+    numbers: tuple[int, ...]
+    factor: float
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        tensors = tensors_of(outputs)
+        parts = [F.cross_entropy(tensors[k], y) for k, y in zip(self.numbers, tensors_of(targets), strict=True)]
+        return self.factor * torch.stack(parts).sum()
 
 
 _STANDARD: dict[str, type[nn.Module]] = {
@@ -68,20 +126,29 @@ _STANDARD: dict[str, type[nn.Module]] = {
 
 def output_gradients(loss: LossFunction, outputs: Any, targets: Any) -> Any:
     """∂ℓ(o_i, y_i)/∂o_i of every example, in the shape of the outputs; 0 for integers, None where no tensor stands."""
-    leaves, form = pytree.tree_flatten(outputs)
+    leaves, form = flattened(outputs)
     tensors = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    moving = {k: leaf for k, leaf in tensors.items() if leaf.is_floating_point()}
+    moving = {k: leaf for k, leaf in tensors.items() if leaf.is_floating_point() and leaf.ndim}
+    still = {k: leaf for k, leaf in tensors.items() if k not in moving and leaf.ndim}
+    target_leaves, target_form = flattened(targets)
+    compared = {k: leaf for k, leaf in enumerate(target_leaves) if isinstance(leaf, Tensor)}
 
-    def one(moved: dict[int, Tensor], every: dict[int, Tensor], target: Any) -> Tensor:
-        merged = [{**every, **moved}.get(k, leaf) for k, leaf in enumerate(leaves)]
-        output = pytree.tree_unflatten(merged, form)
-        single = map_tensors(lambda tensor: tensor.unsqueeze(0), (output, target))
-        return loss(*single).reshape(())
+    def filled(everything: list[Any], rows: dict[int, Tensor], structure: Any) -> Any:
+        merged = [rows[k].unsqueeze(0) if k in rows else leaf for k, leaf in enumerate(everything)]
+        return pytree.tree_unflatten(merged, structure)
 
-    in_dims = (0, 0, pytree.tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, targets))
-    found = vmap(grad(one), in_dims=in_dims)(moving, tensors, targets)
+    def one(moved: dict[int, Tensor], others: dict[int, Tensor], target: dict[int, Tensor]) -> Tensor:
+        output = filled(leaves, {**others, **moved}, form)
+        return loss(output, filled(target_leaves, target, target_form)).reshape(())
+
+    try:
+        by_place = vmap(grad(one))(moving, still, compared)
+    except RuntimeError:  # a loss that vmap does not know, such as one with one_hot
+        batch = (moving, still, compared)
+        rows = [grad(one)(*map_tensors(lambda leaf: leaf[i], batch)) for i in range(len(next(iter(moving.values()))))]  # noqa: B023
+        by_place = {k: torch.stack([row[k] for row in rows]) for k in moving}
     zeros = {k: torch.zeros_like(leaf) for k, leaf in tensors.items()}
-    return pytree.tree_unflatten([{**zeros, **found}.get(k) for k in range(len(leaves))], form)
+    return pytree.tree_unflatten([{**zeros, **by_place}.get(k) for k in range(len(leaves))], form)
 
 
 def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "mean") -> IdentifiedLoss:
@@ -96,37 +163,89 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
     Raises:
         LossMismatchError: None fits; the text says what was tried, what it looks like and what to pass.
     """
-    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+    gradients = tensors_of(observed)
+    reached = [k for k, gradient in enumerate(gradients) if bool((gradient != 0).any())] or [0]
+    if len(reached) > 1:
+        return _identify_parts(reached, outputs, targets, observed)
+    if not isinstance(targets, Tensor):
         raise LossMismatchError(
-            "the loss can be identified only where model and batch give one tensor each for outputs and targets; got "
-            f"{type(outputs).__name__} and {type(targets).__name__}. Pass criterion=a function(outputs, targets) of "
-            "one example, and batch_to_inputs= if the targets are not the batch's last item."
+            "the loss can be identified only where the batch gives one tensor for the targets; got "
+            f"{type(targets).__name__}. Pass criterion=a function(outputs, targets) of one example, and "
+            "batch_to_inputs=a function that maps a batch to (inputs, targets) if the targets are not the batch's "
+            "last item, or its key 'labels'."
         )
-    for candidate in sorted(_candidates(outputs, targets), key=lambda loss: reduction not in loss.name):
-        difference = _difference(candidate, outputs, targets, observed)
-        if difference is not None and difference < _tolerance(outputs):
-            return candidate
+
+    number = reached[0]
+    output, at_output = tensors_of(outputs)[number], gradients[number]
+    for candidate in sorted(_candidates(output, targets), key=lambda loss: reduction not in loss.name):
+        difference = _difference(candidate, output, targets, at_output)
+        if difference is not None and difference < _tolerance(output):
+            if isinstance(outputs, Tensor):
+                return candidate
+            return IdentifiedLoss(candidate.name, _OfOneOutput(number, candidate.function))
     raise LossMismatchError(
         "the loss in the training loop is none of the standard ones "
         f"({', '.join(_STANDARD)}; mean or sum, targets as the batch gives them). "
-        + _guess(outputs, targets, observed)
+        + _guess(output, targets, at_output)
         + " Pass the loss you use to make_private: criterion=<function(outputs, targets)>, an ordinary torch loss."
     )
 
 
-def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) -> None:
-    """Raise :class:`LossMismatchError` unless the observed gradient at the output is that of the loss."""
+def _identify_parts(reached: list[int], outputs: Any, targets: Any, observed: Any) -> IdentifiedLoss:
+    """The mean or the sum of cross-entropies, each of one output with one of the targets, in their order."""
+    parts = tensors_of(targets)
+    if len(parts) == len(reached) and all(
+        _are_class_numbers(target, tensors_of(outputs)[k]) for k, target in zip(reached, parts, strict=True)
+    ):
+        for name, factor in (("mean", 1 / len(parts)), ("sum", 1.0)):
+            loss = IdentifiedLoss(f"{name} of {len(parts)} CrossEntropyLosses", _Parts(tuple(reached), factor))
+            if _relative_difference(output_gradients(loss, outputs, targets), observed) < _tolerance(
+                tensors_of(outputs)[reached[0]]
+            ):
+                return loss
+    raise LossMismatchError(_several_outputs(outputs, targets, len(reached)))
+
+
+def _several_outputs(outputs: Any, targets: Any, reached: int) -> str:
+    """What to do where a loss has several parts."""
+    names = list(outputs) if isinstance(outputs, dict) else range(len(tensors_of(outputs)))
+    first, second = [f"outputs[{name!r}]" for name in names][:2]
+    given = "they are" if isinstance(targets, tuple | list | dict) else f"the targets are one {type(targets).__name__}"
+    return (
+        f"the loop's loss has a gradient at {reached} outputs of the model, and only a loss of one of them can be "
+        f"identified. Pass the whole loss of one example: criterion=lambda outputs, targets: loss_1({first}, "
+        f"targets[0]) + 0.5 * loss_2({second}, targets[1]), and, so that targets are a tuple ({given} now), "
+        "batch_to_inputs=lambda batch: (batch[0], (batch[1], batch[2]))."
+    )
+
+
+def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) -> TokenMean | None:
+    """Raise :class:`LossMismatchError` unless the observed gradient at the output is that of the loss.
+
+    Returns:
+        The mean over a batch's tokens that weights the examples as the loop does, where they do not weigh alike and
+        the loss does not know that by itself; else None.
+    """
+    if loss.is_models_own:
+        _check_own_loss(outputs, observed)
+        return None
     try:
-        expected = output_gradients(loss, outputs, targets)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        alone = output_gradients(loss, outputs, targets)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
         raise LossMismatchError(
             f"the criterion ({loss.name}) fails on one example of this batch: {error}. It is called as "
             "criterion(outputs, targets) with batches of one; targets are the batch's last item unless "
             "batch_to_inputs= says otherwise."
         ) from error
+    tolerance = max(_tolerance(leaf) for leaf in tensors_of(outputs) if leaf.is_floating_point())
+    weights = loss.weights(targets)
+    expected = _weighted(alone, weights)
     difference = _relative_difference(expected, observed)
-    if difference < max(_tolerance(leaf) for leaf in tensors_of(outputs) if leaf.is_floating_point()):
-        return
+    if difference < tolerance:
+        return None
+    for mean, by_tokens in _means_over_tokens(targets) if weights is None else ():
+        if _relative_difference(_weighted(alone, by_tokens), observed) < tolerance:
+            return mean
 
     # Say what it looks like, as far as that can be told.
     factor = _common_factor(expected, observed)
@@ -156,50 +275,95 @@ def scale_of_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: An
         return None
 
 
-def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any, losses: Tensor) -> None:
-    """Raise :class:`LossMismatchError` where a batch's loss is neither the mean nor the sum of those, [batch]."""
-    try:
-        whole = loss(outputs, targets)
-    except Exception:  # it takes single examples only
-        return
-    if whole.numel() != 1 or bool(whole.isinf()):  # a sum in half precision
-        return
-    losses = losses.double()
-    tolerance = max(_tolerance(leaf) for leaf in (whole, *tensors_of(outputs)) if leaf.is_floating_point())
-    value, size = float(whole), float(losses.abs().mean())
-    mean, total = float(losses.mean()), float(losses.sum())
-    if not any(abs(value - one) <= tolerance * max(size, abs(one)) for one in (mean, total)):
-        raise LossMismatchError(
-            f"the criterion ({loss.name}) gives {value:.6g} for this batch, but its values on single examples have the "
-            f"mean {mean:.6g} and the sum {total:.6g}: it weights examples by others of "
-            "the batch, as class weights and ignore_index with reduction='mean' do, and no example has a loss of its "
-            "own. Use reduction='sum' (divided by the expected batch size, if you like). This step was not taken."
-        )
-
-
-def check_ignored_targets_later(loss: IdentifiedLoss, targets: Any) -> Callable[[], None]:
-    """Begin to look whether a mean leaves out more targets of some examples than of others; what is returned raises.
-
-    The batch's mean then weights examples by how many of their targets count.
-    """
-    criterion = loss.function
-    if not isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) or criterion.reduction != "mean":
-        return lambda: None
-    if not isinstance(targets, Tensor) or targets.is_floating_point() or len(targets) < 2:
-        return lambda: None
-    ignored = (targets == criterion.ignore_index).reshape(len(targets), -1).sum(dim=1)
-    uneven = read_later((ignored != ignored[0]).any())
-
-    def confirm() -> None:
-        if bool(uneven()):
+def _check_own_loss(outputs: Any, observed: Any) -> None:
+    """Raise unless the gradient 1 arrived at the model's own loss, and nothing elsewhere."""
+    for leaf, gradient in zip(tensors_of(outputs), tensors_of(observed), strict=True):
+        if leaf.ndim and bool((gradient != 0).any()):
             raise LossMismatchError(
-                f"some targets of this batch are {criterion.ignore_index} (ignore_index), of some examples more than "
-                "of others: a mean over what is left weights examples by others of the batch, and no example has a "
-                "loss of its own. Use reduction='sum' (divided by the expected batch size, if you like). This step was "
-                "not taken."
+                "the loop adds something to the loss that the model computes by itself (a gradient arrives at another "
+                "output, too). Pass the whole loss of one example as criterion=<function(outputs, targets)>. This step "
+                "was not taken."
+            )
+        if not leaf.ndim and abs(float(gradient) - 1) > _tolerance(leaf) and float(gradient) != 0:
+            raise LossMismatchError(
+                f"the loop's loss is {float(gradient):.6g} times the model's own: call backward() on outputs.loss "
+                "as it is, or pass loss_reduction='sum' if the model sums over the batch. This step was not taken."
             )
 
-    return confirm
+
+def _weighted(gradients: Any, weights: Tensor | None) -> Any:
+    """Gradients of every example, [batch, …] each, times its weight."""
+    if weights is None:
+        return gradients
+    return map_tensors(lambda leaf: leaf * weights.to(leaf).reshape(-1, *[1] * (leaf.ndim - 1)), gradients)
+
+
+def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> bool:
+    """Compare the gradient of the criterion's value on a batch with those of its values on single examples.
+
+    Returns:
+        Whether it is a mean over the targets of a batch that count, which weights examples by others.
+
+    Raises:
+        LossMismatchError: It is neither the mean nor the sum over examples, nor such a mean.
+    """
+    outputs = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), outputs)
+    leaves = [leaf for leaf in tensors_of(outputs) if leaf.requires_grad]
+    try:
+        with torch.enable_grad():
+            whole = loss(outputs, targets)
+    except Exception:  # it takes single examples only
+        return False
+    if whole.numel() != 1 or not whole.requires_grad or bool(whole.isinf()):  # a sum in half precision
+        return False
+    at_batch = torch.autograd.grad(whole.reshape(()), leaves, allow_unused=True, materialize_grads=True)
+    alone = [part for part in tensors_of(output_gradients(loss, outputs, targets)) if part.is_floating_point()]
+    alone = [part.detach() for part in alone]
+
+    def agrees(weights: Tensor) -> bool:
+        return _relative_difference(_weighted(alone, weights), list(at_batch)) < _tolerance(leaves[0])
+
+    ones = torch.ones(len(leaves[0]), dtype=torch.float64, device=leaves[0].device)
+    if agrees(ones / len(ones)) or agrees(ones):
+        return False
+    by_tokens = loss.weights(targets)
+    others = [by_tokens] if by_tokens is not None else [weights for _, weights in _means_over_tokens(targets)]
+    if any(agrees(weights / len(ones)) for weights in others):
+        return True
+    raise LossMismatchError(
+        f"the criterion ({loss.name}) has another gradient on this batch than the mean or the sum of its values on "
+        "single examples: it weights examples by others of the batch, as class weights with reduction='mean' do, or "
+        "mixes them, and no example has a loss of its own. Use reduction='sum' (divided by the expected batch size, if "
+        "you like). This step was not taken."
+    )
+
+
+def averages_over_tokens(loss: IdentifiedLoss, outputs: Any, targets: Any) -> bool:
+    """Whether a criterion on a batch of which one example has fewer targets that count (−100) weights by tokens.
+
+    Tried with two examples and on the CPU, where a criterion that does not know −100 only raises.
+    """
+    if isinstance(loss.function, TokenMean | _OfOneOutput) or not isinstance(targets, Tensor):
+        return False
+    if targets.is_floating_point() or targets.ndim < 2 or len(targets) < 2:
+        return False
+    outputs, targets = map_tensors(lambda leaf: leaf[:2].detach().cpu(), (outputs, targets))
+    targets = targets.clone()
+    targets[1, targets.shape[1] // 2 :] = -100
+    try:
+        return check_equal_weights(loss, outputs, targets)
+    except Exception:
+        return False
+
+
+def _means_over_tokens(targets: Any) -> Iterator[tuple[TokenMean, Tensor]]:
+    """Means over a batch's tokens, plain and shifted by one, and how they weight its examples, [batch]."""
+    if isinstance(targets, Tensor) and not targets.is_floating_point() and targets.ndim > 1:
+        for shifted in (False, True):
+            mean = TokenMean(nn.CrossEntropyLoss(), shifted=shifted)
+            weights = mean.weights(targets)
+            if weights is not None:
+                yield mean, weights
 
 
 def _candidates(outputs: Tensor, targets: Tensor) -> Iterator[IdentifiedLoss]:
@@ -207,9 +371,14 @@ def _candidates(outputs: Tensor, targets: Tensor) -> Iterator[IdentifiedLoss]:
     for name, kind in _STANDARD.items():
         for reduction in ("mean", "sum"):
             loss, label = kind(reduction=reduction), f"{name}(reduction={reduction!r})"
-            if name in ("CrossEntropyLoss", "NLLLoss"):
-                if _are_class_numbers(targets, outputs) or (name == "CrossEntropyLoss" and same_shape):
+            if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+                if _are_class_numbers(targets, outputs):
+                    yield IdentifiedLoss(label, TokenMean(loss))
+                elif isinstance(loss, nn.CrossEntropyLoss) and same_shape:
                     yield IdentifiedLoss(label, loss)
+                if outputs.ndim > 2 and _are_class_numbers(targets, outputs.movedim(-1, 1)):
+                    yield IdentifiedLoss(f"{label} of every token", TokenMean(loss, classes_last=True))
+                    yield IdentifiedLoss(f"{label} of the next token", TokenMean(loss, classes_last=True, shifted=True))
             elif name == "BCELoss" and not (_are_probabilities(outputs) and _are_probabilities(targets)):
                 continue
             elif same_shape:
@@ -233,9 +402,10 @@ def _reshaping(loss: nn.Module) -> LossFunction:
     return lambda outputs, targets: loss(outputs, targets.reshape(outputs.shape).to(outputs.dtype))
 
 
-def _difference(loss: LossFunction, outputs: Tensor, targets: Tensor, observed: Tensor) -> float | None:
+def _difference(loss: IdentifiedLoss, outputs: Tensor, targets: Tensor, observed: Tensor) -> float | None:
     try:
-        return _relative_difference(output_gradients(loss, outputs, targets), observed)
+        expected = _weighted(output_gradients(loss, outputs, targets), loss.weights(targets))
+        return _relative_difference(expected, observed)
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None  # this candidate does not take such outputs and targets
 

@@ -9,6 +9,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from torchfil.engine.loader import BatchTracker, split_batch
 from torchfil.engine.losses import (
     IdentifiedLoss,
     LossMismatchError,
+    ModelLoss,
+    averages_over_tokens,
     check_equal_weights,
     check_loss,
     identify_loss,
@@ -27,13 +30,15 @@ from torchfil.engine.losses import (
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step.forwards import ForwardPass
+from torchfil.engine.step.loss_inside import NO_TARGETS
+from torchfil.engine.token_means import WEIGHTED_BY_TOKENS, TokenMean, uneven
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.precision import autocast_as, is_reduced
 from torchfil.fisher.recording import losses_of
 from torchfil.private import as_call
 from torchfil.smoothness import non_smooth_operators
 from torchfil.utils.deferred import read_later
-from torchfil.utils.trees import map_tensors, tensors_of
+from torchfil.utils.trees import flattened, map_tensors, tensors_of
 
 __all__ = ["StepChecks", "check_copy"]
 
@@ -51,12 +56,13 @@ _DIVERGED = (
     "the model's outputs on this batch are NaN or infinite: the training has diverged. Go back to earlier weights with "
     "a smaller learning rate, or look for an overflow in the model. {}"
 )
-_ALL_ZERO = (
-    "the gradients of all examples in a batch are exactly 0: nothing is learned from it, nothing leaks, and a bound on "
-    "an attacker's error is infinite. Is the loss constant (cross entropy over one class), or are all parameters that "
-    "it reaches frozen?"
-)
 _NOT_TAKEN = "This step was not taken."
+_NOTHING_LEARNED = (
+    "ALL GRADIENTS OF A STEP ARE EXACTLY ZERO: the model learns nothing from this batch, its examples have the Fisher "
+    "information 0 and bounds on an attacker's error are infinite, which says nothing of a model that is trained. Look "
+    "at the loss (cross-entropy of a single output is always 0; a regression needs a squared error), for labels that "
+    "are all ignored (-100), and for a frozen or detached part before the output."
+)
 _COPY_DIFFERS = (
     "the engine's copy of the model gives {}: a forward hook, or an attribute of a module that is no plain number, "
     "flag or text, changes the output, and the copy does not have it. Move it into a module's forward(). This step "
@@ -94,8 +100,11 @@ class StepChecks:
         self.tracker = tracker
         self.last_norms_were_finite: Callable[[], None] = nothing
         self._until_look = 0
+        self._looks = 0
         self._opaque_changes = 0
         self._divisor = 1  # of the loop's loss, where it accumulates
+        self._token_mean: TokenMean | None = None  # that the loop was found to use
+        self._told: set[str] = set()  # how warnings that are given once begin
 
     def _tolerance(self, values: Tensor, forward: ForwardPass) -> float:
         """How far such values may be apart, relative to their size."""
@@ -103,7 +112,11 @@ class StepChecks:
         return _LOOSE_TOLERANCE if reduced else _TOLERANCE.get(values.dtype, _LOOSE_TOLERANCE)
 
     def targets(self, forward: ForwardPass) -> Any:
-        """The targets of the batch that was current, on the model's device."""
+        """The targets of the call, or of the batch that was current, on the model's device."""
+        if forward.ended_at_loss:  # the model has them among its inputs
+            return None
+        if forward.targets is not NO_TARGETS:
+            return self.moved(forward.targets)
         return self.moved(split_batch(forward.batch, self.options.batch_to_inputs)[1])
 
     def moved(self, tree: Any) -> Any:
@@ -113,7 +126,11 @@ class StepChecks:
     def observed(self, forward: ForwardPass) -> Any:
         """∂ℓ_i/∂output_i as the training loop has it, in the outputs' structure."""
         factor = forward.divided_by * (len(forward.ids or ()) if self.options.loss_reduction == "mean" else 1)
-        return map_tensors(lambda gradient: gradient * factor, forward.output_gradients)
+
+        def scaled(gradient: Tensor) -> Tensor:  # that at the model's own loss on the batch is 1, whatever its size
+            return gradient * (factor if gradient.ndim else forward.divided_by)
+
+        return map_tensors(scaled, forward.output_gradients)
 
     def note_division(self, forwards: Sequence[ForwardPass], loss: IdentifiedLoss | None) -> None:
         """Note where the loop has divided its loss by the number of batches that it accumulates over.
@@ -146,23 +163,43 @@ class StepChecks:
     def identified_loss(self, forward: ForwardPass) -> IdentifiedLoss:
         """The loss whose gradient came back to the model's output."""
         _check_finite_outputs(forward)
+        if forward.ended_at_loss:
+            return self.own_loss(forward)
         return identify_loss(
             forward.outputs, self.targets(forward), self.observed(forward), self.options.loss_reduction
         )
 
+    def own_loss(self, forward: ForwardPass) -> IdentifiedLoss:
+        """The loss that the model gives, on each example alone."""
+        leaves = flattened(forward.outputs)[0]
+        place = next(k for k in forward.arrived if leaves[k].ndim == 0)
+        number = sum(isinstance(leaf, Tensor) and leaf.ndim == 0 for leaf in leaves[:place])
+        return IdentifiedLoss("the model's own loss on each example alone", ModelLoss(number))
+
     def check_loss(self, forward: ForwardPass, loss: IdentifiedLoss) -> None:
         """Raise unless the gradient that came back to the model's output is that of the loss."""
         _check_finite_outputs(forward)
-        check_loss(loss, forward.outputs, self.targets(forward), self.observed(forward))
+        mean = check_loss(loss, forward.outputs, self.targets(forward), self.observed(forward))
+        if mean is not None:
+            self._token_mean = mean
+            self._warn_once(WEIGHTED_BY_TOKENS)
+
+    def _weights(self, loss: IdentifiedLoss, targets: Any) -> Tensor | None:
+        """How the loop weights the examples, [batch], where that is by others' targets; None: alike."""
+        weights = loss.weights(targets)
+        return self._token_mean.weights(targets) if weights is None and self._token_mean is not None else weights
 
     def begin_output_check(
         self, forward: ForwardPass, ours: Sequence[Tensor], loss: IdentifiedLoss
     ) -> Callable[[], None]:
         """Begin to compare the gradients at the outputs with the loop's; what is returned raises where they differ."""
         observed = tensors_of(self.observed(forward))
+        weights = self._weights(loss, self.targets(forward))
         pairs = [(a, b) for a, b in zip(ours, observed, strict=True) if b.is_floating_point() and b.numel()]
         if not pairs:
             return nothing
+        if weights is not None:
+            pairs = [(a * weights.to(a.dtype).reshape(-1, *[1] * (a.ndim - 1)), b) for a, b in pairs]
         tolerance = self._tolerance(pairs[0][1], forward)
         compared = _begin_comparison(pairs)
 
@@ -173,7 +210,10 @@ class StepChecks:
                 raise RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
             if all(apart <= tolerance * size for apart, size in distances):
                 return
+            known = self._token_mean
             self.check_loss(forward, loss)  # says more, if it is the loss
+            if self._token_mean is not known:  # the examples do not weigh alike
+                return
             apart, size = max(distances, key=lambda pair: pair[0] / max(pair[1], 1e-30))
             if apart > _FAR_APART * tolerance * size:
                 theirs = f"one that differs by up to {apart:.3g}"
@@ -185,6 +225,8 @@ class StepChecks:
 
     def begin_loss_check(self, forward: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Callable[[], None]:
         """Begin to compare ℓ of each example alone, [batch], with its loss at the outputs of the loop's batch."""
+        if loss.is_models_own:
+            return self._begin_own_loss_check(forward, loss, ours)
         with torch.no_grad(), autocast_as(forward.autocast, self.replica.device):
             theirs = losses_of(loss, forward.outputs, self.targets(forward))
         tolerance = self._tolerance(theirs, forward)
@@ -200,6 +242,54 @@ class StepChecks:
 
         return confirm
 
+    def _begin_own_loss_check(self, forward: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Callable[[], None]:
+        """Begin to compare the mean of ℓ of each example alone, [batch], with the model's loss on the batch."""
+        whole = loss(forward.outputs, None)
+        alone = ours.mean() if self.options.loss_reduction == "mean" else ours.sum()
+        compared = _begin_comparison([(alone.to(whole), whole)])
+
+        def confirm() -> None:
+            ((apart, size),) = compared()
+            if not math.isfinite(apart):
+                raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
+            if apart > self._tolerance(whole, forward) * size:
+                self._warn_once(
+                    f"the model's own loss on this batch differs by {apart:.3g} from the mean over its examples alone: "
+                    "the model weights examples by others of the batch, or mixes them. What is trained and accounted "
+                    "for is the model's loss on each example alone, every example with the same weight."
+                )
+
+        return confirm
+
+    def begin_weight_look(self, loss: IdentifiedLoss, targets: Any, *, by_opacus: bool) -> Callable[[], None]:
+        """Begin to look whether a mean over a batch's tokens weights examples by others, which is told once.
+
+        Gradients that Opacus has formed have that weight, so that they are refused.
+        """
+        weights = self._weights(loss, targets)
+        if weights is None or (not by_opacus and _beginning(WEIGHTED_BY_TOKENS) in self._told):
+            return nothing
+        some_weigh_more = read_later(uneven(weights))
+
+        def confirm() -> None:
+            if not bool(some_weigh_more()):
+                return
+            if by_opacus:
+                raise LossMismatchError(
+                    "some examples of this batch have more targets that count (not -100) than others, and the "
+                    "gradients that Opacus's hooks have formed of a mean over all of them depend on other examples. "
+                    "Use grad_sample_mode='auto', where each example's loss is the mean over its own targets, or a "
+                    "loss with reduction='sum' and loss_reduction='sum'. This step was not taken."
+                )
+            self._warn_once(WEIGHTED_BY_TOKENS)
+
+        return confirm
+
+    def _warn_once(self, text: str) -> None:
+        if _beginning(text) not in self._told:
+            self._told.add(_beginning(text))
+            warnings.warn(text, stacklevel=2)
+
     def begin_norm_check(self, forward: ForwardPass, measured: Tensor, released: Tensor) -> Callable[[], None]:
         """Begin to compare ‖g‖ with the norms of the gradients that Opacus has formed, [batch] each."""
         tolerance = self._tolerance(released, forward)
@@ -209,6 +299,8 @@ class StepChecks:
             ((distance, largest),) = compared()
             if not (math.isfinite(distance) and math.isfinite(largest)):
                 raise RuntimeError(_NOT_FINITE.format(_NOT_TAKEN))
+            if largest == 0:
+                self._warn_once(_NOTHING_LEARNED)
             if distance > tolerance * largest:
                 raise RuntimeError(
                     "the per-example gradients that Opacus has formed differ from those of the engine's loss (norms by "
@@ -228,11 +320,12 @@ class StepChecks:
         total = read_later(norms.sum())
 
         def confirm(consequence: str) -> None:
-            if float(total()) == 0 and len(norms):
-                warnings.warn(_ALL_ZERO, stacklevel=2)
-            if not math.isfinite(float(total())):
+            size = float(total())
+            if not math.isfinite(size):
                 diverged = losses is not None and not bool(losses.isfinite().all())
                 raise RuntimeError((_DIVERGED if diverged else _NOT_FINITE).format(consequence))
+            if size == 0:
+                self._warn_once(_NOTHING_LEARNED)
 
         if norms.device.type != "cuda":
             return lambda: confirm(_NOT_TAKEN)
@@ -265,6 +358,9 @@ class StepChecks:
         autocast = partial(autocast_as, forward.autocast, self.replica.device)
         with torch.no_grad(), buffers_kept(self.replica.live), replayed_masks(forward.masks), autocast():
             outputs = self.replica.live(*forward.args, **forward.kwargs)
+        if loss.is_models_own:
+            self._begin_own_loss_check(replace(forward, outputs=outputs), loss, ours)()
+            return
         with torch.no_grad(), autocast():
             live = torch.stack([loss(*_one_example((outputs, targets), i)).reshape(()) for i in few])
         if not bool(live.isfinite().all()):
@@ -279,8 +375,12 @@ class StepChecks:
                     f"{_COPY_DIFFERS.format(f'some that differ by up to {apart:.3g}')}"
                 )
             )
-        check_equal_weights(loss, outputs, targets, ours)
-        self._until_look = _STEPS_BETWEEN_LOOKS
+        if check_equal_weights(loss, outputs, targets) or (
+            self._looks == 0 and averages_over_tokens(loss, outputs, targets)
+        ):
+            self._warn_once(WEIGHTED_BY_TOKENS)
+        self._looks += 1
+        self._until_look = min(2**self._looks, _STEPS_BETWEEN_LOOKS)  # most of what differs shows early
 
     def begin_batch_check(self, inputs: Any, targets: Any) -> Callable[[], None]:
         """Begin to look whether a step is given a batch read before the last; what is returned raises if so.
@@ -338,6 +438,11 @@ class StepChecks:
                 f"inputs, {sorted(kwargs)} by name), the loop with {len(forward.args)} and {sorted(forward.kwargs)}; "
                 "pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
             )
+
+
+def _beginning(text: str) -> str:
+    """The part of a warning that is the same each time."""
+    return text[:20]
 
 
 def _alone_differs(apart: float, size: float) -> RuntimeError:

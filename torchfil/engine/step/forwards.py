@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from torch.utils import _pytree as pytree
 
 from torchfil.engine.loader import BatchTracker, make_current, plain
 from torchfil.engine.replica import Replica
+from torchfil.engine.step.loss_inside import NO_TARGETS, LossInside, ModelCall
 from torchfil.fisher.checkpointing import without_checkpoints
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks
 from torchfil.fisher.precision import autocast_as, autocast_now
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples
-from torchfil.utils.trees import map_tensors
+from torchfil.utils.trees import flattened, map_tensors, tensors_of
 
 __all__ = ["ForwardPass", "HookedForward", "LoopForward", "Observer"]
 
@@ -34,13 +35,18 @@ class ForwardPass:
         ids: The examples' numbers; None: no batch was read.
         batch: The batch that the loop had read.
         args: The model's positional inputs.
-        kwargs: Its keyword inputs.
-        outputs: What the loop was given, detached; None for a step that is taken without the loop.
+        kwargs: Its keyword inputs; without labels where the model computes its loss itself.
+        outputs: What the loop was given, detached, without a loss that is made from the rest; None for a step that is
+            taken without the loop.
+        targets: The labels of the call; NO_TARGETS: the targets are the batch's.
         masks: The random numbers that the model drew.
         recorded: The graph of this very call, where it was recorded.
         examples: What was private in it, where it was recorded.
         autocast: The dtype of autocast under which the model ran; None: without.
-        gradients: ∂loss/∂output by the output's place, once ``backward()`` has been there.
+        arrived: ∂loss/∂output by the output's place, once ``backward()`` has been there.
+        pulled: By the place of a loss among the outputs, ∂loss/∂output of those that it was made from.
+        places: Where outputs lie now that such a loss is left out, by the place they had; empty: where they were.
+        whole: Keyword inputs with labels and outputs with that loss; None: they are as above.
         divided_by: What the loop has divided its loss by, accumulating over so many batches.
     """
 
@@ -49,27 +55,71 @@ class ForwardPass:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: Any
+    targets: Any = NO_TARGETS
     masks: tuple[Tensor, ...] = ()
     recorded: RecordedForward | None = None
     examples: Examples | None = None
     autocast: torch.dtype | None = None
-    gradients: dict[int, Tensor] = field(default_factory=dict)
+    arrived: dict[int, Tensor] = field(default_factory=dict)
+    pulled: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
+    places: Mapping[int, int] = field(default_factory=dict)
+    whole: tuple[dict[str, Any], Any] | None = None
     divided_by: int = 1
+
+    @classmethod
+    def of_call(cls, tracker: BatchTracker, call: ModelCall, outputs: Any, **more: Any) -> ForwardPass:
+        """A call of the model that gave these outputs."""
+        leaves, structure = flattened(outputs)
+        rest = pytree.tree_unflatten([None if k in call.pulled else leaf for k, leaf in enumerate(leaves)], structure)
+        if call.pulled:  # some kinds of outputs leave out what is None, so that places move
+            now = {id(leaf): k for k, leaf in enumerate(flattened(rest)[0])}
+            more["places"] = {k: now[id(leaf)] for k, leaf in enumerate(leaves) if k not in call.pulled}
+        whole = (call.labelled, outputs) if call.pulled else None
+        parts = plain((call.args, call.kwargs, rest, call.targets, whole))
+        args, kwargs, rest, targets, whole = map_tensors(Tensor.detach, parts)
+        return cls(tracker.ids, tracker.batch, args, kwargs, rest, targets, pulled=call.pulled, whole=whole, **more)
 
     @property
     def went_backward(self) -> bool:
         """Whether a backward pass has reached the outputs."""
-        return bool(self.gradients)
+        return bool(self.arrived)
+
+    @property
+    def ended_at_loss(self) -> bool:
+        """Whether the only gradient is at a loss that the model gives, which its other outputs do not tell."""
+        if not self.arrived or any(k in self.pulled for k in self.arrived):
+            return False
+        leaves = flattened(self.outputs)[0]
+        return all(leaves[k].ndim == 0 for k in self.arrived)
+
+    @property
+    def uses_own_loss_alone(self) -> bool:
+        """Whether the only gradient is at a loss that the model gives."""
+        return bool(self.arrived) and (self.ended_at_loss or all(k in self.pulled for k in self.arrived))
 
     @property
     def output_gradients(self) -> Any:
-        """∂loss/∂outputs in the outputs' structure; zero where backward did not reach, None where no tensor stands."""
-        leaves, structure = pytree.tree_flatten(self.outputs)
+        """∂loss/∂outputs in the outputs' structure; zero where backward did not reach, None where no tensor stands.
+
+        A gradient γ at a loss that was made from other outputs counts there, as γ ∂loss/∂output.
+        """
+        total = {self.places.get(k, k): value for k, value in self.arrived.items() if k not in self.pulled}
+        for loss, parts in self.pulled.items():
+            for k, part in parts.items() if loss in self.arrived else ():
+                place = self.places.get(k, k)
+                total[place] = total.get(place, 0) + self.arrived[loss] * part
+        leaves, structure = flattened(self.outputs)
         filled = [
-            self.gradients.get(k, torch.zeros_like(leaf) if isinstance(leaf, Tensor) else None)
-            for k, leaf in enumerate(leaves)
+            total.get(k, torch.zeros_like(leaf) if isinstance(leaf, Tensor) else None) for k, leaf in enumerate(leaves)
         ]
         return pytree.tree_unflatten(filled, structure)
+
+    def made_whole(self) -> ForwardPass:
+        """The same call with its labels as inputs, and with the model's loss as the output that counts."""
+        if self.whole is None:
+            return self
+        kwargs, outputs = self.whole
+        return replace(self, kwargs=kwargs, outputs=outputs, targets=None, pulled={}, whole=None)
 
 
 class Observer:
@@ -125,11 +175,11 @@ class Observer:
                 "poisson_sampling=False to make_private, which accumulates."
             )
 
-    def watch(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, **more: Any) -> None:
+    def watch(self, call: ModelCall, outputs: Any, **more: Any) -> None:
         """Note a forward pass, and from now on the gradients that arrive at its outputs."""
-        detached = map_tensors(Tensor.detach, plain((args, kwargs, outputs)))
-        forward = ForwardPass(self.tracker.ids, self.tracker.batch, *detached, **more)
-        watched = [(k, leaf) for k, leaf in enumerate(pytree.tree_leaves(outputs)) if _requires_grad(leaf)]
+        forward = ForwardPass.of_call(self.tracker, call, outputs, **more)
+        leaves = flattened(outputs)[0]
+        watched = [(k, leaf) for k, leaf in enumerate(leaves) if _requires_grad(leaf)]
         for k, leaf in watched:
             leaf.register_hook(_recorder(forward, k))
         if not watched:
@@ -162,6 +212,8 @@ class LoopForward:
         self.replica = replica
         self.observer = observer
         self._record = record
+        self._inside = LossInside(replica)
+        self._gives_loss = False  # whether the model gave a loss in its last pass
         self._until_look = 0
         self._draws = False  # whether the model drew random numbers in its last pass
 
@@ -173,7 +225,7 @@ class LoopForward:
         device = self.replica.device
         self._until_look = (self._until_look or _FORWARDS_BETWEEN_LOOKS) - 1
         look = self._until_look == _FORWARDS_BETWEEN_LOOKS - 1
-        with_graph = look or device.type == "cpu"  # where it costs next to nothing
+        with_graph = look or self._gives_loss or device.type == "cpu"  # where it costs next to nothing
 
         def plainly() -> Any:
             autocast = autocast_as(autocast_now(device), device)  # casts of weights are not kept beyond an update
@@ -181,7 +233,7 @@ class LoopForward:
                 return self.replica.live(*args, **kwargs)
 
         def recorded() -> Any:
-            return None if look else self._record(args, kwargs, self.observer.tracker.batch)
+            return None if look or self._gives_loss else self._record(args, kwargs, self.observer.tracker.batch)
 
         drops = self._draws or self.replica.drops_now()
         result, masks = call_and_record_masks(recorded, device, expected=drops)
@@ -193,10 +245,13 @@ class LoopForward:
             examples = forward = None
             outputs, masks = call_and_record_masks(plainly, device, expected=drops)
         self._draws = bool(masks)
+        gave_loss, self._gives_loss = self._gives_loss, any(leaf.ndim == 0 for leaf in tensors_of(outputs))
+        if self._gives_loss and not (gave_loss or with_graph):
+            return self(args, kwargs)  # once more, with the graph between the loss and the other outputs
+        call = self._inside.call(args, kwargs, outputs, masks)
         leaves = map_tensors(_as_leaf, outputs)
-        self.observer.watch(
-            args, kwargs, leaves, masks=masks, recorded=forward, examples=examples, autocast=autocast_now(device)
-        )
+        autocast = autocast_now(device)
+        self.observer.watch(call, leaves, masks=masks, recorded=forward, examples=examples, autocast=autocast)
         return map_tensors(lambda leaf: leaf.clone() if leaf.requires_grad else leaf, leaves)
 
 
@@ -211,6 +266,7 @@ class HookedForward:
     def __init__(self, replica: Replica, observer: Observer) -> None:
         self.replica = replica
         self.observer = observer
+        self._inside = LossInside(replica)
         self._open: list[Any] = []  # the recording of masks, while a forward pass runs
         self._masks: list[Tensor] = []
         self._watch: RandomWatch | None = None
@@ -246,15 +302,17 @@ class HookedForward:
         if outputs is None or not (module.training and torch.is_grad_enabled()):
             return None
         # An output may be made from another: the loss's derivative is by each alone.
+        call = self._inside.call(args, kwargs, outputs, tuple(self._masks))
         apart = map_tensors(lambda leaf: leaf.view_as(leaf) if leaf.requires_grad else leaf, outputs)
-        self.observer.watch(args, kwargs, apart, masks=tuple(self._masks), autocast=autocast_now(self.replica.device))
+        autocast = autocast_now(self.replica.device)
+        self.observer.watch(call, apart, masks=tuple(self._masks), autocast=autocast)
         return apart
 
 
 def _recorder(forward: ForwardPass, k: int) -> Callable[[Tensor], None]:
     def record(gradient: Tensor) -> None:
-        earlier = forward.gradients.get(k)  # of another backward pass through the same output
-        forward.gradients[k] = gradient.detach() if earlier is None else earlier + gradient.detach()
+        earlier = forward.arrived.get(k)  # of another backward pass through the same output
+        forward.arrived[k] = gradient.detach() if earlier is None else earlier + gradient.detach()
 
     return record
 

@@ -6,71 +6,32 @@ reads ``p.grad_sample``), the sums are theirs, and the engine's own norms must a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchfil.accounting.ledger import Ledger
-from torchfil.engine.loader import plain
-from torchfil.engine.looks import DatasetLooks
-from torchfil.engine.losses import IdentifiedLoss, check_ignored_targets_later
+from torchfil.engine.loader import make_current, plain, split_batch
+from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
-from torchfil.engine.options import RunOptions
-from torchfil.engine.replica import Replica, buffers_kept
-from torchfil.engine.run import Noise, Run
-from torchfil.engine.step.asking import Places, with_alternatives
-from torchfil.engine.step.checks import StepChecks, nothing
-from torchfil.engine.step.evaluation import Evaluator
-from torchfil.engine.step.forwards import ForwardPass, Observer
-from torchfil.engine.step.values import StepValues, Wanted, joined
-from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.draws import Draws
-from torchfil.fisher.gradients import ExampleGradients
-from torchfil.fisher.masks import call_and_record_masks, replayed_masks
-from torchfil.fisher.mechanism import Mechanism
+from torchfil.engine.replica import buffers_kept
+from torchfil.engine.step.forwards import ForwardPass
+from torchfil.engine.step.loss_inside import NO_TARGETS, LossInside
+from torchfil.engine.step.stages import Computed, StepStages
+from torchfil.engine.step.values import StepValues, joined
+from torchfil.fisher.gradients import differentiable_twice
+from torchfil.fisher.masks import call_and_record_masks
 from torchfil.fisher.precision import autocast_now
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples, as_call, check_finite_later
 from torchfil.utils.trees import tensors_of
 
-__all__ = ["Computed", "StepPipeline"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["StepPipeline"]
 
 
-@dataclass(frozen=True)
-class Computed:
-    """A physical batch that was computed and not staged yet.
-
-    Attributes:
-        sums: Σ_i g̃_i by parameter name; None for no example, or where Opacus has the gradients.
-        backward_passes: Of the loop, that it came from.
-        confirm_and_stage: Ends the checks that have begun, raising where one fails, and stages the batch.
-        losses: ℓ, [batch], where they were wanted.
-    """
-
-    sums: dict[str, Tensor] | None
-    backward_passes: int
-    confirm_and_stage: Callable[[], None]
-    losses: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """What the batches of a step have in common; what is new in it is kept only when the step is staged."""
-
-    noise: Noise
-    loss: IdentifiedLoss | None
-    ledger: Ledger
-    test_matrix: Tensor | None
-    measure: bool
-
-
-class StepPipeline:
+class StepPipeline(StepStages):
     """Takes the forward passes of a step and gives what is released and booked of them.
 
     Args:
@@ -82,32 +43,10 @@ class StepPipeline:
         looks: Looks at all examples at once.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        replica: Replica,
-        evaluator: Evaluator,
-        checks: StepChecks,
-        observer: Observer,
-        looks: DatasetLooks,
-    ) -> None:
-        self.run = run
-        self.options: RunOptions = run.options
-        self.replica = replica
-        self.evaluator = evaluator
-        self.checks = checks
-        self.observer = observer
-        self.looks = looks
-        self._closed = False
-        self._last_mechanism: tuple[Noise, Mechanism] | None = None
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._inside = LossInside(self.replica)
         self._drew_nothing_at: Hashable = None  # the modules as they were when a forward pass drew no random numbers
-
-    def _mechanism(self, noise: Noise) -> Mechanism:
-        """Clipping, noise and subsampling of a release; that of the last noise is kept."""
-        if self._last_mechanism is None or self._last_mechanism[0] != noise:
-            made = self.options.mechanism(noise.noise_multiplier, noise.max_grad_norm)
-            self._last_mechanism = noise, made
-        return self._last_mechanism[1]
 
     # ------------------------------------------------------------------ the user's loop
 
@@ -194,7 +133,13 @@ class StepPipeline:
         if norms is None:  # under hooks the divided gradients are those that Opacus clips
             self.checks.note_division(forwards, self.run.loss)
         examples = [self._examples(forward) for forward in forwards]
-        setting = self._setting(forwards[0], examples[0], noise, measure, needs_loss=norms is None)
+        loss = self.run.loss
+        if loss is None and (norms is None or not self.run.paused):
+            loss = self._identified(forwards[0])
+        if loss is not None and loss.is_models_own:  # of which the labels are inputs
+            forwards = [forward.made_whole() for forward in forwards]
+            examples = [self._examples(forward) for forward in forwards]
+        setting = self._setting(forwards[0], examples[0], loss, noise, measure)
         parts: list[StepValues] = []
         confirmations: list[Callable[[], None]] = []
         for forward, part in zip(forwards, examples, strict=True):
@@ -214,148 +159,12 @@ class StepPipeline:
         assert step is not None
         return self._staging(step, confirmations, ids, noise, measure, len(forwards), setting, _own(examples))
 
-    def _setting(
-        self, forward: ForwardPass, examples: Examples, noise: Noise, measure: bool, *, needs_loss: bool
-    ) -> _Setting:
-        """The loss, identified where it is not known yet, and the ledger, made at the first step."""
-        run = self.run
-        loss = run.loss
-        if loss is None and (needs_loss or not run.paused):
-            loss = self.checks.identified_loss(forward)
-            logger.info("the training loop's loss was identified as %s", loss.name)
-        ledger, test_matrix = run.ledger, run.test_matrix
-        if ledger is None:
-            self.checks.check_calls_for_refresh(forward)
-            self.checks.warn_if_not_smooth(forward)
-            ledger, test_matrix = run.new_ledger(examples.num_coordinates)
-        return _Setting(noise, loss, ledger, test_matrix, measure)
-
-    def _evaluated(
-        self, forward: ForwardPass, examples: Examples, setting: _Setting, *, summed: bool
-    ) -> tuple[StepValues | None, list[Callable[[], None]]]:
-        """What one forward pass gives, None where nothing of it is needed, and the checks that have begun."""
-        loss = setting.loss
-        measured = (setting.measure or setting.noise.noise_multiplier == 0) and not self.run.paused
-        if loss is None or not (summed or measured):
-            if loss is not None and not self.run.paused:
-                self.checks.check_loss(forward, loss)
-            return None, []
-        setting.ledger.check_coordinates(examples.num_coordinates)
-        questions: Places = ()
-        if measured and self.options.accounting.questions:
-            examples, questions = with_alternatives(
-                examples, self.options.accounting.questions, self._lay_out, check_values=self.run.ledger is None
-            )
-
-        # A loss that is not the loop's would spoil the trial, so it is looked at first.
-        gradients = self._in_precision(self.replica.gradients(examples, loss), forward.autocast)
-        from_loop = forward.outputs is not None
-        looked_at = from_loop and not self.evaluator.has_plan(gradients)
-        if looked_at:
-            self.checks.check_loss(forward, loss)
-        batch = PrivateBatch(gradients, self._mechanism(setting.noise), self.evaluator.plan(gradients))
-
-        confirmations: list[Callable[[], None]] = []
-
-        def look(at_outputs: tuple[Tensor, ...]) -> None:
-            confirm = self.checks.begin_output_check(forward, at_outputs, loss)
-            if self.replica.device.type != "cuda":
-                confirm()  # before the costly part
-            confirmations.append(confirm)
-
-        wanted = self._wanted(setting, measured, questions, summed=summed)
-        values = self.evaluator.evaluate(batch, wanted, look if from_loop else None, forward.recorded)
-        if measured:
-            values = self._measured_anew(batch, values, wanted, forward.ids or [])
-        if from_loop and not confirmations:  # a mapped pass has no gradients at outputs, but the same losses
-            if not looked_at:
-                self.checks.check_loss(forward, loss)
-            assert values.losses is not None
-            confirmations.append(self.checks.begin_loss_check(forward, loss, values.losses))
-        confirmations.append(self.checks.begin_norm_look(values.norm, values.losses) if summed else nothing)
-        if not from_loop and self.replica.written:
-            confirmations.append(lambda: self._write_buffers(forward, batch))
-        return values, confirmations
-
-    def _in_precision(self, gradients: ExampleGradients, autocast: torch.dtype | None) -> ExampleGradients:
-        probe_precision = self.options.accounting.execution.probe_precision_on(self.replica.device)
-        return replace(gradients, autocast=autocast, probe_precision=probe_precision)
-
-    def _measured_anew(self, batch: PrivateBatch, values: StepValues, wanted: Wanted, ids: list[int]) -> StepValues:
-        """The same, but the few examples that are chosen for it are measured with more probes."""
-        rows = self.run.exposed_rows(ids, values.clipped_norm)
-        if rows is None or batch.mechanism.noiseless or self.replica.written:
-            return values
-        examples = replace(batch.gradients.examples, alternatives=())[rows]
-        few = replace(batch, gradients=replace(batch.gradients, examples=examples))
-        seeds = Draws.seeds_from(self.options.accounting.extra_probes, self.run.generator)
-        anew = self.evaluator.evaluate(few, replace(wanted, seeds=seeds, summed=False, questions=()), few=True)
-        assert anew.additions is not None
-        return values.measured_anew(rows, anew.additions)
-
-    def _wanted(self, setting: _Setting, measured: bool, questions: Places, *, summed: bool) -> Wanted:
-        accounting, pace = self.options.accounting, self.run.pace
-        return Wanted(
-            track=tuple(accounting.track),
-            estimator=accounting.estimator,
-            seeds=Draws.seeds_from(self.run.num_probes, self.run.generator) if measured else (),
-            rate=pace.rate,
-            summed=summed,
-            test_matrix=setting.test_matrix if measured else None,
-            questions=questions,
-        )
-
-    def _lay_out(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Examples:
-        return self.replica.lay_out(args, kwargs, targets, self.options.private, check_values=False)
-
-    def _staging(
-        self,
-        step: StepValues | None,
-        confirmations: Sequence[Callable[[], None]],
-        ids: list[int],
-        noise: Noise,
-        measure: bool,
-        backward_passes: int,
-        setting: _Setting | None = None,
-        num_coordinates: Tensor | int | None = None,
-    ) -> Computed:
-        run = self.run
-
-        def confirm_and_stage() -> None:
-            for confirm in confirmations:
-                confirm()
-            if setting is not None:
-                run.loss, run.ledger, run.test_matrix = setting.loss, setting.ledger, setting.test_matrix
-            if step is None:
-                run.stage((), torch.zeros(0), None, noise, measure=measure)
-            else:
-                run.stage(
-                    ids, step.clipped_norm, step.additions, noise, measure=measure, num_coordinates=num_coordinates
-                )
-            self.observer.forget_finished()
-
-        sums = step.sums if step is not None and step.sums else None
-        return Computed(sums, backward_passes, confirm_and_stage, step.losses if step is not None else None)
-
-    def _examples(self, forward: ForwardPass) -> Examples:
-        """The examples of a forward pass with their private coordinates laid out, and their masks."""
-        examples = forward.examples
-        if examples is None:
-            targets = self.checks.targets(forward)
-            examples = self.replica.lay_out(forward.args, forward.kwargs, targets, self.options.private)
-        return self._with_masks(examples, forward)
-
-    def _with_masks(self, examples: Examples, forward: ForwardPass) -> Examples:
-        return replace(examples, masks=self.replica.masks_by_example(forward.masks, forward.args, forward.kwargs))
-
     # ------------------------------------------------------------------ train_step
 
-    def train_step(self, optimizer: FILOptimizer, inputs: Any, targets: Any) -> Tensor:
+    def train_step(self, optimizer: FILOptimizer, inputs: Any, targets: Any = NO_TARGETS) -> Tensor:
         """A whole private step on the current batch; see :meth:`FILPrivacyEngine.train_step`."""
         if self._closed:
             raise RuntimeError("the engine was taken off the model (detach), so no further step can be taken")
-        if self.run.loss is None:
-            raise RuntimeError("train_step needs the loss before it is called: pass criterion= to make_private")
         if optimizer.inside_logical_batch or optimizer._step_skip_queue:
             raise RuntimeError(
                 "train_step takes whole logical batches; do not use BatchMemoryManager with it (max_memory cuts a "
@@ -364,40 +173,37 @@ class StepPipeline:
         self.checks.check_last_norms()
         self.run.drop_staged()
         with self.run.generator_kept(self.run.generator.get_state()):
-            step = self._computed_without_loop(optimizer, self.run.loss, inputs, targets)
+            step = self._computed_without_loop(optimizer, inputs, targets)
             step.confirm_and_stage()
 
         optimizer.release(step.sums)
         losses = step.losses if step.losses is not None else torch.zeros(0, device=self.replica.device)
         return losses.mean() if self.options.loss_reduction == "mean" else losses.sum()
 
-    def _computed_without_loop(
-        self, optimizer: FILOptimizer, loss: IdentifiedLoss, inputs: Any, targets: Any
-    ) -> Computed:
+    def _computed_without_loop(self, optimizer: FILOptimizer, inputs: Any, targets: Any) -> Computed:
         """As in a loop, but the checks of the batch itself take the place of those of the loop's passes."""
-        inputs, targets = self.checks.moved(plain((inputs, targets)))
-        args, kwargs = as_call(inputs)
+        make_current((inputs, targets))  # a batch that is handed over unread
+        forward, loss = self._called_without_loop(*self.checks.moved(plain((inputs, targets))))
+        args, kwargs, targets = forward.args, forward.kwargs, forward.targets
         check_finite = check_finite_later(args, kwargs, targets)
         check_batch = self.checks.begin_batch_check((args, kwargs), targets)
-        check_even = check_ignored_targets_later(loss, targets)
-        tracker = self.observer.tracker
-        autocast = autocast_now(self.replica.device)
-        forward = ForwardPass(tracker.ids, tracker.batch, args, kwargs, None, autocast=autocast)
 
         noise = self.run.check_noise(optimizer)
         if not any(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim):  # many models cannot run on nobody
             ids = self.run.check_ids([forward], 0)
             return self._staging(None, [], ids, noise, self.run.chooses_to_measure(), 1)
-        examples = self.replica.lay_out(args, kwargs, targets, self.options.private, check_values=False)
+        private = self._private(args, kwargs)
+        examples = self.replica.lay_out(args, kwargs, targets, private, check_values=False)
         ids = self.run.check_ids([forward], len(examples))
         measure = self.run.chooses_to_measure()
+        assert loss is not None
         if self.run.ledger is None:
             check_finite()
         if self._may_draw():
             again = self.replica.masks_again(forward.args, forward.kwargs)
             forward.masks = self._fresh_masks(forward) if again is None else again
             examples = self._with_masks(examples, forward)
-        setting = self._setting(forward, examples, noise, measure, needs_loss=True)
+        setting = self._setting(forward, examples, loss, noise, measure)
         values, confirmations = self._evaluated(forward, examples, setting, summed=True)
         assert values is not None
         values = values.kept(sums=False)  # they are released before the next pass
@@ -407,8 +213,48 @@ class StepPipeline:
             alone = values.output_gradients is None  # mapped: only the losses tell whether the model mixes examples
             self.checks.check_losses(forward, targets, loss, values.losses, now=alone)
 
-        checks = [check_finite, check_batch, check_even, check_losses, *confirmations]
+        checks = [check_finite, check_batch, check_losses, *confirmations]
         return self._staging(values, checks, ids, noise, measure, 1, setting, examples.own_coordinates)
+
+    def _called_without_loop(self, inputs: Any, targets: Any) -> tuple[ForwardPass, IdentifiedLoss | None]:
+        """The call of the model that a step stands for, and the loss; None for an empty batch before it is known."""
+        if targets is NO_TARGETS and (self.options.batch_to_inputs is not None or not isinstance(inputs, Mapping)):
+            inputs, targets = split_batch(inputs, self.options.batch_to_inputs)
+        args, kwargs = as_call(inputs)
+        loss = self.run.loss
+        if loss is None and all(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim):
+            loss = self._identified(self._own_pass(args, kwargs))
+
+        # Labels of a model that computes its loss from them are targets, unless the model cannot do without them.
+        without = kwargs
+        if targets is None or targets is NO_TARGETS:
+            without, targets = self._inside.without_labels(kwargs)
+        if targets is NO_TARGETS or (loss is not None and loss.is_models_own):
+            without, targets = kwargs, None
+        tracker = self.observer.tracker
+        autocast = autocast_now(self.replica.device)
+        return ForwardPass(tracker.ids, tracker.batch, args, without, None, targets, autocast=autocast), loss
+
+    def _own_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardPass:
+        """A pass of a model that computes its loss, as if a loop had gone back from it."""
+
+        def run_live() -> Any:
+            with torch.enable_grad(), differentiable_twice(), buffers_kept(self.replica.live):
+                return self.replica.live(*args, **kwargs)
+
+        with torch.random.fork_rng(devices=[self.replica.device] if self.replica.device.type == "cuda" else []):
+            outputs, masks = call_and_record_masks(run_live, self.replica.device, expected=True)
+        losses = self._inside.losses_in(outputs)
+        if not losses:
+            raise RuntimeError(
+                "train_step needs the loss before it is called: pass criterion= to make_private, or labels to a model "
+                "that gives its loss itself"
+            )
+        call = self._inside.call(args, kwargs, outputs, masks)
+        autocast = autocast_now(self.replica.device)
+        forward = ForwardPass.of_call(self.observer.tracker, call, outputs, masks=masks, autocast=autocast)
+        forward.arrived[losses[0]] = torch.ones((), device=self.replica.device)
+        return forward
 
     def _may_draw(self) -> bool:
         """Whether a forward pass may draw random numbers; not where one drew none with the modules as they are."""
@@ -426,14 +272,6 @@ class StepPipeline:
         if not masks:
             self._drew_nothing_at = self.replica.key
         return masks
-
-    def _write_buffers(self, forward: ForwardPass, batch: PrivateBatch) -> None:
-        """Bring the model's buffers to where its forward pass takes them: once, however the passes were cut."""
-        if not self.evaluator.runs_in_pieces(batch):
-            self.replica.write_buffers(batch.gradients)
-            return
-        with torch.no_grad(), replayed_masks(forward.masks):
-            self.replica.live(*forward.args, **forward.kwargs)
 
 
 def _own(parts: Sequence[Examples]) -> Tensor | int:

@@ -364,6 +364,8 @@ def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
     Outputs and targets are trees; what is no tensor in them (a cache of keys and values), or a single number, is the
     same for all examples.
     """
+    if getattr(loss_fn, "is_models_own", False):
+        raise UnsupportedCallError("the model computes its loss itself, as one number for a whole batch")
     (first, *_) = tensors_of(outputs)
     if autocast_now(first.device) is not None:
         outputs, targets = map_tensors(wide, (outputs, targets))

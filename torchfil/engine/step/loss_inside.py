@@ -1,0 +1,169 @@
+"""Models that compute their loss themselves: ``model(**batch).loss``, as Hugging Face's do.
+
+Such a loss is one number for a batch, and a part of what the model gives. What the engine needs is the loss of one
+example as a function of the model's other outputs. So a gradient that arrives at the loss is passed on to the outputs
+that the loss was made from, δ = γ ∂loss/∂output, and the labels, which go into the model, are taken for targets: the
+engine's own passes call the model without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfil.engine.loader import is_target_name, plain
+from torchfil.engine.replica import Replica, buffers_kept
+from torchfil.fisher.gradients import call_with, differentiable_twice, trainable_and_constant
+from torchfil.fisher.masks import replayed_masks
+from torchfil.utils.trees import flattened, form_of, tensors_of
+
+__all__ = ["NO_TARGETS", "LossInside", "ModelCall"]
+
+NO_TARGETS = object()  # a call without labels: the targets are the batch's
+_SAME = 1e-4  # relative: what the model's outputs may differ by without its labels, in rounding
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """How the engine calls the model where the loop calls it with labels.
+
+    Attributes:
+        args: Positional inputs.
+        kwargs: Keyword inputs, without labels where the model's outputs do not depend on them.
+        targets: The labels; NO_TARGETS: the call has none, or they must stay, as the outputs depend on them.
+        pulled: By the place of a loss among the outputs and the place of another output, ∂loss/∂output.
+        labelled: Keyword inputs with the labels, as the loop gave them.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: Any = NO_TARGETS
+    pulled: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    labelled: dict[str, Any] = field(default_factory=dict)
+
+
+class LossInside:
+    """Takes calls of a model that computes its loss itself apart; what it finds of a kind of call, it finds once.
+
+    Args:
+        replica: The model.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self._runs_without: dict[Hashable, bool] = {}
+        self._made_from: dict[Hashable, list[int]] = {}
+
+    def losses_in(self, outputs: Any) -> list[int]:
+        """The places of the losses among the outputs: numbers with a graph, beside other outputs or alone."""
+        return [
+            k
+            for k, leaf in enumerate(flattened(outputs)[0])
+            if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad
+        ]
+
+    def call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, masks: tuple[Tensor, ...] = ()
+    ) -> ModelCall:
+        """The call that gave these outputs, which have their graph, apart."""
+        args, kwargs = plain((args, kwargs))
+        places = self.losses_in(outputs)
+        if not places:
+            return ModelCall(args, kwargs)
+        pulled = {k: self._pulled(args, kwargs, outputs, k) for k in places}
+        other, targets = self.without_labels(kwargs)
+        told = all(pulled.values()) and targets is not NO_TARGETS
+        if told and self._gives_the_same(args, kwargs, other, outputs, masks):
+            return ModelCall(args, other, targets, pulled, kwargs)
+        return ModelCall(args, kwargs)
+
+    def without_labels(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Keyword inputs without labels, and these, one tensor or a dict of several; NO_TARGETS: there are none."""
+        labels = {key: value for key, value in kwargs.items() if is_target_name(key) and isinstance(value, Tensor)}
+        if not labels:
+            return kwargs, NO_TARGETS
+        rest = {key: value for key, value in kwargs.items() if key not in labels}
+
+        # A decoder reads the labels, one place to the right.
+        shifted = getattr(self.replica.live, "prepare_decoder_input_ids_from_labels", None)
+        if shifted is not None and "labels" in labels and rest.get("decoder_input_ids") is None:
+            rest["decoder_input_ids"] = shifted(labels["labels"])
+        return rest, next(iter(labels.values())) if len(labels) == 1 else labels
+
+    def _pulled(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, place: int) -> dict[int, Tensor]:
+        """∂loss/∂output by place, for the outputs that the loss at ``place`` was made from."""
+        kind = (form_of(outputs), place)
+        if kind not in self._made_from:
+            self._made_from[kind] = _made_from(flattened(self._outputs_of_copy(args, kwargs))[0], place)
+        leaves, places = flattened(outputs)[0], self._made_from[kind]
+        return dict(zip(places, _gradients(leaves[place], [leaves[k] for k in places]), strict=True))
+
+    def _outputs_of_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the copy gives, with a graph on the way back through which nobody's hooks are called."""
+        self.replica.follow()
+        trainable, constant = trainable_and_constant(self.replica.live)
+        weights = {name: value.clone().requires_grad_() for name, value in trainable.items()}
+        weights |= {name: value.clone() for name, value in constant.items()}
+        devices = [self.replica.device] if self.replica.device.type == "cuda" else []
+        with torch.enable_grad(), differentiable_twice(), torch.random.fork_rng(devices=devices):
+            return call_with(self.replica.template, weights, args, kwargs)
+
+    def _gives_the_same(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        without: dict[str, Any],
+        outputs: Any,
+        masks: tuple[Tensor, ...],
+    ) -> bool:
+        """Whether the model's other outputs are those of a call without labels; looked at once for a kind of call."""
+        kind = (form_of((args, kwargs)), form_of(outputs))
+        if kind not in self._runs_without:
+            live: nn.Module = self.replica.live
+            try:
+                with torch.no_grad(), differentiable_twice(), buffers_kept(live), replayed_masks(masks):
+                    others = tensors_of(live(*args, **without))
+                self._runs_without[kind] = _same(others, [leaf.detach() for leaf in tensors_of(outputs) if leaf.ndim])
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # it needs its labels
+                self._runs_without[kind] = False
+        return self._runs_without[kind]
+
+
+def _made_from(leaves: list[Any], place: int) -> list[int]:
+    """The places of the outputs that a loss was made from: one that all the others go through, or all of them."""
+    floating = [
+        k
+        for k, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.requires_grad and leaf.is_floating_point()
+    ]
+    gradients = dict(zip(floating, _gradients(leaves[place], [leaves[k] for k in floating]), strict=True))
+    reached = [k for k in floating if bool((gradients[k] != 0).any())]
+    for k in reached:
+        others = [leaves[other] for other in reached if other != k]
+        through = _gradients(leaves[k], others, gradients[k])
+        totals = [gradients[other] for other in reached if other != k]
+        if _same(list(through), totals, tolerance=1e-3):
+            return [k]
+    return reached
+
+
+def _gradients(of: Tensor, outputs: list[Tensor], weights: Tensor | None = None) -> tuple[Tensor, ...]:
+    """∂of/∂output of each, or that of ⟨of, weights⟩; zeros where there is no way."""
+    if not outputs:
+        return ()
+    with torch.enable_grad():
+        return torch.autograd.grad(of, outputs, weights, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+
+def _same(some: list[Tensor], others: list[Tensor], tolerance: float = _SAME) -> bool:
+    """Whether they are as many, of the same shapes, and equal within the tolerance times the largest number."""
+    if len(some) != len(others) or any(a.shape != b.shape for a, b in zip(some, others, strict=True)):
+        return False
+    pairs = [(a, b) for a, b in zip(some, others, strict=True) if b.numel()]
+    return all(torch.allclose(a, b, tolerance, tolerance * float(b.abs().max()), equal_nan=True) for a, b in pairs)

@@ -1,0 +1,263 @@
+"""The stages that a step of the user's loop and one of ``train_step`` have in common, between record and stage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfil.accounting.ledger import Ledger
+from torchfil.engine.loader import is_target_name
+from torchfil.engine.looks import DatasetLooks
+from torchfil.engine.losses import IdentifiedLoss, LossMismatchError
+from torchfil.engine.options import RunOptions
+from torchfil.engine.replica import Replica
+from torchfil.engine.run import Noise, Run
+from torchfil.engine.step.asking import Places, with_alternatives
+from torchfil.engine.step.checks import StepChecks, nothing
+from torchfil.engine.step.evaluation import Evaluator
+from torchfil.engine.step.forwards import ForwardPass, Observer
+from torchfil.engine.step.values import StepValues, Wanted
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.draws import Draws
+from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.masks import replayed_masks
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.private import Examples, Private
+
+__all__ = ["Computed", "Setting", "StepStages"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A physical batch that was computed and not staged yet.
+
+    Attributes:
+        sums: Σ_i g̃_i by parameter name; None for no example, or where Opacus has the gradients.
+        backward_passes: Of the loop, that it came from.
+        confirm_and_stage: Ends the checks that have begun, raising where one fails, and stages the batch.
+        losses: ℓ, [batch], where they were wanted.
+    """
+
+    sums: dict[str, Tensor] | None
+    backward_passes: int
+    confirm_and_stage: Callable[[], None]
+    losses: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the batches of a step have in common; what is new in it is kept only when the step is staged."""
+
+    noise: Noise
+    loss: IdentifiedLoss | None
+    ledger: Ledger
+    test_matrix: Tensor | None
+    measure: bool
+
+
+class StepStages:
+    """From a forward pass to what is staged of it.
+
+    Args:
+        run: Where batches are staged.
+        replica: The model.
+        evaluator: Computes sums, norms and Fisher information.
+        checks: Compares with what the loop did.
+        observer: Has the loop's forward passes.
+        looks: Looks at all examples at once.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        replica: Replica,
+        evaluator: Evaluator,
+        checks: StepChecks,
+        observer: Observer,
+        looks: DatasetLooks,
+    ) -> None:
+        self.run = run
+        self.options: RunOptions = run.options
+        self.replica = replica
+        self.evaluator = evaluator
+        self.checks = checks
+        self.observer = observer
+        self.looks = looks
+        self._closed = False
+        self._last_mechanism: tuple[Noise, Mechanism] | None = None
+
+    def _mechanism(self, noise: Noise) -> Mechanism:
+        """Clipping, noise and subsampling of a release; that of the last noise is kept."""
+        if self._last_mechanism is None or self._last_mechanism[0] != noise:
+            made = self.options.mechanism(noise.noise_multiplier, noise.max_grad_norm)
+            self._last_mechanism = noise, made
+        return self._last_mechanism[1]
+
+    def _setting(
+        self, forward: ForwardPass, examples: Examples, loss: IdentifiedLoss | None, noise: Noise, measure: bool
+    ) -> Setting:
+        """What is the same for all batches of a step; the ledger is made at the first."""
+        run = self.run
+        ledger, test_matrix = run.ledger, run.test_matrix
+        if ledger is None:
+            self.checks.check_calls_for_refresh(forward)
+            self.checks.warn_if_not_smooth(forward)
+            ledger, test_matrix = run.new_ledger(examples.num_coordinates)
+        return Setting(noise, loss, ledger, test_matrix, measure)
+
+    def _identified(self, forward: ForwardPass) -> IdentifiedLoss:
+        """The loss that the loop uses; the model's own where that is what it uses, and no other fits."""
+        try:
+            loss = self.checks.identified_loss(forward)
+        except LossMismatchError:
+            if not forward.uses_own_loss_alone:
+                raise
+            loss = self.checks.own_loss(forward.made_whole())
+        logger.info("the training loop's loss was identified as %s", loss.name)
+        return loss
+
+    def _evaluated(
+        self, forward: ForwardPass, examples: Examples, setting: Setting, *, summed: bool
+    ) -> tuple[StepValues | None, list[Callable[[], None]]]:
+        """What one forward pass gives, None where nothing of it is needed, and the checks that have begun."""
+        loss = setting.loss
+        measured = (setting.measure or setting.noise.noise_multiplier == 0) and not self.run.paused
+        if loss is None or not (summed or measured):
+            if loss is not None and not self.run.paused:
+                self.checks.check_loss(forward, loss)
+            return None, []
+        setting.ledger.check_coordinates(examples.num_coordinates)
+        questions: Places = ()
+        if measured and self.options.accounting.questions:
+            examples, questions = with_alternatives(
+                examples, self.options.accounting.questions, self._lay_out, check_values=self.run.ledger is None
+            )
+
+        # A loss that is not the loop's would spoil the trial, so it is looked at first.
+        gradients = self._in_precision(self.replica.gradients(examples, loss), forward.autocast)
+        from_loop = forward.outputs is not None
+        looked_at = from_loop and not self.evaluator.has_plan(gradients)
+        if looked_at:
+            self.checks.check_loss(forward, loss)
+        batch = PrivateBatch(gradients, self._mechanism(setting.noise), self.evaluator.plan(gradients))
+
+        confirmations: list[Callable[[], None]] = []
+
+        def look(at_outputs: tuple[Tensor, ...]) -> None:
+            confirm = self.checks.begin_output_check(forward, at_outputs, loss)
+            if self.replica.device.type != "cuda":
+                confirm()  # before the costly part
+            confirmations.append(confirm)
+
+        wanted = self._wanted(setting, measured, questions, summed=summed)
+        values = self.evaluator.evaluate(batch, wanted, look if from_loop else None, forward.recorded)
+        if measured:
+            values = self._measured_anew(batch, values, wanted, forward.ids or [])
+        if from_loop and not confirmations:  # a mapped pass has no gradients at outputs, but the same losses
+            if not looked_at:
+                self.checks.check_loss(forward, loss)
+            assert values.losses is not None
+            confirmations.append(self.checks.begin_loss_check(forward, loss, values.losses))
+        confirmations.append(self.checks.begin_norm_look(values.norm, values.losses) if summed else nothing)
+        confirmations.append(self.checks.begin_weight_look(loss, examples.public[2], by_opacus=not summed))
+        if not from_loop and self.replica.written:
+            confirmations.append(lambda: self._write_buffers(forward, batch))
+        return values, confirmations
+
+    def _in_precision(self, gradients: ExampleGradients, autocast: torch.dtype | None) -> ExampleGradients:
+        probe_precision = self.options.accounting.execution.probe_precision_on(self.replica.device)
+        return replace(gradients, autocast=autocast, probe_precision=probe_precision)
+
+    def _measured_anew(self, batch: PrivateBatch, values: StepValues, wanted: Wanted, ids: list[int]) -> StepValues:
+        """The same, but the few examples that are chosen for it are measured with more probes."""
+        rows = self.run.exposed_rows(ids, values.clipped_norm)
+        if rows is None or batch.mechanism.noiseless or self.replica.written:
+            return values
+        examples = replace(batch.gradients.examples, alternatives=())[rows]
+        few = replace(batch, gradients=replace(batch.gradients, examples=examples))
+        seeds = Draws.seeds_from(self.options.accounting.extra_probes, self.run.generator)
+        anew = self.evaluator.evaluate(few, replace(wanted, seeds=seeds, summed=False, questions=()), few=True)
+        assert anew.additions is not None
+        return values.measured_anew(rows, anew.additions)
+
+    def _wanted(self, setting: Setting, measured: bool, questions: Places, *, summed: bool) -> Wanted:
+        accounting, pace = self.options.accounting, self.run.pace
+        return Wanted(
+            track=tuple(accounting.track),
+            estimator=accounting.estimator,
+            seeds=Draws.seeds_from(self.run.num_probes, self.run.generator) if measured else (),
+            rate=pace.rate,
+            summed=summed,
+            test_matrix=setting.test_matrix if measured else None,
+            questions=questions,
+        )
+
+    def _lay_out(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Examples:
+        return self.replica.lay_out(args, kwargs, targets, self.options.private, check_values=False)
+
+    def _staging(
+        self,
+        step: StepValues | None,
+        confirmations: Sequence[Callable[[], None]],
+        ids: list[int],
+        noise: Noise,
+        measure: bool,
+        backward_passes: int,
+        setting: Setting | None = None,
+        num_coordinates: Tensor | int | None = None,
+    ) -> Computed:
+        run = self.run
+
+        def confirm_and_stage() -> None:
+            for confirm in confirmations:
+                confirm()
+            if setting is not None:
+                run.loss, run.ledger, run.test_matrix = setting.loss, setting.ledger, setting.test_matrix
+            if step is None:
+                run.stage((), torch.zeros(0), None, noise, measure=measure)
+            else:
+                run.stage(
+                    ids, step.clipped_norm, step.additions, noise, measure=measure, num_coordinates=num_coordinates
+                )
+            self.observer.forget_finished()
+
+        sums = step.sums if step is not None and step.sums else None
+        return Computed(sums, backward_passes, confirm_and_stage, step.losses if step is not None else None)
+
+    def _examples(self, forward: ForwardPass) -> Examples:
+        """The examples of a forward pass with their private coordinates laid out, and their masks."""
+        examples = forward.examples
+        if examples is None:
+            targets = self.checks.targets(forward)
+            private = self._private(forward.args, forward.kwargs)
+            examples = self.replica.lay_out(forward.args, forward.kwargs, targets, private)
+        return self._with_masks(examples, forward)
+
+    def _private(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Private | None:
+        """What is private; where it is not said, labels among the inputs are not."""
+        labels = [key for key in kwargs if is_target_name(key)]
+        if self.options.private is not None or not labels:
+            return self.options.private
+        named: dict[int | str, Any] = dict(enumerate(args))
+        named.update(kwargs)
+        floating = [key for key, leaf in named.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        others = [key for key in floating if key not in labels]
+        return Private(inputs=others) if others and others != floating else None
+
+    def _with_masks(self, examples: Examples, forward: ForwardPass) -> Examples:
+        return replace(examples, masks=self.replica.masks_by_example(forward.masks, forward.args, forward.kwargs))
+
+    def _write_buffers(self, forward: ForwardPass, batch: PrivateBatch) -> None:
+        """Bring the model's buffers to where its forward pass takes them: once, however the passes were cut."""
+        if not self.evaluator.runs_in_pieces(batch):
+            self.replica.write_buffers(batch.gradients)
+            return
+        with torch.no_grad(), replayed_masks(forward.masks):
+            self.replica.live(*forward.args, **forward.kwargs)
