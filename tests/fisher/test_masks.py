@@ -162,6 +162,13 @@ class TestReplaying:
         with pytest.raises(UnsupportedModuleError, match=fewer), replayed_masks(masks * 2):
             F.dropout(x, 0.4)
 
+    def test_tensors_without_values_draw_nothing(self) -> None:
+        _, masks = recorded(lambda x: F.dropout(x, 0.4) + nn.Linear(3, 3, device="meta").in_features, inputs())
+        assert len(masks) == 1
+        with replayed_masks(masks):
+            nn.Linear(3, 3, device="meta")
+            F.dropout(inputs(), 0.4)
+
     def test_other_shapes_are_refused(self) -> None:
         _, masks = recorded(lambda x: F.dropout(x, 0.4), inputs())
         told = r"of shape \(5, 7\) where the loop drew \(5, 1, 6\)"

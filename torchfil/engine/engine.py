@@ -14,7 +14,11 @@ import torch
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
+from opacus.utils.module_utils import trainable_modules
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from opacus.validators import ModuleValidator
+from opacus.validators.errors import IllegalModuleConfigurationError
+from opacus.validators.errors import UnsupportedModuleError as OpacusUnsupportedModuleError
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
@@ -300,6 +304,31 @@ class FILPrivacyEngine(Resuming):
         """The sampling rate of the DP accountant's last step."""
         history = self.accountant.history
         return float(history[-1][1]) if history else 1.0
+
+    def validate(
+        self, *, module: nn.Module, optimizer: optim.Optimizer | None, data_loader: DataLoader[Any] | None
+    ) -> None:
+        """As in Opacus, but that torch's recurrent layers and attention, for which its hooks have no rules, may stay.
+
+        Args:
+            module: The model.
+            optimizer: Not looked at.
+            data_loader: Not looked at.
+
+        Raises:
+            UnsupportedModuleError: The model is not in training mode, or a module mixes examples.
+        """
+        errors = [] if module.training else [IllegalModuleConfigurationError("Model needs to be in training mode")]
+        for _, part in trainable_modules(module):
+            if type(part) in ModuleValidator.VALIDATORS and not isinstance(part, nn.RNNBase | nn.MultiheadAttention):
+                errors += ModuleValidator.VALIDATORS[type(part)](part)
+        if errors:
+            raise OpacusUnsupportedModuleError(errors)
+
+    def _prepare_model(self, module: nn.Module, **options: Any) -> Any:
+        """Opacus's hooks on the model, for layers that they have rules for."""
+        super().validate(module=module, optimizer=None, data_loader=None)
+        return super()._prepare_model(module, **options)
 
     # ------------------------------------------------------------------ control
 

@@ -78,7 +78,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if _draws(func, args):
             drawn = result[1] if func in _MASK_SECOND else result
             if not isinstance(drawn, Tensor) or not _gives_all_it_draws(func):
                 raise UnsupportedModuleError(
@@ -97,7 +97,7 @@ class _Replayer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not _draws(func, args):
             return func(*args, **kwargs)
         if not self.left:
             raise _other_draws("more random numbers than")
@@ -352,3 +352,9 @@ def _other_draws(what: str) -> UnsupportedModuleError:
 
 def _other_shape(shape: torch.Size, drawn: torch.Size) -> UnsupportedModuleError:
     return _other_draws(f"random numbers of shape {tuple(shape)} where the loop drew {tuple(drawn)}, not as")
+
+
+def _draws(func: Any, args: Any) -> bool:
+    """Whether an operation draws random numbers; into a tensor without values, on the meta device, it draws none."""
+    empty = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
+    return torch.Tag.nondeterministic_seeded in func.tags and not empty
