@@ -397,6 +397,15 @@ class Attends(nn.Module):
         return self.head(torch.tanh(h)).mean(dim=1)
 
 
+class BehindTheBack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.layer(x)), self.layer.weight)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "a layer used twice": (Twice, (4,)),
     "tied weights": (Tied, (4,)),
@@ -406,6 +415,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "a layer that is never called": (Unused, (4,)),
     "rows of all examples as one batch": (Folded, (2, 4)),
     "positions first": (TimeFirst, (3, 4)),
+    "a weight used behind its layer's back": (BehindTheBack, (4,)),
     "subclasses": (Inherited, (4,)),
     "weight normalisation": (lambda: nn.Sequential(weight_norm(nn.Linear(4, 3)), nn.Tanh(), nn.Linear(3, 2)), (4,)),
     "weight normalisation by hooks": (
@@ -448,15 +458,6 @@ def test_a_loss_that_is_linear_in_the_outputs(layer: nn.Module) -> None:
     check(layer, x, loss_fn=lambda outputs, y: (outputs * y).sum())
 
 
-class BehindTheBack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(torch.tanh(self.layer(x)), self.layer.weight)
-
-
 class Mixing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -467,7 +468,7 @@ class Mixing(nn.Module):
         return torch.tanh(h - h.mean(dim=0))
 
 
-@pytest.mark.parametrize("model", [BehindTheBack, Mixing, partial(Folded, together=False)])
+@pytest.mark.parametrize("model", [Mixing, partial(Folded, together=False)])
 def test_what_one_pass_cannot_see_is_told(model: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
     shape = (BATCH, 2, 4) if isinstance(model, partial) else (BATCH, 4)
@@ -835,6 +836,20 @@ class _Sorted(nn.Module):
         return result
 
 
+class _Unseen(torch.autograd.Function):
+    """A product that nothing sees from outside."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return gradients[0] @ b.mT, a.mT @ gradients[0]
+
+
 class _Behind(nn.Module):
     """Uses a weight behind its module's back; the head may start from 0."""
 
@@ -846,7 +861,7 @@ class _Behind(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As said."""
-        result: Tensor = self.head(torch.tanh(F.linear(torch.tanh(self.body(x)), self.body.weight)))
+        result: Tensor = self.head(torch.tanh(_Unseen.apply(torch.tanh(self.body(x)), self.body.weight)))
         return result
 
 

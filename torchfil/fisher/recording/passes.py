@@ -9,7 +9,7 @@ whatever the layer rules make of them (norms, inner products) can be differentia
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -49,6 +49,7 @@ __all__ = [
     "record",
     "run_alike",
     "targets_at",
+    "watch_parameters",
 ]
 
 _overwriting: WeakSet[nn.Module] = WeakSet()  # models that have overwritten what a layer saw
@@ -151,19 +152,19 @@ class RecordedForward:
 
     def _calls(self, deltas: list[Tensor]) -> tuple[Call, ...]:
         gradients, batch, leaves = self.gradients, len(self.z), self.watched.leaves
-        shared = {id(value): name for name, value in gradients.model.named_parameters()}
+        own = {id(value): name for name, value in gradients.model.named_parameters() if name not in leaves}
         calls = []
         for use, delta in zip(self.uses, deltas, strict=False):
             rows = by_example(delta, use.dim, batch)
             operation = bool(use.values)
             calls.append(
-                _call_of_operation(gradients, use, rows, leaves) if operation else _call(gradients, use, rows, shared)
+                _call_of_operation(gradients, use, rows, leaves) if operation else _call(gradients, use, rows, own)
             )
         for meeting, delta in zip(self.watched.meetings, deltas[len(self.uses) :], strict=True):
             rule = ParameterRule(meeting.value, {name: leaves[name] for name in meeting.names})
             rows = by_example(delta, meeting.dim, batch)
             calls.append(_call_of_parameters(gradients, gradients.model, rule, (), rows, meeting.names))
-        return tuple(calls)
+        return tuple(call for call in calls if call.parameters)
 
 
 def record(gradients: ExampleGradients, z: Tensor) -> Recording:
@@ -220,26 +221,36 @@ def run_alike(model: nn.Module, copy: nn.Module) -> None:
 def learn_layouts(gradients: ExampleGradients) -> bool:
     """Look where the examples lie in layers' outputs, by passes over two and three; whether that was new.
 
-    A layer whose output does not grow with the examples (one of a range of positions) has none.
-
-    Raises:
-        UnsupportedCallError: A layer is called with the examples and without.
+    The parameters of a layer that is called without the examples (on a range of positions, say) are watched instead.
     """
     model = gradients.model
     if model in _layouts:
         return False
     modules, apart = dict(model.named_modules()), True
     while apart:  # the parameters of a layer without examples are watched, where they meet the examples later on
-        two, three = (_shapes(gradients, count) for count in (2, 3))
-        layouts, apart = layouts_of(two, three), False
-        for name, dims in layouts.items():
-            if name in modules and None in dims:
-                if set(dims) != {None}:
-                    raise _not_one_per_example(modules[name], f"shape {tuple(two[name][dims.index(None)])}")
-                _seen_apart.add(modules[name])
-                apart = True
+        layouts = layouts_of(*(_shapes(gradients, count) for count in (2, 3)))
+        without = {modules[name] for name, dims in layouts.items() if name in modules and None in dims}
+        apart = not without <= set(_seen_apart)
+        _seen_apart.update(without)
     _layouts[model] = layouts
     return True
+
+
+def watch_parameters(model: nn.Module, names: Collection[str]) -> bool:
+    """From now on watch these parameters wherever they are used, not their layers' calls; whether that was new.
+
+    For a model that uses them behind their layers' backs: ``F.linear(x, self.layer.weight)``.
+    """
+    layers = set(_holders_of(model, names))
+    new = bool(layers - set(_seen_apart))
+    _watch(model, layers)
+    return new
+
+
+def _watch(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Watch the parameters of these layers; where they meet the examples has to be learned anew."""
+    _seen_apart.update(layers)
+    _layouts.pop(model, None)
 
 
 def _shapes(gradients: ExampleGradients, count: int) -> dict[str, list[torch.Size]]:
@@ -259,6 +270,10 @@ def _forward(gradients: ExampleGradients, z: Tensor, once: bool) -> RecordedForw
         if once:
             raise UnsupportedCallError(f"{type(model).__name__} would have to be run a second time")
         learn_layouts(gradients)
+        return _forward(gradients, z, once)
+    uncalled = _uncalled(gradients, uses)
+    if uncalled and not once:
+        _watch(model, uncalled)
         return _forward(gradients, z, once)
 
     # One output may be made from another, and the loss may overwrite it.
@@ -311,6 +326,13 @@ def _run(gradients: ExampleGradients, z: Tensor, uses: Uses) -> tuple[Any, Watch
     return outputs, watched
 
 
+def _uncalled(gradients: ExampleGradients, uses: Uses) -> list[nn.Module]:
+    """The layers that were not called, so that their parameters may have been used by others."""
+    called = {use.module for use in uses.noted}
+    recorded = _layers_and_bare_parameters(gradients)[0]
+    return [module for module in recorded if module not in called and module not in _seen_whole]
+
+
 def _not_one_per_example(module: nn.Module, what: str) -> UnsupportedCallError:
     return UnsupportedCallError(f"a {type(module).__name__} has an output ({what}) that is not one per example")
 
@@ -334,7 +356,10 @@ def _is_whole(module: nn.Module) -> bool:
 
 
 def _layers_and_bare_parameters(gradients: ExampleGradients) -> tuple[list[nn.Module], set[nn.Module], list[str]]:
-    """The modules whose calls are recorded; those that hold parameters otherwise; the names of these parameters."""
+    """The modules whose calls are recorded; those that hold watched parameters; the names of these.
+
+    A parameter that is held by both kinds is watched.
+    """
     recorded: list[nn.Module] = []
     unrecorded: set[nn.Module] = set()
     bare: set[int] = set()
@@ -349,10 +374,11 @@ def _layers_and_bare_parameters(gradients: ExampleGradients) -> tuple[list[nn.Mo
             bare |= {id(value) for value in module.parameters(recurse=False)}
     named = gradients.model.named_parameters()
     names = [name for name, value in named if id(value) in bare and name in gradients.parameters]
+    unrecorded |= {m for m in recorded if any(id(value) in bare for value in m.parameters(recurse=False))}
     return recorded, {module for module in unrecorded if not isinstance(module, nn.MultiheadAttention)}, names
 
 
-def _holders_of(model: nn.Module, names: list[str] | set[str]) -> list[nn.Module]:
+def _holders_of(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
     """The modules that hold these parameters, under whatever name."""
     wanted = {id(value) for name, value in model.named_parameters() if name in names}
     return [m for m in model.modules() if any(id(value) in wanted for value in m.parameters(recurse=False))]
@@ -389,14 +415,17 @@ def _as_batch(row: Tensor, whole: Tensor) -> Tensor:
     return row.unsqueeze(0) if whole.ndim else row
 
 
-def _call(gradients: ExampleGradients, use: Use, delta: Tensor, shared: Mapping[int, str]) -> Call:
-    """The call of a module; of some of its parameters, where it has told so."""
+def _call(gradients: ExampleGradients, use: Use, delta: Tensor, unwatched: Mapping[int, str]) -> Call:
+    """The call of a module, with those of its parameters that are not watched, named by their ids.
+
+    Where the module has told of it, the use is of some of its parameters.
+    """
     told, rule = use.told, use.rule or rule_for(use.module)
     own = dict(use.module.named_parameters(recurse=_is_whole(use.module), remove_duplicate=told is None))
     parameters: dict[str, Tensor] = {}
     names: dict[str, str] = {}
     for local, value in own.items() if told is None else ((local, own[name]) for local, name in told.items()):
-        canonical = shared[id(value)]
+        canonical = unwatched.get(id(value))
         if canonical in gradients.parameters:
             parameters[local], names[local] = gradients.parameters[canonical], canonical
     if told is not None:

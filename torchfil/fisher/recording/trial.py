@@ -14,7 +14,7 @@ from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording.cut import cut
 from torchfil.fisher.recording.doubled import in_double
 from torchfil.fisher.recording.norms import Held, inner_products, squares_and_slopes, weighted_sum
-from torchfil.fisher.recording.passes import learn_layouts, record
+from torchfil.fisher.recording.passes import learn_layouts, record, watch_parameters
 from torchfil.fisher.rules.base import LayerRule
 from torchfil.fisher.rules.call import Call
 from torchfil.fisher.rules.convolution import ConvolutionRule
@@ -92,9 +92,10 @@ def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
     part = replace(gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)])
     recorded = _recorded(part, probe, held)
     reason = _difference(part, recorded, plain)
-    if reason is not None and learn_layouts(part):  # what has as many rows as there are examples need not run over them
-        recorded = _recorded(part, probe, held := held.anew())
-        reason = _difference(part, recorded, plain)
+    for another_way in (_learn_layouts, _watch_what_is_missing):
+        if reason is not None and another_way(part, recorded, plain):
+            recorded = _recorded(part, probe, held := held.anew())
+            reason = _difference(part, recorded, plain)
     if reason is None and _some_gradient_vanishes(part, plain):
         reason = _difference_nearby(part, probe)
     if reason is not None:
@@ -203,10 +204,10 @@ def _laid_out(part: ExampleGradients) -> list[int]:
 def _difference(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> str | None:
     """What the pass and plain backward passes disagree on; None: nothing."""
     tolerance = _TOLERANCE.get(plain.gradients.dtype, 1e-3)
-    squares = plain.gradients.square().sum(dim=1)
-    if not torch.allclose(recorded.squares, squares, rtol=tolerance, atol=tolerance * float(squares.max())):
+    if not _norms_agree(recorded, plain):
         names = _parameters_apart(part, recorded.summed - plain.gradients.sum(dim=0), tolerance)
-        return f"the layers' calls do not account for the whole gradient{names}, or the model mixes examples"
+        listed = f" of {', '.join(names[:_MOST_NAMES])}{', …' if len(names) > _MOST_NAMES else ''}" if names else ""
+        return f"the layers' calls do not account for the whole gradient{listed}, or the model mixes examples"
 
     pairs = {
         "sums of gradients": (recorded.summed[None], plain.gradients.sum(dim=0)[None]),
@@ -220,11 +221,29 @@ def _difference(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> s
     return None
 
 
-def _parameters_apart(part: ExampleGradients, apart: Tensor, tolerance: float) -> str:
-    """The parameters at which a difference, [p], does not vanish, in words; nothing where it vanishes everywhere."""
+def _norms_agree(recorded: _Recorded, plain: _Plain) -> bool:
+    squares = plain.gradients.square().sum(dim=1)
+    tolerance = _TOLERANCE.get(squares.dtype, 1e-3)
+    return torch.allclose(recorded.squares, squares, rtol=tolerance, atol=tolerance * float(squares.max()))
+
+
+def _learn_layouts(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> bool:
+    """What has as many rows as there are examples need not run over them; whether that was new."""
+    return learn_layouts(part)
+
+
+def _watch_what_is_missing(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> bool:
+    """Watch the parameters whose gradients the pass does not account for; whether there are such."""
+    if _norms_agree(recorded, plain):
+        return False
+    missing = recorded.summed - plain.gradients.sum(dim=0)
+    return watch_parameters(part.model, _parameters_apart(part, missing, _TOLERANCE.get(part.dtype, 1e-3)))
+
+
+def _parameters_apart(part: ExampleGradients, apart: Tensor, tolerance: float) -> list[str]:
+    """The parameters at which a difference, [p], does not vanish."""
     sizes = {name: float(torch.linalg.vector_norm(value)) for name, value in part.unflatten(apart).items()}
-    names = [name for name, size in sizes.items() if size > tolerance * max(sizes.values())]
-    return f" of {', '.join(names[:_MOST_NAMES])}{', …' if len(names) > _MOST_NAMES else ''}" if names else ""
+    return [name for name, size in sizes.items() if size > tolerance * max(sizes.values())]
 
 
 def _recorded(part: ExampleGradients, probe: Tensor, held: Held | None = None) -> _Recorded:

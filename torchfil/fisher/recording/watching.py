@@ -30,7 +30,7 @@ _ELEMENTWISE = frozenset(
 )
 _ATTENTION = "scaled_dot_product_attention"
 _JOINING = frozenset({"cat", "concat", "concatenate"})
-_REPEATING = frozenset({"broadcast_to", "expand", "repeat"})
+_PRODUCTS = frozenset({"bmm", "matmul"})
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,6 @@ class WatchedParameters(TorchFunctionMode):
         self._functions: dict[int, tuple[Tensor, tuple[str, ...]]] = {}  # of parameters alone, and of which
         for name, leaf in self.leaves.items():
             self._functions[id(leaf)] = leaf, (name,)
-        self._one_row: dict[int, Tensor] = {}  # what such a function was repeated from, for each example
         self._of_examples: Any = WeakTensorKeyDictionary()  # that autograd does not know of: tokens, masks
         for tensor in tensors_of(inputs):
             self._of_examples[tensor] = True
@@ -100,19 +99,14 @@ class WatchedParameters(TorchFunctionMode):
                 if others and not tensor.requires_grad and not func.__name__.startswith("new_"):
                     self._of_examples[tensor] = True
                 elif ours and not others and tensor.requires_grad:
-                    self._keep(tensor, ours, func.__name__)
+                    self._keep(tensor, ours)
         return result
 
     def _depends_on_examples(self, tensor: Tensor) -> bool:
         return tensor.requires_grad or tensor in self._of_examples
 
-    def _keep(self, tensor: Tensor, sources: list[Tensor], operation: str) -> None:
+    def _keep(self, tensor: Tensor, sources: list[Tensor]) -> None:
         self._functions[id(tensor)] = tensor, self._names(sources)
-        if operation in _REPEATING:
-            (source,) = sources
-            row = (1,) * (tensor.ndim - source.ndim) + source.shape
-            if row[0] == 1 and (operation != "repeat" or row[1:] == tensor.shape[1:]):
-                self._one_row[id(tensor)] = source
 
     def _names(self, tensors: Iterable[Tensor]) -> tuple[str, ...]:
         """Of the parameters that these are functions of."""
@@ -152,7 +146,7 @@ class WatchedParameters(TorchFunctionMode):
         def rows_of(tensor: Tensor) -> Tensor:
             if id(tensor) not in self._functions:
                 return tensor
-            meeting = self._meeting(tensor, tensor.shape if shape is None else shape, operation) if served else None
+            meeting = self._meeting(tensor, _shape_for(tensor, shape, operation), operation) if served else None
             if meeting is None:
                 self.unserved.update(self._functions[id(tensor)][1])
                 return tensor
@@ -164,9 +158,11 @@ class WatchedParameters(TorchFunctionMode):
         return replaced
 
     def _met_in(self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> torch.Size | None:
-        """The shape that functions of parameters are broadcast to; None: there is none."""
+        """The shape that functions of parameters are broadcast to, of products without the last two; None: none."""
         if operation in _ELEMENTWISE:
             return torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        if operation in _PRODUCTS and all(tensor.ndim > 1 for tensor in tensors):
+            return torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors))
         if operation == _ATTENTION:  # what is added to its scores
             given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
             if not any(id(given.get(name)) in self._functions for name in ("query", "key", "value")):
@@ -174,16 +170,23 @@ class WatchedParameters(TorchFunctionMode):
         return None
 
     def _meeting(self, tensor: Tensor, shape: torch.Size, operation: str) -> Meeting | None:
-        """None where the examples' dimension is not known, or is not that which the function was repeated for."""
+        """None where the examples' dimension is not known."""
         names = self._functions[id(tensor)][1]
         dim = self._uses.dim_of_examples(f"{', '.join(names)} ({operation})", shape)
         if dim is None or self._uses.learning:
             return None
         value, aligned = tensor, (1,) * (len(shape) - tensor.ndim) + tensor.shape
-        if aligned[dim] != 1:
-            if dim != 0 or id(tensor) not in self._one_row:
+        if aligned[dim] != 1:  # repeated for the examples: what the first has stands for all
+            if aligned[dim] != shape[dim]:
                 return None
-            value = self._one_row[id(tensor)]
-        elif dim > 0:
-            value = tensor.reshape(aligned).movedim(dim, 0)
+            value = tensor.reshape(aligned).narrow(dim, 0, shape[dim] // self._uses.batch)
+        if dim > 0:
+            value = value.reshape(value.shape if value.ndim == len(shape) else aligned).movedim(dim, 0)
         return Meeting(tensor.detach().expand(shape).requires_grad_(), value, names, dim)
+
+
+def _shape_for(tensor: Tensor, shape: torch.Size | None, operation: str) -> torch.Size:
+    """What a function of parameters is broadcast to where it meets the examples."""
+    if shape is None:
+        return tensor.shape
+    return torch.Size((*shape, *tensor.shape[-2:])) if operation in _PRODUCTS else shape
