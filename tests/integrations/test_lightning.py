@@ -185,7 +185,6 @@ def test_a_checkpoint_without_accounting_is_refused(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
-        ({"precision": "bf16-mixed"}, "precision='bf16-mixed'"),
         ({"strategy": "ddp", "devices": 1}, "distributed training"),
         ({"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1"),
@@ -201,6 +200,20 @@ def test_what_cannot_be_accounted_for_is_refused(settings: dict[str, Any], messa
     assert all(torch.equal(before[name], value) for name, value in fitted.state_dict().items())
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def test_float16_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="precision='16-true' cannot be accounted for"):
+        trainer(FILCallback(**options()), tmp_path, precision="16-true").fit(module(), loader())
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    """Trained under autocast, and accounted for as in the weights' precision but for rounding."""
+    callback = FILCallback(**grouped(**options()))
+    trainer(callback, tmp_path, precision="bf16-mixed").fit(module(), loader())
+    truth = plain_loop()[0].totals.get_trace().value
+    ours = callback.engine.totals.get_trace().value
+    assert 0 < float((ours - truth).norm() / truth.norm()) < 0.05
 
 
 def test_scheduled_accumulation_is_refused_too(tmp_path: Path) -> None:
