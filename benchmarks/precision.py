@@ -18,24 +18,12 @@ from torchfil.fisher.draws import Draws
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.precision import ProbePrecision
 from torchfil.fisher.recording import RecordedJacobian, plan
 
 __all__ = ["precision"]
 
 logger = logging.getLogger(__name__)
-
-
-class _InBfloat16(nn.Module):
-    """The model's forward pass under bfloat16 autocast, its output in float32."""
-
-    def __init__(self, model: nn.Module, device: str) -> None:
-        super().__init__()
-        self.model, self.device_type = model, torch.device(device).type
-
-    def forward(self, x: Any) -> Tensor:
-        with torch.autocast(self.device_type, torch.bfloat16):
-            outputs: Tensor = self.model(x)
-        return outputs.float()
 
 
 @contextlib.contextmanager
@@ -59,7 +47,7 @@ def precision(names: list[str], device: str) -> dict[str, Any]:
 
 
 def _of_model(model: Model, device: str) -> dict[str, Any]:
-    examples = 32 if device.startswith("cuda") else (1 if model.cpu_batch <= 4 else 8)
+    examples = 32 if device.startswith("cuda") else (4 if model.cpu_batch <= 4 else 8)
     reference: list[Outcome] = []
 
     def in_double() -> dict[str, Any]:
@@ -70,7 +58,10 @@ def _of_model(model: Model, device: str) -> dict[str, Any]:
     if device.startswith("cuda"):
         modes["TF32 in convolutions (torch's default)"] = {"convolutions": True}
         modes["TF32 in convolutions and products"] = {"convolutions": True, "matmul": True}
-    modes["bfloat16 autocast around the forward pass"] = {"autocast": True}
+        modes["TF32 in convolutions, probes in TF32 (our default)"] = {"convolutions": True, "probes": "tf32"}
+    modes["probes in bfloat16"] = {"convolutions": True, "probes": "bfloat16"}
+    modes["bfloat16 autocast around model and loss"] = {"convolutions": True, "autocast": True}
+    modes["bfloat16 autocast, probes in bfloat16"] = {"convolutions": True, "autocast": True, "probes": "bfloat16"}
 
     def compared(mode: dict[str, Any]) -> dict[str, Any]:
         return _errors(_pass(model, examples, device, torch.float32, **mode), reference[0])
@@ -101,16 +92,18 @@ def _pass(
     matmul: bool = False,
     convolutions: bool = False,
     autocast: bool = False,
+    probes: ProbePrecision | None = None,
 ) -> Outcome:
     torch.manual_seed(0)
     x, y = model.data(count)
     network, private = model.build().to(device, dtype), model.private
     x = x.to(device, dtype if x.is_floating_point() else x.dtype)
-    if autocast:
-        network = _InBfloat16(network, device)
-        private = replace(private, submodule=f"model.{private.submodule}") if private is not None else None
     with tf32(matmul=matmul, convolutions=convolutions):
-        gradients = ExampleGradients.build(network, nn.CrossEntropyLoss(), x, y.to(device), private)
+        gradients = replace(
+            ExampleGradients.build(network, nn.CrossEntropyLoss(), x, y.to(device), private),
+            autocast=torch.bfloat16 if autocast else None,
+            probe_precision=probes,
+        )
         batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0))
         seeds = Draws.seeds_from(3, torch.Generator().manual_seed(0))
         try:

@@ -183,7 +183,6 @@ def test_a_checkpoint_without_accounting_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"precision": "bf16-mixed"}, "precision='bf16-mixed'"),
         ({"strategy": "ddp", "devices": 1}, "distributed training"),
         ({"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1"),
@@ -263,6 +262,20 @@ def test_no_gradients_of_single_examples_are_formed(tmp_path: Path) -> None:
             assert all(getattr(p, "grad_sample", None) is None for p in self.parameters())
 
     trainer(FILCallback(**options()), tmp_path, max_epochs=1).fit(module(Looking), loader())
+
+
+def test_float16_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="precision='16-true' cannot be accounted for"):
+        trainer(FILCallback(**options()), tmp_path, precision="16-true").fit(module(), loader())
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    """Trained under autocast, and accounted for as in the weights' precision but for rounding."""
+    callback = FILCallback(**grouped(**options()))
+    trainer(callback, tmp_path, precision="bf16-mixed").fit(module(), loader())
+    truth = plain_loop()[0].totals.get_trace().value
+    ours = callback.engine.totals.get_trace().value
+    assert 0 < float((ours - truth).norm() / truth.norm()) < 0.05
 
 
 def test_scheduled_accumulation_is_refused_too(tmp_path: Path) -> None:

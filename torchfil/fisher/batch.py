@@ -22,7 +22,7 @@ from torchfil.fisher.layerwise import LayerwiseJacobian
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.moments import Moments
 from torchfil.fisher.operator import ClippedJacobian
-from torchfil.fisher.recording import Plan, RecordedJacobian, UnsupportedCallError
+from torchfil.fisher.recording import Plan, RecordedJacobian, ReleasedGradients, UnsupportedCallError
 from torchfil.fisher.recording import plan as make_plan
 from torchfil.fisher.results import Estimate
 from torchfil.private import Inputs, Private
@@ -220,9 +220,12 @@ class PrivateBatch:
         return torch.cat(values)
 
     def chunks(
-        self, max_memory: int, vectors: int, *, one_pass: bool = False
+        self, max_memory: int, vectors: int, *, one_pass: bool = False, measured: bool = True
     ) -> Iterator[tuple[slice, ClippedJacobian]]:
-        """The batch in pieces that ``max_memory`` allows, as Jacobians; from a recorded pass each where asked for."""
+        """The batch in pieces that ``max_memory`` allows, as Jacobians; from a recorded pass each where asked for.
+
+        Of one that is not ``measured`` only the gradients' norms, sums and products are wanted.
+        """
         if max_memory <= 0:
             raise ValueError(f"max_memory={max_memory} must be a positive number of bytes")
         if one_pass and len(self.gradients):
@@ -231,7 +234,8 @@ class PrivateBatch:
                 at_once = max(1, max_memory // max(1, plan.bytes_per_example))
                 for rows, examples in self.gradients.examples.chunks(at_once):
                     part = replace(self.gradients, examples=examples)
-                    yield rows, RecordedJacobian(part, self.mechanism.clip, self.mechanism.max_grad_norm)
+                    kind = RecordedJacobian if measured else ReleasedGradients
+                    yield rows, kind(part, self.mechanism.clip, self.mechanism.max_grad_norm)
                 return
         clipped_to, shares = (self.mechanism.clip, self.mechanism.max_grad_norm), self.mechanism.shares
         for rows, part in self.gradients.chunks(max_memory, vectors):

@@ -69,6 +69,7 @@ class ExampleGradients:
         autocast: The dtype of autocast under which model and loss run; None: without.
         probe_precision: How precise products with probes are, see :func:`torchfil.fisher.precision.probes_in`; None: as
             everything else.
+        twice: Whether passes are to be differentiated twice; fused attention kernels serve where they are not.
     """
 
     model: nn.Module
@@ -78,6 +79,7 @@ class ExampleGradients:
     constants: dict[str, Tensor]
     autocast: torch.dtype | None = None
     probe_precision: ProbePrecision | None = None
+    twice: bool = True
 
     @classmethod
     def build(
@@ -139,8 +141,12 @@ class ExampleGradients:
 
     @contextlib.contextmanager
     def forward_state(self) -> Iterator[None]:
-        """Inside, model and loss run as they are to be accounted for: under their autocast, differentiable twice."""
-        with autocast_as(self.autocast, self.device), differentiable_twice(), without_checkpoints():
+        """Inside, model and loss run as they are to be accounted for: under their autocast, differentiable twice.
+
+        Fused attention kernels are left out also where they would draw dropout's masks out of sight.
+        """
+        plain_attention = differentiable_twice() if self.twice or self.examples.masks else contextlib.nullcontext()
+        with autocast_as(self.autocast, self.device), plain_attention, without_checkpoints():
             yield
 
     @contextlib.contextmanager

@@ -41,7 +41,7 @@ class FILCallback(pl.Callback):
 
     Guarantees:
         * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`.
-        * Gradient accumulation, mixed precision, several devices, several optimizers or training loaders, gradient
+        * Gradient accumulation, float16, several devices, several optimizers or training loaders, gradient
           clipping by the trainer and reloaded loaders raise when the fit starts.
         * After the fit the model is a plain module again.
 
@@ -201,10 +201,10 @@ def _check_trainer(trainer: Any) -> None:
             f"distributed training ({strategies[0]}, {trainer.world_size} processes) is not supported by "
             "FILPrivacyEngine yet; pass Trainer(devices=1, strategy='auto')"
         )
-    if trainer.precision not in ("32-true", "64-true"):
+    if trainer.precision not in ("32-true", "64-true", "bf16-mixed", "bf16-true"):
         raise ValueError(
-            f"precision={trainer.precision!r} cannot be accounted for: the gradients that are released would be "
-            "rounded or scaled, those that are differentiated not. Pass Trainer(precision='32-true')."
+            f"precision={trainer.precision!r} cannot be accounted for: gradients in float16 overflow, and the loss is "
+            "scaled by what the examples' gradients were. Pass Trainer(precision='bf16-mixed') or '32-true'."
         )
 
     # What the trainer would do to gradients, loaders and optimizers behind the engine's back

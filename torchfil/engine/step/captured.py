@@ -16,7 +16,7 @@ from torchfil.engine.step.values import StepValues, Wanted, check_compiled, valu
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import GivenDraws, draw_bits, signs_of
 from torchfil.fisher.gradients import ExampleGradients
-from torchfil.fisher.recording import RecordedJacobian
+from torchfil.fisher.recording import RecordedJacobian, ReleasedGradients
 from torchfil.fisher.recording.compiled import CompilationError, CompiledPass
 from torchfil.fisher.recording.graphs import CapturedPass, signature
 from torchfil.fisher.rules.products import exact_convolutions
@@ -212,7 +212,8 @@ class _Captured:
 
     def _jacobian(self, gradients: ExampleGradients) -> RecordedJacobian:
         mechanism = self.batch.mechanism
-        return RecordedJacobian(gradients, mechanism.clip, mechanism.max_grad_norm)
+        kind = RecordedJacobian if self.wanted.seeds else ReleasedGradients
+        return kind(gradients, mechanism.clip, mechanism.max_grad_norm)
 
     def _pass(
         self,

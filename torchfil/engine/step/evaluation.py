@@ -21,6 +21,7 @@ from torchfil.fisher.recording import (
     Plan,
     RecordedForward,
     RecordedJacobian,
+    ReleasedGradients,
     UnsupportedCallError,
     forward_pass,
     plan,
@@ -167,10 +168,11 @@ class Evaluator:
 
         parts: list[StepValues] = []
         at_once = batch.probes_at_once(len(wanted.seeds), self.max_memory)
-        chunks: Any = batch.chunks(self.max_memory, 1, one_pass=True)
+        chunks: Any = batch.chunks(self.max_memory, 1, one_pass=True, measured=bool(wanted.seeds))
         if forward is not None:
             live = replace(gradients, model=self.replica.live)
-            jacobian = RecordedJacobian(live, mechanism.clip, mechanism.max_grad_norm, forward)
+            kind = RecordedJacobian if wanted.seeds else ReleasedGradients
+            jacobian = kind(live, mechanism.clip, mechanism.max_grad_norm, forward)
             try:
                 jacobian.output_gradients  # noqa: B018 - the way back to the outputs shows whether it can be used
                 chunks = [(slice(0, count), jacobian)]

@@ -3,6 +3,7 @@
 from torchfil.fisher.recording.jacobian import RecordedJacobian
 from torchfil.fisher.recording.norms import NormGradient, norm_gradient
 from torchfil.fisher.recording.passes import RecordedForward, Recording, forward_pass, losses_of, record, run_alike
+from torchfil.fisher.recording.released import ReleasedGradients
 from torchfil.fisher.recording.trial import Plan, plan
 from torchfil.fisher.rules.call import UnsupportedCallError
 
@@ -12,6 +13,7 @@ __all__ = [
     "RecordedForward",
     "RecordedJacobian",
     "Recording",
+    "ReleasedGradients",
     "UnsupportedCallError",
     "forward_pass",
     "losses_of",
