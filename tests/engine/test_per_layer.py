@@ -19,6 +19,7 @@ from torch.func import functional_call, grad, jacrev
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import get_clip
 from torchfil.fisher import reference
+from torchfil.questions import Absent
 
 LIMITS = [0.2, 0.05, 0.3, 0.1]
 SIGMA = 0.9
@@ -161,3 +162,26 @@ def test_frozen_parameters_have_no_threshold_and_groups_their_own_order() -> Non
     total = math.hypot(0.3, 0.2, 0.1)
     expected = {"0.weight": 0.1 / total, "2.weight": 0.3 / total, "2.bias": 0.2 / total}
     assert by_name == pytest.approx(expected)
+
+
+def test_plis_and_absence_are_of_what_is_released() -> None:
+    """∂(‖g̃‖/s)²/∂z at the present weights, and D of "absent", ‖g̃‖²/2s² a participation without subsampling."""
+    module, plain, dataset = network(), network(), data(12)
+    engine = FILPrivacyEngine()
+    made = make(
+        engine,
+        module,
+        dataset,
+        **grouped(criterion=nn.CrossEntropyLoss(), poisson_sampling=False, questions={"there": Absent()}, seed=1),
+    )
+    s = SIGMA * NORM
+    x, y = (part.to(DEVICE) for part in dataset.tensors)
+    weights = {name: value.detach().clone() for name, value in module.named_parameters()}
+    parts = [clipped(plain, weights, row, target, "smooth") for row, target in zip(x, y, strict=True)]
+    slopes = torch.stack([2 * g @ jacobian / s**2 for g, jacobian in parts])
+    assert relative_error(engine.plis(range(12)), slopes) < 1e-9
+
+    train(made, 1, physical=8)  # the first eight
+    divergence = next(value for name, value in engine._training.run.ledger.sums.items() if "there" in name)
+    expected = torch.stack([g.square().sum() for g, _ in parts[:8]]) / (2 * s**2)
+    assert relative_error(divergence[:8].flatten(), expected) < 1e-9

@@ -42,13 +42,6 @@ REASONS = (
         r"PrivacyEngineText",
     ),
     Reason(
-        "per-layer-clipping",
-        'refused: `clipping="per_layer"`',
-        "One clip factor per layer changes the Jacobian of the clipped gradient; the accounting does not differentiate "
-        "that.",
-        r"clipping='per_layer'",
-    ),
-    Reason(
         "adaptive-clipping",
         'refused: `clipping="adaptive"`',
         "It counts how many gradients were clipped, which has no meaning with a smooth clip function.",
@@ -80,9 +73,9 @@ REASONS = (
     Reason(
         "smooth-clip",
         "differs by the smooth clip",
-        "Some gradients have half the norm of the threshold of 99,999, where the default clip function is 0.1 % below "
-        'hard clipping; the test allows 0.01 %. It passes with `clip="hard"`.',
-        r"Per sample gradients don't sum up",
-        r"TiedWeights.*test_sample_grad_aggregation",
+        "Some gradients have a norm near the threshold, where the default clip function is below hard clipping (by "
+        '0.1 % at half the threshold); the tests allow 0.01 % and 0.0005. They pass with `clip="hard"`.',
+        r"Per sample gradients don't sum up|within 3 places",
+        r"TiedWeights.*test_sample_grad_aggregation|test_per_layer_clipping",
     ),
 )

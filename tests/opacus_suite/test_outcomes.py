@@ -3,14 +3,14 @@ import pytest
 from opacus_suite.outcomes import PASSED, UNEXPLAINED, compare, load_expected, outcome_of, quick_part
 from opacus_suite.reasons import REASONS
 
-PER_LAYER = {"outcome": "failed", "error": "ValueError", "text": "clipping='per_layer' cannot be accounted for"}
+REFUSED = {"outcome": "failed", "error": "ValueError", "text": "clipping='adaptive' cannot be accounted for"}
 UNKNOWN = {"outcome": "failed", "error": "AssertionError", "text": "1 != 8"}
 TEST = "privacy_engine_test.py::PrivacyEngineCustomLayerTest::test_basic"
 
 
 @pytest.mark.parametrize(
     ("record", "outcome"),
-    [({"outcome": PASSED}, PASSED), (PER_LAYER, "per-layer-clipping"), (UNKNOWN, UNEXPLAINED)],
+    [({"outcome": PASSED}, PASSED), (REFUSED, "adaptive-clipping"), (UNKNOWN, UNEXPLAINED)],
 )
 def test_an_outcome_is_passed_a_documented_reason_or_unexplained(record, outcome):
     assert outcome_of(TEST, record) == outcome
@@ -20,12 +20,12 @@ def test_an_outcome_is_passed_a_documented_reason_or_unexplained(record, outcome
     ("record", "expected", "good", "kind"),
     [
         ({"outcome": PASSED}, PASSED, True, None),
-        (PER_LAYER, "per-layer-clipping", True, None),
-        (PER_LAYER, PASSED, False, "lost"),
+        (REFUSED, "adaptive-clipping", True, None),
+        (REFUSED, PASSED, False, "lost"),
         (UNKNOWN, PASSED, False, "unexplained"),
         (UNKNOWN, "zero-noise", False, "unexplained"),
         ({"outcome": PASSED}, "zero-noise", True, "gained"),
-        (PER_LAYER, "zero-noise", True, "moved"),
+        (REFUSED, "zero-noise", True, "moved"),
     ],
 )
 def test_lost_passes_and_unexplained_ends_fail_and_nothing_else_does(record, expected, good, kind):
