@@ -183,7 +183,6 @@ def test_a_checkpoint_without_accounting_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"precision": "bf16-mixed"}, "precision='bf16-mixed'"),
         ({"strategy": "ddp", "devices": 1}, "distributed training"),
         ({"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1"),
@@ -254,6 +253,15 @@ def test_validation_changes_nothing(tmp_path: Path) -> None:
     callback, fitted = FILCallback(**options()), module()
     trainer(callback, tmp_path, val_check_interval=2).fit(fitted, loader(), loader(batch_size=10))
     assert_same_run(callback.engine, fitted, *plain_loop())
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bf16_is_the_same_run_but_for_rounding(precision: str, tmp_path: Path) -> None:
+    callback = FILCallback(**options())
+    trainer(callback, tmp_path, precision=precision).fit(module(), loader())
+    rounded, exact = callback.engine.get_fil().value, plain_loop()[0].get_fil().value
+    assert not torch.equal(exact, rounded)
+    torch.testing.assert_close(rounded, exact, rtol=0.05, atol=1e-3)
 
 
 def test_no_gradients_of_single_examples_are_formed(tmp_path: Path) -> None:

@@ -214,10 +214,10 @@ def _check_trainer(trainer: Any) -> None:
             f"distributed training ({strategies[0]}, {trainer.world_size} processes) is not supported by "
             "FILPrivacyEngine yet; pass Trainer(devices=1, strategy='auto')"
         )
-    if trainer.precision not in ("32-true", "64-true"):
+    if trainer.precision not in ("32-true", "64-true", "bf16-mixed", "bf16-true"):
         raise ValueError(
-            f"precision={trainer.precision!r} cannot be accounted for: the gradients that are released would be "
-            "rounded or scaled, those that are differentiated not. Pass Trainer(precision='32-true')."
+            f"precision={trainer.precision!r} cannot be accounted for: a scale of the loss and skipped steps tell of "
+            "the examples without noise. Pass Trainer(precision='bf16-mixed'), which needs none, or '32-true'."
         )
 
     # What the trainer would do to gradients, loaders and optimizers behind the engine's back
