@@ -175,8 +175,6 @@ def test_evaluation_and_other_losses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bf16": True}, "mixed precision .bf16."),
-        ({"gradient_checkpointing": True}, "gradient_checkpointing=True"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
     ],
 )
@@ -330,6 +328,46 @@ def test_gradients_that_are_all_zero_are_told(tmp_path: Path) -> None:
 def test_columns_that_the_model_does_not_take_are_left_out(tmp_path: Path) -> None:
     data = [{**example, "text": torch.zeros(3)} for example in examples()]
     trainer = FILTrainer(model=model(), args=arguments(tmp_path, max_steps=2), train_dataset=data, privacy=privacy())
+    trainer.train()
+    assert trainer.engine.get_fil().value.max() > 0
+
+
+def fil_with(folder: Path, **settings: Any) -> Any:
+    """The run's FIL under other settings, and the loss of its first step."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        args = arguments(folder, logging_steps=1, **settings)
+        trainer = Noting(model=model(), args=args, train_dataset=examples(), privacy=privacy())
+        trainer.train()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert trainer.model.dtype == torch.float32
+    return trainer.engine.get_fil().value, trainer.state.log_history[0]["loss"]
+
+
+def test_bf16_is_the_same_run_but_for_rounding(tmp_path: Path) -> None:
+    (exact, loss), (rounded, rounded_loss) = fil_with(tmp_path), fil_with(tmp_path, bf16=True)
+    assert not torch.equal(exact, rounded)
+    torch.testing.assert_close(rounded, exact, rtol=0.05, atol=1e-3)
+    assert rounded_loss == pytest.approx(loss, rel=0.02)
+
+
+def test_activation_checkpoints_change_nothing(tmp_path: Path) -> None:
+    (plain, loss), (saved, saved_loss) = fil_with(tmp_path), fil_with(tmp_path, gradient_checkpointing=True)
+    torch.testing.assert_close(saved, plain, rtol=1e-5, atol=0)
+    assert saved_loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_texts_padded_to_the_longest_of_their_batch(tmp_path: Path) -> None:
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        longest = max(int(sample["attention_mask"].sum()) for sample in samples)
+        rows = default_collate(samples)
+        return {name: value if name == "labels" else value[:, :longest] for name, value in rows.items()}
+
+    args = arguments(tmp_path, per_device_train_batch_size=2)
+    trainer = FILTrainer(model=model(), args=args, train_dataset=examples(), data_collator=collate, privacy=privacy())
     trainer.train()
     assert trainer.engine.get_fil().value.max() > 0
 

@@ -255,6 +255,15 @@ def test_validation_changes_nothing(tmp_path: Path) -> None:
     assert_same_run(callback.engine, fitted, *plain_loop())
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bf16_is_the_same_run_but_for_rounding(precision: str, tmp_path: Path) -> None:
+    callback = FILCallback(**options())
+    trainer(callback, tmp_path, precision=precision).fit(module(), loader())
+    rounded, exact = callback.engine.get_fil().value, plain_loop()[0].get_fil().value
+    assert not torch.equal(exact, rounded)
+    torch.testing.assert_close(rounded, exact, rtol=0.05, atol=1e-3)
+
+
 def test_no_gradients_of_single_examples_are_formed(tmp_path: Path) -> None:
     class Looking(Classifier):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -290,9 +299,84 @@ def test_two_loaders_are_refused(tmp_path: Path) -> None:
         trainer(FILCallback(**options()), tmp_path).fit(module(), [loader(), loader()])
 
 
-def test_a_module_without_forward_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="one of \\['network'\\]"):
-        trainer(FILCallback(**options()), tmp_path).fit(module(CallsASubmodule), loader(ByName))
+class TwoParts(Classifier):
+    """An encoder and a decoder, with something in between, by hand in training_step; no forward."""
+
+    forward = pl.LightningModule.forward
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = self.network[0], self.network[2]
+        del self.network
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        logits = self.decoder(self.encoder(x).tanh())
+        loss = nn.functional.cross_entropy(logits, y)
+        self.log("accuracy", (logits.argmax(dim=1) == y).float().mean())
+        return loss
+
+
+class TwoPartsByHand(TwoParts):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.lr_schedulers().step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"), [(CallsASubmodule, ByName), (TwoParts, TensorDataset), (TwoPartsByHand, TensorDataset)]
+)
+def test_modules_without_forward_run_as_they_are(kind: type, data: type, tmp_path: Path) -> None:
+    callback, fitted = FILCallback(**options()), module(kind)
+    trainer(callback, tmp_path).fit(fitted, loader(data), loader(data, batch_size=10))
+    assert_same_run(callback.engine, fitted, *plain_loop(data))
+    assert "training_step" not in vars(fitted)
+
+
+def test_targets_of_such_modules_are_not_private(tmp_path: Path) -> None:
+    class Regression(TwoParts):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return nn.functional.mse_loss(self.decoder(self.encoder(batch[0]).tanh()), batch[1])
+
+    source = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(12, 5, generator=source), torch.randn(12, 3, generator=source))
+    callback = FILCallback(**{**options(), "accounting": Accounting(track=("diagonal",))})
+    trainer(callback, tmp_path).fit(module(Regression), DataLoader(data, batch_size=4))
+    assert callback.engine.get_attribute_fil().value.shape[1] == 5
+
+
+def test_steps_whose_model_cannot_be_told_are_refused(tmp_path: Path) -> None:
+    class NoLoss(TwoParts):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.decoder(self.encoder(batch[0])).square().mean()
+
+    class TwoLosses(TwoParts):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) + nn.functional.mse_loss(
+                self.encoder(batch[0]).sum(), batch[0].sum()
+            )
+
+    class Penalty(TwoParts):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            penalty = self.encoder.weight.square().sum()
+            return super().training_step(batch, batch_idx) + penalty
+
+    for kind, message in ((NoLoss, "calls no loss"), (TwoLosses, "2 times"), (Penalty, "penalty on the weights")):
+        fitted = module(kind)
+        before = copy.deepcopy(fitted.state_dict())
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            trainer(FILCallback(**options()), tmp_path).fit(fitted, loader())
+        assert all(torch.equal(before[name], value) for name, value in fitted.state_dict().items())
 
 
 @pytest.mark.parametrize("option", [{"wrap_model": True}, {"grad_sample_mode": "hooks"}])

@@ -65,8 +65,8 @@ class FILTrainer(Trainer):
         * Checkpoints hold the accounting (:data:`STATE_FILE`, as confidential as the table). A run that is resumed from
           one has the weights, ε and ledger of an uninterrupted run, bit for bit where collating draws no random
           numbers; one without it is refused.
-        * Mixed precision, several devices, compiled or checkpointed models, ``compute_loss_func`` and an overridden
-          ``compute_loss`` raise at construction.
+        * fp16, several devices, compiled models, ``compute_loss_func`` and an overridden ``compute_loss`` raise at
+          construction.
         * After ``train()`` the model is a plain module again.
 
     Args:
@@ -169,7 +169,8 @@ class FILTrainer(Trainer):
         if not self._looked_at_loss:
             self.loss.check(self.model, batch, labels)
             self._looked_at_loss = True
-        return self.engine.train_step(batch, labels).detach()
+        with self._autocast():
+            return self.engine.train_step(batch, labels).detach()
 
     def compute_loss(
         self, model: Any, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -179,6 +180,12 @@ class FILTrainer(Trainer):
         outputs = model(**batch)
         loss = self.loss(outputs, labels)
         return (loss, outputs) if return_outputs else loss
+
+    def _autocast(self) -> Any:
+        """The precision of training, also for the parts of the model that accelerate does not reach."""
+        if self.accelerator.mixed_precision == "no":
+            return contextlib.nullcontext()
+        return torch.autocast(self.args.device.type, torch.bfloat16)
 
     def _split(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """The model's inputs, and the labels: one tensor, or several by name."""
@@ -324,10 +331,10 @@ def _check_privacy(privacy: Mapping[str, Any]) -> None:
 def _check_trainer(trainer: Any) -> None:
     """Raise for runs whose steps the accounting would not describe."""
     args = trainer.args
-    if trainer.accelerator.mixed_precision != "no":
+    if trainer.accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
-            f"mixed precision ({trainer.accelerator.mixed_precision}) cannot be accounted for: the gradients that are "
-            "released would be rounded or scaled, those that are differentiated not. Leave fp16 and bf16 out."
+            f"mixed precision {trainer.accelerator.mixed_precision!r} cannot be accounted for: its scale and the steps "
+            "that it skips tell of the examples without noise. Use bf16=True, which needs no scale."
         )
     if args.world_size > 1 or args.n_gpu > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise ValueError(
@@ -337,7 +344,6 @@ def _check_trainer(trainer: Any) -> None:
 
     reasons = {
         "torch_compile": "the accounting differentiates the model as it is written",
-        "gradient_checkpointing": "every layer would be seen twice; max_memory limits the accounting's memory",
         "auto_find_batch_size": "a run that is begun again would be accounted for once",
     }
     for name, reason in reasons.items():

@@ -13,8 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from torchfil.engine import FILPrivacyEngine
+from torchfil.engine.loader import split_batch
 from torchfil.integrations.redirected import Redirected
 from torchfil.integrations.table import write_table
+from torchfil.integrations.training_step import StepRedirected, private_but_targets
 
 try:
     import lightning.pytorch as pl
@@ -24,7 +26,9 @@ except ImportError:
     except ImportError as error:
         raise ImportError("FILCallback needs Lightning; install it: pip install 'torchfil[lightning]'") from error
 
-__all__ = ["FILCallback"]
+__all__ = ["TRAINING_STEP", "FILCallback"]
+
+TRAINING_STEP = "training_step"
 
 
 class FILCallback(pl.Callback):
@@ -47,8 +51,10 @@ class FILCallback(pl.Callback):
 
     Args:
         engine: None: a new one. It accounts for one fit.
-        module: The name of the submodule that ``training_step`` calls, as ``self.<module>(x)``; None: the
-            LightningModule itself, called as ``self(x)``.
+        module: The name of the only submodule that ``training_step`` calls, as ``self.<module>(x)``; None: the
+            LightningModule itself, called as ``self(x)``, or "training_step" where it has no ``forward``. With
+            "training_step" the model is all that ``training_step`` does up to its call of a loss function of
+            ``torch.nn.functional``, at the cost of one more forward pass.
         path: Where the table is written, as CSV; None: nowhere.
         delta: δ: the table then has ``individual_epsilon``, and ``epsilon`` is logged at the end of every epoch.
         **options: Of :meth:`FILPrivacyEngine.make_private`, or with ``target_epsilon``, ``target_delta`` and ``epochs``
@@ -75,14 +81,13 @@ class FILCallback(pl.Callback):
         self.delta = delta
         self.options = options
         self._started = False
-        self._redirected: Redirected | None = None
+        self._redirected: Redirected | StepRedirected | None = None
         self._accumulated = 1
         self._restored: Mapping[str, Any] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Swap the fit's optimizer and loader for private ones, and hook the model."""
         _check_trainer(trainer)
-        module = self._private_module(pl_module)
         if trainer.ckpt_path is not None and not self._restored:
             raise ValueError(
                 f"the checkpoint {trainer.ckpt_path} holds no accounting, so what its steps leaked would be missing "
@@ -92,9 +97,9 @@ class FILCallback(pl.Callback):
         trainer.fit_loop.setup_data()
         loader = self._accumulated_loader(trainer, _only_loader(trainer))
         (optimizer,) = trainer.strategy.optimizers
-        redirected = Redirected(module, own=vars(pl.LightningModule()))
+        redirected, options = self._redirection(pl_module, loader)
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.options else "make_private"
-        private, optimizer, loader = getattr(self.engine, prepare)(redirected.twin, optimizer, loader, **self.options)
+        private, optimizer, loader = getattr(self.engine, prepare)(redirected.twin, optimizer, loader, **options)
         self._started, self._redirected = True, redirected
         redirected.to(private)
         if self._restored:
@@ -163,15 +168,23 @@ class FILCallback(pl.Callback):
             persistent_workers=loader.persistent_workers,
         )
 
-    def _private_module(self, pl_module: Any) -> nn.Module:
-        if self.module is not None:
-            return pl_module.get_submodule(self.module)
-        if type(pl_module).forward is pl.LightningModule.forward:
-            raise ValueError(
-                f"{type(pl_module).__name__} defines no forward, so its training_step calls a submodule; pass its "
-                f"name: FILCallback(module=…), one of {[name for name, _ in pl_module.named_children()]}"
-            )
-        return pl_module
+    def _redirection(
+        self, pl_module: Any, loader: DataLoader[Any]
+    ) -> tuple[Redirected | StepRedirected, dict[str, Any]]:
+        """Which calls are led through the engine, and the options of ``make_private``."""
+        own = frozenset(vars(pl.LightningModule()).keys() - vars(nn.Module()).keys())
+        without_forward = type(pl_module).forward is pl.LightningModule.forward
+        if self.module != TRAINING_STEP and not (self.module is None and without_forward):
+            return Redirected(
+                pl_module if self.module is None else pl_module.get_submodule(self.module), own
+            ), self.options
+
+        # The model takes whole batches, targets too, which are not private for that.
+        to_inputs = self.options.get("batch_to_inputs")
+        default = private_but_targets(loader.collate_fn([loader.dataset[0]]), to_inputs)
+        options = {"private": default, **self.options}
+        options["batch_to_inputs"] = lambda batch: (batch, split_batch(batch, to_inputs)[1])
+        return StepRedirected(pl_module, own), options
 
 
 def _set_loader(trainer: Any, loader: DataLoader[Any]) -> None:
@@ -203,8 +216,8 @@ def _check_trainer(trainer: Any) -> None:
         )
     if trainer.precision not in ("32-true", "64-true", "bf16-mixed", "bf16-true"):
         raise ValueError(
-            f"precision={trainer.precision!r} cannot be accounted for: gradients in float16 overflow, and the loss is "
-            "scaled by what the examples' gradients were. Pass Trainer(precision='bf16-mixed') or '32-true'."
+            f"precision={trainer.precision!r} cannot be accounted for: a scale of the loss and skipped steps tell of "
+            "the examples without noise. Pass Trainer(precision='bf16-mixed'), which needs none, or '32-true'."
         )
 
     # What the trainer would do to gradients, loaders and optimizers behind the engine's back
