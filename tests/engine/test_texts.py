@@ -66,8 +66,8 @@ def padded_with_mask(items: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
 
 def split(batch: Any) -> tuple[Any, Tensor]:
     if isinstance(batch, dict):
-        return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
-    return batch[0], batch[1]
+        return {name: value.to(DEVICE) for name, value in batch.items() if name != "labels"}, batch["labels"].to(DEVICE)
+    return batch[0].to(DEVICE), batch[1].to(DEVICE)
 
 
 def trace_of(module: nn.Module, inputs: Any, target: Tensor, own: Tensor) -> float:
@@ -131,7 +131,7 @@ def train(
                     else inputs[row : row + 1]
                 )
                 tokens = alone["input_ids"] if isinstance(alone, dict) else alone
-                own = torch.arange(tokens.shape[1]) < len(items[number][0])
+                own = torch.arange(tokens.shape[1], device=DEVICE) < len(items[number][0])
                 truth[number] += trace_of(plain, alone, targets[row : row + 1], own)
             if way == "train_step":
                 engine.train_step(inputs, targets)
@@ -148,13 +148,13 @@ def train(
 
 def check(engine: FILPrivacyEngine, truth: Tensor) -> None:
     """Traces are the true ones, d is 2 numbers a token, and what rests on both follows."""
-    assert relative_error(engine.totals.get_trace().value, truth) < 1e-6
+    assert relative_error(engine.totals.get_trace().value.cpu(), truth) < 1e-6
     seen = truth > 0
     own = WIDTH * torch.tensor(LENGTHS)
-    assert torch.equal(engine.totals.get_num_coordinates()[seen], own[seen])
+    assert torch.equal(engine.totals.get_num_coordinates().cpu()[seen], own[seen])
     assert engine.totals.num_coordinates == int(own[seen].max())
-    assert torch.allclose(engine.get_mse_bound().value[seen], (own / truth)[seen], rtol=1e-6)
-    assert torch.allclose(engine.get_fil().value[seen], (truth / own).sqrt()[seen], rtol=1e-6)
+    assert torch.allclose(engine.get_mse_bound().value.cpu()[seen], (own / truth)[seen], rtol=1e-6)
+    assert torch.allclose(engine.get_fil().value.cpu()[seen], (truth / own).sqrt()[seen], rtol=1e-6)
 
 
 @pytest.mark.parametrize("way", ["auto", "train_step"])
@@ -201,9 +201,10 @@ def test_positions_that_nobody_tells_apart_all_count_and_the_log_says_so(caplog:
     assert any("the output of the embedding 'words' is taken to be private" in line for line in told)
     assert any(line.startswith("private in every example: the output of 'words', ") for line in told)
     assert sum("nothing tells which positions are padding" in line for line in told) == 1
-    seen = engine.totals.get_num_coordinates()[engine.was_measured()]
-    assert bool((seen >= WIDTH * torch.tensor(LENGTHS)[engine.was_measured()]).all())
-    assert bool((seen > WIDTH * torch.tensor(LENGTHS)[engine.was_measured()]).any())
+    measured = engine.was_measured().cpu()
+    counted, own = engine.totals.get_num_coordinates().cpu()[measured], WIDTH * torch.tensor(LENGTHS)[measured]
+    assert bool((counted >= own).all())
+    assert bool((counted > own).any())
 
 
 def test_sums_by_coordinate_need_the_longest_length() -> None:
@@ -212,8 +213,8 @@ def test_sums_by_coordinate_need_the_longest_length() -> None:
         train(Reader(padding_idx=0), track=("diagonal",))
     private = Private(max_length=5)
     engine, truth = train(Reader(padding_idx=0), track=("diagonal", "plis"), private=private)
-    assert relative_error(engine.totals.get_trace().value, truth) < 1e-6
-    diagonal = engine.totals.get("diagonal").value.reshape(len(LENGTHS), 5, WIDTH)
+    assert relative_error(engine.totals.get_trace().value.cpu(), truth) < 1e-6
+    diagonal = engine.totals.get("diagonal").value.cpu().reshape(len(LENGTHS), 5, WIDTH)
     assert torch.allclose(diagonal.sum(dim=(1, 2)), truth, rtol=1e-6)
     for row, length in enumerate(LENGTHS):
         assert not diagonal[row, length:].any()

@@ -72,6 +72,21 @@ def test_a_floating_mask_is_not_private_by_itself() -> None:
         Examples.build({"input_ids": words(), "attention_mask": inputs()["attention_mask"]}, None)
 
 
+def test_a_mask_of_a_text_says_nothing_of_other_inputs() -> None:
+    given = {"input_ids": words(), "attention_mask": words() != 0, "pixel_values": torch.randn(2, 4, 3, 3)}
+    assert Examples.build(given, None).own_coordinates == 36
+    assert Examples.build({**given, "pixel_values": torch.randn(2, 4)}, None).own_coordinates == 4
+
+
+def test_a_mask_may_be_infinite_but_not_nan() -> None:
+    given = {"x": torch.randn(2, 4, 3), "attention_mask": torch.zeros(2, 4).masked_fill(words() == 0, -torch.inf)}
+    assert Examples.build(given, None).own_coordinates.tolist() == [9, 3]  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"inputs\['attention_mask'\] has NaN or infinite values in 2 of 2 rows"):
+        Examples.build({**given, "attention_mask": torch.full((2, 4), torch.nan)}, None)
+    with pytest.raises(ValueError, match=r"inputs\['x'\] has NaN or infinite values in 1 of 2 rows: 1"):
+        Examples.build({**given, "x": torch.tensor([[0.0], [torch.inf]])}, None)
+
+
 def test_torchs_own_padding_masks_are_true_at_padding() -> None:
     x = torch.randn(2, 4, 3)
     examples = Examples.build({"src": x, "src_key_padding_mask": words() == 0}, None)
@@ -145,6 +160,7 @@ def test_lengths_as_a_mask_as_numbers_and_as_a_function() -> None:
         ("own", {"own": mask}),
         ("how_many", {"how_many": lengths}),
         (lambda _: mask.to(torch.uint8), {}),
+        ("added", {"added": (mask.float() - 1) * 1e4}),
         ({"x": lambda _: lengths}, {}),
     ):
         examples = Examples.build({"x": x, **more}, None, Private(inputs="x", lengths=said))  # type: ignore[arg-type]

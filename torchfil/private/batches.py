@@ -20,6 +20,7 @@ __all__ = [
     "as_given",
     "check_finite",
     "check_finite_later",
+    "is_mask",
     "named_inputs",
     "num_examples",
     "with_value_at",
@@ -109,6 +110,16 @@ def with_value_at(tree: Any, path: Path, value: Any) -> Any:
     return parts if isinstance(tree, list) else tuple(parts)
 
 
+def is_mask(name: str) -> bool:
+    """Whether an input of that name says where something stands, not what; such are not private by themselves.
+
+    Example:
+        >>> [is_mask(name) for name in ("attention_mask", "position_ids", "pixel_values", "position")]
+        [True, True, False, False]
+    """
+    return "mask" in name.lower() or name.lower().endswith(("position_ids", "pos_ids"))
+
+
 def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
     """The size of a batch, on which all its tensors must agree."""
     leaves = tensors_of((args, kwargs))
@@ -146,12 +157,13 @@ def check_finite_later(args: Any, kwargs: Any, targets: Any) -> Callable[[], Non
 
 
 def check_finite(args: Any, kwargs: Any, targets: Any) -> None:
-    """Raise where an input or a target is NaN or infinite, naming the rows."""
+    """Raise where an input or a target is NaN or infinite, naming the rows; masks may be infinite."""
     given = [(f"inputs[{i}]" if len(args) > 1 else "inputs", part) for i, part in enumerate(args)]
     given += [(f"inputs[{key!r}]", part) for key, part in kwargs.items()]
     for name, leaf in [(name, leaf) for name, part in (*given, ("targets", targets)) for leaf in tensors_of(part)]:
         if leaf.is_floating_point():
-            wrong = ~torch.isfinite(leaf.reshape(leaf.shape[0], -1)).all(dim=1) if leaf.numel() else leaf[:0]
+            strange = leaf.isnan() if is_mask(name) else ~leaf.isfinite()
+            wrong = strange.reshape(leaf.shape[0], -1).any(dim=1) if leaf.numel() else leaf[:0]
             if bool(wrong.any()):
                 rows = wrong.nonzero().flatten().tolist()
                 shown = ", ".join(map(str, rows[:10])) + (", …" if len(rows) > 10 else "")

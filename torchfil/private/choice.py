@@ -9,8 +9,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from torchfil.private.batches import Input, Key
-from torchfil.private.padding import Lengths, is_mask
+from torchfil.private.batches import Input, Key, is_mask
+from torchfil.private.padding import Lengths
 
 __all__ = ["Coordinates", "Private", "flat_index", "floating_inputs", "nothing_private", "private_inputs", "superpixel"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchfil.private.batches import Key, named_inputs
+from torchfil.private.batches import Key, is_mask, named_inputs
 from torchfil.private.choice import floating_inputs
-from torchfil.private.padding import is_mask, names_of_inputs
+from torchfil.private.padding import names_of_inputs
 from torchfil.private.submodules import inputs_by_storage, storage_of
 from torchfil.utils.trees import map_tensors
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from torchfil.private.batches import Inputs, Key, as_call, check_finite, named_inputs, num_examples, with_value_at
 from torchfil.private.choice import Private, flat_index, nothing_private, private_inputs
-from torchfil.private.padding import OwnPositions, names_of_inputs, own_positions
+from torchfil.private.padding import OwnPositions, names_of_inputs, own_positions, own_positions_of_input
 from torchfil.private.submodules import Output, outputs_of_one_example
 from torchfil.utils.trees import kind_of, map_tensors, tensors_of
 
@@ -316,7 +316,7 @@ def _slots(
     slots: list[tuple[_Slot, torch.dtype]] = []
     for key in chosen:
         path, value = named[key]
-        own = own_positions(private.lengths_of(key), named, names, value.shape[1:])
+        own = own_positions_of_input(private.lengths_of(key), named, names, value.shape[1:])
         limit = private.max_length if not outputs and value.ndim > 1 else None
         slots.append((_slot(private, (key,), path, value.shape[1:], own, limit, device), value.dtype))
     if private.target:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchfil.private.batches import Input, Key, as_given, named_inputs
 from torchfil.utils.trees import map_tensors
 
-__all__ = ["Lengths", "OwnPositions", "is_mask", "names_of_inputs", "own_positions"]
+__all__ = ["Lengths", "OwnPositions", "names_of_inputs", "own_positions", "own_positions_of_input"]
 
 Lengths = Key | Callable[[Any], Tensor]
 
@@ -65,7 +65,7 @@ class OwnPositions:
         elif given.ndim == 1 or given.shape[1:] == (1,) != (length,):
             own = torch.arange(length, device=given.device) < given.reshape(-1, 1)
         else:
-            own = (given == 0) if self.inverted else (given != 0)
+            own = ~_is_kept(given) if self.inverted and not given.is_floating_point() else _is_kept(given)
         if own.ndim < 2 or own.shape[1] != length:
             raise ValueError(
                 f"lengths={self.source!r} gives a mask of shape {tuple(own.shape)} for private values at {length} "
@@ -73,6 +73,21 @@ class OwnPositions:
                 "[batch]"
             )
         return own if batched else own[0]
+
+
+def _is_kept(mask: Tensor) -> Tensor:
+    """Where a mask [batch, T, …] is not 0; one that is added to scores is 0 there, and negative elsewhere.
+
+    Example:
+        >>> _is_kept(torch.tensor([[1.0, 0.0], [0.0, -1e4], [0.0, 0.0]]))
+        tensor([[ True, False],
+                [ True, False],
+                [ True,  True]])
+    """
+    if not mask.is_floating_point():
+        return mask != 0
+    some = (mask > 0).flatten(1).any(dim=1).reshape(-1, *(1,) * (mask.ndim - 1))
+    return torch.where(some, mask > 0, mask == 0)
 
 
 def own_positions(
@@ -117,14 +132,12 @@ def own_positions(
     return OwnPositions(tokens, padding)
 
 
-def is_mask(name: str) -> bool:
-    """Whether an input of that name says where something stands, not what; such are not private by themselves.
-
-    Example:
-        >>> [is_mask(name) for name in ("attention_mask", "position_ids", "pixel_values", "position")]
-        [True, True, False, False]
-    """
-    return "mask" in name.lower() or name.lower().endswith(("position_ids", "pos_ids"))
+def own_positions_of_input(
+    lengths: Lengths | None, named: Mapping[Key, Input], names: Mapping[Key, str], shape: torch.Size
+) -> OwnPositions | None:
+    """The same of a private input. A mask beside ``input_ids`` speaks of these, and no mask of images."""
+    of_another = len(shape) > 2 or any(_TOKENS in _name(key, names) for key in named)
+    return None if lengths is None and of_another else own_positions(lengths, named, names, shape)
 
 
 def names_of_inputs(model: nn.Module | None, count: int) -> dict[Key, str]:
