@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.engine.loader import BatchTracker, split_batch
+from torchfil.engine.batches import BatchTracker
+from torchfil.engine.loader import split_batch
 from torchfil.engine.losses import (
     IdentifiedLoss,
     LossMismatchError,

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.engine.loader import make_current, plain, split_batch
+from torchfil.engine.batches import make_current, plain
+from torchfil.engine.loader import split_batch
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import buffers_kept
