@@ -120,6 +120,8 @@ class StepPipeline(StepStages):
         if not ids:
             return self._staging(None, [], ids, noise, measure, len(forwards))
 
+        for forward in forwards:
+            self.checks.check_rows(forward)
         examples = [self._examples(forward) for forward in forwards]
         loss = self.run.loss
         if loss is None and (norms is None or not self.run.paused):
@@ -187,6 +189,7 @@ class StepPipeline(StepStages):
         assert loss is not None
         if self.run.ledger is None:
             check_finite()
+        self.checks.check_rows(forward)
         if self._may_draw():
             forward.masks = self._fresh_masks(forward)
             examples = self._with_masks(examples, forward)
