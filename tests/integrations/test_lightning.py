@@ -280,7 +280,7 @@ def test_float16_is_refused(tmp_path: Path) -> None:
 
 def test_bfloat16(tmp_path: Path) -> None:
     """Trained under autocast, and accounted for as in the weights' precision but for rounding."""
-    callback = FILCallback(**grouped(**options()))
+    callback = FILCallback(**options())
     trainer(callback, tmp_path, precision="bf16-mixed").fit(module(), loader())
     truth = plain_loop()[0].totals.get_trace().value
     ours = callback.engine.totals.get_trace().value

@@ -10,7 +10,8 @@ import torch
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
-from torchfil.engine.loader import BatchTracker, FILDataLoader
+from torchfil.engine.batches import BatchTracker
+from torchfil.engine.loader import FILDataLoader
 from torchfil.engine.looks import DatasetLooks
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.module import RecordedModule

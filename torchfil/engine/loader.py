@@ -1,19 +1,16 @@
 """Batches that know which examples they hold.
 
 The ids travel with the batch. The data set notes which items were fetched, the collate function, in the same
-process, takes that note and hands out the batch in a list, tuple or dict of the same content that remembers its
-ids, also on its way from a worker. When the training loop reads the batch, it becomes the current one. So skipped
-batches, workers, and ``BatchMemoryManager`` (which rebuilds the loader from its parts) cannot shift ids.
+process, takes that note and hands out the batch in an object of the same kind and content that remembers its ids
+(:mod:`torchfil.engine.batches`), also on its way from a worker. When the training loop reads the batch, it becomes the
+current one. So skipped batches, workers, and ``BatchMemoryManager`` (which rebuilds the loader from its parts) cannot
+shift ids.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import threading
+import dataclasses
 import warnings
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,143 +28,11 @@ from torch.utils.data import (
 )
 from torch.utils.data import WeightedRandomSampler as _Weighted
 
-__all__ = ["BatchTracker", "FILDataLoader", "check_sampler", "is_target_name", "make_current", "plain", "split_batch"]
+from torchfil.engine.batches import BatchTracker, can_remember, remembering, tracker_of
 
-_TRACKERS: weakref.WeakValueDictionary[int, BatchTracker] = weakref.WeakValueDictionary()
-_TOKENS = itertools.count()
+__all__ = ["FILDataLoader", "check_sampler", "is_target_name", "split_batch"]
+
 _TARGET_NAMES = ("targets", "target", "y", "start_positions", "end_positions")
-
-
-class BatchTracker:
-    """Remembers the batch that the training loop read last: its ids and its content.
-
-    Attributes:
-        ids: The examples' numbers; None: no batch was read.
-        earlier: The content of the two batches before.
-    """
-
-    def __init__(self) -> None:
-        self.token = next(_TOKENS)
-        self.ids: list[int] | None = None
-        self.earlier: deque[Any] = deque(maxlen=2)
-        self._read: Any = None
-        self._as_it_came: Any = None
-        self._thread: int | None = None
-        _TRACKERS[self.token] = self
-
-    def begin_pass(self) -> None:
-        """The present thread reads the loader from now on; others, which pin memory, are not listened to."""
-        self._thread = threading.get_ident()
-
-    def take(self, ids: list[int], batch: Any) -> None:
-        """Make this the current batch."""
-        if self._thread is not None and self._thread != threading.get_ident():
-            return
-        if batch is not self._read or ids != self.ids:
-            if self.ids is not None:
-                self.earlier.append(self._as_it_came)
-            self._as_it_came = _content(batch)
-        self._read, self.ids = batch, ids
-
-    @property
-    def batch(self) -> Any:
-        """The content of the current batch as the loop has it now; what it took out of it is still there."""
-        now, before = _content(self._read), self._as_it_came
-        if isinstance(now, dict):
-            return {**before, **now}
-        return before if isinstance(now, list) and len(now) < len(before) else now
-
-
-def _content(batch: Any) -> Any:
-    """The batch, with a list, dict or tuple of its own."""
-    if isinstance(batch, dict):
-        return dict(dict.items(batch))
-    if isinstance(batch, RememberingTuple):
-        return tuple(tuple.__iter__(batch))
-    return list(list.__iter__(batch)) if isinstance(batch, list) else batch
-
-
-def plain(tree: Any) -> Any:
-    """The same, with plain tuples, lists and dicts for batches that remember their ids."""
-    kind = type(tree)
-    if isinstance(tree, _Remembering):
-        return plain(_content(tree))
-    if kind is tuple or kind is list:
-        return kind([plain(part) for part in tree])
-    return {key: plain(part) for key, part in tree.items()} if kind is dict else tree
-
-
-class _Remembering:
-    """A batch with its ids; reading it makes it the current batch of the tracker with that token.
-
-    A copy that other code makes by ``type(batch)(content)``, to move it to a device, knows no ids; the batch that was
-    read to make it stays the current one.
-    """
-
-    _ids: Sequence[int] = ()
-    _token: int = -1  # no tracker
-
-    def _touch(self) -> None:
-        tracker = _TRACKERS.get(self._token)
-        if tracker is not None:
-            tracker.take(list(self._ids), self)
-
-    def __reduce__(self) -> Any:
-        return _rebuild, (_content(self), self._ids, self._token)
-
-
-def make_current(tree: Any) -> None:
-    """Make a batch that is handed over as a whole, unread, the current one of its tracker."""
-    if isinstance(tree, _Remembering):
-        tree._touch()
-    elif type(tree) in (tuple, list, dict):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            make_current(part)
-
-
-def _touching(method: Callable[..., Any]) -> Any:
-    """A method of a plain list, tuple or dict that makes the batch the current one first."""
-
-    @functools.wraps(method)
-    def touched(self: _Remembering, *args: Any) -> Any:
-        self._touch()
-        return method(self, *args)
-
-    return touched
-
-
-class RememberingList(_Remembering, list[Any]):
-    """A list batch that remembers its ids."""
-
-    __getitem__ = _touching(list.__getitem__)
-    __iter__ = _touching(list.__iter__)
-
-
-class RememberingTuple(_Remembering, tuple[Any, ...]):
-    """A tuple batch that remembers its ids."""
-
-    __getitem__ = _touching(tuple.__getitem__)
-    __iter__ = _touching(tuple.__iter__)
-
-
-class RememberingDict(_Remembering, dict[Any, Any]):
-    """A dict batch that remembers its ids."""
-
-    __getitem__ = _touching(dict.__getitem__)
-    __iter__ = _touching(dict.__iter__)
-    get = _touching(dict.get)
-    items = _touching(dict.items)
-    values = _touching(dict.values)
-    pop = _touching(dict.pop)
-
-
-_REMEMBERING: dict[type, type] = {list: RememberingList, tuple: RememberingTuple, dict: RememberingDict}
-
-
-def _rebuild(content: Any, ids: Sequence[int], token: int) -> Any:
-    batch = _REMEMBERING[type(content)](content)
-    batch._ids, batch._token = ids, token
-    return batch
 
 
 class NotingDataset(Dataset[Any]):
@@ -212,14 +77,14 @@ class RememberingCollate:
         ids = self._note[len(self._note) - len(samples) :]
         self._note.clear()
         batch = self.collate_fn(samples)
-        if type(batch) in _REMEMBERING:
-            return _rebuild(batch, ids, self._token)
+        if can_remember(batch):
+            return remembering(batch, ids, self._token)
         if self._workers:
             raise TypeError(
                 f"the collate function returns {type(batch).__name__}, which cannot carry example ids out of a worker "
-                "process; return a list, tuple or dict, or use num_workers=0"
+                "process; return a list, tuple, dict or dataclass, or use num_workers=0"
             )
-        tracker = _TRACKERS.get(self._token)
+        tracker = tracker_of(self._token)
         if tracker is not None:
             tracker.take(ids, batch)
         return batch
@@ -303,7 +168,7 @@ class FILDataLoader(DataLoader[Any]):
 
 
 def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None) -> tuple[Any, Any]:
-    """The (inputs, targets) of a batch: the user's split, a tuple's last item, or a dict's labels.
+    """The (inputs, targets) of a batch: the user's split, a tuple's last item, or what is named so.
 
     A batch of one tensor has no targets.
     """
@@ -316,11 +181,23 @@ def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | 
             raise ValueError(f"cannot tell the targets in a dict batch with keys {list(batch)}; {remedy}")
         inputs = {key: value for key, value in batch.items() if key not in targets}
         return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
+    named = _named_parts(batch)
+    if any(map(is_target_name, named)):
+        inputs = tuple(value for key, value in named.items() if not is_target_name(key) and value is not None)
+        targets = {key: value for key, value in named.items() if is_target_name(key)}
+        return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
     if isinstance(batch, (list, tuple)) and len(batch) >= 2:
         return tuple(batch[:-1]), batch[-1]
     if isinstance(batch, Tensor) or (isinstance(batch, (list, tuple)) and len(batch) == 1):
         return batch if isinstance(batch, Tensor) else batch[0], None  # data without targets
     raise ValueError(f"cannot tell the targets in a batch of type {type(batch).__name__}; {remedy}")
+
+
+def _named_parts(batch: Any) -> dict[str, Any]:
+    """The fields of a dataclass or a named tuple; nothing for others."""
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {part.name: getattr(batch, part.name) for part in dataclasses.fields(batch)}
+    return dict(zip(batch._fields, batch, strict=True)) if hasattr(batch, "_fields") else {}
 
 
 def is_target_name(name: Any) -> bool:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchfil.engine.loader import plain, split_batch
+from torchfil.engine.batches import plain, split_batch
 from torchfil.private import Private
 
 __all__ = ["StepRedirected", "private_but_targets"]

@@ -6,6 +6,7 @@ A check begins early and ends late: what is returned raises. In between a GPU go
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.engine.loader import BatchTracker, split_batch
+from torchfil.engine.batches import BatchTracker
+from torchfil.engine.loader import split_batch
 from torchfil.engine.losses import (
     IdentifiedLoss,
     LossMismatchError,
@@ -29,20 +31,21 @@ from torchfil.engine.losses import (
 )
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
+from torchfil.engine.step.batch_checks import STEPS_BETWEEN_LOOKS, BatchChecks, nothing
 from torchfil.engine.step.forwards import ForwardPass
 from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.token_means import WEIGHTED_BY_TOKENS, TokenMean, uneven
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.precision import autocast_as, is_reduced
 from torchfil.fisher.recording import losses_of
-from torchfil.private import as_call
 from torchfil.smoothness import non_smooth_operators
 from torchfil.utils.deferred import read_later
 from torchfil.utils.trees import flattened, map_tensors, tensors_of
 
 __all__ = ["StepChecks", "check_copy"]
 
-_STEPS_BETWEEN_LOOKS = 128  # at whether the live model still gives what its copy does
+logger = logging.getLogger(__name__)
+
 _EXAMPLES_TO_LOOK_AT = 8
 _FAR_APART = 5  # times the tolerance: beyond what lower precision does
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
@@ -70,10 +73,6 @@ _COPY_DIFFERS = (
 )
 
 
-def nothing() -> None:
-    """No look to take."""
-
-
 def check_copy(ours: Tensor, loops: Tensor, *, reduced: bool = False) -> None:
     """Raise unless ‖g‖ by the engine's copy of the model and by the loop's own pass agree, [batch] each.
 
@@ -85,7 +84,7 @@ def check_copy(ours: Tensor, loops: Tensor, *, reduced: bool = False) -> None:
         raise RuntimeError(f"the gradients' norms are at most {size:.3g}, {_COPY_DIFFERS.format(theirs)}")
 
 
-class StepChecks:
+class StepChecks(BatchChecks):
     """Compares a step of the loop with the engine's own computation.
 
     Args:
@@ -95,9 +94,7 @@ class StepChecks:
     """
 
     def __init__(self, replica: Replica, options: RunOptions, tracker: BatchTracker) -> None:
-        self.replica = replica
-        self.options = options
-        self.tracker = tracker
+        super().__init__(replica, options, tracker)
         self.last_norms_were_finite: Callable[[], None] = nothing
         self._until_look = 0
         self._looks = 0
@@ -118,10 +115,6 @@ class StepChecks:
         if forward.targets is not NO_TARGETS:
             return self.moved(forward.targets)
         return self.moved(split_batch(forward.batch, self.options.batch_to_inputs)[1])
-
-    def moved(self, tree: Any) -> Any:
-        """The same with its tensors on the model's device."""
-        return map_tensors(lambda leaf: leaf.to(self.replica.device), tree)
 
     def observed(self, forward: ForwardPass) -> Any:
         """∂ℓ_i/∂output_i as the training loop has it, in the outputs' structure."""
@@ -380,38 +373,7 @@ class StepChecks:
         ):
             self._warn_once(WEIGHTED_BY_TOKENS)
         self._looks += 1
-        self._until_look = min(2**self._looks, _STEPS_BETWEEN_LOOKS)  # most of what differs shows early
-
-    def begin_batch_check(self, inputs: Any, targets: Any) -> Callable[[], None]:
-        """Begin to look whether a step is given a batch read before the last; what is returned raises if so.
-
-        Inputs decide, or targets where the inputs are no batch's (they were augmented): those of the last batch are
-        right, those of an earlier one are not, and nothing is said of others. Of rows the first and the last count.
-        """
-        now, given = _tensors(self.tracker.batch), _tensors(inputs)
-        if any(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a in given for b in now):
-            return nothing
-        kinds = {(leaf.shape, leaf.dtype) for leaf in (*given, *_tensors(targets))}
-        before = [
-            leaf for batch in self.tracker.earlier for leaf in _tensors(batch) if (leaf.shape, leaf.dtype) in kinds
-        ]
-        if not before:
-            return nothing
-
-        device = self.replica.device
-        alike = [_any_alike(part, leaves, device) for part in (given, _tensors(targets)) for leaves in (now, before)]
-        answers = read_later(torch.stack(alike))
-
-        def confirm() -> None:
-            input_is_last, input_is_earlier, target_is_last, target_is_earlier = answers().tolist()
-            if not input_is_last and (input_is_earlier or (target_is_earlier and not target_is_last)):
-                raise RuntimeError(
-                    "the step is given a batch that was read before the last one, and would be booked for the last "
-                    "one's examples: was another batch read meanwhile (a prefetcher, an evaluation on the same "
-                    "loader)? Read a batch, take its step, then read the next. This step was not taken."
-                )
-
-        return confirm
+        self._until_look = min(2**self._looks, STEPS_BETWEEN_LOOKS)  # most of what differs shows early
 
     def warn_if_not_smooth(self, forward: ForwardPass) -> None:
         """Warn of operators whose derivative jumps, in layers or called by the forward pass itself."""
@@ -424,19 +386,6 @@ class StepChecks:
                 "misses the jumps, and error bounds made from it are not guarantees. "
                 "torchfil.SmoothnessValidator.fix(model) replaces such layers.",
                 stacklevel=2,
-            )
-
-    def check_calls_for_refresh(self, forward: ForwardPass) -> None:
-        """Raise where norms shall be refreshed and the loop calls the model with other inputs than a batch's."""
-        every = self.options.accounting.norm_refresh
-        if every is None:
-            return
-        args, kwargs = as_call(split_batch(forward.batch, self.options.batch_to_inputs)[0])
-        if len(args) + len(kwargs) != len(forward.args) + len(forward.kwargs):
-            raise ValueError(
-                f"norm_refresh={every} calls the model with all of a batch but its targets ({len(args)} positional "
-                f"inputs, {sorted(kwargs)} by name), the loop with {len(forward.args)} and {sorted(forward.kwargs)}; "
-                "pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
             )
 
 
@@ -468,27 +417,3 @@ def _check_finite_outputs(forward: ForwardPass) -> None:
 
 def _one_example(tree: Any, i: int) -> Any:
     return map_tensors(lambda leaf: leaf[i : i + 1] if leaf.ndim else leaf, tree)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tensors_of(tree) if leaf.ndim and len(leaf)]
-
-
-def _looked_at(leaf: Tensor) -> Tensor:
-    """All numbers of a vector; the first and the last row of anything larger."""
-    return leaf if leaf.ndim == 1 else leaf[[0, -1]]
-
-
-def _any_alike(some: list[Tensor], others: list[Tensor], device: torch.device) -> Tensor:
-    """Whether any of them, on ``device``, has the numbers of any other of its shape and dtype; see ``_looked_at``.
-
-    A tensor of one number throughout, such as labels of a single class, is no sign of anything.
-    """
-    pairs = [
-        (_looked_at(a), _looked_at(b).to(device))
-        for a in some
-        for b in others
-        if a.shape == b.shape and a.dtype == b.dtype
-    ]
-    alike = [(a == b).all() & (a != a.flatten()[0]).any() for a, b in pairs]
-    return torch.stack(alike).any() if alike else torch.zeros((), dtype=torch.bool, device=device)

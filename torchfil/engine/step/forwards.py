@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchfil.engine.loader import BatchTracker, make_current, plain
+from torchfil.engine.batches import BatchTracker, make_current, plain
 from torchfil.engine.replica import Replica
 from torchfil.engine.step.loss_inside import NO_TARGETS, LossInside, ModelCall
 from torchfil.fisher.checkpointing import without_checkpoints

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.engine.loader import make_current, plain, split_batch
+from torchfil.engine.batches import make_current, plain
+from torchfil.engine.loader import split_batch
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import buffers_kept
@@ -132,6 +133,8 @@ class StepPipeline(StepStages):
 
         if norms is None:  # under hooks the divided gradients are those that Opacus clips
             self.checks.note_division(forwards, self.run.loss)
+        for forward in forwards:
+            self.checks.check_rows(forward)
         examples = [self._examples(forward) for forward in forwards]
         loss = self.run.loss
         if loss is None and (norms is None or not self.run.paused):
@@ -199,6 +202,7 @@ class StepPipeline(StepStages):
         assert loss is not None
         if self.run.ledger is None:
             check_finite()
+        self.checks.check_rows(forward)
         if self._may_draw():
             again = self.replica.masks_again(forward.args, forward.kwargs)
             forward.masks = self._fresh_masks(forward) if again is None else again

@@ -18,7 +18,8 @@ from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica
 from torchfil.engine.run import Noise, Run
 from torchfil.engine.step.asking import Places, with_alternatives
-from torchfil.engine.step.checks import StepChecks, nothing
+from torchfil.engine.step.batch_checks import nothing
+from torchfil.engine.step.checks import StepChecks
 from torchfil.engine.step.evaluation import Evaluator
 from torchfil.engine.step.forwards import ForwardPass, Observer
 from torchfil.engine.step.values import StepValues, Wanted

@@ -1,0 +1,99 @@
+"""Are the model's inputs the rows that the loader gave, each made from its own example alone?
+
+The accounting, and differential privacy, need that an example enters its own row of the model's input and no other.
+Mixup, CutMix, a shuffled batch and statistics of the batch break that, and leave traces in the numbers: a row is a
+blend, a patchwork or a copy of *other* rows, or the batch's mean is exactly 0. What an augmentation does to each row
+by itself (noise, flips, crops) leaves none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["how_rows_mix"]
+
+_MOST_ROWS = 32  # of the input that are looked at, beside all rows of the batch
+_FEWEST_NUMBERS = 8  # of a row: two numbers are a blend of any two rows
+_EXACT = 1e-5  # relative, in float32
+_SHARE = 1e-2  # of another row, from which on it counts
+
+
+def how_rows_mix(given: Tensor, rows: Tensor) -> str | None:
+    """How the rows of an input, [batch, …], were made from several rows of the loader's batch; None: they were not.
+
+    Nothing is said of batches of one and of rows with less than eight numbers.
+
+    Example:
+        >>> rows = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+        >>> how_rows_mix(rows + 0.1, rows), how_rows_mix(0.6 * rows + 0.4 * rows.flip(0), rows)
+        (None, 'blends of two rows (mixup?)')
+    """
+    batch, numbers = len(rows), rows[0].numel() if len(rows) else 0
+    if batch < 2 or numbers < _FEWEST_NUMBERS or torch.equal(given, rows):
+        return None
+    x, t = (leaf.detach().reshape(batch, numbers).double() for leaf in (given, rows))
+    changed = (x != t).any(dim=1).nonzero().flatten()[:_MOST_ROWS]
+    if len(changed) > 1 and _are_copies(x[changed], t, changed):
+        return "rows in another order than the loader gave them, so that they would be booked for other examples"
+    if given.is_floating_point():
+        if _are_blends(x[changed], t, changed):
+            return "blends of two rows (mixup?)"
+        if _are_centred(x) and not _are_centred(t):
+            return "centred by statistics of the batch"
+    if _are_patchworks(x[changed[:8]], t, changed[:8]):
+        return "patchworks of two rows (CutMix?)"
+    return None
+
+
+def _are_copies(x: Tensor, t: Tensor, own: Tensor) -> bool:
+    """Whether every row of x, [k, numbers], is one of t, [batch, numbers], but not the row ``own``, [k], of its own."""
+    alike = torch.cdist(x, t) == 0
+    alike[torch.arange(len(own), device=own.device), own] = False
+    return bool(alike.any(dim=1).all())
+
+
+def _are_blends(x: Tensor, t: Tensor, own: Tensor) -> bool:
+    """Whether each row of x is a·(its own row) + b·(another), with b ≠ 0: least squares with all other rows.
+
+    Rows that are one number throughout (a change of brightness is a blend with them), and rows of which any is a blend
+    of few others, tell nothing.
+    """
+    mine, count, first = t[own], len(own), t[:8]
+    if int(torch.linalg.matrix_rank(first)) < min(len(first), 4):
+        return False
+    tt, mm = t.square().sum(dim=1)[None], mine.square().sum(dim=1)[:, None]  # [1, batch], [k, 1]
+    mt, xt, xm = mine @ t.T, x @ t.T, (x * mine).sum(dim=1)[:, None]
+    determinant = mm * tt - mt.square()
+    usable = (determinant > 1e-6 * mm * tt) & (t != t[:, :1]).any(dim=1)
+    usable[torch.arange(count, device=own.device), own] = False
+    determinant = torch.where(usable, determinant, 1.0)
+    a, b = (tt * xm - mt * xt) / determinant, (mm * xt - mt * xm) / determinant
+
+    # The closed form loses digits, so the best of each row is looked at itself.
+    left = x.square().sum(dim=1)[:, None] - a * xm - b * xt
+    best = torch.where(usable, left, torch.inf).argmin(dim=1)
+    rows = torch.arange(count, device=own.device)
+    rest = x - a[rows, best][:, None] * mine - b[rows, best][:, None] * t[best]
+    small = rest.norm(dim=1) <= _EXACT * x.norm(dim=1)
+    return bool((small & usable[rows, best] & (b[rows, best].abs() > _SHARE)).all())
+
+
+def _are_patchworks(x: Tensor, t: Tensor, own: Tensor) -> bool:
+    """Whether in each row of x what is not its own row's is another row's, number by number, and more than one."""
+    for row, k in zip(x, own.tolist(), strict=True):
+        other = row != t[k]
+        alike = (t[:, other] == row[other]).all(dim=1)
+        alike[k] = False
+        if int(other.sum()) < _FEWEST_NUMBERS or not bool(alike.any()) or not bool((row[other] != row[other][0]).any()):
+            return False
+    return len(x) > 0
+
+
+def _are_centred(x: Tensor) -> bool:
+    """Whether every column, or all numbers together, have the mean 0 to rounding, though they are not 0."""
+    size = x.square().mean(dim=0).sqrt()
+    columns = size > 0
+    by_column = (x.mean(dim=0).abs() <= _EXACT * size)[columns]
+    together = x.mean().abs() <= 1e-7 * x.square().mean().sqrt()
+    return bool(columns.any()) and (bool(by_column.all()) or bool(together))
