@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchfil.engine.batches import plain, split_batch
+from torchfil.engine.batches import plain
+from torchfil.engine.loader import split_batch
 from torchfil.private import Private
 
 __all__ = ["StepRedirected", "private_but_targets"]
