@@ -25,6 +25,7 @@ from torch.utils.data import TensorDataset
 from torchfil import FILPrivacyEngine, Private
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import reference
+from torchfil.fisher.masks import recorded_masks, replayed_masks
 
 SIGMA, C = 1e-9, 0.5  # of so little noise p.grad is the sum of clipped gradients
 RANDOM_STATES = (torch.get_rng_state, torch.cuda.get_rng_state)
@@ -163,19 +164,24 @@ def clipped_and_jacobian(
         handle.remove()
         private = torch.zeros_like(seen[0])
 
+    # The same numbers, not the same state: inside transforms a layer's output may lie otherwise in memory.
+    with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), recorded_masks() as masks:
+        set_random_state(begun.state)
+        at(begun.x)
+
     def clipped_gradient(z: Tensor, i: int) -> tuple[Tensor, Tensor]:
         moved = torch.cat([private[:i], z[None], private[i + 1 :]])
 
         def loss(parameters: dict[str, Tensor]) -> Tensor:
-            set_random_state(begun.state)
-            if submodule is None:
-                outputs = functional_call(at, parameters, (moved,))
-            else:
-                handle = at.get_submodule(submodule).register_forward_hook(lambda _m, _i, output: output + moved)
-                try:
-                    outputs = functional_call(at, parameters, (begun.x,))
-                finally:
-                    handle.remove()
+            with replayed_masks(masks):
+                if submodule is None:
+                    outputs = functional_call(at, parameters, (moved,))
+                else:
+                    handle = at.get_submodule(submodule).register_forward_hook(lambda _m, _i, output: output + moved)
+                    try:
+                        outputs = functional_call(at, parameters, (begun.x,))
+                    finally:
+                        handle.remove()
             return loss_fn(outputs[i : i + 1], begun.y[i : i + 1])
 
         g = torch.cat([part.flatten() for part in grad(loss)(parameters).values()])

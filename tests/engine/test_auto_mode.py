@@ -194,14 +194,14 @@ def test_refusals_change_nothing() -> None:
 
 
 class Behind(nn.Module):
-    """Uses a child's weight without calling the child."""
+    """Uses a child's weight without calling the child, in an operation of which nothing is known."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.layer.weight, self.layer.bias)
+        return torch.tensordot(x, self.layer.weight, dims=([1], [1])) + self.layer.bias
 
 
 def test_what_the_recorded_pass_does_not_fit_is_mapped_over_examples(caplog: pytest.LogCaptureFixture) -> None:

@@ -52,7 +52,7 @@ class Perceptron(nn.Module):
 
 
 class Behind(nn.Module):
-    """Uses a child's weight behind its back, where no layer's call is seen."""
+    """Uses a child's weight behind its back, in an operation of which nothing is known."""
 
     def __init__(self, dropout: float = 0.3) -> None:
         super().__init__()
@@ -61,7 +61,8 @@ class Behind(nn.Module):
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.dropout(F.linear(x.flatten(1), self.layer.weight, self.layer.bias).tanh()))
+        scores = torch.tensordot(x.flatten(1), self.layer.weight, dims=([1], [1])) + self.layer.bias
+        logits: Tensor = self.head(self.dropout(scores.tanh()))
         return logits
 
 
@@ -97,7 +98,9 @@ class TestArchitectures:
         assert_true(train(make(encoder("torch", 0.1), texts(), private=EMBEDDING), steps=2), private=EMBEDDING)
         with pytest.raises(ValueError, match="DPMultiheadAttention"):
             make(encoder("torch", 0.1), texts(), private=EMBEDDING, grad_sample_mode="hooks")
-        fixed = ModuleValidator.fix(encoder("torch", 0.1)).double()
+        fixed = ModuleValidator.fix(
+            encoder("torch", 0.0)
+        ).double()  # beside a bare table, Opacus cannot do with dropout
         run = make(fixed, texts(), private=EMBEDDING, grad_sample_mode="hooks")
         assert_true(train(run, steps=2, way="hooks"), private=EMBEDDING)
 
@@ -168,7 +171,7 @@ class TestDropout:
         assert_true(train(run, way=way))
         told = [record.getMessage() for record in caplog.records if "mapped over examples" in record.getMessage()]
         assert len(told) == 1
-        assert "layer.weight, layer.bias" in told[0]
+        assert "layer.weight" in told[0]
 
     @pytest.mark.parametrize("way", ["auto", "train_step"])
     @pytest.mark.parametrize("max_memory", [None, 1])

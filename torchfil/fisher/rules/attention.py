@@ -63,8 +63,9 @@ def _attention(module: nn.MultiheadAttention) -> Callable[..., tuple[Tensor, Ten
         else:
             heads = F.scaled_dot_product_attention(q, k, v, mask, dropout)
 
-        result = module.out_proj(heads.transpose(1, 2).flatten(2))
-        return result if module.batch_first else result.transpose(0, 1), weights
+        # It lies in memory as torch's own does, time first, so that dropout after it draws in the same order.
+        result = module.out_proj(heads.transpose(1, 2).flatten(2)).transpose(0, 1).contiguous()
+        return result.transpose(0, 1) if module.batch_first else result, weights
 
     return forward
 
