@@ -100,7 +100,7 @@ class TestArchitectures:
             make(encoder("torch", 0.1), texts(), private=EMBEDDING, grad_sample_mode="hooks")
         fixed = ModuleValidator.fix(
             encoder("torch", 0.0)
-        ).double()  # beside a bare table, Opacus cannot do with dropout
+        ).double()  # Opacus fails with both dropout and a bare table
         run = make(fixed, texts(), private=EMBEDDING, grad_sample_mode="hooks")
         assert_true(train(run, steps=2, way="hooks"), private=EMBEDDING)
 

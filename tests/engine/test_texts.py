@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from torchfil import FILPrivacyEngine, Private
 from torchfil.clipping import DEFAULT_CLIP, get_clip
+from torchfil.engine.replica import Replica
 from torchfil.report import saved_run
 
 WIDTH = 2
@@ -257,3 +258,25 @@ def test_the_plis_of_texts_is_nan_at_padding() -> None:
     plis = engine.plis([0, 1, 2])
     assert plis.shape == (3, 4, WIDTH)
     assert [int((~row.isnan()).all(dim=1).sum()) for row in plis] == LENGTHS[:3]
+
+
+def test_integers_beside_floats_count_as_known_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.town, self.head = nn.Embedding(5, 2), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor, town: Tensor) -> Tensor:
+            out: Tensor = self.head(torch.cat([x, self.town(town)], dim=1).tanh())
+            return out
+
+    replica = Replica(Both())
+    given = (torch.randn(2, 3), torch.tensor([1, 4]))
+    for _ in range(2):
+        assert replica.lay_out(given, {}, None, None).z.shape == (2, 3)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "private are the floating-point inputs alone: the integers that 'town' takes count as known to the attacker. "
+        "To protect them, too: private=Private(inputs=[0], submodule=['town'])"
+    ]
+    assert replica.lay_out(given, {}, None, Private(inputs=[0], submodule=["town"])).z.shape == (2, 5)

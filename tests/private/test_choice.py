@@ -61,6 +61,14 @@ def test_of_several_embeddings_that_of_the_text_is_private(by_name: bool) -> Non
     assert str(examples).startswith("the output of 'words', 4×2, without positions masked by")
 
 
+def test_an_empty_batch_tells_the_same() -> None:
+    empty = {name: value[:0] for name, value in inputs().items()}
+    assert embeddings_to_protect(Named(), (), empty) == ("words",)
+    examples = Examples.build(empty, None, Private(submodule="words"), model=Named())
+    assert examples.z.shape == (0, 8)
+    assert str(examples) == str(Examples.build(inputs(), None, Private(submodule="words"), model=Named()))
+
+
 def test_a_floating_mask_is_not_private_by_itself() -> None:
     x = torch.randn(2, 4, 3)
     examples = Examples.build({"x": x, "attention_mask": inputs()["attention_mask"]}, None)
@@ -118,6 +126,8 @@ def test_bags_and_integers_that_are_changed_before() -> None:
     assert examples.z.shape == (2, 2)
     changed = Model(lambda model, x: model.words(x + 1), words=nn.Embedding(10, 2))
     assert embeddings_to_protect(changed, (words(),), {}) == ("words",)
+    placed = Model(lambda model, x: x + model.places(torch.arange(4)).sum(), places=nn.Embedding(9, 2))
+    assert embeddings_to_protect(placed, (words(),), {}) == ()
     unclear = Model(lambda model, x: model.a(x + 1) + model.b(x + 2), a=nn.Embedding(11, 2), b=nn.Embedding(11, 2))
     assert embeddings_to_protect(unclear, (words(),), {}) == ()
 

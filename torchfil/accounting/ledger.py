@@ -163,8 +163,8 @@ class Ledger:
         """
         if state.get("format") not in (_FORMAT, _WITHOUT_OWN_COORDINATES):
             raise ValueError(
-                f"the ledger's state has format {state.get('format', 1)}, and this version of torchfil reads {_FORMAT} "
-                "only; load it with the version that saved it"
+                f"the ledger's state has format {state.get('format', 1)}, and this version of torchfil reads "
+                f"{_WITHOUT_OWN_COORDINATES} and {_FORMAT} only; load it with the version that saved it"
             )
         questions = state.get("questions", {})  # earlier states have none
         try:

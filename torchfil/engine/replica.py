@@ -32,7 +32,7 @@ from torchfil.private import (
     Output,
     Private,
     embeddings_to_protect,
-    has_floating_inputs,
+    floating_inputs_of,
     outputs_of_one_example,
 )
 from torchfil.utils.trees import kind_of, map_tensors, tensors_of
@@ -80,7 +80,7 @@ class Replica:
         self._changed_integers = 0
         self._buffers = {name for name, _ in module.named_buffers()}
         self._places = _places_of_weights(module)
-        self._embeddings: tuple[str, ...] = ()  # that are private where nothing is said
+        self._embeddings: tuple[str, ...] | None = None  # of the integer inputs; None: not looked for
         self._untold: dict[int | str, torch.Size] | None = None  # private tensors without known padding; None: not seen
         self._mask_layouts = MaskLayouts()
         self._outputs: dict[Hashable, tuple[Output, ...]] = {}  # of private submodules, by kind of batch
@@ -138,22 +138,30 @@ class Replica:
     def _with_embeddings(self, private: Private, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Private:
         """The same with the outputs of the embeddings that take the integer inputs, where no input is floating-point.
 
-        They are looked for once.
+        They are looked for once, and where there are floating-point inputs as well the log says that they are not.
         """
-        if not self._embeddings:
-            if has_floating_inputs(self.live, args, kwargs):
-                return private
+        floating = floating_inputs_of(self.live, args, kwargs)
+        if self._embeddings is None:
             with self._random_state_kept(), buffers_kept(self.live):
-                self._embeddings = embeddings_to_protect(self.live, args, kwargs)
-            if self._embeddings:
-                names = self._embeddings[0] if len(self._embeddings) == 1 else list(self._embeddings)
+                integers = not all(leaf.is_floating_point() for leaf in tensors_of((args, kwargs)))
+                self._embeddings = embeddings_to_protect(self.live, args, kwargs) if integers else ()
+            names = " and ".join(map(repr, self._embeddings))
+            if names and floating:
+                logger.warning(
+                    "private are the floating-point inputs alone: the integers that %s takes count as known to the "
+                    "attacker. To protect them, too: private=Private(inputs=%r, submodule=%r)",
+                    names,
+                    floating,
+                    list(self._embeddings),
+                )
+            elif names:
                 logger.warning(
                     "no input is floating-point, so that the output of the embedding %s is taken to be private: say so "
                     "by private=Private(submodule=%r), or name another submodule",
-                    " and that of ".join(map(repr, self._embeddings)),
                     names,
+                    self._embeddings[0] if len(self._embeddings) == 1 else list(self._embeddings),
                 )
-        return replace(private, submodule=self._embeddings or None)
+        return private if floating else replace(private, submodule=self._embeddings or None)
 
     def _random_state_kept(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the model may draw random numbers, which later ones do not show."""

@@ -8,7 +8,7 @@ back, so that everything downstream is a function of z.
 
 from torchfil.private.batches import Inputs, as_call, as_given, check_finite, check_finite_later, num_examples
 from torchfil.private.choice import Coordinates, Private, superpixel
-from torchfil.private.embeddings import embeddings_to_protect, has_floating_inputs
+from torchfil.private.embeddings import embeddings_to_protect, floating_inputs_of
 from torchfil.private.examples import Examples
 from torchfil.private.submodules import Output, added_to_outputs, outputs_of_one_example
 
@@ -24,7 +24,7 @@ __all__ = [
     "check_finite",
     "check_finite_later",
     "embeddings_to_protect",
-    "has_floating_inputs",
+    "floating_inputs_of",
     "num_examples",
     "outputs_of_one_example",
     "superpixel",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchfil.utils.deferred import read_later
-from torchfil.utils.trees import tensors_of
+from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = [
     "Input",
@@ -20,6 +20,7 @@ __all__ = [
     "as_given",
     "check_finite",
     "check_finite_later",
+    "first_example",
     "is_mask",
     "named_inputs",
     "num_examples",
@@ -118,6 +119,15 @@ def is_mask(name: str) -> bool:
         [True, True, False, False]
     """
     return "mask" in name.lower() or name.lower().endswith(("position_ids", "pos_ids"))
+
+
+def first_example(tree: Any) -> Any:
+    """Copies of the first rows of all tensors, in memory of their own; of an empty batch, rows of zeros."""
+
+    def row(leaf: Tensor) -> Tensor:
+        return leaf[:1].clone() if len(leaf) else leaf.new_zeros((1, *leaf.shape[1:]))
+
+    return map_tensors(row, tree)
 
 
 def num_examples(args: Any, kwargs: Any, targets: Any) -> int:

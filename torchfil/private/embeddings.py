@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torchfil.private.batches import Key, is_mask, named_inputs
+from torchfil.private.batches import Key, first_example, is_mask, named_inputs
 from torchfil.private.choice import floating_inputs
 from torchfil.private.padding import names_of_inputs
 from torchfil.private.submodules import inputs_by_storage, storage_of
-from torchfil.utils.trees import map_tensors
 
-__all__ = ["Embedded", "embeddings_called", "embeddings_to_protect", "has_floating_inputs"]
+__all__ = ["Embedded", "embeddings_called", "embeddings_to_protect", "floating_inputs_of"]
 
 _TOKENS = "input_ids"  # what Hugging Face calls a text
 _PLACES = ("token_type_ids", "segment_ids")  # which part of a text a token belongs to
@@ -30,20 +29,22 @@ class Embedded:
     input: Key | None
 
 
-def has_floating_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an input is private by itself."""
-    return bool(floating_inputs(named_inputs(args, kwargs), names_of_inputs(model, len(args))))
+def floating_inputs_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Key]:
+    """The inputs of a call that are private by themselves."""
+    return floating_inputs(named_inputs(args, kwargs), names_of_inputs(model, len(args)))
 
 
 def embeddings_called(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Embedded]:
     """The embeddings that a forward pass over the first example calls, with the inputs that they take.
+
+    Those of positions, 0, 1, 2, …, are left out: they say nothing of an example.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(6, 1))
         >>> embeddings_called(model, (torch.tensor([[1, 2, 3]]),), {})
         [Embedded(name='0', input=0)]
     """
-    args, kwargs = map_tensors(lambda leaf: leaf[:1].clone(), (args, dict(kwargs)))
+    args, kwargs = first_example((args, dict(kwargs)))
     given = inputs_by_storage(args, kwargs)
     called: dict[Embedded, None] = {}
     with contextlib.ExitStack() as stack:
@@ -52,7 +53,8 @@ def embeddings_called(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
 
                 def note(_module: nn.Module, inputs: tuple[Any, ...], _output: Any, name: str = name) -> None:
                     source = given.get(storage_of(inputs[0] if inputs else None))
-                    called[Embedded(name, None if source is None else source.key)] = None
+                    if source is not None or not _is_range(inputs[0] if inputs else None):
+                        called[Embedded(name, None if source is None else source.key)] = None
 
                 stack.callback(module.register_forward_hook(note).remove)
         with torch.no_grad():
@@ -79,6 +81,12 @@ def embeddings_to_protect(model: nn.Module, args: tuple[Any, ...], kwargs: Mappi
     tables = {id(model.get_submodule(name).weight) for name in chosen}
     sharing = [each.name for each in called if id(model.get_submodule(each.name).weight) in tables]
     return tuple(dict.fromkeys(sharing))
+
+
+def _is_range(value: Any) -> bool:
+    """Whether these are numbers that count up one by one."""
+    steps = value.flatten().diff() if isinstance(value, Tensor) else torch.zeros(0)
+    return bool(len(steps)) and bool((steps == 1).all())
 
 
 def _is_place(name: str) -> bool:

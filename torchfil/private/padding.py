@@ -152,7 +152,10 @@ def names_of_inputs(model: nn.Module | None, count: int) -> dict[Key, str]:
 
 @lru_cache(maxsize=64)
 def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
+    except (TypeError, ValueError):  # not written in Python
+        return ()
     return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
 
 

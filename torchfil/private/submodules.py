@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfil.private.batches import Key, named_inputs
-from torchfil.utils.trees import map_tensors
+from torchfil.private.batches import Key, first_example, named_inputs
 
 __all__ = ["Given", "Output", "added_to_outputs", "inputs_by_storage", "outputs_of_one_example", "storage_of"]
 
@@ -67,7 +66,7 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
                 f"submodule={name!r} is not a submodule of {type(model).__name__}; it has "
                 f"{', '.join(key for key in modules if key)}"
             )
-    args, kwargs, _ = map_tensors(lambda leaf: leaf[:1].clone(), public)
+    args, kwargs = first_example(public[:2])
     given = inputs_by_storage(args, kwargs)
     calls: dict[str, list[tuple[Any, Any]]] = {}
 
