@@ -163,11 +163,12 @@ class TestReplaying:
             F.dropout(x, 0.4)
 
     def test_tensors_without_values_draw_nothing(self) -> None:
-        _, masks = recorded(lambda x: F.dropout(x, 0.4) + nn.Linear(3, 3, device="meta").in_features, inputs())
+        x = inputs()
+        _, masks = recorded(lambda x: F.dropout(x, 0.4) + nn.Linear(3, 3, device="meta").in_features, x)
         assert len(masks) == 1
         with replayed_masks(masks):
             nn.Linear(3, 3, device="meta")
-            F.dropout(inputs(), 0.4)
+            F.dropout(x, 0.4)
 
     def test_other_shapes_are_refused(self) -> None:
         _, masks = recorded(lambda x: F.dropout(x, 0.4), inputs())
