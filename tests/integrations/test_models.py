@@ -44,6 +44,12 @@ def test_the_page_has_every_model_and_is_as_it_would_be_written() -> None:
     assert read_table(text_of(WRITTEN)) == WRITTEN
 
 
+def test_few_models_are_refused_and_none_fails() -> None:
+    refused = {case.name for case, outcome in WRITTEN.items() if outcome.kind == "refused"}
+    assert len(refused) <= 3, refused
+    assert {outcome.kind for outcome in WRITTEN.values()} <= {"runs", "runs (vmap)", "refused"}
+
+
 def test_reasons_survive_the_page() -> None:
     outcomes = {CASES[0]: Outcome("runs"), CASES[1]: Outcome("refused", "ValueError: a reason [N]. Do 1. this / that")}
     assert (

@@ -484,6 +484,8 @@ def _instead_of(module: nn.Module) -> str | None:
         return "use opacus.layers.DPLSTM, DPGRU or DPRNN; or estimator='weight-probes', which needs no map"
     if isinstance(module, nn.EmbeddingBag):
         return "use nn.Embedding and the sum or mean of its rows"
+    if isinstance(module, nn.Hardsigmoid):
+        return "torch has no second derivative of it; torchfil.SmoothnessValidator.fix(model) takes a smooth function"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         return "build it without max_norm and sparse"
     return None

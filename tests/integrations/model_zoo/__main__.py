@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "engine")]  # as pytes
 
 import torch  # noqa: E402
 
-from .outcomes import CASES, Case, Outcome, outcome_of  # noqa: E402
+from .outcomes import CASES, WRONG, Case, Outcome, outcome_of  # noqa: E402
 from .table import DOCS, read_table, text_of, told  # noqa: E402
 
 
@@ -34,7 +34,7 @@ def main() -> int:
     DOCS.write_text(text_of({case: outcome for case, outcome in everything.items() if outcome is not None}))
     print(told(outcomes))
     print(f"{sum(not outcome.reason for outcome in outcomes.values())} of {len(outcomes)} run; {DOCS} is written")
-    return 0
+    return int(any(outcome.kind == WRONG for outcome in outcomes.values()))
 
 
 def _quiet() -> None:
@@ -47,7 +47,7 @@ def _outcome(case: Case) -> Outcome:
     try:
         return outcome_of(case)
     except AssertionError as error:
-        raise AssertionError(f"{case}: {error}") from error
+        return Outcome(WRONG, f"AssertionError: {error}")
 
 
 if __name__ == "__main__":

@@ -323,7 +323,7 @@ MODELS = [
         pairs,
         token_loss,
         loss_inside=True,
-        private="encoder.embed_tokens",
+        private=("encoder.embed_tokens", "decoder.embed_tokens"),
     ),
     Model(
         "T5ForSequenceClassification",

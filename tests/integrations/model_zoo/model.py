@@ -42,7 +42,7 @@ class Model:
         loss: criterion(outputs, targets), the mean over the batch.
         drops: Whether it has dropout (or drops paths).
         loss_inside: Whether it computes its own loss when it is given labels.
-        private: The submodule whose output is private by default; None: the floating-point input.
+        private: The submodules whose outputs are private by default; none: the floating-point inputs.
         criterion_needed: Whether the loss has to be given to ``make_private``: it has more than one part.
         collate: Makes a batch of examples; None: torch's own way.
     """
@@ -54,7 +54,7 @@ class Model:
     loss: Callable[[Any, Any], Tensor]
     drops: bool = True
     loss_inside: bool = False
-    private: str | None = None
+    private: str | tuple[str, ...] = ()
     criterion_needed: bool = False
     collate: Callable[[list[Any]], Any] | None = None
 

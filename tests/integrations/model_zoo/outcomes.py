@@ -17,7 +17,7 @@ from .truth import WAYS, assert_true, trained
 
 __all__ = ["CASES", "Case", "Outcome", "outcome_of"]
 
-RECORDED, MAPPED, REFUSED, FAILED = "runs", "runs (vmap)", "refused", "fails"
+RECORDED, MAPPED, REFUSED, FAILED, WRONG = "runs", "runs (vmap)", "refused", "fails", "wrong"
 
 
 @dataclass(frozen=True)

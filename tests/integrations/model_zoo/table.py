@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from .outcomes import CASES, FAILED, REFUSED, Case, Outcome
+from .outcomes import CASES, Case, Outcome
 from .truth import WAYS
 
 __all__ = ["DOCS", "read_table", "text_of"]
@@ -91,7 +91,5 @@ def read_table(text: str) -> dict[Case, Outcome]:
 def told(outcomes: Mapping[Case, Outcome]) -> str:
     """A line for every case that does not run, for the terminal."""
     return "\n".join(
-        f"{case}: {outcome.kind}: {outcome.reason}"
-        for case, outcome in outcomes.items()
-        if outcome.kind in (REFUSED, FAILED)
+        f"{case}: {outcome.kind}: {outcome.reason}" for case, outcome in outcomes.items() if outcome.reason
     )

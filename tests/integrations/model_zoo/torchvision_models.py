@@ -67,6 +67,13 @@ def mobilenet(dropout: float) -> nn.Module:
     return MobileNetV3(settings, 8, CLASSES, norm_layer=group_norm, dropout=dropout)
 
 
+def smooth_mobilenet(dropout: float) -> nn.Module:
+    """The same with smooth activations: torch has no second derivative of Hardsigmoid."""
+    from torchfil import SmoothnessValidator
+
+    return SmoothnessValidator.fix(mobilenet(dropout))
+
+
 def densenet(dropout: float) -> nn.Module:
     """densenet121's class, by Opacus's ModuleValidator."""
     from opacus.validators import ModuleValidator
@@ -86,5 +93,6 @@ MODELS = [
     model("torchvision convnext", convnext),
     model("torchvision swin_t", swin),
     model("torchvision mobilenet_v3, GroupNorm", mobilenet, 16),
+    model("torchvision mobilenet_v3, GroupNorm, SmoothnessValidator.fix", smooth_mobilenet, 16),
     model("torchvision densenet, GroupNorm", densenet, 16),
 ]

@@ -209,9 +209,10 @@ def clipped_and_products(run: Trained, step: Step) -> Iterator[tuple[Tensor, Ten
         seen.append(torch.zeros_like(output).requires_grad_())
         return output + seen[-1]
 
-    if run.model.private is not None:
+    if run.model.private:
         seen.clear()
-        module.get_submodule(run.model.private).register_forward_hook(moved)
+    for name in (run.model.private,) if isinstance(run.model.private, str) else run.model.private:
+        module.get_submodule(name).register_forward_hook(moved)
 
     # The whole batch with the numbers that the step drew, then the loss of one example after the other.
     set_random_state(step.state)
