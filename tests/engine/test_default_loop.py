@@ -86,24 +86,26 @@ class TestArchitectures:
         assert "mapped over examples" not in caplog.text
 
     @pytest.mark.parametrize("dropout", [0.0, 0.1])
-    @pytest.mark.parametrize("kind", ["by hand", "fused", "opacus"])
+    @pytest.mark.parametrize("kind", ["by hand", "fused", "opacus", "torch"])
     @pytest.mark.parametrize("norm_first", [True, False])
     def test_encoder(self, kind: str, dropout: float, norm_first: bool, caplog: pytest.LogCaptureFixture) -> None:
         module = encoder(kind, dropout, norm_first=norm_first)
         assert_true(train(make(module, texts(), private=EMBEDDING), steps=2), private=EMBEDDING)
         assert "mapped over examples" not in caplog.text
 
-    def test_torchs_attention_is_refused_with_opacus_remedy(self) -> None:
+    def test_torchs_attention_is_refused_with_opacus_remedy_where_its_hooks_are_used(self) -> None:
         module = encoder("torch", 0.1)
         with pytest.raises(ValueError, match="DPMultiheadAttention"):
-            make(module, texts(), private=EMBEDDING)
+            make(module, texts(), private=EMBEDDING, grad_sample_mode="hooks")
         fixed = ModuleValidator.fix(module).double()
         assert_true(train(make(fixed, texts(), private=EMBEDDING), steps=2), private=EMBEDDING)
 
     @pytest.mark.parametrize("dropout", [0.0, 0.1])
     def test_an_encoder_layer_of_torch(self, dropout: float) -> None:
         torch.manual_seed(0)
-        module = ModuleValidator.fix(ReadyMade(dropout)).double()
+        module = ReadyMade(dropout).double()
+        if dropout:  # torch.func draws other masks than plain torch for the transposed output of torch's attention
+            module = ModuleValidator.fix(module).double()
         assert_true(train(make(module, texts(), private=EMBEDDING), steps=2), private=EMBEDDING)
 
     @pytest.mark.parametrize("way", ["auto", "train_step"])

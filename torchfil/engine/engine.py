@@ -24,7 +24,7 @@ from torchfil.engine.augmentation import check_reads_alike
 from torchfil.engine.loader import FILDataLoader, check_sampler
 from torchfil.engine.module import is_in_training
 from torchfil.engine.optimizer import FILOptimizer
-from torchfil.engine.options import Accounting, BatchToInputs, RunOptions, check_modes, check_parameters
+from torchfil.engine.options import Accounting, BatchToInputs, RunOptions, check_layers, check_modes, check_parameters
 from torchfil.engine.resuming import Resuming
 from torchfil.fisher.gradients import check_modules, check_unweighted_mean
 from torchfil.private import Private
@@ -139,7 +139,7 @@ class FILPrivacyEngine(Resuming):
         if criterion is not None:
             check_unweighted_mean(criterion)
         check_modules(module, allow_dropout=True)
-        self.validate(module=module, optimizer=None, data_loader=None)
+        check_layers(module, mode)
 
         prepared = self._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=False, rand_on_empty=rand_on_empty

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from opacus.validators import ModuleValidator
+from opacus.validators.errors import ShouldReplaceModuleError, UnsupportedModuleError
 from torch import nn, optim
 
 from torchfil.accounting.divergences import Asked
@@ -21,7 +23,16 @@ from torchfil.fisher.mechanism import Mechanism
 from torchfil.private import Private
 from torchfil.questions import Question, check_questions
 
-__all__ = ["SHORTCUTS", "Accounting", "BatchToInputs", "Execution", "RunOptions", "check_modes", "check_parameters"]
+__all__ = [
+    "SHORTCUTS",
+    "Accounting",
+    "BatchToInputs",
+    "Execution",
+    "RunOptions",
+    "check_layers",
+    "check_modes",
+    "check_parameters",
+]
 
 _USUAL_PROBES = 3
 SHORTCUTS = ("num_probes", "questions", "rel_error", "track")  # of Accounting, taken by make_private itself
@@ -315,6 +326,19 @@ _REASONS_OF_CLIPPING = {
 MODES = ("auto", "hooks", "functorch", "ew")
 
 
+def check_layers(module: nn.Module, mode: str) -> None:
+    """Opacus's own check of a model's layers; layers that only its hooks do not know pass in mode "auto".
+
+    Raises:
+        opacus.validators.errors.UnsupportedModuleError: A layer is not supported.
+    """
+    errors = ModuleValidator.validate(module, strict=False)
+    if mode == "auto":  # what mixes examples is refused elsewhere
+        errors = [error for error in errors if not isinstance(error, ShouldReplaceModuleError)]
+    if errors:
+        raise UnsupportedModuleError(errors)
+
+
 def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module, *, wrap_model: bool) -> str:
     """The mode that is used; raise for options of Opacus whose release the accounting would not describe."""
     if clipping != "flat":
@@ -329,7 +353,10 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
         )
     mode = "hooks" if grad_sample_mode == "auto" and not wrap_model else grad_sample_mode
     if not batch_first:
-        raise ValueError("batch_first=False is not supported: the first dimension must run over examples")
+        raise ValueError(
+            "batch_first=False is not supported: the first dimension of the inputs must run over examples. Give the "
+            "model its inputs batch first and let it transpose them; inside, layers may have the positions first."
+        )
     if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__ in (
         "DifferentiallyPrivateDistributedDataParallel",
         "FSDPModule",

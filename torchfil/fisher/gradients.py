@@ -25,6 +25,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchfil.fisher.masks import replayed_masks
+from torchfil.fisher.missing import with_second_derivatives
 from torchfil.private import Examples, Inputs, Private, called_often, submodule_output
 from torchfil.utils.errors import UnsupportedModuleError
 from torchfil.utils.trees import map_tensors
@@ -268,7 +269,8 @@ def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: An
             source = first.setdefault(id(value), name)
             if value is not None and source in values:
                 tied[name] = values[source]
-    return functional_call(model, tied, args, kwargs, tie_weights=False)
+    with with_second_derivatives(model):
+        return functional_call(model, tied, args, kwargs, tie_weights=False)
 
 
 def trainable_and_constant(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -411,7 +413,7 @@ def _instead_of(module: nn.Module) -> str | None:
     if isinstance(module, nn.RNNBase):
         return "use opacus.layers.DPLSTM, DPGRU or DPRNN"
     if isinstance(module, nn.EmbeddingBag):
-        return "use nn.Embedding and the sum or mean of its rows"
+        return "give it bags of one length, [batch, T], without offsets, and mode='mean' or 'sum'"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         return "build it without max_norm and sparse"
     return None
