@@ -1104,3 +1104,22 @@ def test_active_dropout_without_masks_is_refused() -> None:
     model.train()
     with pytest.raises(UnsupportedCallError, match="1: active dropout draws one mask for a batch"):
         record(gradients, gradients.examples.z)
+
+
+def test_layers_that_torch_differentiates_only_once() -> None:
+    """A hard sigmoid is a clipped line, whose derivatives torch knows."""
+
+    class Line(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.clamp(x / 6 + 0.5, 0, 1)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Hardsigmoid(), nn.Linear(3, 2), nn.Tanh()).double().to(DEVICE)
+    known = nn.Sequential(model[0], Line(), model[2], nn.Tanh())
+    x, y = torch.randn(BATCH, 4).to(DEVICE).double(), torch.randn(BATCH, 2).to(DEVICE).double()
+    gradients = ExampleGradients.build(model, nn.MSELoss(), x, y, None)
+    assert plan(gradients).fits
+    square, slope = brute_force(known, nn.MSELoss(), x, y)
+    got = norm_gradient(gradients)
+    assert torch.allclose(got.square, square, rtol=1e-10)
+    assert torch.allclose(got.gradient, slope, rtol=1e-8, atol=1e-12)

@@ -274,3 +274,33 @@ def test_watched_parameters_can_be_traced(name: str) -> None:
 
     traced = CompiledPass(run, parts[0], u, backend="eager")
     assert relative_error(traced(parts[1], u), run(parts[1], u)) < 1e-10
+
+
+@pytest.mark.parametrize("padding", [None, 1])
+@pytest.mark.parametrize("mode", ["mean", "sum"])
+def test_bags_of_embeddings(mode: str, padding: int | None) -> None:
+    """The rows of a table, with the weights of their sum private."""
+
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag, self.head = nn.EmbeddingBag(5, 4, mode=mode, padding_idx=padding), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+            result: Tensor = self.head(torch.tanh(self.bag(tokens)) * x)
+            return result
+
+    torch.manual_seed(0)
+    model = Bag().double().to(DEVICE)
+    x, tokens = torch.randn(5, 4, dtype=torch.float64, device=DEVICE), torch.randint(5, (5, 3), device=DEVICE)
+    with torch.no_grad():
+        values = model(x, tokens)
+    gradients = ExampleGradients.build(model, nn.MSELoss(), (x, tokens), torch.randn(5, 2).to(x), None)
+    found = plan(gradients)
+    assert found.fits, found.reason
+    assert found.generic == ()
+    got = RecordedJacobian(gradients, Mechanism.build(1.0, 1.0).clip, 1.0)
+    g = gradients.gradients()
+    assert relative_error(got.norm, g.norm(dim=1)) < 1e-10
+    assert relative_error(got.norm_gradient * 2 * got.norm[:, None], 2 * gradients.vjp(g)) < 1e-8
+    assert torch.equal(values, model(x, tokens))

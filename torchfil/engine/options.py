@@ -370,7 +370,10 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
             "example"
         )
     if not batch_first:
-        raise ValueError("batch_first=False is not supported: the first dimension must run over examples")
+        raise ValueError(
+            "batch_first=False is not supported: the first dimension of the inputs must run over examples. Give the "
+            "model its inputs batch first and let it transpose them; inside, layers may have the positions first."
+        )
     if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__ in (
         "DifferentiallyPrivateDistributedDataParallel",
         "FSDPModule",

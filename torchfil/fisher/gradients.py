@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchfil.fisher.checkpointing import without_checkpoints
 from torchfil.fisher.masks import replayed_masks
+from torchfil.fisher.missing import with_second_derivatives
 from torchfil.fisher.precision import (
     ProbePrecision,
     autocast_as,
@@ -345,7 +346,8 @@ def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: An
             source = first.setdefault(id(value), name)
             if value is not None and source in values:
                 tied[name] = values[source]
-    return functional_call(model, tied, args, kwargs, tie_weights=False)
+    with with_second_derivatives(model):
+        return functional_call(model, tied, args, kwargs, tie_weights=False)
 
 
 def trainable_and_constant(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -483,9 +485,7 @@ def _instead_of(module: nn.Module) -> str | None:
     if isinstance(module, nn.RNNBase):
         return "use opacus.layers.DPLSTM, DPGRU or DPRNN; or estimator='weight-probes', which needs no map"
     if isinstance(module, nn.EmbeddingBag):
-        return "use nn.Embedding and the sum or mean of its rows"
-    if isinstance(module, nn.Hardsigmoid):
-        return "torch has no second derivative of it; torchfil.SmoothnessValidator.fix(model) takes a smooth function"
+        return "give it bags of one length, [batch, T], without offsets, and mode='mean' or 'sum'"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         return "build it without max_norm and sparse"
     return None

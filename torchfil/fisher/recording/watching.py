@@ -28,6 +28,7 @@ _ELEMENTWISE = frozenset(
     {"add", "addcmul", "clamp", "div", "expand_as", "lerp", "maximum", "minimum", "mul", "pow", "rsub", "sub"}
     | {"true_divide", "where"}
 )
+_TYPE_OF_ANOTHER = frozenset({"to", "type_as"})  # the others' values do not matter
 _ATTENTION = "scaled_dot_product_attention"
 _JOINING = frozenset({"cat", "concat", "concatenate"})
 _PRODUCTS = frozenset({"bmm", "matmul"})
@@ -86,7 +87,8 @@ class WatchedParameters(TorchFunctionMode):
         kwargs = kwargs or {}
         tensors = tensors_of((args, kwargs))
         ours = [tensor for tensor in tensors if id(tensor) in self._functions]
-        others = any(self._depends_on_examples(tensor) for tensor in tensors if id(tensor) not in self._functions)
+        looked_at = tensors[:1] if func.__name__ in _TYPE_OF_ANOTHER else tensors
+        others = any(self._depends_on_examples(tensor) for tensor in looked_at if id(tensor) not in self._functions)
         if ours and others:
             operation = operation_of(func, args, kwargs)
             if operation is not None and self._understands(operation):
@@ -96,7 +98,7 @@ class WatchedParameters(TorchFunctionMode):
         result = func(*args, **kwargs)
         if isinstance(result, Tensor | tuple | list):
             for tensor in tensors_of(result):
-                if others and not tensor.requires_grad and not func.__name__.startswith("new_"):
+                if others and not tensor.requires_grad and not _takes_the_shape_only(func.__name__):
                     self._of_examples[tensor] = True
                 elif ours and not others and tensor.requires_grad:
                     self._keep(tensor, ours)
@@ -183,6 +185,10 @@ class WatchedParameters(TorchFunctionMode):
         if dim > 0:
             value = value.reshape(value.shape if value.ndim == len(shape) else aligned).movedim(dim, 0)
         return Meeting(tensor.detach().expand(shape).requires_grad_(), value, names, dim)
+
+
+def _takes_the_shape_only(operation: str) -> bool:
+    return operation.startswith("new_") or operation in ("empty_like", "full_like", "ones_like", "zeros_like")
 
 
 def _shape_for(tensor: Tensor, shape: torch.Size | None, operation: str) -> torch.Size:

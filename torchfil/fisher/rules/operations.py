@@ -75,8 +75,10 @@ def _operation(
 
 
 @functools.lru_cache(maxsize=1024)
-def _stand_in(kind: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-    return kind(*args, **kwargs, device="meta")
+def _stand_in(kind: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    """A layer without weights. None are drawn: a pass counts what is drawn in it."""
+    weightless: Callable[..., nn.Module] = type(kind.__name__, (kind,), {"reset_parameters": lambda self: None})
+    return weightless(*args, **kwargs, device="meta")
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operation | None:

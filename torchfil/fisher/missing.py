@@ -1,0 +1,70 @@
+"""Torch's functions without a second derivative, computed by others that have one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["with_second_derivatives"]
+
+_uses_any: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def with_second_derivatives(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Inside, the model may be differentiated twice also where it has layers that torch differentiates only once.
+
+    Example:
+        >>> x = torch.tensor([0.5], requires_grad=True)
+        >>> with with_second_derivatives(nn.Hardsigmoid()):
+        ...     y = F.hardsigmoid(x)
+        >>> torch.autograd.grad(y, x, create_graph=True)[0]
+        tensor([0.1667])
+    """
+    if model not in _uses_any:
+        _uses_any[model] = any(isinstance(module, nn.Hardsigmoid | nn.EmbeddingBag) for module in model.modules())
+    return _Replaced() if _uses_any[model] else contextlib.nullcontext()
+
+
+class _Replaced(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = _REPLACED.get(func)
+        result = None if own is None else own(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if result is None else result
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    return torch.clamp(input / 6 + 0.5, 0, 1)
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor | None:
+    """The sum or mean of a table's rows, bags being rows of ``input``; None: it is another kind."""
+    if input.ndim != 2 or mode not in ("mean", "sum") or max_norm is not None or scale_grad_by_freq:
+        return None
+    rows = F.embedding(input, weight, padding_idx)  # [bags, T, width]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    kept = torch.ones_like(input, dtype=rows.dtype) if padding_idx is None else input.ne(padding_idx).to(rows.dtype)
+    total = (rows * kept.unsqueeze(-1)).sum(dim=1)
+    return total if mode == "sum" else total / kept.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+_REPLACED: dict[Any, Callable[..., Tensor | None]] = {F.hardsigmoid: _hardsigmoid, F.embedding_bag: _embedding_bag}
