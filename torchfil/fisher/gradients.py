@@ -290,7 +290,7 @@ def _recurrent_without_cudnn(model: nn.Module) -> Iterator[None]:
 
     try:
         for module in changed:
-            module.forward = plain(module.forward)  # type: ignore[method-assign]
+            module.forward = plain(module.forward)
         yield
     finally:
         for module in changed:

@@ -4,8 +4,8 @@ With y = tanh(x),
 
     ⟨γ, ∂y⟩ = ⟨γ(1 − y²), ∂x⟩,       ⟨w, ∂(γ(1 − y²))⟩ = ⟨w(1 − y²), ∂γ⟩ − 2⟨wγy, ∂y⟩.
 
-Of the others y′ and y″ are formed once, in the forward pass, with few copies of x. Φ and φ being the normal distribution
-and its density, σ the logistic function, t = tanh(u) and u = k(x + cx³):
+Of the others y′ and y″ are formed once, in the forward pass. With Φ and φ the normal distribution and its density, σ
+the logistic function, t = tanh(u) and u = k(x + cx³):
 
     y = xΦ(x):       y′ = Φ(x) + xφ(x),              y″ = (2 − x²)φ(x);
     y = x(1 + t)/2:  y′ = (1 + t + x(1 − t²)u′)/2,   y″ = (1 − t²)(u′ + x(u″/2 − tu′²));
@@ -167,5 +167,5 @@ register_function(F.gelu, _gelu)
 register_function(F.silu, _silu)
 for _function in (torch.tanh, Tensor.tanh):
     register_function(_function, _tanh)
-for _function in (torch.pow, Tensor.pow, Tensor.__pow__):
-    register_function(_function, _power)
+for _raise in (torch.pow, Tensor.pow, Tensor.__pow__):
+    register_function(_raise, _power)
