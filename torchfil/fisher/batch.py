@@ -31,7 +31,7 @@ __all__ = ["Measurement", "PrivateBatch"]
 
 _WORKING_VECTORS = 8  # vectors of length p per example: g, ĝ, a probe's image and what autograd holds
 _FEW_CONVOLUTIONS = 0.25  # of the layers
-_SMALL_PASS = 2**27  # bytes
+_SMALL_PASS = 2**24  # bytes; above, several probes no longer fit into a CPU's cache
 _MOST_PROBES_AT_ONCE = 8
 _COPIES_OF_COLUMNS = 3  # a block of Jacobian columns, as vmap's inner and outer results and their square
 

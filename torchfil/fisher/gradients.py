@@ -346,8 +346,33 @@ def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: An
             source = first.setdefault(id(value), name)
             if value is not None and source in values:
                 tied[name] = values[source]
-    with with_second_derivatives(model):
+    with _recurrent_without_cudnn(model), with_second_derivatives(model):
         return functional_call(model, tied, args, kwargs, tie_weights=False)
+
+
+@contextlib.contextmanager
+def _recurrent_without_cudnn(model: nn.Module) -> Iterator[None]:
+    """Inside, recurrent layers on GPUs run without cuDNN, whose fused ones have no second derivative."""
+    changed = [m for m in model.modules() if isinstance(m, nn.RNNBase) and "forward" not in vars(m)]
+
+    def plain(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = torch.backends.cudnn.enabled
+            torch.backends.cudnn.enabled = False
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                torch.backends.cudnn.enabled = before
+
+        return run
+
+    try:
+        for module in changed:
+            module.forward = plain(module.forward)
+        yield
+    finally:
+        for module in changed:
+            del module.forward
 
 
 def trainable_and_constant(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

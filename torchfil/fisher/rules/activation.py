@@ -1,17 +1,21 @@
-"""Tanh and GELU with their second derivatives in few operations.
+"""Tanh, GELU, SiLU and cubes with their second derivatives in few operations.
 
 With y = tanh(x),
 
     ⟨γ, ∂y⟩ = ⟨γ(1 − y²), ∂x⟩,       ⟨w, ∂(γ(1 − y²))⟩ = ⟨w(1 − y²), ∂γ⟩ − 2⟨wγy, ∂y⟩.
 
-With y = xΦ(x), Φ and φ the normal distribution and its density, both derivatives are formed once:
+Of the others y′ and y″ are formed once, in the forward pass. With Φ and φ the normal distribution and its density, σ
+the logistic function, t = tanh(u) and u = k(x + cx³):
 
-    y′ = Φ(x) + xφ(x),       y″ = (2 − x²)φ(x).
+    y = xΦ(x):       y′ = Φ(x) + xφ(x),              y″ = (2 − x²)φ(x);
+    y = x(1 + t)/2:  y′ = (1 + t + x(1 − t²)u′)/2,   y″ = (1 − t²)(u′ + x(u″/2 − tu′²));
+    y = xσ(x):       y′ = σ(1 + x(1 − σ)),           y″ = σ(1 − σ)(2 + x(1 − 2σ)).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,24 +71,26 @@ class _TanhPulled(Function):
         return torch.ops.aten.tanh_backward(w, y), (w * gamma).mul_(y).mul_(-2)
 
 
-class _Gelu(Function):
+Derivatives = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # x ↦ y, y′ and y″
+
+_K, _C = math.sqrt(2 / math.pi), 0.044715  # of GELU's approximation
+
+
+class _Smooth(Function):
     """x ↦ y."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        below = torch.erf(x * math.sqrt(0.5)).add_(1).mul_(0.5)
-        square = x.square()
-        density = (square * -0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
-        result = x * below
-        ctx.save_for_backward(x, below.addcmul_(x, density), density.mul_(square.neg_().add_(2)))
+    def forward(ctx: Any, x: Tensor, derivatives: Derivatives) -> Tensor:
+        result, first, second = derivatives(x)
+        ctx.save_for_backward(x, first, second)
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return _GeluPulled.apply(gradients[0], *ctx.saved_tensors)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _SmoothPulled.apply(gradients[0], *ctx.saved_tensors), None
 
 
-class _GeluPulled(Function):
+class _SmoothPulled(Function):
     """(γ, x) ↦ γy′, with both derivatives at hand."""
 
     generate_vmap_rule = True
@@ -96,18 +102,70 @@ class _GeluPulled(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         gamma, _, first, second = inputs
-        ctx.save_for_backward(gamma, first, second)
+        with torch.no_grad():
+            ctx.save_for_backward(first, gamma * second)  # formed once for all probes
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (w,), (gamma, first, second) = gradients, ctx.saved_tensors
-        return w * first, (w * gamma).mul_(second), None, None
+        (w,), (first, curved) = gradients, ctx.saved_tensors
+        return w * first, w * curved, None, None
+
+
+def _gelu_derivatives(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    first = torch.ops.aten.gelu_backward(torch.ones((), dtype=x.dtype).expand(x.shape), x)
+    square = x.square()
+    density = (square * -0.5).sub_(0.5 * math.log(2 * math.pi)).exp_()
+    return F.gelu(x), first, square.neg_().add_(2).mul_(density)
+
+
+def _gelu_tanh_derivatives(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    square = x.square()
+    t = (square * (_K * _C)).add_(_K).mul_(x).tanh_()
+    slope = square.mul_(3 * _K * _C).add_(_K)  # u′
+    left = 1 - t * t
+    half = torch.addcmul(x * (3 * _K * _C), t, slope.square(), value=-1).mul_(x)  # where u″/2 = 3kcx
+    second = half.add_(slope).mul_(left)
+    rising = t.add_(1).mul_(0.5)
+    result = x * rising
+    return result, rising.add_(slope.mul_(left).mul_(x), alpha=0.5), second
+
+
+def _silu_derivatives(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    y = torch.sigmoid(x)
+    left, result = 1 - y, x * y
+    second = (left - y).mul_(x).add_(2).mul_(y).mul_(left)
+    return result, left.mul_(x).add_(1).mul_(y), second
+
+
+def _cube_derivatives(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    square = x.square()
+    return square * x, square.mul_(3), x * 6
 
 
 def _gelu(x: Any, approximate: str = "none") -> Tensor | None:
-    return _Gelu.apply(x) if approximate == "none" and is_served(x) else None
+    if not is_served(x):
+        return None
+    return _Smooth.apply(x, _gelu_derivatives if approximate == "none" else _gelu_tanh_derivatives)
+
+
+def _silu(x: Any, inplace: bool = False) -> Tensor | None:
+    return _Smooth.apply(x, _silu_derivatives) if is_served(x) and not inplace else None
+
+
+def _tanh(*args: Any, **options: Any) -> Tensor | None:
+    return _Tanh.apply(*args) if len(args) == 1 and not options and is_served(args[0]) else None
+
+
+def _power(x: Any, exponent: Any = None, **options: Any) -> Tensor | None:
+    cube = not isinstance(exponent, Tensor) and exponent == 3 and not options
+    return _Smooth.apply(x, _cube_derivatives) if cube and is_served(x) else None
 
 
 register_substitute(nn.Tanh, lambda module: _Tanh.apply)
 register_function(F.gelu, _gelu)
+register_function(F.silu, _silu)
+for _function in (torch.tanh, Tensor.tanh):
+    register_function(_function, _tanh)
+for _raise in (torch.pow, Tensor.pow, Tensor.__pow__):
+    register_function(_raise, _power)
