@@ -1,4 +1,4 @@
-"""Hugging Face models under autocast, held in bfloat16, and with activation checkpoints: accounted for as in float32."""
+"""Hugging Face models under autocast, held in bfloat16, with activation checkpoints: accounted for as in float32."""
 
 from __future__ import annotations
 
