@@ -161,13 +161,16 @@ def joined(parts: Sequence[StepValues]) -> StepValues:
     )
 
 
-def check_compiled(compiled: StepValues, plain: StepValues, dtype: torch.dtype) -> None:
+def check_compiled(compiled: StepValues, plain: StepValues, dtype: torch.dtype, *, narrow: bool = False) -> None:
     """Raise unless both agree, as compilers err; computed in that dtype with exact convolutions.
+
+    ``narrow`` says that layers or probes are computed in bfloat16, which compilers round less often.
 
     Raises:
         CompilationError: With what differs, and by how much.
     """
     tolerance = 1e-8 if dtype == torch.float64 else 1e-2 if product_precision() == "tf32" else 1e-3
+    tolerance = 3e-2 if narrow else tolerance
     values = _named(compiled)
     for name, truth in _named(plain).items():
         apart, size = float((values[name] - truth).abs().max()), float(truth.abs().max())
