@@ -101,7 +101,8 @@ class TestAccumulation:
         engine, _, model, optimizer, batches = make()
         for _, batch in zip(range(2), batches, strict=False):
             (loss_of(model, batch) / 2).backward()
-        with pytest.raises(ValueError, match="2 times its batch_size b.*BatchMemoryManager.*max_physical_batch_size=b"):
+        remedies = "accumulation_steps=2.*2 times its batch_size b.*BatchMemoryManager.*max_physical_batch_size=b"
+        with pytest.raises(ValueError, match=remedies):
             optimizer.step()
 
         dataset = data(40)
@@ -112,6 +113,79 @@ class TestAccumulation:
                 optimizer.step()
                 optimizer.zero_grad()
         assert engine.ledger.steps == len(batches)
+
+    @pytest.mark.parametrize("divided", [False, True])
+    def test_poisson_batches_that_are_parts_of_one_draw(self, divided: bool) -> None:
+        """accumulation_steps=3 of batches of 4 is a run with batches of 12: draws, weights, ledger, ε."""
+        dataset, found = data(48), []
+        for steps, size in ((3, 4), (1, 12)):
+            engine, module, model, optimizer, batches = make(
+                batches=loader(dataset, size), accumulation_steps=steps, estimator="exact"
+            )
+            assert len(batches) == 12 // size * 4
+            for number, batch in enumerate(batches, start=1):
+                if len(batch[0]):  # an empty part may be left out
+                    (loss_of(model, batch) / (steps if divided else 1)).backward()
+                if number % steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            sums = engine.ledger.sums
+            found.append((weights_of(module), sums["trace"], engine.accountant.history, sums["participations"]))
+            assert batches.sample_rate == pytest.approx(1 / 4)
+        assert torch.equal(found[0][3], found[1][3])
+        assert relative_error(found[0][0], found[1][0]) < 1e-9
+        assert relative_error(found[0][1], found[1][1]) < 1e-9
+        assert found[0][2][0][1] == pytest.approx(found[1][2][0][1])
+        assert found[0][2][0][2] == found[1][2][0][2] == 4
+
+    def test_a_step_in_the_middle_of_a_draw_is_refused(self) -> None:
+        engine, module, model, optimizer, batches = make(batches=loader(data(48), 8), accumulation_steps=2)
+        before = weights_of(module)
+        reader = iter(batches)
+        loss_of(model, next(reader)).backward()
+        with pytest.raises(ValueError, match="not over the 2 batches of one draw"):
+            optimizer.step()
+        loss_of(model, next(reader)).backward()
+        assert torch.equal(weights_of(module), before)
+        optimizer.step()  # now it is whole
+        assert engine.ledger.steps == 1
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"accumulation_steps": 0}, "must be at least 1"),
+            ({"accumulation_steps": 9}, "hold more than the data set has"),
+            ({"accumulation_steps": 2, "grad_sample_mode": "hooks"}, "is for Poisson sampling in grad_sample_mode"),
+            ({"accumulation_steps": 2, "poisson_sampling": False}, "any number of batches may be accumulated"),
+        ],
+    )
+    def test_accumulation_that_cannot_be(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            make(**options)
+
+    @pytest.mark.slow
+    def test_the_noise_for_an_epsilon_is_that_of_whole_draws(self) -> None:
+        found = []
+        for steps, size in ((3, 4), (1, 12)):
+            module = network()
+            _, optimizer, _ = FILPrivacyEngine().make_private_with_epsilon(
+                module,
+                torch.optim.SGD(module.parameters(), lr=0.1),
+                loader(data(48), size),
+                target_epsilon=4.0,
+                target_delta=1e-3,
+                epochs=2,
+                max_grad_norm=C,
+                accumulation_steps=steps,
+            )
+            found.append(optimizer.noise_multiplier)
+        assert found[0] == found[1]
+
+    def test_train_step_takes_whole_draws(self) -> None:
+        engine, _, _, _, batches = make(accumulation_steps=2, criterion=nn.CrossEntropyLoss())
+        x, y = next(iter(batches))
+        with pytest.raises(RuntimeError, match="train_step takes whole draws; leave out accumulation_steps"):
+            engine.train_step(x, y)
 
 
 class TestAveragedWeights:

@@ -93,9 +93,12 @@ def assemble(
     loss = IdentifiedLoss.of(criterion) if criterion is not None else None
     replica = Replica(module)
     tracker = BatchTracker()
+    tracker.parts = options.accumulation_steps
     observer = Observer(tracker)
     expected_batch = optimizer_settings["expected_batch_size"]
-    run = Run(options, loss, num_examples, keys, replica.device, generator, accounted_rate, expected_batch)
+    run = Run(
+        options, loss, num_examples, keys, replica.device, generator, accounted_rate, expected_batch * tracker.parts
+    )
     looks = DatasetLooks(run, replica, prepared.dataset, prepared.collate_fn)
     checks = StepChecks(replica, options, tracker)
     execution = options.accounting.execution

@@ -36,12 +36,16 @@ class BatchTracker:
     Attributes:
         ids: The examples' numbers; None: no batch was read.
         earlier: The content of the two batches before.
+        parts: In how many batches each draw of the sampler is handed out.
+        draws: The examples of each such draw in the present pass over the data, where they are several.
     """
 
     def __init__(self) -> None:
         self.token = next(_TOKENS)
         self.ids: list[int] | None = None
         self.earlier: deque[Any] = deque(maxlen=2)
+        self.parts = 1
+        self.draws: set[frozenset[int]] = set()
         self._read: Any = None
         self._as_it_came: Any = None
         self._thread: int | None = None
@@ -50,6 +54,7 @@ class BatchTracker:
     def begin_pass(self) -> None:
         """The present thread reads the loader from now on; others, which pin memory, are not listened to."""
         self._thread = threading.get_ident()
+        self.draws.clear()
 
     def take(self, ids: list[int], batch: Any) -> None:
         """Make this the current batch."""

@@ -32,6 +32,7 @@ from torchfil.engine.options import (
     Accounting,
     BatchToInputs,
     RunOptions,
+    check_accumulation,
     check_modes,
     check_optimizer,
     thresholds,
@@ -103,6 +104,7 @@ class FILPrivacyEngine(Resuming):
         batch_to_inputs: BatchToInputs | None = None,
         accounting: Accounting | None = None,
         views: Views | None = None,
+        accumulation_steps: int = 1,
         **shortcuts: Any,
     ) -> tuple[Any, ...]:
         """Make model, optimizer and loader private, as Opacus does, and start the accounting.
@@ -138,6 +140,9 @@ class FILPrivacyEngine(Resuming):
             views: Augmentation multiplicity: a function that maps x [batch, …] to K views of each example,
                 [batch, K, …], or K where batches hold K views each. The mean gradient over an example's views is
                 clipped once; needs ``criterion``, the loss of single views. See :mod:`torchfil.engine.views`.
+            accumulation_steps: Over how many batches the loop accumulates gradients before each ``optimizer.step()``
+                with Poisson sampling: they are then the parts of one draw with so many times the rate. Without Poisson
+                sampling any number may be accumulated, and this stays 1.
             **shortcuts: ``num_probes``, ``rel_error`` and ``track`` of :class:`Accounting`.
 
         Returns:
@@ -157,6 +162,7 @@ class FILPrivacyEngine(Resuming):
             Accounting.given(accounting).with_shortcuts(shortcuts),
             clip=get_clip(clip or ("hard" if ghost else DEFAULT_CLIP)),
             shares=shares,
+            accumulation_steps=check_accumulation(accumulation_steps, mode, poisson_sampling=poisson_sampling),
             private=private,
             poisson_sampling=poisson_sampling,
             loss_reduction=loss_reduction,
@@ -170,7 +176,7 @@ class FILPrivacyEngine(Resuming):
         )
         sampler = prepared.batch_sampler
         if isinstance(sampler, UniformWithReplacementSampler):
-            options = replace(options, sample_rate=float(sampler.sample_rate))
+            options = replace(options, sample_rate=accumulation_steps * float(sampler.sample_rate))
         options.mechanism(noise_multiplier, limit)  # raises for numbers that are none
         count, sample_rate = len(data_loader.dataset), 1 / len(prepared)  # type: ignore[arg-type]
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
@@ -233,7 +239,7 @@ class FILPrivacyEngine(Resuming):
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            sample_rate=1 / len(data_loader),
+            sample_rate=options.get("accumulation_steps", 1) / len(data_loader),
             epochs=epochs,
             accountant=self.accountant.mechanism(),
             epsilon_tolerance=epsilon_tolerance,

@@ -91,20 +91,33 @@ class RememberingCollate:
 
 
 class FILPoissonSampler(UniformWithReplacementSampler):
-    """Opacus's Poisson sampler, which announces the start of each pass over the data."""
+    """Opacus's Poisson sampler, which announces the start of each pass over the data.
 
-    def __init__(self, sampler: UniformWithReplacementSampler, on_start: Callable[[], None]) -> None:
+    Where gradients are accumulated over k batches, these are the parts of one draw with k times the rate: no example is
+    in two of them.
+    """
+
+    def __init__(
+        self, sampler: UniformWithReplacementSampler, on_start: Callable[[], None], tracker: BatchTracker
+    ) -> None:
         super().__init__(
             num_samples=sampler.num_samples,
-            sample_rate=sampler.sample_rate,
+            sample_rate=tracker.parts * sampler.sample_rate,
             generator=sampler.generator,
-            steps=sampler.steps,
+            steps=max(1, sampler.steps // tracker.parts),
         )
-        self._on_start = on_start
+        self._on_start, self._tracker = on_start, tracker
+
+    def __len__(self) -> int:
+        return int(self.steps) * self._tracker.parts
 
     def __iter__(self) -> Iterator[list[int]]:
         self._on_start()
-        yield from super().__iter__()
+        parts = self._tracker.parts
+        for drawn in super().__iter__():
+            if parts > 1:
+                self._tracker.draws.add(frozenset(drawn))
+            yield from (drawn[part::parts] for part in range(parts))
 
 
 class FILBatchSampler(BatchSampler):
@@ -142,8 +155,8 @@ class FILDataLoader(DataLoader[Any]):
         sampler = loader.batch_sampler
         self.sample_rate: float | None = None
         if isinstance(sampler, UniformWithReplacementSampler):
-            self.sample_rate = float(sampler.sample_rate)
-            batch_sampler: Sampler[list[int]] = FILPoissonSampler(sampler, on_start)
+            batch_sampler: Sampler[list[int]] = FILPoissonSampler(sampler, on_start, tracker)
+            self.sample_rate = float(sampler.sample_rate) * tracker.parts
         elif isinstance(sampler, BatchSampler):
             batch_sampler = FILBatchSampler(sampler, on_start)
         else:

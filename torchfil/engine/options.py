@@ -31,6 +31,7 @@ __all__ = [
     "BatchToInputs",
     "Execution",
     "RunOptions",
+    "check_accumulation",
     "check_modes",
     "check_optimizer",
     "thresholds",
@@ -311,6 +312,7 @@ class RunOptions:
         loss_reduction: "mean" or "sum".
         batch_to_inputs: Maps a batch to (inputs, targets).
         shares: C_l/‖C‖ by parameter name, where each parameter's gradient is clipped by itself; else None.
+        accumulation_steps: In how many batches a draw of the Poisson sampler is handed out.
     """
 
     accounting: Accounting
@@ -322,8 +324,16 @@ class RunOptions:
     loss_reduction: str = "mean"
     batch_to_inputs: BatchToInputs | None = None
     shares: Mapping[str, float] | None = None
+    accumulation_steps: int = 1
 
     def __post_init__(self) -> None:
+        if self.accumulation_steps < 1:
+            raise ValueError(f"accumulation_steps={self.accumulation_steps} must be at least 1")
+        if self.sample_rate is not None and self.sample_rate > 1:
+            raise ValueError(
+                f"accumulation_steps={self.accumulation_steps} batches hold more than the data set has (a rate of "
+                f"{self.sample_rate:g}); accumulate over fewer, or make batch_size smaller"
+            )
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction={self.loss_reduction!r} must be 'mean' or 'sum'")
         if not self.clip.calibrated:
@@ -393,6 +403,17 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
             "them (the row is then trained as any other), or freeze them (requires_grad_(False))."
         )
     return mode
+
+
+def check_accumulation(accumulation_steps: int, mode: str, *, poisson_sampling: bool) -> int:
+    """The number of batches that a draw is handed out in; raise where that cannot be."""
+    if accumulation_steps != 1 and (mode != "auto" or not poisson_sampling):
+        raise ValueError(
+            f"accumulation_steps={accumulation_steps} is for Poisson sampling in grad_sample_mode='auto', not for "
+            f"{mode!r} with poisson_sampling={poisson_sampling}; without Poisson sampling leave it out: any number of "
+            "batches may be accumulated"
+        )
+    return accumulation_steps
 
 
 def thresholds(

@@ -125,13 +125,13 @@ class StepChecks(BatchChecks):
 
         return map_tensors(scaled, forward.output_gradients)
 
-    def note_division(self, forwards: Sequence[ForwardPass], loss: IdentifiedLoss | None) -> None:
+    def note_division(self, forwards: Sequence[ForwardPass], loss: IdentifiedLoss | None, passes: int) -> None:
         """Note where the loop has divided its loss by the number of batches that it accumulates over.
 
         The optimizer takes the mean over accumulated batches by itself, so that the division says the same again. Of a
         last, shorter round the number of a full one before it counts, too.
         """
-        divisors = dict.fromkeys((1, len(forwards), self._divisor))  # an undivided loss is the likelier reading
+        divisors = dict.fromkeys((1, passes, self._divisor))  # an undivided loss is the likelier reading
         if len(divisors) == 1:
             return
         for divisor in divisors:

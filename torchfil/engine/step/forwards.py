@@ -164,15 +164,29 @@ class Observer:
                 "optimizer.step() without a backward pass through the outputs of the model that make_private returned "
                 "since the last step; call that model in training mode, and backward() on its loss"
             )
-        if backward_passes > 1 and not self.accumulates:
+        if self.tracker.parts > 1:
+            self._check_whole_draw()
+        elif backward_passes > 1 and not self.accumulates:
             raise ValueError(
                 f"{backward_passes} backward passes since the last step: Poisson sampling draws each batch by itself, "
                 "so that an example could be in several of them, and the accountant's ε would be wrong. For batches "
-                f"{backward_passes} times as large make the DataLoader with {backward_passes} times its batch_size b, "
-                "and step after each part that fits: with BatchMemoryManager(data_loader=loader, "
-                "max_physical_batch_size=b, optimizer=optimizer) as loader: … loss.backward(); optimizer.step(); "
-                "optimizer.zero_grad() (opacus.utils.batch_memory_manager; leave the loss undivided). Or pass "
-                "poisson_sampling=False to make_private, which accumulates."
+                f"{backward_passes} times as large pass accumulation_steps={backward_passes} to make_private: batches "
+                "are then the parts of one draw, and this loop is right. Or make the DataLoader with "
+                f"{backward_passes} times its batch_size b, and step after each part that fits: with "
+                "BatchMemoryManager(data_loader=loader, max_physical_batch_size=b, optimizer=optimizer) as loader: … "
+                "loss.backward(); optimizer.step(); optimizer.zero_grad() (opacus.utils.batch_memory_manager)."
+            )
+
+    def _check_whole_draw(self) -> None:
+        """Raise unless the examples since the last step are those of one draw."""
+        ids = frozenset(number for forward in self.finished() for number in forward.ids or ())
+        if ids not in self.tracker.draws:
+            parts = self.tracker.parts
+            raise ValueError(
+                f"accumulation_steps={parts}, but the {len(self.finished())} backward passes since the last step are "
+                f"not over the {parts} batches of one draw: call optimizer.step() after every {parts}-th batch of the "
+                "loader, counted from the start of a pass over it, and use each batch once (no BatchMemoryManager). "
+                "optimizer.zero_grad() forgets these passes. This step was not taken."
             )
 
     def watch(self, call: ModelCall, outputs: Any, **more: Any) -> None:

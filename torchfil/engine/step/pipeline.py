@@ -128,11 +128,14 @@ class StepPipeline(StepStages):
         count = sum(map(_num_rows, forwards)) if norms is None else len(norms)
         ids = self.run.check_ids(forwards, count)
         measure = self.run.chooses_to_measure()
+        parted = self.observer.tracker.parts
+        passes = parted if parted > 1 else len(forwards)
         if not ids:
-            return self._staging(None, [], ids, noise, measure, len(forwards))
+            return self._staging(None, [], ids, noise, measure, passes)
 
+        forwards = [forward for forward in forwards if forward.ids]  # a part of a draw may be empty
         if norms is None:  # under hooks the divided gradients are those that Opacus clips
-            self.checks.note_division(forwards, self.run.loss)
+            self.checks.note_division(forwards, self.run.loss, passes)
         for forward in forwards:
             self.checks.check_rows(forward)
         examples = [self._examples(forward) for forward in forwards]
@@ -160,7 +163,7 @@ class StepPipeline(StepStages):
             else:
                 step = StepValues(None, norms, clipped_norms, {}, None)
         assert step is not None
-        return self._staging(step, confirmations, ids, noise, measure, len(forwards), setting, _own(examples))
+        return self._staging(step, confirmations, ids, noise, measure, passes, setting, _own(examples))
 
     # ------------------------------------------------------------------ train_step
 
@@ -168,6 +171,11 @@ class StepPipeline(StepStages):
         """A whole private step on the current batch; see :meth:`FILPrivacyEngine.train_step`."""
         if self._closed:
             raise RuntimeError("the engine was taken off the model (detach), so no further step can be taken")
+        if self.observer.tracker.parts > 1:
+            raise RuntimeError(
+                "train_step takes whole draws; leave out accumulation_steps and make the DataLoader with so many times "
+                "its batch_size (max_memory cuts a batch into pieces by itself)"
+            )
         if optimizer.inside_logical_batch or optimizer._step_skip_queue:
             raise RuntimeError(
                 "train_step takes whole logical batches; do not use BatchMemoryManager with it (max_memory cuts a "
