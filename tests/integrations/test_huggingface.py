@@ -335,7 +335,7 @@ def test_gradients_that_are_all_zero_are_told(tmp_path: Path) -> None:
         privacy=privacy(),
         criterion=lambda logits, labels: (0 * logits).sum(dim=1).mean(),
     )
-    with pytest.warns(UserWarning, match="all examples in a batch are exactly 0"):
+    with pytest.warns(UserWarning, match="(?i)all .* are exactly (0|zero)"):
         trainer.train()
 
 
