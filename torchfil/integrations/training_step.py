@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchfil.engine.loader import split_batch
+from torchfil.engine.loader import plain, split_batch
 from torchfil.private import Private
 
 __all__ = ["StepRedirected", "private_but_targets"]
@@ -103,6 +103,7 @@ def private_but_targets(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, 
         >>> private_but_targets([torch.zeros(2, 3), torch.zeros(2)], None).inputs
         [0]
     """
+    batch = plain(batch)
     target = split_batch(batch, batch_to_inputs)[1]
     if not isinstance(target, Tensor) or not target.is_floating_point():
         return None
