@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import warnings
 
 import torch
 from torch import Tensor
@@ -18,26 +17,22 @@ from transformers import BertConfig, BertForSequenceClassification, TrainingArgu
 from torchfil import Accounting, Private
 from torchfil.integrations.huggingface import FILTrainer
 
-warnings.filterwarnings("ignore", message="Full backward hook is firing")
 DELTA = 1e-4
 WORDS, LENGTH = 10, 9
 
 
 def sentences(count: int, seed: int) -> list[dict[str, Tensor]]:
-    """Examples as a tokenizer gives them, padded to one length, with a row of positions each."""
+    """Examples as a tokenizer gives them."""
     source = torch.Generator().manual_seed(seed)
     words = torch.randint(WORDS, (count, LENGTH), generator=source)
     labels = (words >= WORDS // 2).double().mean(dim=1) > 0.5
-    fixed = {
-        "token_type_ids": torch.zeros(LENGTH, dtype=torch.long),
-        "position_ids": torch.arange(LENGTH),
-        "attention_mask": torch.ones(LENGTH, dtype=torch.long),
-    }
-    return [{"input_ids": row, "labels": label.long(), **fixed} for row, label in zip(words, labels, strict=True)]
+    mask = torch.ones(LENGTH, dtype=torch.long)
+    pairs = zip(words, labels, strict=True)
+    return [{"input_ids": row, "attention_mask": mask, "labels": label.long()} for row, label in pairs]
 
 
 def network() -> BertForSequenceClassification:
-    """A BERT of one layer, without dropout, whose padding row is trained as any other."""
+    """A BERT of one layer, without dropout."""
     config = BertConfig(
         vocab_size=WORDS,
         hidden_size=32,
@@ -49,9 +44,7 @@ def network() -> BertForSequenceClassification:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    model = BertForSequenceClassification(config)
-    model.bert.embeddings.word_embeddings.padding_idx = None
-    return model
+    return BertForSequenceClassification(config)
 
 
 def main() -> None:

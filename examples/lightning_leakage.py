@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil.integrations.lightning import FILCallback
 
-warnings.filterwarnings("ignore", message="Full backward hook is firing")
 DELTA = 1e-4
 
 

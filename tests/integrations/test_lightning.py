@@ -385,6 +385,15 @@ def test_the_mode_cannot_be_chosen(option: dict[str, Any]) -> None:
         FILCallback(**option)
 
 
+def test_optimizers_of_several_gradients_a_step_are_refused(tmp_path: Path) -> None:
+    class Quasi(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss and its gradient several times"):
+        trainer(FILCallback(**options()), tmp_path).fit(module(Quasi), loader())
+
+
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     example = Path(__file__).parents[2] / "examples" / "lightning_leakage.py"
     monkeypatch.setattr(sys, "argv", [example.name, "--epochs", "1", "--path", str(tmp_path / "leakage.csv")])
