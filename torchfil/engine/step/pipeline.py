@@ -143,7 +143,7 @@ class StepPipeline(StepStages):
         if norms is not None:
             clipped = (norms * self.options.clip.scale(norms, noise.max_grad_norm)).detach()
             if step is not None:
-                confirmations.append(self.checks.begin_norm_check(step.norm, norms))
+                confirmations.append(self.checks.begin_norm_check(step.norm, norms, forwards))
                 step = replace(step, clipped_norm=clipped, sums={})
             else:
                 step = StepValues(None, norms, clipped, {}, None)
