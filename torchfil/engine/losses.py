@@ -211,12 +211,15 @@ def _several_outputs(outputs: Any, targets: Any, reached: int) -> str:
     """What to do where a loss has several parts."""
     names = list(outputs) if isinstance(outputs, dict) else range(len(tensors_of(outputs)))
     first, second = [f"outputs[{name!r}]" for name in names][:2]
-    given = "they are" if isinstance(targets, tuple | list | dict) else f"the targets are one {type(targets).__name__}"
+    y = [f"targets[{name!r}]" for name in targets][:2] if isinstance(targets, dict) else ["targets[0]", "targets[1]"]
+    split = (
+        f" and, so that targets are a tuple (they are one {type(targets).__name__} now), "
+        "batch_to_inputs=lambda batch: (batch[0], (batch[1], batch[2]))"
+    )
     return (
         f"the loop's loss has a gradient at {reached} outputs of the model, and only a loss of one of them can be "
-        f"identified. Pass the whole loss of one example: criterion=lambda outputs, targets: loss_1({first}, "
-        f"targets[0]) + 0.5 * loss_2({second}, targets[1]), and, so that targets are a tuple ({given} now), "
-        "batch_to_inputs=lambda batch: (batch[0], (batch[1], batch[2]))."
+        f"identified. Pass the whole loss of one example: criterion=lambda outputs, targets: loss_1({first}, {y[0]}) + "
+        f"0.5 * loss_2({second}, {y[-1]}){'' if len(tensors_of(targets)) > 1 else split}."
     )
 
 

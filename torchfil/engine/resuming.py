@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 from torchfil.engine.checkpoint import random_state, set_random_state
 from torchfil.engine.reading import LeakageReading
-from torchfil.engine.step.checks import nothing
+from torchfil.engine.step.batch_checks import nothing
 from torchfil.utils.files import replaced_when_complete
 
 __all__ = ["Resuming"]

@@ -5,7 +5,6 @@ A check begins early and ends late: what is returned raises. In between a GPU go
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import warnings
@@ -14,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchfil.engine.batches import BatchTracker
 from torchfil.engine.loader import split_batch
@@ -30,6 +29,7 @@ from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step.batch_checks import STEPS_BETWEEN_LOOKS, BatchChecks, nothing
 from torchfil.engine.step.forwards import ForwardPass
 from torchfil.engine.step.loss_inside import NO_TARGETS
+from torchfil.engine.step.opacus_faults import why_opacus_differs
 from torchfil.engine.token_means import WEIGHTED_BY_TOKENS, TokenMean, uneven
 from torchfil.engine.weighting import averages_over_tokens, check_equal_weights
 from torchfil.fisher.masks import replayed_masks
@@ -251,46 +251,14 @@ class StepChecks(BatchChecks):
             if largest == 0:
                 self._warn_once(_NOTHING_LEARNED)
             if distance > tolerance * largest:
+                why = why_opacus_differs(self.replica, forwards)
                 raise RuntimeError(
                     "the per-example gradients that Opacus has formed differ from those of the engine's loss (norms by "
-                    f"up to {distance:.3g}, the largest being {largest:.3g}). {self._why_opacus_differs(forwards)} "
+                    f"up to {distance:.3g}, the largest being {largest:.3g}). {why} "
                     "This step was not taken."
                 )
 
         return confirm
-
-    def _why_opacus_differs(self, forwards: Sequence[ForwardPass]) -> str:
-        """A known fault of Opacus's rules where this model meets it, else what it may be."""
-        names = self._channels_last(forwards[0]) if forwards else []
-        if names:
-            return (
-                f"Opacus's rule for convolutions is wrong where their input lies channels last in memory, as it does "
-                f"in {', '.join(names[:4])} (a permute, a LayerNorm over channels, or memory_format=channels_last "
-                "brings that about). Use grad_sample_mode='auto', which needs none of Opacus's rules, or call "
-                ".contiguous() before those layers."
-            )
-        return (
-            "Either part of the loss does not go through the model's output (a penalty on the weights, say), or the "
-            "model mixes examples, or Opacus's rule for a layer is wrong here: grad_sample_mode='auto' needs none of "
-            "its rules."
-        )
-
-    def _channels_last(self, forward: ForwardPass) -> list[str]:
-        """The convolutions whose input is not contiguous, by name."""
-        names: list[str] = []
-        with contextlib.ExitStack() as stack:
-            for name, module in self.replica.live.named_modules():
-                if isinstance(module, nn.Conv2d | nn.Conv3d):
-
-                    def note(_module: nn.Module, given: tuple[Any, ...], name: str = name) -> None:
-                        if given and not given[0].is_contiguous():
-                            names.append(name or "the model")
-
-                    stack.callback(module.register_forward_pre_hook(note).remove)
-            stack.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count())))
-            with torch.no_grad(), buffers_kept(self.replica.live):
-                self.replica.live(*forward.args, **forward.kwargs)
-        return names
 
     def begin_norm_look(self, norms: Tensor, losses: Tensor | None = None) -> Callable[[], None]:
         """Begin to look whether ‖g‖ is finite, [batch]; on a GPU, which is still computing it, until the next step.

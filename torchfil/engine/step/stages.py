@@ -238,7 +238,8 @@ class StepStages:
         labels = [key for key in kwargs if is_target_name(key)]
         if self.options.private is not None or not labels:
             return self.options.private
-        named: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        named: dict[int | str, Any] = dict(enumerate(args))
+        named.update(kwargs)
         floating = [key for key, leaf in named.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         others = [key for key in floating if key not in labels]
         return Private(inputs=others) if others and others != floating else None
