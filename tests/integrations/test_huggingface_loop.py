@@ -60,7 +60,7 @@ def case(name: str) -> tuple[nn.Module, _Texts, Any, str]:
     some = words.clone()
     some[::3, 3:] = -100
     some[4] = -100
-    bert = transformers.BertConfig(**SMALL, num_labels=1 if name == "regression" else 3)
+    bert = transformers.BertConfig(**SMALL, num_labels={"regression": 1, "answers": 2}.get(name, 3))
     if name == "multi-label":
         bert.problem_type = "multi_label_classification"
     table = "bert.embeddings.word_embeddings"
