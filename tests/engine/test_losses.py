@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from cases import DEVICE, grouped
 from loops import data, loader, network, train
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from torchfil import FILPrivacyEngine
@@ -47,7 +48,6 @@ STANDARD = [
 def test_the_three_argument_call_identifies_standard_losses(
     name: str, function: Any, dataset: TensorDataset, module: nn.Module, reduction: str
 ) -> None:
-    import copy
 
     run = train(
         dataset,
@@ -207,3 +207,87 @@ def test_a_loss_that_goes_round_the_output_is_caught() -> None:
     check_unchanged_after(
         RuntimeError, "part of the loss does not go through the model's output", module=module, loss_fn=loss
     )
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.one, self.two = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As said."""
+        hidden = torch.tanh(self.body(x))
+        return self.one(hidden), self.two(hidden)
+
+
+def two_losses(outputs: Any, targets: Any) -> Tensor:
+    return F.cross_entropy(outputs[0], targets[0]) + 0.5 * F.cross_entropy(outputs[1], targets[1])
+
+
+def test_several_heads_and_losses() -> None:
+    """The error's remedy works as it is written."""
+    x, y = data(24).tensors
+    dataset = TensorDataset(x, y, y % 2)
+
+    def trained(**options: Any) -> FILPrivacyEngine:
+        engine = FILPrivacyEngine()
+        module = _TwoHeads().double().to(DEVICE)
+        model, optimizer, private = engine.make_private(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), loader(dataset), poisson_sampling=False, **options
+        )
+        for inputs, *targets in private:
+            optimizer.zero_grad()
+            two_losses(model(inputs.to(DEVICE)), [part.to(DEVICE) for part in targets]).backward()
+            optimizer.step()
+        return engine
+
+    with pytest.raises(LossMismatchError, match=r"loss_1\(outputs\[0\], targets\[0\]\).*\(batch\[1\], batch\[2\]\)\)"):
+        trained()
+    engine = trained(criterion=two_losses, batch_to_inputs=lambda batch: (batch[0], (batch[1], batch[2])))
+    assert bool((engine.get_fil().value > 0).all())
+
+
+@pytest.mark.parametrize("way", ["auto", "hooks", "train_step"])
+def test_gradients_that_are_all_zero_are_told_loudly(way: str) -> None:
+    """Cross-entropy of a single output is 0, whatever the labels are."""
+    engine, module = FILPrivacyEngine(), network(classes=1)
+    model, optimizer, private = engine.make_private(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        loader(TensorDataset(data(24).tensors[0], torch.zeros(24, dtype=torch.long))),
+        poisson_sampling=False,
+        criterion=nn.CrossEntropyLoss(),
+        grad_sample_mode="hooks" if way == "hooks" else "auto",
+    )
+    with pytest.warns(UserWarning, match="ALL GRADIENTS OF A STEP ARE EXACTLY ZERO") as told:
+        for x, y in private:
+            if way == "train_step":
+                engine.train_step(x, y)
+                continue
+            optimizer.zero_grad()
+            F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
+            optimizer.step()
+    assert sum("EXACTLY ZERO" in str(warning.message) for warning in told) == 1
+
+
+class _ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Conv2d(1, 3, 3), nn.LayerNorm(3)
+        self.second, self.head = nn.Conv2d(3, 2, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As said."""
+        x = self.norm(self.first(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        result: Tensor = self.head(self.second(torch.tanh(x)).flatten(1))
+        return result
+
+
+def test_opacus_on_channels_last_is_blamed_by_name() -> None:
+    dataset = TensorDataset(torch.randn(24, 1, 6, 6).double(), torch.arange(24) % 3)
+    module = _ChannelsLast().double()
+    with pytest.raises(RuntimeError, match=r"channels last in memory, as it does in second .*grad_sample_mode='auto'"):
+        train(dataset, steps=1, module=copy.deepcopy(module), grad_sample_mode="hooks")
+    assert bool((train(dataset, steps=3, module=module).engine.get_fil().value > 0).any())

@@ -27,7 +27,7 @@ def cut_out(x: Tensor) -> Tensor:
 MIXED = {
     "blends": [
         lambda x: 0.7 * x + 0.3 * x.roll(1, 0),
-        lambda x: torch.rand(len(x), 1, 1).to(x) * (x - x.roll(3, 0)) + x.roll(3, 0),
+        lambda x: torch.linspace(0, 1, len(x))[:, None, None].to(x) * (x - x.roll(3, 0)) + x.roll(3, 0),
         lambda x: x.roll(1, 0) * 0.999 + x,
     ],
     "patchworks": [cut_out],

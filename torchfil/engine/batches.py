@@ -181,10 +181,10 @@ class _RememberingObject(_Remembering):
 
     def _without_ids(self) -> Any:
         """An object of the plain kind with the same content."""
-        kind = self._plain_kind
+        kind: Any = self._plain_kind
         if isinstance(self, tuple):
             return tuple.__new__(kind, tuple.__iter__(self))
-        made = object.__new__(kind)
+        made: Any = object.__new__(kind)
         for name, value in _attributes(self, kind).items():
             object.__setattr__(made, name, value)
         if isinstance(made, UserDict):
@@ -207,7 +207,8 @@ def remembering(batch: Any, ids: Sequence[int], token: int) -> Any:
     kind = type(batch)
     if kind not in _REMEMBERING:
         _REMEMBERING[kind] = _kind_that_remembers(kind)
-    made_kind = _REMEMBERING[kind]
+    made_kind: Any = _REMEMBERING[kind]
+    made: Any
     if not issubclass(made_kind, _RememberingObject):
         made = made_kind(batch)
     elif isinstance(batch, tuple):

@@ -196,9 +196,9 @@ def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | 
         return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
     named = _named_parts(batch)
     if any(map(is_target_name, named)):
-        inputs = tuple(value for key, value in named.items() if not is_target_name(key) and value is not None)
+        positional = tuple(value for key, value in named.items() if not is_target_name(key) and value is not None)
         targets = {key: value for key, value in named.items() if is_target_name(key)}
-        return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
+        return positional, next(iter(targets.values())) if len(targets) == 1 else targets
     if isinstance(batch, (list, tuple)) and len(batch) >= 2:
         return tuple(batch[:-1]), batch[-1]
     if isinstance(batch, Tensor) or (isinstance(batch, (list, tuple)) and len(batch) == 1):

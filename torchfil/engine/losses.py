@@ -26,12 +26,14 @@ __all__ = [
     "IdentifiedLoss",
     "LossMismatchError",
     "ModelLoss",
-    "averages_over_tokens",
-    "check_equal_weights",
     "check_loss",
     "identify_loss",
+    "means_over_tokens",
     "output_gradients",
+    "relative_difference",
     "scale_of_loss",
+    "tolerance_of",
+    "weighted",
 ]
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -179,7 +181,7 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
     output, at_output = tensors_of(outputs)[number], gradients[number]
     for candidate in sorted(_candidates(output, targets), key=lambda loss: reduction not in loss.name):
         difference = _difference(candidate, output, targets, at_output)
-        if difference is not None and difference < _tolerance(output):
+        if difference is not None and difference < tolerance_of(output):
             if isinstance(outputs, Tensor):
                 return candidate
             return IdentifiedLoss(candidate.name, _OfOneOutput(number, candidate.function))
@@ -199,7 +201,7 @@ def _identify_parts(reached: list[int], outputs: Any, targets: Any, observed: An
     ):
         for name, factor in (("mean", 1 / len(parts)), ("sum", 1.0)):
             loss = IdentifiedLoss(f"{name} of {len(parts)} CrossEntropyLosses", _Parts(tuple(reached), factor))
-            if _relative_difference(output_gradients(loss, outputs, targets), observed) < _tolerance(
+            if relative_difference(output_gradients(loss, outputs, targets), observed) < tolerance_of(
                 tensors_of(outputs)[reached[0]]
             ):
                 return loss
@@ -210,12 +212,15 @@ def _several_outputs(outputs: Any, targets: Any, reached: int) -> str:
     """What to do where a loss has several parts."""
     names = list(outputs) if isinstance(outputs, dict) else range(len(tensors_of(outputs)))
     first, second = [f"outputs[{name!r}]" for name in names][:2]
-    given = "they are" if isinstance(targets, tuple | list | dict) else f"the targets are one {type(targets).__name__}"
+    y = [f"targets[{name!r}]" for name in targets][:2] if isinstance(targets, dict) else ["targets[0]", "targets[1]"]
+    split = (
+        f" and, so that targets are a tuple (they are one {type(targets).__name__} now), "
+        "batch_to_inputs=lambda batch: (batch[0], (batch[1], batch[2]))"
+    )
     return (
         f"the loop's loss has a gradient at {reached} outputs of the model, and only a loss of one of them can be "
-        f"identified. Pass the whole loss of one example: criterion=lambda outputs, targets: loss_1({first}, "
-        f"targets[0]) + 0.5 * loss_2({second}, targets[1]), and, so that targets are a tuple ({given} now), "
-        "batch_to_inputs=lambda batch: (batch[0], (batch[1], batch[2]))."
+        f"identified. Pass the whole loss of one example: criterion=lambda outputs, targets: loss_1({first}, {y[0]}) + "
+        f"0.5 * loss_2({second}, {y[-1]}){'' if len(tensors_of(targets)) > 1 else split}."
     )
 
 
@@ -237,14 +242,14 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
             "criterion(outputs, targets) with batches of one; targets are the batch's last item unless "
             "batch_to_inputs= says otherwise."
         ) from error
-    tolerance = max(_tolerance(leaf) for leaf in tensors_of(outputs) if leaf.is_floating_point())
+    tolerance = max(tolerance_of(leaf) for leaf in tensors_of(outputs) if leaf.is_floating_point())
     weights = loss.weights(targets)
-    expected = _weighted(alone, weights)
-    difference = _relative_difference(expected, observed)
+    expected = weighted(alone, weights)
+    difference = relative_difference(expected, observed)
     if difference < tolerance:
         return None
-    for mean, by_tokens in _means_over_tokens(targets) if weights is None else ():
-        if _relative_difference(_weighted(alone, by_tokens), observed) < tolerance:
+    for mean, by_tokens in means_over_tokens(targets) if weights is None else ():
+        if relative_difference(weighted(alone, by_tokens), observed) < tolerance:
             return mean
 
     # Say what it looks like, as far as that can be told.
@@ -284,79 +289,21 @@ def _check_own_loss(outputs: Any, observed: Any) -> None:
                 "output, too). Pass the whole loss of one example as criterion=<function(outputs, targets)>. This step "
                 "was not taken."
             )
-        if not leaf.ndim and abs(float(gradient) - 1) > _tolerance(leaf) and float(gradient) != 0:
+        if not leaf.ndim and abs(float(gradient) - 1) > tolerance_of(leaf) and float(gradient) != 0:
             raise LossMismatchError(
                 f"the loop's loss is {float(gradient):.6g} times the model's own: call backward() on outputs.loss "
                 "as it is, or pass loss_reduction='sum' if the model sums over the batch. This step was not taken."
             )
 
 
-def _weighted(gradients: Any, weights: Tensor | None) -> Any:
+def weighted(gradients: Any, weights: Tensor | None) -> Any:
     """Gradients of every example, [batch, …] each, times its weight."""
     if weights is None:
         return gradients
     return map_tensors(lambda leaf: leaf * weights.to(leaf).reshape(-1, *[1] * (leaf.ndim - 1)), gradients)
 
 
-def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> bool:
-    """Compare the gradient of the criterion's value on a batch with those of its values on single examples.
-
-    Returns:
-        Whether it is a mean over the targets of a batch that count, which weights examples by others.
-
-    Raises:
-        LossMismatchError: It is neither the mean nor the sum over examples, nor such a mean.
-    """
-    outputs = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), outputs)
-    leaves = [leaf for leaf in tensors_of(outputs) if leaf.requires_grad]
-    try:
-        with torch.enable_grad():
-            whole = loss(outputs, targets)
-    except Exception:  # it takes single examples only
-        return False
-    if whole.numel() != 1 or not whole.requires_grad or bool(whole.isinf()):  # a sum in half precision
-        return False
-    at_batch = torch.autograd.grad(whole.reshape(()), leaves, allow_unused=True, materialize_grads=True)
-    alone = [part for part in tensors_of(output_gradients(loss, outputs, targets)) if part.is_floating_point()]
-    alone = [part.detach() for part in alone]
-
-    def agrees(weights: Tensor) -> bool:
-        return _relative_difference(_weighted(alone, weights), list(at_batch)) < _tolerance(leaves[0])
-
-    ones = torch.ones(len(leaves[0]), dtype=torch.float64, device=leaves[0].device)
-    if agrees(ones / len(ones)) or agrees(ones):
-        return False
-    by_tokens = loss.weights(targets)
-    others = [by_tokens] if by_tokens is not None else [weights for _, weights in _means_over_tokens(targets)]
-    if any(agrees(weights / len(ones)) for weights in others):
-        return True
-    raise LossMismatchError(
-        f"the criterion ({loss.name}) has another gradient on this batch than the mean or the sum of its values on "
-        "single examples: it weights examples by others of the batch, as class weights with reduction='mean' do, or "
-        "mixes them, and no example has a loss of its own. Use reduction='sum' (divided by the expected batch size, if "
-        "you like). This step was not taken."
-    )
-
-
-def averages_over_tokens(loss: IdentifiedLoss, outputs: Any, targets: Any) -> bool:
-    """Whether a criterion on a batch of which one example has fewer targets that count (−100) weights by tokens.
-
-    Tried with two examples and on the CPU, where a criterion that does not know −100 only raises.
-    """
-    if isinstance(loss.function, TokenMean | _OfOneOutput) or not isinstance(targets, Tensor):
-        return False
-    if targets.is_floating_point() or targets.ndim < 2 or len(targets) < 2:
-        return False
-    outputs, targets = map_tensors(lambda leaf: leaf[:2].detach().cpu(), (outputs, targets))
-    targets = targets.clone()
-    targets[1, targets.shape[1] // 2 :] = -100
-    try:
-        return check_equal_weights(loss, outputs, targets)
-    except Exception:
-        return False
-
-
-def _means_over_tokens(targets: Any) -> Iterator[tuple[TokenMean, Tensor]]:
+def means_over_tokens(targets: Any) -> Iterator[tuple[TokenMean, Tensor]]:
     """Means over a batch's tokens, plain and shifted by one, and how they weight its examples, [batch]."""
     if isinstance(targets, Tensor) and not targets.is_floating_point() and targets.ndim > 1:
         for shifted in (False, True):
@@ -404,13 +351,14 @@ def _reshaping(loss: nn.Module) -> LossFunction:
 
 def _difference(loss: IdentifiedLoss, outputs: Tensor, targets: Tensor, observed: Tensor) -> float | None:
     try:
-        expected = _weighted(output_gradients(loss, outputs, targets), loss.weights(targets))
-        return _relative_difference(expected, observed)
+        expected = weighted(output_gradients(loss, outputs, targets), loss.weights(targets))
+        return relative_difference(expected, observed)
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None  # this candidate does not take such outputs and targets
 
 
-def _relative_difference(expected: Any, observed: Any) -> float:
+def relative_difference(expected: Any, observed: Any) -> float:
+    """max |expected − observed| / max |observed| over all their tensors."""
     pairs = list(zip(tensors_of(expected), tensors_of(observed), strict=True))
     largest = max((float(seen.abs().max()) for _, seen in pairs if seen.numel()), default=0.0)
     distance = max((float((want - seen).abs().max()) for want, seen in pairs if seen.numel()), default=0.0)
@@ -419,7 +367,8 @@ def _relative_difference(expected: Any, observed: Any) -> float:
     return distance / largest if largest > 0 else float("inf")
 
 
-def _tolerance(outputs: Tensor) -> float:
+def tolerance_of(outputs: Tensor) -> float:
+    """How far gradients at such outputs may be apart, relatively, by rounding."""
     return _TOLERANCE.get(outputs.dtype, _LOOSE_TOLERANCE)
 
 

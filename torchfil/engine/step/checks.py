@@ -23,8 +23,6 @@ from torchfil.engine.losses import (
     IdentifiedLoss,
     LossMismatchError,
     ModelLoss,
-    averages_over_tokens,
-    check_equal_weights,
     check_loss,
     identify_loss,
     scale_of_loss,
@@ -34,7 +32,9 @@ from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step.batch_checks import STEPS_BETWEEN_LOOKS, BatchChecks, nothing
 from torchfil.engine.step.forwards import ForwardPass
 from torchfil.engine.step.loss_inside import NO_TARGETS
+from torchfil.engine.step.opacus_faults import why_opacus_differs
 from torchfil.engine.token_means import WEIGHTED_BY_TOKENS, TokenMean, uneven
+from torchfil.engine.weighting import averages_over_tokens, check_equal_weights
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.precision import autocast_as, is_reduced
 from torchfil.fisher.recording import losses_of
@@ -283,9 +283,11 @@ class StepChecks(BatchChecks):
             self._told.add(_beginning(text))
             warnings.warn(text, stacklevel=2)
 
-    def begin_norm_check(self, forward: ForwardPass, measured: Tensor, released: Tensor) -> Callable[[], None]:
-        """Begin to compare ‖g‖ with the norms of the gradients that Opacus has formed, [batch] each."""
-        tolerance = self._tolerance(released, forward)
+    def begin_norm_check(
+        self, measured: Tensor, released: Tensor, forwards: Sequence[ForwardPass]
+    ) -> Callable[[], None]:
+        """Begin to compare ‖g‖ with the norms of the gradients that Opacus has formed in these passes, [batch] each."""
+        tolerance = self._tolerance(released, forwards[0])
         compared = _begin_comparison([(measured.to(released), released)])
 
         def confirm() -> None:
@@ -295,12 +297,11 @@ class StepChecks(BatchChecks):
             if largest == 0:
                 self._warn_once(_NOTHING_LEARNED)
             if distance > tolerance * largest:
+                why = why_opacus_differs(self.replica, forwards)
                 raise RuntimeError(
                     "the per-example gradients that Opacus has formed differ from those of the engine's loss (norms by "
-                    f"up to {distance:.3g}, the largest being {largest:.3g}). Either part of the loss does not go "
-                    "through the model's output (a penalty on the weights, say), or the model mixes examples, or "
-                    "Opacus's rule for a layer is wrong here (its convolutions are after a LayerNorm over channels): "
-                    "grad_sample_mode='auto' needs none of its rules. This step was not taken."
+                    f"up to {distance:.3g}, the largest being {largest:.3g}). {why} "
+                    "This step was not taken."
                 )
 
         return confirm

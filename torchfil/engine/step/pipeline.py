@@ -158,7 +158,7 @@ class StepPipeline(StepStages):
         # The clipped norms that count are those of what is released.
         if norms is not None and clipped_norms is not None:
             if step is not None:
-                confirmations.append(self.checks.begin_norm_check(forwards[0], step.norm, norms))
+                confirmations.append(self.checks.begin_norm_check(step.norm, norms, forwards))
                 step = replace(step, clipped_norm=clipped_norms, sums={})
             else:
                 step = StepValues(None, norms, clipped_norms, {}, None)
