@@ -134,6 +134,13 @@ def test_packed_sequences(kind: str, form: str) -> None:
     check(examples_of(model, torch.tensor([3, 5, 1, 4])))
 
 
+def test_probes_are_worked_at_together(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    with caplog.at_level("INFO"):
+        check(examples_of(Tagger(nn.LSTM(WIDTH, HIDDEN, num_layers=2))))
+    assert "one by one" not in caplog.text
+
+
 @pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"])
 def test_a_frozen_parameter(frozen: str) -> None:
     torch.manual_seed(0)

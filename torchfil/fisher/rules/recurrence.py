@@ -246,7 +246,11 @@ class _Run(Function):
         to_h, to_m = gradients if ctx.cell.has_memory else (gradients[0], None)
         if to_h is None and to_m is None:
             return (None,) * 6
-        found: Any = _Pulled.apply(to_h, to_m, gates, h, m, weight, drop, ctx.cell, *seen)
+        found: Any
+        if torch.is_grad_enabled():
+            found = _Pulled.apply(to_h, to_m, gates, h, m, weight, drop, ctx.cell, *seen)
+        else:  # the last derivative, which may be mapped over probes
+            found = _Back.apply(to_h, to_m, weight, drop, ctx.cell, *seen)
         to_gates, to_state, to_memory = found
         return to_gates, to_state, to_memory if ctx.cell.has_memory else None, None, None, None
 
@@ -280,6 +284,40 @@ class _Pulled(Function):
         return to_h, by_memory[0], to_gates, to_state, by_memory[1], *[None] * (len(needs) - 5)
 
 
+class _Back(Function):
+    """As :class:`_Pulled`, for many (∂h, ∂c) at once where it is mapped; it is not differentiated."""
+
+    @staticmethod
+    def forward(to_h: Any, to_m: Any, *rest: Any) -> tuple[Tensor, ...]:
+        each: Any = [None if x is None else x[None] for x in (to_h, to_m)]
+        return tuple(value[0] for value in _back(*each, *rest))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], int]:
+        """Probes are examples of their own."""
+        each = _probes_first(info, in_dims[:2], inputs[:2])
+        return _back(*each, *inputs[2:]), 0
+
+
+def _back(to_h: Any, to_m: Any, weight: Tensor, drop: Any, cell: Cell, *seen: Tensor) -> tuple[Tensor, ...]:
+    """Probes first, in and out."""
+    slopes = cell.slopes(seen, drop)
+    by_time = [None if x is None else x.transpose(0, 1) for x in (to_h, to_m)]
+    delta, _, dm = _swept_back(slopes, weight, cell.gates, *by_time)
+    return delta.flatten(3).transpose(0, 1), *_to_start(cell, slopes, weight, delta, dm)
+
+
+def _probes_first(info: Any, in_dims: Any, values: Any) -> list[Any]:
+    return [
+        x if x is None else x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip(values, in_dims, strict=True)
+    ]
+
+
 class _Twice(Function):
     """The derivatives of ⟨u, δ⟩ with respect to (∂h, ∂c, x, h_0, c_0), for many u at once where it is mapped."""
 
@@ -295,10 +333,7 @@ class _Twice(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], int]:
         """Probes are examples of their own."""
-        each: Any = [
-            x if x is None else x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in zip(inputs[:3], in_dims[:3], strict=True)
-        ]
+        each = _probes_first(info, in_dims[:3], inputs[:3])
         return _twice(*each, *inputs[3:]), 0
 
 
