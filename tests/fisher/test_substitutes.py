@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,9 +13,15 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-from torchfil.fisher.rules import pooling
+from torchfil.fisher.rules import pooling, substitutes
 from torchfil.fisher.rules.products import gram
-from torchfil.fisher.rules.substitutes import FastOnCPU, register_function, register_substitute, with_substitutes
+from torchfil.fisher.rules.substitutes import (
+    FastOnCPU,
+    register_function,
+    register_named_substitute,
+    register_substitute,
+    with_substitutes,
+)
 
 pytestmark = pytest.mark.torch_versions
 
@@ -173,3 +181,25 @@ def test_a_forward_of_the_modules_own_is_left_alone() -> None:
     with with_substitutes(module):
         assert module.forward is own
     assert module.forward is own
+
+
+class Written(nn.Module):
+    """GELU's approximation in many operations."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As Hugging Face has it."""
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
+        return 0.5 * x * (1 + torch.tanh(inner))
+
+
+def test_classes_of_packages_that_may_be_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(substitutes, "_NAMED", {})
+    register_named_substitute(f"{__name__}.Written", lambda module: partial(F.gelu, approximate="tanh"))
+    module, x = Written(), torch.randn(4, 5, dtype=torch.float64).to(DEVICE)
+    want = second_derivatives(module, x)
+    with with_substitutes(module):
+        assert "forward" in vars(module)
+        got = second_derivatives(module, x)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    substitutes._substitute_of.cache_clear()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,12 @@ from torch.nn import functional as F
 
 from torchfil.fisher.rules.accelerated import kernels_for
 from torchfil.fisher.rules.function import Function
-from torchfil.fisher.rules.substitutes import is_served, register_function, register_substitute
+from torchfil.fisher.rules.substitutes import (
+    is_served,
+    register_function,
+    register_named_substitute,
+    register_substitute,
+)
 
 
 class _Tanh(Function):
@@ -163,6 +169,9 @@ def _power(x: Any, exponent: Any = None, **options: Any) -> Tensor | None:
 
 
 register_substitute(nn.Tanh, lambda module: _Tanh.apply)
+register_named_substitute(  # written out there in eight operations
+    "transformers.activations.NewGELUActivation", lambda module: partial(F.gelu, approximate="tanh")
+)
 register_function(F.gelu, _gelu)
 register_function(F.silu, _silu)
 for _function in (torch.tanh, Tensor.tanh):

@@ -17,11 +17,19 @@ from torch.overrides import TorchFunctionMode
 
 from torchfil.fisher.rules.inheritance import keeps_forward
 
-__all__ = ["FastOnCPU", "is_served", "register_function", "register_substitute", "with_substitutes"]
+__all__ = [
+    "FastOnCPU",
+    "is_served",
+    "register_function",
+    "register_named_substitute",
+    "register_substitute",
+    "with_substitutes",
+]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
 _SUBSTITUTES: dict[type[nn.Module], tuple[str, Callable[[Any], Callable[..., Any]]]] = {}
+_NAMED: dict[str, tuple[str, Callable[[Any], Callable[..., Any]]]] = {}  # of packages that are not imported here
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {}
 
 
@@ -49,6 +57,17 @@ def register_substitute(
             "replace it"
         )
     _SUBSTITUTES[kind] = method, make
+    _substitute_of.cache_clear()
+
+
+def register_named_substitute(name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """As :func:`register_substitute`, for ``forward`` of a class of a package that may be missing.
+
+    Args:
+        name: Of the class, with its module: "transformers.activations.NewGELUActivation".
+        make: From a module to what stands for its method.
+    """
+    _NAMED[name] = "forward", make
     _substitute_of.cache_clear()
 
 
@@ -92,7 +111,7 @@ def _substitute_of(kind: type[nn.Module]) -> tuple[str, Callable[[Any], Callable
     for base in kind.__mro__:
         if base in _SUBSTITUTES and keeps_forward(kind, base):
             return _SUBSTITUTES[base]
-    return "", None
+    return _NAMED.get(f"{kind.__module__}.{kind.__qualname__}", ("", None))
 
 
 class FastOnCPU(TorchFunctionMode):

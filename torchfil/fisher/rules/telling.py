@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchfil.fisher.rules.base import LayerRule
+from torchfil.fisher.rules.inheritance import keeps_forward
 from torchfil.fisher.rules.substitutes import register_substitute
 
 __all__ = ["listening", "register_telling", "tell_use", "tells_uses"]
@@ -33,7 +34,8 @@ def register_telling(kind: type[nn.Module], make: Callable[[Any], Callable[..., 
 
 def tells_uses(module: nn.Module) -> bool:
     """Whether the uses of the module's parameters, its children's too, are told inside a recorded pass."""
-    return type(module) in _TELLING
+    kind = type(module)
+    return any(base in _TELLING and keeps_forward(kind, base) for base in kind.__mro__)
 
 
 def tell_use(module: nn.Module, rule: LayerRule, a: Tensor, output: Tensor, names: Mapping[str, str]) -> Tensor:
