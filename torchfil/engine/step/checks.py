@@ -32,6 +32,7 @@ from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.step.opacus_faults import why_opacus_differs
 from torchfil.engine.token_means import WEIGHTED_BY_TOKENS, TokenMean, uneven
 from torchfil.engine.weighting import averages_over_tokens, check_equal_weights
+from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.recording import losses_of
 from torchfil.smoothness import non_smooth_operators
@@ -303,8 +304,9 @@ class StepChecks(BatchChecks):
         self._until_look = 0  # again at the next step, unless this look ends well
 
         few = range(min(len(ours), _EXAMPLES_TO_LOOK_AT))
-        with torch.no_grad(), buffers_kept(self.replica.live), replayed_masks(forward.masks):
-            outputs = self.replica.live(*forward.args, **forward.kwargs)
+        live_model = self.replica.live
+        with torch.no_grad(), differentiable_twice(), buffers_kept(live_model), replayed_masks(forward.masks):
+            outputs = live_model(*forward.args, **forward.kwargs)
         if loss.is_models_own:
             self._begin_own_loss_check(replace(forward, outputs=outputs), loss, ours)()
             return
