@@ -60,7 +60,7 @@ REASONS = (
         "refused: batches without targets",
         "The data set has one tensor and the loop's loss is `out.sum()`. Without targets the loss cannot be identified:"
         " pass `criterion=` and `batch_to_inputs=`.",
-        r"cannot tell the targets|got Tensor and NoneType",
+        r"cannot tell the targets|one tensor for the targets; got NoneType",
     ),
     Reason(
         "diverged",

@@ -11,7 +11,6 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.step.opacus_faults import why_opacus_differs
 from torchfil.engine.token_means import WEIGHTED_BY_TOKENS, TokenMean, uneven
 from torchfil.engine.weighting import averages_over_tokens, check_equal_weights
+from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.precision import autocast_as, is_reduced
 from torchfil.fisher.recording import losses_of
@@ -349,13 +349,14 @@ class StepChecks(BatchChecks):
         self._until_look = 0  # again at the next step, unless this look ends well
 
         few = range(min(len(ours), _EXAMPLES_TO_LOOK_AT))
-        autocast = partial(autocast_as, forward.autocast, self.replica.device)
-        with torch.no_grad(), buffers_kept(self.replica.live), replayed_masks(forward.masks), autocast():
-            outputs = self.replica.live(*forward.args, **forward.kwargs)
+        live_model, autocast = self.replica.live, autocast_as(forward.autocast, self.replica.device)
+        kept = buffers_kept(live_model), replayed_masks(forward.masks)
+        with torch.no_grad(), differentiable_twice(), kept[0], kept[1], autocast:
+            outputs = live_model(*forward.args, **forward.kwargs)
         if loss.is_models_own:
             self._begin_own_loss_check(replace(forward, outputs=outputs), loss, ours)()
             return
-        with torch.no_grad(), autocast():
+        with torch.no_grad(), autocast_as(forward.autocast, self.replica.device):
             live = torch.stack([loss(*_one_example((outputs, targets), i)).reshape(()) for i in few])
         if not bool(live.isfinite().all()):
             raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
