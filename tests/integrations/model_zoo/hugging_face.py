@@ -338,7 +338,7 @@ MODELS = [
         ending,
         logits_loss,
         loss_inside=True,
-        private="transformer.encoder.embed_tokens",
+        private=("transformer.encoder.embed_tokens", "transformer.decoder.embed_tokens"),
     ),
     vision(
         "ViTForImageClassification",

@@ -71,7 +71,7 @@ def smooth_mobilenet(dropout: float) -> nn.Module:
     """The same with smooth activations: torch has no second derivative of Hardsigmoid."""
     from torchfil import SmoothnessValidator
 
-    return SmoothnessValidator.fix(mobilenet(dropout))
+    return SmoothnessValidator.fix(mobilenet(dropout), activation="silu")
 
 
 def densenet(dropout: float) -> nn.Module:
@@ -93,6 +93,6 @@ MODELS = [
     model("torchvision convnext", convnext),
     model("torchvision swin_t", swin),
     model("torchvision mobilenet_v3, GroupNorm", mobilenet, 16),
-    model("torchvision mobilenet_v3, GroupNorm, SmoothnessValidator.fix", smooth_mobilenet, 16),
+    model("torchvision mobilenet_v3, GroupNorm, SmoothnessValidator.fix(activation='silu')", smooth_mobilenet, 16),
     model("torchvision densenet, GroupNorm", densenet, 16),
 ]

@@ -37,7 +37,7 @@ from .model import Model, seeded
 __all__ = ["WAYS", "assert_true", "trained"]
 
 WAYS = ("loss", "loop", "train_step")  # model(**batch).loss in the loop, a torch loss in the loop, engine.train_step
-STEPS, BATCH = 2, 3
+STEPS, BATCH, PADDING = 2, 3, 0
 TOLERANCE = 1e-6
 
 
@@ -205,8 +205,10 @@ def clipped_and_products(run: Trained, step: Step) -> Iterator[tuple[Tensor, Ten
     args, kwargs = map_tensors(lambda x: x.clone().requires_grad_() if x.is_floating_point() else x, (args, kwargs))
     seen = [leaf for leaf in tensors_of((args, kwargs)) if leaf.requires_grad]  # what is private, as leaves
 
-    def moved(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    def moved(_module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         seen.append(torch.zeros_like(output).requires_grad_())
+        if any(torch.equal(inputs[0], leaf) for leaf in kwargs.values()):  # tokens of the batch, as it is
+            return output + seen[-1] * (inputs[0] != PADDING)[..., None]  # what stands at padding is nobody's
         return output + seen[-1]
 
     if run.model.private:
