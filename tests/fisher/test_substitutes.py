@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torchfil.fisher.rules import pooling, substitutes
 from torchfil.fisher.rules.products import gram
 from torchfil.fisher.rules.substitutes import (
-    FastOnCPU,
+    FastFunctions,
     register_function,
     register_named_substitute,
     register_substitute,
@@ -112,7 +112,7 @@ def test_functions_have_the_same_values_and_derivatives_as_torchs(name: str) -> 
     x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def computed(x: torch.Tensor) -> torch.Tensor:
-        with FastOnCPU():
+        with FastFunctions("cpu"):
             result = function(x)
         assert type(result.grad_fn).__name__.startswith("_") == ours
         return result

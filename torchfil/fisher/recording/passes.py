@@ -33,7 +33,7 @@ from torchfil.fisher.rules.base import LayerRule, rule_for
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
 from torchfil.fisher.rules.generic import GenericRule
 from torchfil.fisher.rules.parameters import ParameterRule, ReparametrisedRule
-from torchfil.fisher.rules.substitutes import FastOnCPU, with_substitutes
+from torchfil.fisher.rules.substitutes import FastFunctions, with_substitutes
 from torchfil.fisher.rules.telling import listening, tells_uses
 from torchfil.private import added_to_outputs
 from torchfil.utils.trees import map_tensors, tensors_of
@@ -317,8 +317,7 @@ def _run(gradients: ExampleGradients, z: Tensor, uses: Uses) -> tuple[Any, Watch
         stack.enter_context(added_to_outputs(model, offsets))
         stack.enter_context(with_substitutes(model, but=unrecorded))
         stack.enter_context(listening(listener))
-        if z.device.type == "cpu":
-            stack.enter_context(FastOnCPU())
+        stack.enter_context(FastFunctions(z.device.type))
         if watched.leaves:
             stack.enter_context(watched)
         stack.enter_context(replayed_masks(examples.masks))

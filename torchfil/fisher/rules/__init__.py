@@ -13,6 +13,7 @@ from torchfil.fisher.rules import (
     normalisation,
     pooling,
     recurrent,
+    softmax_attention,
 )
 from torchfil.fisher.rules.base import LayerRule, register_rule, rule_for
 from torchfil.fisher.rules.call import Call, UnsupportedCallError
@@ -32,4 +33,5 @@ __all__ = [
     "recurrent",
     "register_rule",
     "rule_for",
+    "softmax_attention",
 ]

@@ -19,17 +19,20 @@ __all__ = ["kernels_for"]
 logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.float64)
+_WITH_REDUCED = (*_DTYPES, torch.bfloat16, torch.float16)
 
 
-def kernels_for(tensor: Tensor) -> Any:
+def kernels_for(tensor: Tensor, *, reduced: bool = False) -> Any:
     """The module of kernels, or None where torch has to do: on CPUs, without Triton, for other dtypes or GPUs.
+
+    ``reduced`` says that bfloat16 and float16 are served, too.
 
     Triton launches on the current GPU, whatever its tensors lie on.
     """
     if (
         being_traced()
         or not tensor.is_cuda
-        or tensor.dtype not in _DTYPES
+        or tensor.dtype not in (_WITH_REDUCED if reduced else _DTYPES)
         or tensor.device.index != torch.cuda.current_device()
     ):
         return None

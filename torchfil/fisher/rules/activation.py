@@ -118,6 +118,38 @@ class _SmoothPulled(Function):
         return w * first, w * curved, None, None
 
 
+class _GeluOnGPU(Function):
+    """x ↦ xΦ(x), by torch's own kernels; nothing but x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return _GeluPulledOnGPU.apply(gradients[0].contiguous(), *ctx.saved_tensors)
+
+
+class _GeluPulledOnGPU(Function):
+    """(γ, x) ↦ γy′."""
+
+    @staticmethod
+    def forward(ctx: Any, gamma: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(gamma, x)
+        result: Tensor = torch.ops.aten.gelu_backward(gamma, x)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        gamma, x = ctx.saved_tensors
+        both: tuple[Tensor, Tensor] = kernels_for(x, reduced=True).gelu_pulled_twice(
+            gradients[0].contiguous(), gamma, x
+        )
+        return both
+
+
 def _gelu_derivatives(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     first = torch.ops.aten.gelu_backward(torch.ones((), dtype=x.dtype).expand(x.shape), x)
     square = x.square()
@@ -155,6 +187,19 @@ def _gelu(x: Any, approximate: str = "none") -> Tensor | None:
     return _Smooth.apply(x, _gelu_derivatives if approximate == "none" else _gelu_tanh_derivatives)
 
 
+def _gelu_on_gpu(x: Any, approximate: str = "none") -> Tensor | None:
+    if not isinstance(x, Tensor) or not x.requires_grad or kernels_for(x, reduced=True) is None:
+        return None
+    if approximate == "none":
+        return _GeluOnGPU.apply(x.contiguous())
+    return _Smooth.apply(x, _gelu_tanh_derivatives) if kernels_for(x) is not None else None
+
+
+def _silu_on_gpu(x: Any, inplace: bool = False) -> Tensor | None:
+    served = isinstance(x, Tensor) and x.requires_grad and not inplace and kernels_for(x) is not None
+    return _Smooth.apply(x, _silu_derivatives) if served else None
+
+
 def _silu(x: Any, inplace: bool = False) -> Tensor | None:
     return _Smooth.apply(x, _silu_derivatives) if is_served(x) and not inplace else None
 
@@ -174,6 +219,8 @@ register_named_substitute(  # written out there in eight operations
 )
 register_function(F.gelu, _gelu)
 register_function(F.silu, _silu)
+register_function(F.gelu, _gelu_on_gpu, device="cuda")
+register_function(F.silu, _silu_on_gpu, device="cuda")
 for _function in (torch.tanh, Tensor.tanh):
     register_function(_function, _tanh)
 for _raise in (torch.pow, Tensor.pow, Tensor.__pow__):

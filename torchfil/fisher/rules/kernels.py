@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 __all__ = [
+    "attention_pulled_twice",
     "fold_patches",
+    "gelu_pulled_twice",
     "group_pulled",
     "group_pulled_twice",
     "normalised_sums",
@@ -164,6 +166,44 @@ def _tanh_pulled_twice_kernel(w_at, gamma_at, y_at, to_gamma_at, to_y_at, size, 
     y = tl.load(y_at + place, mask=inside, other=0.0)
     tl.store(to_gamma_at + place, w * (1 - y * y), mask=inside)
     tl.store(to_y_at + place, -2 * w * gamma * y, mask=inside)
+
+
+@triton.jit
+def _gelu_pulled_twice_kernel(w_at, gamma_at, x_at, to_gamma_at, to_x_at, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    kind = tl.float64 if x_at.dtype.element_ty == tl.float64 else tl.float32
+    w = tl.load(w_at + place, mask=inside, other=0.0).to(kind)
+    gamma = tl.load(gamma_at + place, mask=inside, other=0.0).to(kind)
+    x = tl.load(x_at + place, mask=inside, other=0.0).to(kind)
+    density = tl.exp(-0.5 * x * x) * 0.3989422804014327
+    first = 0.5 * (1 + tl.math.erf(x * 0.7071067811865476)) + x * density
+    tl.store(to_gamma_at + place, w * first, mask=inside)
+    tl.store(to_x_at + place, w * gamma * (2 - x * x) * density, mask=inside)
+
+
+@triton.jit
+def _attention_pulled_twice_kernel(
+    p_at, dp_at, c_at, d_at, keep_at, ds_at, a_at, e_at, size, factor, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    inside, place = lanes < size, row * size + lanes
+    p = tl.load(p_at + place, mask=inside, other=0.0)
+    dp = tl.load(dp_at + place, mask=inside, other=0.0)
+    c = tl.load(c_at + place, mask=inside, other=0.0)
+    d = tl.load(d_at + place, mask=inside, other=0.0)
+    centred = dp - tl.sum(dp * p, axis=0)
+    along = tl.sum(c * p, axis=0)
+    a = p * (c - along)
+    if HAS_MASK:
+        mask = tl.load(keep_at + place, mask=inside, other=0).to(p.dtype) * factor.to(p.dtype)
+        a *= mask
+        d *= mask
+    of_p = c * centred - along * dp + d
+    tl.store(ds_at + place, p * centred, mask=inside)
+    tl.store(a_at + place, a, mask=inside)
+    tl.store(e_at + place, p * (of_p - tl.sum(of_p * p, axis=0)), mask=inside)
 
 
 @triton.jit
@@ -326,6 +366,29 @@ def tanh_pulled_twice(w: Tensor, gamma: Tensor, y: Tensor) -> tuple[Tensor, Tens
         w, gamma, y, to_gamma, to_y, y.numel(), BLOCK=_ELEMENTWISE_BLOCK
     )
     return to_gamma, to_y
+
+
+def gelu_pulled_twice(w: Tensor, gamma: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The derivatives of ⟨w, γy′(x)⟩ with respect to γ and x, y = xΦ(x), for contiguous tensors of one shape."""
+    to_gamma, to_x = torch.empty_like(x), torch.empty_like(x)
+    _gelu_pulled_twice_kernel[(triton.cdiv(x.numel(), _ELEMENTWISE_BLOCK),)](
+        w, gamma, x, to_gamma, to_x, x.numel(), BLOCK=_ELEMENTWISE_BLOCK
+    )
+    return to_gamma, to_x
+
+
+def attention_pulled_twice(
+    p: Tensor, dp: Tensor, c: Tensor, d: Tensor, keep: Tensor | None, factor: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dS, A and E of :mod:`torchfil.fisher.rules.softmax_attention`, contiguous [rows, T, S]; M is factor · keep."""
+    ds, a, e = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p)
+    block = triton.next_power_of_2(p.shape[-1])
+    warps = 8 if block >= 2048 else 4 if block >= 512 else 1
+    _attention_pulled_twice_kernel[(p.numel() // p.shape[-1],)](
+        p, dp, c, d, p if keep is None else keep, ds, a, e, p.shape[-1], factor,
+        HAS_MASK=keep is not None, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return ds, a, e
 
 
 _Pair = tuple[int, int]

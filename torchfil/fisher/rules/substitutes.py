@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torchfil.fisher.rules.inheritance import keeps_forward
 
 __all__ = [
-    "FastOnCPU",
+    "FastFunctions",
     "is_served",
     "register_function",
     "register_named_substitute",
@@ -30,7 +30,7 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 _SUBSTITUTES: dict[type[nn.Module], tuple[str, Callable[[Any], Callable[..., Any]]]] = {}
 _NAMED: dict[str, tuple[str, Callable[[Any], Callable[..., Any]]]] = {}  # of packages that are not imported here
-_FUNCTIONS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {}
+_FUNCTIONS: dict[tuple[str, Callable[..., Any]], Callable[..., Tensor | None]] = {}  # by device and function
 
 
 def register_substitute(
@@ -72,19 +72,23 @@ def register_named_substitute(name: str, make: Callable[[Any], Callable[..., Any
 
 
 def register_function(
-    function: Callable[..., Any], substitute: Callable[..., Tensor | None], *, overwrite: bool = False
+    function: Callable[..., Any],
+    substitute: Callable[..., Tensor | None],
+    *,
+    device: str = "cpu",
+    overwrite: bool = False,
 ) -> None:
-    """Compute this torch function by ``substitute`` inside recorded passes on CPUs; where that gives None, by itself.
+    """Compute this torch function by ``substitute`` inside recorded passes on such a device; by itself for None.
 
     Raises:
         ValueError: The function has a substitute, and ``overwrite`` is False.
     """
-    if function in _FUNCTIONS and not overwrite:
+    if (device, function) in _FUNCTIONS and not overwrite:
         raise ValueError(
-            f"{function.__name__} has a substitute already, {_FUNCTIONS[function].__qualname__}; pass overwrite=True "
-            "to replace it"
+            f"{function.__name__} has a substitute already, {_FUNCTIONS[device, function].__qualname__}; pass "
+            "overwrite=True to replace it"
         )
-    _FUNCTIONS[function] = substitute
+    _FUNCTIONS[device, function] = substitute
 
 
 @contextlib.contextmanager
@@ -114,12 +118,16 @@ def _substitute_of(kind: type[nn.Module]) -> tuple[str, Callable[[Any], Callable
     return _NAMED.get(f"{kind.__module__}.{kind.__qualname__}", ("", None))
 
 
-class FastOnCPU(TorchFunctionMode):
-    """Inside, functions that have a substitute are computed by it."""
+class FastFunctions(TorchFunctionMode):
+    """Inside, functions that have a substitute on such a device ("cpu", "cuda") are computed by it."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._substitutes = {function: other for (kind, function), other in _FUNCTIONS.items() if kind == device}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        substitute = _FUNCTIONS.get(func)
+        substitute = self._substitutes.get(func)
         result = substitute(*args, **kwargs) if substitute is not None else None
         return func(*args, **kwargs) if result is None else result
 
