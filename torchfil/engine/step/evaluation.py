@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchfil.engine.replica import Replica
-from torchfil.engine.step.captured import BUCKETS, CapturedPasses, OutputLook
+from torchfil.engine.step.captured import BUCKETS, Begun, CapturedPasses, OutputLook
 from torchfil.engine.step.checks import check_copy
 from torchfil.engine.step.values import StepValues, Wanted, joined, values_of
 from torchfil.fisher.batch import PrivateBatch
@@ -94,7 +94,7 @@ class Evaluator:
         batch: PrivateBatch,
         wanted: Wanted,
         look: OutputLook | None = None,
-        forward: RecordedForward | None = None,
+        forward: RecordedForward | Begun | None = None,
         *,
         few: bool = False,
     ) -> StepValues:
@@ -142,6 +142,15 @@ class Evaluator:
             self._not_recorded_live.add(key)
             return None
 
+    def begun_forward(self, gradients: ExampleGradients) -> Begun | None:
+        """The forward half of a CUDA graph over the examples, with their masks; None where there is no such graph."""
+        tried = self._plans.get(self._key(gradients))
+        if tried is None or not tried.fits or not self._uses_graphs(gradients.examples):
+            return None
+        graphs = self._captured_passes()
+        fits = len(gradients) + graphs.bucket <= self._room(tried)
+        return graphs.begin(gradients, self.replica.key) if fits else None
+
     def runs_in_pieces(self, batch: PrivateBatch) -> bool:
         """Whether a batch is mapped over or cut into chunks, so that the model's forward pass runs more than once."""
         return not _fits(batch) or len(batch.gradients) > self._room(batch.plan or Plan(None, 1))
@@ -151,7 +160,7 @@ class Evaluator:
         batch: PrivateBatch,
         wanted: Wanted,
         look: OutputLook | None,
-        forward: RecordedForward | None,
+        forward: RecordedForward | Begun | None,
         *,
         few: bool,
     ) -> StepValues:
@@ -159,10 +168,11 @@ class Evaluator:
         assert batch.plan is not None
         gradients, mechanism = batch.gradients, batch.mechanism
         room, count = self._room(batch.plan), len(batch.gradients)
+        begun, forward = (forward, None) if isinstance(forward, Begun) else (None, forward)
         if forward is None and self._uses_graphs(gradients.examples):
             graphs = self._captured_passes_of_few(count, wanted, room) if few else self._captured_passes()
             if graphs.works and count + graphs.bucket <= room:
-                values = graphs.run(batch, wanted, room, self.replica.key, look)
+                values = graphs.run(batch, wanted, room, self.replica.key, look, begun)
                 if values is not None:
                     return values
 

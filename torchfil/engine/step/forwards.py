@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torchfil.engine.batches import BatchTracker, make_current, plain
 from torchfil.engine.replica import Replica
+from torchfil.engine.step.captured import Begun
 from torchfil.engine.step.loss_inside import NO_TARGETS, LossInside, ModelCall
 from torchfil.fisher.checkpointing import without_checkpoints
 from torchfil.fisher.gradients import differentiable_twice
@@ -40,7 +41,7 @@ class ForwardPass:
             taken without the loop.
         targets: The labels of the call; NO_TARGETS: the targets are the batch's.
         masks: The random numbers that the model drew.
-        recorded: The graph of this very call, where it was recorded.
+        recorded: The graph of this very call, where it was recorded, or the CUDA graph that stood for it.
         examples: What was private in it, where it was recorded.
         autocast: The dtype of autocast under which the model ran; None: without.
         arrived: ∂loss/∂output by the output's place, once ``backward()`` has been there.
@@ -57,7 +58,7 @@ class ForwardPass:
     outputs: Any
     targets: Any = NO_TARGETS
     masks: tuple[Tensor, ...] = ()
-    recorded: RecordedForward | None = None
+    recorded: RecordedForward | Begun | None = None
     examples: Examples | None = None
     autocast: torch.dtype | None = None
     arrived: dict[int, Tensor] = field(default_factory=dict)
@@ -214,14 +215,14 @@ class LoopForward:
     Args:
         replica: The model.
         observer: Where the pass is noted.
-        record: Gives the recorded pass over inputs and the current batch; None where it cannot be recorded now.
+        record: Gives the forward half of the engine's pass over inputs and the current batch; None where it cannot now.
     """
 
     def __init__(
         self,
         replica: Replica,
         observer: Observer,
-        record: Callable[[tuple[Any, ...], dict[str, Any], Any], tuple[Examples, RecordedForward] | None],
+        record: Callable[[tuple[Any, ...], dict[str, Any], Any], tuple[Examples, RecordedForward | Begun] | None],
     ) -> None:
         self.replica = replica
         self.observer = observer
@@ -254,7 +255,8 @@ class LoopForward:
         if result is not None:
             examples, forward = result
             outputs = forward.outputs
-            forward.z.register_hook(lambda _: self.observer.touched.add("a layer inside the model"))
+            if isinstance(forward, RecordedForward):
+                forward.z.register_hook(lambda _: self.observer.touched.add("a layer inside the model"))
         else:
             examples = forward = None
             outputs, masks = call_and_record_masks(plainly, device, expected=drops)

@@ -18,6 +18,7 @@ from torchfil.engine.loader import split_batch
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import buffers_kept
+from torchfil.engine.step.captured import Begun
 from torchfil.engine.step.forwards import ForwardPass
 from torchfil.engine.step.loss_inside import NO_TARGETS, LossInside
 from torchfil.engine.step.stages import Computed, StepStages
@@ -53,8 +54,11 @@ class StepPipeline(StepStages):
 
     def record_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
-    ) -> tuple[Examples, RecordedForward] | None:
-        """The recorded pass over the loop's inputs, by the live model; None where the loop must run it plainly."""
+    ) -> tuple[Examples, RecordedForward | Begun] | None:
+        """The forward half of the pass over the loop's inputs; None where the loop must run it plainly.
+
+        It is recorded by the live model, or replayed as a CUDA graph, with masks that are drawn without the model.
+        """
         loss = self.run.loss
         if loss is None or self.run.ledger is None:  # nothing was tried yet
             return None
@@ -66,7 +70,17 @@ class StepPipeline(StepStages):
             return None
         gradients = self._in_precision(self.replica.live_gradients(examples, loss), autocast_now(self.replica.device))
         recorded = self.evaluator.recorded_forward(examples, gradients)
-        return None if recorded is None else (examples, recorded)
+        if recorded is not None:
+            return examples, recorded
+        if self.replica.device.type != "cuda":
+            return None
+        drawn = self.replica.masks_again(args, kwargs) if self.replica.drops_now() else ()
+        if drawn is None:
+            return None
+        masked = replace(examples, masks=self.replica.masks_by_example(drawn, args, kwargs))
+        copied = self._in_precision(self.replica.gradients(masked, loss), gradients.autocast)
+        begun = self.evaluator.begun_forward(copied)
+        return None if begun is None else (examples, begun)
 
     def take(
         self, optimizer: FILOptimizer, norms: Tensor | None = None, clipped_norms: Tensor | None = None

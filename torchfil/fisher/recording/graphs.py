@@ -86,24 +86,35 @@ class CapturedPass:
                 raise
             self.graphs.append(graph)
 
-    def replay(self, examples: Examples, look: Callable[[Any], None] | None = None) -> list[Any]:
+    def replay(
+        self, examples: Examples, look: Callable[[int, Any], None] | None = None, *, begun: bool = False
+    ) -> list[Any]:
         """The results of the stages for these examples, at most ``size``; overwritten by the next replay.
 
         Args:
             examples: The examples.
-            look: Is given the result of each stage but the last before the next is started.
+            look: Is given number and result of each stage but the last before the next is started.
+            begun: Whether the first stage has been replayed for them, by :meth:`begin`, and no other graph since.
         """
+        if not begun:
+            self.begin(examples)
+        for number, (graph, result) in enumerate(zip(self.graphs, self.results, strict=True)):
+            if number > 0:
+                graph.replay()
+            if look is not None and result is not self.results[-1]:
+                look(number, result)
+        return self.results
+
+    def begin(self, examples: Examples) -> Any:
+        """The result of the first stage for these examples."""
         count = len(examples)
         pairs = zip(self.examples.tensors, examples.tensors, strict=True)
         for static, given in ((self.examples.z, examples.z), *pairs):
             static[:count] = given
             if count < self.size:
                 static[count:] = given[:1]
-        for graph, result in zip(self.graphs, self.results, strict=True):
-            graph.replay()
-            if look is not None and result is not self.results[-1]:
-                look(result)
-        return self.results
+        self.graphs[0].replay()
+        return self.results[0]
 
 
 def _filled(value: Tensor, size: int) -> Tensor:

@@ -21,6 +21,7 @@ from torchfil.fisher.recording.cut import CutRecording, DifferentiableSum, cut
 from torchfil.fisher.recording.norms import gradient_products, inner_products, squared_norms, weighted_sum
 from torchfil.fisher.recording.passes import RecordedForward, Recording, forward_pass, targets_at
 from torchfil.fisher.rules.call import UnsupportedCallError
+from torchfil.utils.trees import map_tensors
 
 __all__ = ["RecordedJacobian"]
 
@@ -149,6 +150,11 @@ class RecordedJacobian(ClippedJacobian):
     def losses(self) -> Tensor:
         """ℓ of every example, [batch]."""
         return self._recording.losses.detach()
+
+    @property
+    def outputs(self) -> Any:
+        """What the model gives for the whole batch."""
+        return map_tensors(Tensor.detach, self._forward.outputs)
 
     @property
     def output_gradients(self) -> tuple[Tensor, ...]:
