@@ -50,6 +50,7 @@ class TestAccounting:
             ({"fil_rate": 1.5}, r"fil_rate=1.5 must lie in \(0, 1\]"),
             ({"fil_rate": math.nan}, r"fil_rate=nan must lie in \(0, 1\]"),
             ({"sketch_rank": 0}, "sketch_rank=0 must be at least 1"),
+            ({"accumulation_steps": 0}, "accumulation_steps=0 must be at least 1"),
             ({"norm_refresh": 0}, "norm_refresh=0 must be at least 1 step"),
             ({"estimator": "magic"}, "estimator='magic' is not known; use one of coordinates, exact"),
             ({"amplification": "magic"}, "amplification='magic' is not known; use one of none, poisson, theorem4"),
@@ -156,6 +157,14 @@ class TestMakePrivate:
         private(engine, accounting=Accounting(seed=3), rel_error=0.1)
         accounting = engine._training.run.options.accounting
         assert (accounting.seed, accounting.rel_error) == (3, 0.1)
+
+    @pytest.mark.parametrize("option", [{"views": 2}, {"accumulation_steps": 2}])
+    def test_how_the_loop_trains_may_be_said_in_the_accounting(self, option: dict[str, int]) -> None:
+        for given in (option, {"accounting": Accounting(**option)}):  # type: ignore[arg-type]
+            engine = FILPrivacyEngine()
+            private(engine, criterion=nn.CrossEntropyLoss(), **given)
+            accounting = engine._training.run.options.accounting
+            assert {name: getattr(accounting, name) for name in option} == option
 
     def test_shortcuts_are_checked_together_with_the_rest(self) -> None:
         with pytest.raises(ValueError, match="leave out num_probes=2"):

@@ -93,7 +93,7 @@ def assemble(
     loss = IdentifiedLoss.of(criterion) if criterion is not None else None
     replica = Replica(module)
     tracker = BatchTracker()
-    tracker.parts = options.accumulation_steps
+    tracker.parts = options.accounting.accumulation_steps
     observer = Observer(tracker)
     expected_batch = optimizer_settings["expected_batch_size"]
     run = Run(

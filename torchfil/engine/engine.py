@@ -28,18 +28,11 @@ from torchfil.engine.augmentation import check_reads_alike
 from torchfil.engine.ghost_criterion import GhostCriterion
 from torchfil.engine.loader import check_sampler
 from torchfil.engine.module import is_in_training, without_compiler
-from torchfil.engine.options import (
-    Accounting,
-    BatchToInputs,
-    RunOptions,
-    check_accumulation,
-    check_modes,
-    check_optimizer,
-    thresholds,
-)
+from torchfil.engine.opacus_options import check_accumulation, check_modes, check_optimizer, thresholds
+from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
 from torchfil.engine.resuming import Resuming
 from torchfil.engine.step.loss_inside import NO_TARGETS
-from torchfil.engine.views import Views, with_views
+from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import check_modules, check_unweighted_mean, differentiable_twice
 from torchfil.private import Private
 
@@ -103,8 +96,6 @@ class FILPrivacyEngine(Resuming):
         id_of: Callable[[int], Hashable] | Sequence[Hashable] | None = None,
         batch_to_inputs: BatchToInputs | None = None,
         accounting: Accounting | None = None,
-        views: Views | None = None,
-        accumulation_steps: int = 1,
         **shortcuts: Any,
     ) -> tuple[Any, ...]:
         """Make model, optimizer and loader private, as Opacus does, and start the accounting.
@@ -137,32 +128,28 @@ class FILPrivacyEngine(Resuming):
             batch_to_inputs: Maps a batch of the loader to (inputs, targets); needed where the targets are not the last
                 item of a tuple, or one of labels, label, targets, target, y in a dict.
             accounting: How to account; see :class:`Accounting`.
-            views: Augmentation multiplicity: a function that maps x [batch, …] to K views of each example,
-                [batch, K, …], or K where batches hold K views each. The mean gradient over an example's views is
-                clipped once; needs ``criterion``, the loss of single views. See :mod:`torchfil.engine.views`.
-            accumulation_steps: Over how many batches the loop accumulates gradients before each ``optimizer.step()``
-                with Poisson sampling: they are then the parts of one draw with so many times the rate. Without Poisson
-                sampling any number may be accumulated, and this stays 1.
-            **shortcuts: ``num_probes``, ``rel_error`` and ``track`` of :class:`Accounting`.
+            **shortcuts: ``num_probes``, ``rel_error``, ``track``, ``questions``, ``views`` and ``accumulation_steps``
+                of :class:`Accounting`.
 
         Returns:
             The private model (the hooks object with ``wrap_model=False``), a :class:`FILOptimizer` and a
             :class:`FILDataLoader`; with "ghost" or ``views`` model, optimizer, criterion and loader.
         """
+        accounting = Accounting.given(accounting).with_shortcuts(shortcuts)
         ghost = grad_sample_mode == "ghost"
         if ghost:
             criterion = GhostCriterion(criterion, loss_reduction)
-        module, criterion = with_views(without_compiler(module), criterion, views, loss_reduction)
+        module, criterion = with_views(without_compiler(module), criterion, accounting.views, loss_reduction)
         mode = check_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
+        check_accumulation(accounting.accumulation_steps, mode, poisson_sampling=poisson_sampling)
         limit, shares = thresholds(clipping, max_grad_norm, module, optimizer)
         options = self._checked_options(
             module,
             optimizer,
             data_loader,
-            Accounting.given(accounting).with_shortcuts(shortcuts),
+            accounting,
             clip=get_clip(clip or ("hard" if ghost else DEFAULT_CLIP)),
             shares=shares,
-            accumulation_steps=check_accumulation(accumulation_steps, mode, poisson_sampling=poisson_sampling),
             private=private,
             poisson_sampling=poisson_sampling,
             loss_reduction=loss_reduction,
@@ -176,7 +163,7 @@ class FILPrivacyEngine(Resuming):
         )
         sampler = prepared.batch_sampler
         if isinstance(sampler, UniformWithReplacementSampler):
-            options = replace(options, sample_rate=accumulation_steps * float(sampler.sample_rate))
+            options = replace(options, sample_rate=accounting.accumulation_steps * float(sampler.sample_rate))
         options.mechanism(noise_multiplier, limit)  # raises for numbers that are none
         count, sample_rate = len(data_loader.dataset), 1 / len(prepared)  # type: ignore[arg-type]
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
@@ -205,7 +192,7 @@ class FILPrivacyEngine(Resuming):
         self._begin(training, sample_rate, poisson_sampling=poisson_sampling)
         parts = "" if shares is None else ", each parameter's by itself"
         logger.info("gradients are clipped to %g by the clip function %r%s", limit, options.clip.name, parts)
-        criteria = (criterion,) if ghost or views is not None else ()
+        criteria = (criterion,) if ghost or accounting.views is not None else ()
         return training.module, training.optimizer, *criteria, training.loader
 
     def make_private_with_epsilon(
@@ -236,15 +223,15 @@ class FILPrivacyEngine(Resuming):
         """
         if "noise_multiplier" in options:
             raise TypeError("make_private_with_epsilon chooses noise_multiplier itself; call make_private to set it")
+        accounting = Accounting.given(accounting)
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            sample_rate=options.get("accumulation_steps", 1) / len(data_loader),
+            sample_rate=options.get("accumulation_steps", accounting.accumulation_steps) / len(data_loader),
             epochs=epochs,
             accountant=self.accountant.mechanism(),
             epsilon_tolerance=epsilon_tolerance,
         )
-        accounting = Accounting.given(accounting)
         if accounting.epochs is None:
             accounting = replace(accounting, epochs=epochs)
         return self.make_private(

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn, optim
 
 from torchfil.accounting.divergences import Asked
 from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Needs, needs_of
 from torchfil.clipping import ClipFunction
-from torchfil.engine.views import ManyViews
+from torchfil.engine.opacus_options import WHY_NOT_ADAPTIVE
+from torchfil.engine.views import Views
 from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
@@ -31,14 +29,17 @@ __all__ = [
     "BatchToInputs",
     "Execution",
     "RunOptions",
-    "check_accumulation",
-    "check_modes",
-    "check_optimizer",
-    "thresholds",
 ]
 
 _USUAL_PROBES = 3
-SHORTCUTS = ("num_probes", "questions", "rel_error", "track")  # of Accounting, taken by make_private itself
+SHORTCUTS = (  # of Accounting, taken by make_private itself
+    "num_probes",
+    "questions",
+    "rel_error",
+    "track",
+    "views",
+    "accumulation_steps",
+)
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
 
@@ -129,6 +130,12 @@ class Accounting:
             end for all examples together (one in 64: those who leaked most so far, and those who suddenly leak), in a
             small pass of their own; and half as many everybody in the first 16 passes over the data, when most is
             learned. For long runs with one probe; 0: nobody.
+        views: Augmentation multiplicity: a function that maps x [batch, …] to K views of each example, [batch, K, …],
+            or K where batches hold K views each. The mean gradient over an example's views is clipped once; needs
+            ``criterion``, the loss of single views. See :mod:`torchfil.engine.views`.
+        accumulation_steps: Over how many batches the loop accumulates gradients before each ``optimizer.step()`` with
+            Poisson sampling: they are then the parts of one draw with so many times the rate. Without Poisson sampling
+            any number may be accumulated, and this stays 1.
 
     Example:
         >>> Accounting(num_probes=1, track=("diagonal",)).needs.quantities
@@ -149,6 +156,8 @@ class Accounting:
     max_ledger_memory: int = 2**32
     execution: Execution = field(default_factory=Execution)
     extra_probes: int = 0
+    views: Views | None = None
+    accumulation_steps: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track))
@@ -165,6 +174,8 @@ class Accounting:
             raise ValueError(f"sketch_rank={self.sketch_rank} must be at least 1")
         if self.norm_refresh is not None and self.norm_refresh < 1:
             raise ValueError(f"norm_refresh={self.norm_refresh} must be at least 1 step")
+        if self.accumulation_steps < 1:
+            raise ValueError(f"accumulation_steps={self.accumulation_steps} must be at least 1")
         if self.amplification is not None:
             get_amplification(self.amplification)
         self.chosen_estimator.check_gives(self.needs.quantities, f"track={self.track}")
@@ -285,8 +296,8 @@ def _unknown_option(name: str) -> TypeError | ValueError:
     """The error for an option of ``make_private`` that it does not take."""
     if name in _OF_ADACLIP:
         return ValueError(
-            f"{name} belongs to Opacus's adaptive clipping, which cannot be accounted for: "
-            f"{_REASONS_OF_CLIPPING['adaptive']}. Leave it out, with clipping='flat'."
+            f"{name} belongs to Opacus's adaptive clipping, which cannot be accounted for: {WHY_NOT_ADAPTIVE}. "
+            "Leave it out, with clipping='flat'."
         )
     places = {Accounting: "Accounting({}=…)", Execution: "Accounting(execution=Execution({}=…))"}
     for kind, where in places.items():
@@ -312,7 +323,6 @@ class RunOptions:
         loss_reduction: "mean" or "sum".
         batch_to_inputs: Maps a batch to (inputs, targets).
         shares: C_l/‖C‖ by parameter name, where each parameter's gradient is clipped by itself; else None.
-        accumulation_steps: In how many batches a draw of the Poisson sampler is handed out.
     """
 
     accounting: Accounting
@@ -324,15 +334,12 @@ class RunOptions:
     loss_reduction: str = "mean"
     batch_to_inputs: BatchToInputs | None = None
     shares: Mapping[str, float] | None = None
-    accumulation_steps: int = 1
 
     def __post_init__(self) -> None:
-        if self.accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps={self.accumulation_steps} must be at least 1")
         if self.sample_rate is not None and self.sample_rate > 1:
             raise ValueError(
-                f"accumulation_steps={self.accumulation_steps} batches hold more than the data set has (a rate of "
-                f"{self.sample_rate:g}); accumulate over fewer, or make batch_size smaller"
+                f"accumulation_steps={self.accounting.accumulation_steps} batches hold more than the data set has "
+                f"(a rate of {self.sample_rate:g}); accumulate over fewer, or make batch_size smaller"
             )
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction={self.loss_reduction!r} must be 'mean' or 'sum'")
@@ -352,123 +359,4 @@ class RunOptions:
             self.sample_rate,
             shares=self.shares,
             allow_zero_noise=True,
-        )
-
-
-_REASONS_OF_CLIPPING = {
-    "adaptive": "it moves the threshold by counting factors below 1, which a smooth clip always has",
-}
-MODES = ("auto", "ghost", "hooks", "functorch", "ew")
-
-
-def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module, *, wrap_model: bool) -> str:
-    """The mode that is used; raise for options of Opacus whose release the accounting would not describe."""
-    if clipping not in ("flat", "per_layer"):
-        reason = _REASONS_OF_CLIPPING.get(clipping, "it is not known")
-        raise ValueError(f"clipping={clipping!r} cannot be accounted for: {reason}. Use 'flat' or 'per_layer'.")
-    if grad_sample_mode not in MODES:
-        reason = "needs several devices, which is not supported yet" if "fsdp" in grad_sample_mode else "is not known"
-        raise ValueError(
-            f"grad_sample_mode={grad_sample_mode!r} {reason}. Use 'auto', which forms no per-example gradients, or one "
-            f"of {', '.join(map(repr, MODES[1:]))}."
-        )
-    mode = "auto" if grad_sample_mode == "ghost" else grad_sample_mode
-    mode = "hooks" if mode == "auto" and not wrap_model else mode
-    if mode != "auto" and isinstance(module, ManyViews):
-        raise ValueError(
-            f"views= needs grad_sample_mode='auto' and wrap_model=True: {mode!r} forms one gradient a view, not one an "
-            "example"
-        )
-    if not batch_first:
-        raise ValueError(
-            "batch_first=False is not supported: the first dimension of the inputs must run over examples. Give the "
-            "model its inputs batch first and let it transpose them; inside, layers may have the positions first."
-        )
-    if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__ in (
-        "DifferentiallyPrivateDistributedDataParallel",
-        "FSDPModule",
-    ):
-        raise ValueError("distributed training is not supported by FILPrivacyEngine yet; train on one device")
-
-    # Opacus's hooks give the padding row a gradient that torch does not.
-    padded = [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Embedding) and part.padding_idx is not None and part.weight.requires_grad
-    ]
-    if padded and mode == "hooks":
-        raise ValueError(
-            f"the embeddings {padded} have a padding_idx, for whose row torch's gradient is zero and Opacus's is not, "
-            "so what is released is not what is accounted for. Use grad_sample_mode='auto', set padding_idx = None on "
-            "them (the row is then trained as any other), or freeze them (requires_grad_(False))."
-        )
-    return mode
-
-
-def check_accumulation(accumulation_steps: int, mode: str, *, poisson_sampling: bool) -> int:
-    """The number of batches that a draw is handed out in; raise where that cannot be."""
-    if accumulation_steps != 1 and (mode != "auto" or not poisson_sampling):
-        raise ValueError(
-            f"accumulation_steps={accumulation_steps} is for Poisson sampling in grad_sample_mode='auto', not for "
-            f"{mode!r} with poisson_sampling={poisson_sampling}; without Poisson sampling leave it out: any number of "
-            "batches may be accumulated"
-        )
-    return accumulation_steps
-
-
-def thresholds(
-    clipping: str, max_grad_norm: float | Sequence[float], module: nn.Module, optimizer: optim.Optimizer
-) -> tuple[float, dict[str, float] | None]:
-    """‖C‖, and C_l/‖C‖ by the trainable parameters' names, None for one threshold on the whole gradient.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> thresholds("per_layer", [3.0, 4.0], model, optim.SGD(model.parameters(), lr=0.1))
-        (5.0, {'weight': 0.6, 'bias': 0.8})
-    """
-    names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-    several = not isinstance(max_grad_norm, (int, float))
-    if clipping != "per_layer":
-        if several:
-            raise ValueError(f"max_grad_norm={max_grad_norm} is several numbers: pass clipping='per_layer' with them")
-        return float(max_grad_norm), None  # type: ignore[arg-type]
-    if not several or len(max_grad_norm) != len(order):  # type: ignore[arg-type]
-        raise ValueError(
-            f"clipping='per_layer' needs max_grad_norm as a list of {len(order)} numbers, one for each of {order}, got "
-            f"{max_grad_norm}. For C together: max_grad_norm=[C / {len(order)} ** 0.5] * {len(order)}."
-        )
-    limits = [float(limit) for limit in max_grad_norm]  # type: ignore[union-attr]
-    if not all(math.isfinite(limit) and limit > 0 for limit in limits):
-        raise ValueError(f"max_grad_norm={limits} must all be positive and finite")
-
-    together = math.hypot(*limits)
-    by_name = {name: limit / together for name, limit in zip(order, limits, strict=True)}
-    return together, {name: by_name[name] for name in names.values()}  # in the order in which gradients are laid out
-
-
-def check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Raise unless the optimizer takes one gradient a step, of the module's trainable parameters and no others."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{type(optimizer).__name__} evaluates the loss and its gradient several times in one step (its step() "
-            "needs a closure), and each evaluation would be a release of its own, which the accountant does not count. "
-            "Use an optimizer that takes one gradient a step, such as SGD, Adam or AdamW."
-        )
-    own = {id(p): name for name, p in module.named_parameters()}
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    strange = len(given - own.keys())
-    if strange:
-        raise ValueError(
-            f"Module parameters are different than optimizer Parameters: {strange} of the optimizer's {len(given)} are "
-            "not the module's. Was a layer replaced after the optimizer was made (ModuleValidator.fix, a new head)? "
-            "Make the optimizer from the parameters of the module that you pass here."
-        )
-    left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in given]
-    if left:
-        raise ValueError(
-            f"the optimizer does not hold {len(left)} trainable parameters ({', '.join(left[:5])}"
-            f"{', …' if len(left) > 5 else ''}): freeze what is not trained (requires_grad_(False)), or give it to the "
-            "optimizer"
         )

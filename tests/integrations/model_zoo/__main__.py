@@ -46,8 +46,8 @@ def _quiet() -> None:
 def _outcome(case: Case) -> Outcome:
     try:
         return outcome_of(case)
-    except AssertionError as error:
-        return Outcome(WRONG, f"AssertionError: {error}")
+    except Exception as error:
+        return Outcome(WRONG, f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import torch
 from brute_force import SIGMA, C, random_state_kept, set_random_state
 from cases import grouped
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, Dataset
 
@@ -200,6 +201,11 @@ def clipped_and_products(run: Trained, step: Step) -> Iterator[tuple[Tensor, Ten
     """Of each example in the batch g̃, [p], and J̃ᵀPu of every probe and J̃ᵀĝ, [probes + 1, d]."""
     module = copy.deepcopy(run.plain)
     module.load_state_dict(step.weights)
+    for part in module.modules():  # the same functions by others, of which torch has second derivatives
+        if isinstance(part, nn.Hardsigmoid):
+            part.forward = lambda x: F.relu6(x + 3) / 6  # type: ignore[method-assign]
+        elif isinstance(part, nn.EmbeddingBag):
+            part.forward = lambda words, part=part: F.embedding(words, part.weight).mean(dim=1)  # type: ignore
     parameters = [value for value in module.parameters() if value.requires_grad]
     args, kwargs, targets = split(step.batch)
     args, kwargs = map_tensors(lambda x: x.clone().requires_grad_() if x.is_floating_point() else x, (args, kwargs))
