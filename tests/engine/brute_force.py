@@ -164,15 +164,19 @@ def clipped_and_jacobian(
         handle.remove()
         private = torch.zeros_like(seen[0])
 
-    # The same numbers, not the same state: inside transforms a layer's output may lie otherwise in memory.
-    with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), recorded_masks() as masks:
-        set_random_state(begun.state)
-        at(begun.x)
+    # The same numbers, not the same state: inside transforms a layer's output may lie otherwise in memory. (A GPU draws
+    # with and without gradients by different operations, and there the state decides.)
+    masks: list[Tensor] = []
+    if DEVICE == "cpu":
+        with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), recorded_masks() as masks:
+            set_random_state(begun.state)
+            at(begun.x)
 
     def clipped_gradient(z: Tensor, i: int) -> tuple[Tensor, Tensor]:
         moved = torch.cat([private[:i], z[None], private[i + 1 :]])
 
         def loss(parameters: dict[str, Tensor]) -> Tensor:
+            set_random_state(begun.state)
             with replayed_masks(masks):
                 if submodule is None:
                     outputs = functional_call(at, parameters, (moved,))

@@ -166,6 +166,7 @@ def test_a_layer_that_is_used_twice() -> None:
     check(examples_of(Twice()))
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="cuDNN draws its masks unseen, which is refused")
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "DPLSTM", "DPGRU", "DPRNN"])
 def test_dropout_uses_the_masks_of_the_loop(kind: str, first: bool) -> None:

@@ -223,7 +223,7 @@ class Examples:
 
     def __getitem__(self, rows: slice | Tensor) -> Examples:
         """The examples of those rows, a slice or numbers [k]."""
-        return self.map(lambda leaf: leaf[rows])
+        return self.map(lambda leaf: leaf[rows.to(leaf.device) if isinstance(rows, Tensor) else rows])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Examples:
         """``function`` of every tensor: z, inputs and targets, masks, and those of the alternatives."""

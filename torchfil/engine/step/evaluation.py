@@ -173,8 +173,10 @@ class Evaluator:
             graphs = self._captured_passes_of_few(count, wanted, room) if few else self._captured_passes()
             if graphs.works and count + graphs.bucket <= room:
                 values = graphs.run(batch, wanted, room, self.replica.key, look, begun)
-                if values is not None:
-                    return values
+            else:
+                values = self._captured_in_pieces(graphs, batch, wanted, room, look)
+            if values is not None:
+                return values
 
         parts: list[StepValues] = []
         at_once = batch.probes_at_once(len(wanted.seeds), self.max_memory)
@@ -195,6 +197,28 @@ class Evaluator:
             parts.append(values_of(batch, jacobian, wanted, draws, wanted.rate))
         values = joined(parts)
         if look is not None and len(parts) > 1:
+            look(values.output_gradients or ())
+        return values
+
+    def _captured_in_pieces(
+        self, graphs: CapturedPasses, batch: PrivateBatch, wanted: Wanted, room: int, look: OutputLook | None
+    ) -> StepValues | None:
+        """A batch that is too large for one graph, in pieces of one size; None where capturing does not work."""
+        count = len(batch.gradients)
+        largest = room // graphs.bucket * graphs.bucket
+        if not graphs.works or largest == 0 or graphs.compiled:
+            return None
+        size = -(-count // -(-count // largest))
+        parts = []
+        for start in range(0, count, size):
+            examples = batch.gradients.examples[slice(start, start + size)]
+            piece = replace(batch, gradients=replace(batch.gradients, examples=examples))
+            values = graphs.run(piece, wanted, room, self.replica.key, None)
+            if values is None:
+                return None
+            parts.append(values.kept(sums=True))  # the next replay overwrites them
+        values = joined(parts)
+        if look is not None:
             look(values.output_gradients or ())
         return values
 
@@ -226,6 +250,8 @@ class Evaluator:
     def _uses_graphs(self, examples: Examples) -> bool:
         """Whether passes over such examples are captured; copies of written buffers lie elsewhere at each step."""
         if not self._graphs_wanted or examples.z.device.type != "cuda" or self.replica.written:
+            return False
+        if any(tensor.device != examples.z.device for tensor in examples.tensors):  # a graph would not read it anew
             return False
         return self._captured_passes().works
 

@@ -381,6 +381,8 @@ def attention_pulled_twice(
     p: Tensor, dp: Tensor, c: Tensor, d: Tensor, keep: Tensor | None, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dS, A and E of :mod:`torchfil.fisher.rules.softmax_attention`, contiguous [rows, T, S]; M is factor · keep."""
+    if keep is not None and p.dtype == torch.float64:  # a number is handed to a kernel in float32
+        keep, factor = keep.to(p.dtype) * factor, 1.0
     ds, a, e = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p)
     block = triton.next_power_of_2(p.shape[-1])
     warps = 8 if block >= 2048 else 4 if block >= 512 else 1

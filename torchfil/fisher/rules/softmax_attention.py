@@ -18,7 +18,8 @@ matrices of the size of P.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from torchfil.fisher.precision import autocast_inputs, is_reduced, products_in
+from torchfil.fisher.precision import autocast_as, autocast_inputs, is_reduced, product_precision, products_in
 from torchfil.fisher.rules.accelerated import kernels_for
 from torchfil.fisher.rules.function import Function
 from torchfil.fisher.rules.substitutes import register_function
@@ -41,7 +42,7 @@ class _Attention(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor | None, constants: _Constants
     ) -> Tensor:
-        with constants.products():
+        with constants.products(q.device):
             scores = _scaled(q, k.mT, constants.scale)
             if bias is not None:
                 scores = (scores.view(*constants.heads, *scores.shape[1:]) + bias).view(scores.shape)
@@ -62,7 +63,7 @@ class _AttentionPulled(Function):
     def forward(
         ctx: Any, gamma: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, keep: Tensor | None, constants: _Constants
     ) -> tuple[Tensor, Tensor, Tensor]:
-        with constants.products():
+        with constants.products(q.device):
             dp = _dropped(gamma @ v.mT, keep, constants)
             ds: Tensor = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
             ctx.save_for_backward(gamma, q, k, v, p, keep, dp)
@@ -76,7 +77,7 @@ class _AttentionPulled(Function):
         c_q, c_k, c_v = gradients
         gamma, q, k, v, p, keep, dp = ctx.saved_tensors
         constants: _Constants = ctx.constants
-        with constants.products():
+        with constants.products(q.device):
             c = torch.baddbmm(_scaled(q, c_k.mT, constants.scale), c_q, k.mT, alpha=constants.scale)
             ds, a, e = _second(p, dp, c, gamma @ c_v.mT, keep, constants)
             to_gamma = torch.baddbmm(a @ v, _dropped(p, keep, constants), c_v)
@@ -91,9 +92,11 @@ class _Constants:
     def __init__(self, scale: float, share: float, heads: torch.Size, *, reduced: bool) -> None:
         self.scale, self.share, self.heads, self.reduced = scale, share, heads, reduced
 
-    def products(self) -> AbstractContextManager[None]:
-        """Numbers that come from bfloat16 are multiplied in TF32, which keeps all their digits."""
-        return products_in("tf32") if self.reduced else nullcontext()
+    @contextlib.contextmanager
+    def products(self, device: torch.device) -> Iterator[None]:
+        """Inside, numbers that come from bfloat16 are multiplied in TF32, which keeps all their digits."""
+        with autocast_as(None, device), products_in("tf32" if self.reduced else product_precision()):
+            yield
 
 
 def _scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
