@@ -304,8 +304,8 @@ class ExampleGradients:
             example = self.examples[slice(i, i + 1)]
             public = map_tensors(lambda leaf: leaf[0], example.public)
             more = [given if dim is None else given[i] for given, dim in extra]
-            with differentiable_twice(), _explain_layers(self.model), replayed_masks(example.masks):
-                rows.append(one(example.z[0], public, *more).detach())
+            with self._mapping_state(), replayed_masks(example.masks):
+                rows.append(wide(one(example.z[0], public, *more).detach()))
         return torch.stack(rows) if rows else torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
 
     def _mapped_together(
@@ -316,12 +316,16 @@ class ExampleGradients:
             return torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
         in_dims = (0, self.examples.in_dims, *(dim for _, dim in extra))
         arguments = (self.examples.z, self.examples.public, *(t for t, _ in extra))
-        # torch.func knows no autocast: what is mapped runs in the precision of the weights.
-        with replace(self, autocast=None).forward_state():
-            randomness = "different" if self.examples.masks else "error"
-            with _explain_randomness(), _explain_layers(self.model), replayed_masks(self.examples.masks):
-                result: Tensor = vmap(one, in_dims=in_dims, randomness=randomness)(*arguments)
+        randomness = "different" if self.examples.masks else "error"
+        with self._mapping_state(), _explain_randomness(), replayed_masks(self.examples.masks):
+            result: Tensor = vmap(one, in_dims=in_dims, randomness=randomness)(*arguments)
         return wide(result.detach())
+
+    @contextlib.contextmanager
+    def _mapping_state(self) -> Iterator[None]:
+        """Inside, model and loss run in the precision of the weights: torch.func knows no autocast."""
+        with replace(self, autocast=None).forward_state(), _explain_layers(self.model):
+            yield
 
     def unflatten(self, u: Tensor) -> dict[str, Tensor]:
         """A vector of length p by parameter name, in the parameters' shapes."""
