@@ -33,7 +33,8 @@ from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
 from torchfil.engine.resuming import Resuming
 from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.views import with_views
-from torchfil.fisher.gradients import check_modules, check_unweighted_mean, differentiable_twice
+from torchfil.fisher.gradients import differentiable_twice
+from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.private import Private
 
 __all__ = ["FILPrivacyEngine"]

@@ -19,17 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.fisher.gradients import (
-    ExampleGradients,
-    LossFunction,
-    call_with,
-    check_modules,
-    copy_without_weights,
-    differentiable_twice,
-    has_active_dropout,
-    may_drop,
-)
+from torchfil.fisher.gradients import ExampleGradients, LossFunction, differentiable_twice
 from torchfil.fisher.masks import MaskLayouts
+from torchfil.fisher.models import call_with, check_modules, copy_without_weights, has_active_dropout, may_drop
 from torchfil.private import (
     Examples,
     Output,
