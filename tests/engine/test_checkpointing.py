@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,3 +73,25 @@ def test_the_loop_keeps_its_checkpoints() -> None:
     run.module.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
     run.module(torch.randn(2, 16, dtype=torch.float64)).sum().backward()
     assert len(calls) == 2
+
+
+class Switched(Blocks):
+    """Checkpoints are turned on as in Hugging Face's models: by an attribute that holds the function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x.flatten(1))
+        for block in self.blocks:
+            h = h + (self.around(block, h) if self.kind == "on" else block(h))
+        return self.last(h)
+
+
+@pytest.mark.parametrize("way", ["auto", "train_step"])
+def test_turned_on_after_make_private(way: str) -> None:
+    traces = []
+    for kind in ("off", "on"):
+        torch.manual_seed(0)
+        run = make(Switched("off", 0.3).double(), images(12), criterion=nn.CrossEntropyLoss(), estimator="exact")
+        run.module.kind, run.module.around = kind, partial(checkpoint, use_reentrant=False)
+        train(run, way=way)
+        traces.append(run.engine.totals.get_trace().value)
+    assert relative_error(traces[1], traces[0]) < 1e-8

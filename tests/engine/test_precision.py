@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -164,20 +163,6 @@ def test_norms_are_summed_in_float32() -> None:
     norm = RecordedJacobian(gradients, get_clip("smooth"), 1.0).norm
     assert norm.dtype == torch.float32
     assert apart(norm, truth) < 2e-3
-
-
-def test_a_gradient_scaler_is_refused() -> None:
-    module = copy.deepcopy(perceptron()).to(DEVICE)
-    engine = FILPrivacyEngine()
-    dataset = TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))
-    model, optimizer, private = engine.make_private(
-        module, torch.optim.SGD(module.parameters(), lr=0.1), loader(dataset), noise_multiplier=1.0, max_grad_norm=C
-    )
-    scaler = torch.amp.GradScaler(DEVICE)
-    x, y = (part.to(DEVICE) for part in next(iter(private)))
-    scaler.scale(F.cross_entropy(model(x), y)).backward()
-    with pytest.raises(RuntimeError, match="bfloat16, which needs no scaler"):
-        scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("trained_in", [None, torch.bfloat16], ids=str)

@@ -322,7 +322,7 @@ class TestOptimizers:
         scaler = torch.amp.GradScaler(DEVICE)
         before = weights_of(module)
         scaler.scale(loss_of(model, next(iter(batches)))).backward()
-        with pytest.raises(RuntimeError, match="GradScaler scales the loss"):
+        with pytest.raises(RuntimeError, match=r"GradScaler scales the loss.*bfloat16, which needs no scaler"):
             scaler.step(optimizer)
         assert torch.equal(weights_of(module), before)
         with pytest.raises(ValueError, match="a GradScaler"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchfil import PLIS, fisher
 from torchfil.fisher import PoissonAmplification, reference
-from torchfil.fisher.gradients import _explain_layers
+from torchfil.fisher.models import explain_layers
 from torchfil.private import Examples, Private, superpixel
 from torchfil.utils.errors import UnsupportedModuleError
 
@@ -377,7 +377,7 @@ def test_layers_that_cannot_be_mapped_are_named_with_a_remedy(layer: nn.Module, 
 
 
 def test_a_lack_of_memory_is_not_blamed_on_a_layer() -> None:
-    with pytest.raises(torch.OutOfMemoryError), _explain_layers(nn.GRU(3, 3)):
+    with pytest.raises(torch.OutOfMemoryError), explain_layers(nn.GRU(3, 3)):
         raise torch.OutOfMemoryError
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import DEVICE, relative_error
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.private import Private
@@ -46,3 +47,32 @@ def test_a_model_that_looks_at_a_mask(batch: int) -> None:
     for value, truth in pairs:
         assert value.shape == truth.shape
         assert not batch or relative_error(value, truth) < 1e-12
+
+
+@pytest.mark.parametrize("trained_in", ["autocast", "bfloat16"])
+def test_precision_of_one_after_the_other(trained_in: str) -> None:
+    """As of examples that are mapped together: no autocast, float32 at least, no checkpoints."""
+    source = torch.Generator().manual_seed(0)
+    x, mask = torch.randn(3, 3, generator=source).to(DEVICE), torch.ones(3, 4, device=DEVICE)
+    y = torch.tensor([0, 1, 1], device=DEVICE)
+    dtype = torch.bfloat16 if trained_in == "bfloat16" else torch.float32
+    rows = []
+    for plainly in (False, True):
+        model = Looking(plainly).to(dtype)
+        model.first = Checkpointed(model.first)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=trained_in == "autocast"):
+            inputs = (x.to(dtype), mask.to(dtype))
+            gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), inputs, y, Private(inputs=0))
+            rows.append(gradients.gradients())
+    assert rows[0].dtype == rows[1].dtype == torch.float32
+    assert relative_error(rows[0], rows[1]) < (1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = checkpoint(self.layer, x, use_reentrant=False)  # type: ignore[no-untyped-call]
+        return outputs

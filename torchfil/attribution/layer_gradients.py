@@ -8,15 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.fisher.gradients import (
-    DEFAULT_MAX_MEMORY,
-    ExampleGradients,
-    LossFunction,
-    check_modules,
-    check_unweighted_mean,
-    trainable_and_constant,
-    without_opacus,
-)
+from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
+from torchfil.fisher.models import check_modules, check_unweighted_mean, trainable_and_constant, without_opacus
 from torchfil.private import Examples, Inputs, as_call, check_finite, num_examples
 from torchfil.utils.trees import map_tensors
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from torchfil.attribution.layer_gradients import layer_index
 from torchfil.attribution.layer_table import LayerTable
-from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction, check_modules
+from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
+from torchfil.fisher.models import check_modules
 from torchfil.private import Inputs, Private, as_call
 from torchfil.utils.trees import map_tensors
 

@@ -33,7 +33,8 @@ from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
 from torchfil.engine.resuming import Resuming
 from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.views import with_views
-from torchfil.fisher.gradients import check_modules, check_unweighted_mean, differentiable_twice
+from torchfil.fisher.gradients import differentiable_twice
+from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.private import Private
 
 __all__ = ["FILPrivacyEngine"]
@@ -102,12 +103,13 @@ class FILPrivacyEngine(Resuming):
 
         Args:
             module: The model, in training mode, smooth in its inputs (see ``SmoothnessValidator``).
-            optimizer: Any torch optimizer over its parameters.
+            optimizer: Any torch optimizer over its parameters that takes one gradient a step (LBFGS does not).
             data_loader: Draws from a data set with numbered examples.
             noise_multiplier: σ, as in Opacus; with 0 the run trains, but every FIL is infinite.
             max_grad_norm: C > 0, as in Opacus; with ``clipping="per_layer"`` a list, C_l of every trainable parameter
                 in the optimizer's order.
-            criterion: The loop's loss(outputs, targets); None: identified at the first step among the standard losses.
+            criterion: The loop's loss(outputs, targets); None: identified at the first step, among the standard losses
+                or as the one that the model computes itself.
             batch_first: Must be True.
             loss_reduction: "mean" or "sum": what the loop's loss does over the batch.
             poisson_sampling: As in Opacus.
@@ -123,10 +125,12 @@ class FILPrivacyEngine(Resuming):
             rand_on_empty: As in Opacus.
             clip: A registered, calibrated clip function: "smooth" (within 0.1 % of Opacus's hard clipping but near
                 the threshold), "gelu" (Guo et al.), "rsqrt", "hard". None: "smooth"; "hard" with ghost clipping.
-            private: What is private; None: every floating-point input.
+            private: What is private; None: every floating-point input, and where there is none, the output of the
+                embedding that takes the integers.
             id_of: The examples' own ids: a function of the number in the data set, or a column of n keys.
             batch_to_inputs: Maps a batch of the loader to (inputs, targets); needed where the targets are not the last
-                item of a tuple, or one of labels, label, targets, target, y in a dict.
+                item of a tuple, or in a dict or dataclass under a name that begins with "label" or is one of targets,
+                target, y, start_positions and end_positions.
             accounting: How to account; see :class:`Accounting`.
             **shortcuts: ``num_probes``, ``rel_error``, ``track``, ``questions``, ``views`` and ``accumulation_steps``
                 of :class:`Accounting`.

@@ -230,6 +230,8 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
             "the loader must draw batches from a data set with numbered examples; an IterableDataset, or "
             "batch_size=None, gives no example ids"
         )
+
+    # Poisson sampling takes the place of a sampler, whose choice of examples would be lost.
     inner = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(inner, SubsetRandomSampler) and poisson_sampling:
         raise ValueError(
@@ -260,6 +262,7 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
             "data set with the same probability, independently. Pass poisson_sampling=False to keep the sampler.",
             stacklevel=4,
         )
+
     if not poisson_sampling and isinstance(inner, RandomSampler) and inner.replacement:
         raise ValueError(
             "RandomSampler(replacement=True) can put an example into a batch twice; use replacement=False or Poisson "

@@ -319,7 +319,7 @@ class RunOptions:
         amplification: What the attacker does not know of the batches.
         sample_rate: q with Poisson sampling, else None.
         max_memory: For temporary tensors, in bytes.
-        private: What is private; None: every floating-point input.
+        private: What is private; None: see :meth:`FILPrivacyEngine.make_private`.
         loss_reduction: "mean" or "sum".
         batch_to_inputs: Maps a batch to (inputs, targets).
         shares: C_l/‖C‖ by parameter name, where each parameter's gradient is clipped by itself; else None.

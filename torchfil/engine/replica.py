@@ -2,31 +2,26 @@
 
 ``torch.func`` fails on modules with Opacus's hooks, and a pass of ours is none of the loop's: it must not count, log or
 write. So passes run on a copy without weights, hooks or memory, called with the live weights. Training flags and plain
-attributes (numbers, flags, texts) of the live modules are taken over before each pass.
+attributes (numbers, flags, texts, functions) of the live modules are taken over before each pass.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchfil.fisher.gradients import (
-    ExampleGradients,
-    LossFunction,
-    call_with,
-    check_modules,
-    copy_without_weights,
-    differentiable_twice,
-    has_active_dropout,
-    may_drop,
-)
+from torchfil.fisher.gradients import ExampleGradients, LossFunction, differentiable_twice
 from torchfil.fisher.masks import MaskLayouts
+from torchfil.fisher.models import call_with, check_modules, copy_without_weights, has_active_dropout, may_drop
 from torchfil.private import (
     Examples,
     Output,
@@ -245,18 +240,18 @@ class Replica:
 
     def _take_over(self, live: dict[str, Any], copied: dict[str, Any]) -> tuple[bool, bool]:
         """Set one module's plain attributes; whether one changed that is no integer, and whether an integer did."""
-        gone = [name for name, value in copied.items() if type(value) in _PLAIN and name not in live]
+        gone = [name for name, value in copied.items() if _is_plain(value) and name not in live]
         for name in gone:
             del copied[name]
 
         changed, counted = bool(gone), False
         for name, value in live.items():
             kind, own = type(value), copied.get(name, copied)
-            if kind in _PLAIN and own is not value and (type(own) is not kind or own != value):
+            if _is_plain(value) and own is not value and (type(own) is not kind or own != value):
                 changed = changed or (kind is not int and name != "training")
                 counted = counted or kind is int
                 copied[name] = value
-            elif kind not in _PLAIN and type(own) in _PLAIN:
+            elif not _is_plain(value) and _is_plain(own):
                 self.opaque_changes += 1
         return changed, counted
 
@@ -328,11 +323,27 @@ def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str
     return places
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a copy may have the very same: a number, a flag, a text, or a function that can be imported.
+
+    Hugging Face's models are given the function that checkpoints them as an attribute, when that is turned on.
+
+    Example:
+        >>> _is_plain(1.5), _is_plain(partial(nn.functional.relu, inplace=False)), _is_plain(nn.Tanh().forward)
+        (True, True, False)
+    """
+    if isinstance(value, partial):
+        return all(map(_is_plain, (value.func, *value.args, *value.keywords.values())))
+    if isinstance(value, FunctionType):
+        return getattr(sys.modules.get(value.__module__), value.__qualname__, None) is value
+    return type(value) in _PLAIN
+
+
 def _attributes(module: nn.Module) -> _Attributes:
     """A module's own attributes: where they lie, how many there are, and those that are plain, others as _OPAQUE."""
     live = module.__dict__
     own = [(name, value) for name, value in live.items() if name not in _OF_MODULES]
-    return live, len(live), [(name, value if type(value) in _PLAIN else _OPAQUE) for name, value in own]
+    return live, len(live), [(name, value if _is_plain(value) else _OPAQUE) for name, value in own]
 
 
 def _are_as(attributes_of_modules: Sequence[_Attributes]) -> bool:
@@ -342,6 +353,6 @@ def _are_as(attributes_of_modules: Sequence[_Attributes]) -> bool:
             return False
         for name, before in attributes:
             now = live.get(name, live)
-            if now is not before and (before is not _OPAQUE or type(now) in _PLAIN):
+            if now is not before and (before is not _OPAQUE or _is_plain(now)):
                 return False
     return True

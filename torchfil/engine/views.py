@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchfil.fisher.gradients import check_unweighted_mean
+from torchfil.fisher.models import check_unweighted_mean
 from torchfil.utils.trees import map_tensors
 
 __all__ = ["ManyViews", "MeanOverViews", "Views", "with_views"]

@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
-from torchfil.fisher.gradients import LossFunction, call_with
+from torchfil.fisher.gradients import LossFunction
+from torchfil.fisher.models import call_with
 from torchfil.private import Examples, Inputs, Private, added_to_outputs
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from torchfil.engine import FILPrivacyEngine
-from torchfil.fisher.gradients import check_unweighted_mean
+from torchfil.fisher.models import check_unweighted_mean
 from torchfil.integrations.model_loss import ModelLoss
 from torchfil.integrations.optimizer import OptimizerOfTheLoop
 from torchfil.integrations.table import write_table

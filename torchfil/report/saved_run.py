@@ -186,6 +186,7 @@ class SavedRun:
         text = [name for name, values in self.columns.items() if values.dtype.kind not in "biuf"]
         if text:
             raise ValueError(f"columns {text} hold no numbers; put labels into groups")
+
         if self.attributes is not None:
             names, units, shape = self.attributes.names, self.attributes.units, self.attributes.error.shape
             low = shape if self.attributes.error_low is None else self.attributes.error_low.shape

@@ -159,12 +159,15 @@ class Observer:
                 "optimizer's weight_decay, which needs no privacy, and optimizer.zero_grad() before the next pass. "
                 "This step was not taken."
             )
+
         backward_passes = len(self.finished())
         if not backward_passes:
             raise RuntimeError(
                 "optimizer.step() without a backward pass through the outputs of the model that make_private returned "
                 "since the last step; call that model in training mode, and backward() on its loss"
             )
+
+        # With Poisson sampling an example could be in several of the batches, unless they are parts of one draw.
         if self.tracker.parts > 1:
             self._check_whole_draw()
         elif backward_passes > 1 and not self.accumulates:

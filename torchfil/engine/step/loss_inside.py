@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torchfil.engine.batches import plain
 from torchfil.engine.loader import is_target_name
 from torchfil.engine.replica import Replica, buffers_kept
-from torchfil.fisher.gradients import call_with, differentiable_twice, trainable_and_constant
+from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import replayed_masks
+from torchfil.fisher.models import call_with, trainable_and_constant
 from torchfil.utils.trees import flattened, form_of, tensors_of
 
 __all__ = ["NO_TARGETS", "LossInside", "ModelCall"]

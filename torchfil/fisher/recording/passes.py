@@ -18,13 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from torchfil.fisher.gradients import (
-    ExampleGradients,
-    LossFunction,
-    call_with,
-    has_active_dropout,
-)
+from torchfil.fisher.gradients import ExampleGradients, LossFunction
 from torchfil.fisher.masks import replayed_masks
+from torchfil.fisher.models import call_with, has_active_dropout
 from torchfil.fisher.precision import autocast_now, wide
 from torchfil.fisher.recording.uses import Layouts, Use, Uses, by_example, layouts_of
 from torchfil.fisher.recording.watching import WatchedParameters

@@ -30,6 +30,7 @@ def render(report: Report) -> Markup | None:
             "give something away themselves. Neither ε nor FIL counts it, nor other runs on the same data.",
         ),
     ]
+
     return join(
         paragraph(
             "Fisher information loss (FIL, η̄) tells how much the released model changes when an example’s "

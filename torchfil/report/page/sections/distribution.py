@@ -82,6 +82,7 @@ def _table(report: Report) -> Markup:
         ]
         for row, bound in zip(summary.exposure, shown, strict=True)
     ]
+
     note = (
         f"Each row is a geometric mean over {summary.smallest} examples of neighbouring rank"
         + (f"; the first low end is that of the {summary.smallest} lowest low ends." if with_low else ".")

@@ -34,6 +34,7 @@ def render(report: Report) -> Markup | None:
         ]
         for question in questions
     ]
+
     percent = f"{100 * FALSE_POSITIVE_RATE:g} %"
     return join(
         paragraph(
