@@ -362,8 +362,8 @@ def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tup
         lines.append("the model is in evaluation mode: call model.train() before make_private")
     if result.loss is not None and result.loss.startswith("the model's own"):
         lines.append(
-            "the loss could not be told from the model's other outputs: let the model run without labels, too, and give "
-            "the outputs that its loss is made from, or pass criterion="
+            "the loss could not be told from the other outputs: let the model run without labels, too, and give the "
+            "outputs that its loss is made from, or pass criterion="
         )
     elif result.verdict == "mapped":
         lines.append(
