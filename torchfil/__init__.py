@@ -1,6 +1,7 @@
 """torchfil: for every training example, how much a trained model leaks about it.
 
 torchfil.FILPrivacyEngine  Opacus's engine, with every example's leakage beside ε
+torchfil.check       before training: what a model's batches would do, and what to change
 torchfil.fisher      Fisher information of a private step, per example, attribute or direction
 torchfil.bounds      what it means for an attacker
 torchfil.clipping    smooth gradient clipping
@@ -23,7 +24,7 @@ from torchfil.private import Private, superpixel
 from torchfil.smoothness import SmoothnessValidator
 
 if TYPE_CHECKING:
-    from torchfil.engine import Accounting, Execution, FILPrivacyEngine
+    from torchfil.engine import Accounting, Execution, FILPrivacyEngine, check
 
 __all__ = [
     "PLIS",
@@ -38,6 +39,7 @@ __all__ = [
     "attribution",
     "available_clips",
     "bounds",
+    "check",
     "clipping",
     "compare_with_bounds",
     "datasets",
@@ -53,7 +55,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The engine is imported when asked for, so that the functional core stands without Opacus."""
-    if name in ("Accounting", "Execution", "FILPrivacyEngine"):
+    if name in ("Accounting", "Execution", "FILPrivacyEngine", "check"):
         from torchfil import engine
 
         return getattr(engine, name)

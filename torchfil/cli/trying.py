@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchfil.cli.output import Output, number, table, with_output
+from torchfil.cli.output import FAILED, Output, number, table, with_output
 from torchfil.cli.runs import summary
 
 if TYPE_CHECKING:
@@ -72,34 +72,58 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
 
 
 @click.command()
-@click.option("--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Examples in a batch.")
+@click.option(
+    "--model",
+    "name",
+    metavar="MODULE:FUNCTION",
+    help="A function that returns (model, batch) or (model, batch, criterion).",
+)
+@click.option("--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Examples, without --model.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--device", default="cpu", show_default=True)
+@click.pass_context
 @with_output
-def bench(batch: int, repeats: int, device: str, out: Output) -> None:
+def bench(ctx: click.Context, name: str | None, batch: int, repeats: int, device: str, out: Output) -> None:
     """Measure what the accounting costs on this machine, beside a step of stock Opacus.
 
-    One small network on random images, a minute at most. The benchmarks behind the README's figures (several networks,
-    whole loops, linear models) are in the folder benchmarks/ of the source, which is not installed.
+    With --model, your model: the table of torchfil.check (which layers run by which rule, what is not smooth, what
+    falls back, what to change), then the time of a step; exit code 1 where the model is refused. A model that computes
+    its loss itself needs no criterion. Without, one small network on random images, a minute at most. The benchmarks
+    behind the README's figures are in the folder benchmarks/ of the source, which is not installed.
 
     \b
     Examples:
       torchfil bench
       torchfil bench --batch 256 --device cuda --json
+      torchfil bench --model my_package.training:small_job
     """
-    from torchfil.cli.timing import step_costs
+    from torchfil.cli.timing import mnist_job, named_job, step_times
+    from torchfil.engine import check
 
     _check_device(device)
-    costs = step_costs(
-        batch_size=batch,
+    job = mnist_job(batch, device) if name is None else named_job(name, device)
+    checked = check(job.model, job.batch, job.criterion, job.private) if name is not None else None
+    result: dict[str, Any] = {"batch": job.batch_size, "device": device, "repeats": repeats}
+    if checked is not None:
+        result["check"] = checked.to_dict()
+        if not checked.runs:
+            out.result(str(checked), result)
+            ctx.exit(FAILED)
+
+    times = step_times(
+        job,
         repeats=repeats,
         device=device,
         progress=lambda turns: out.progress(turns, desc="turns", total=repeats + 1),
     )
-    out.say(f"MNIST network, random images, batch {batch}, {device}; medians of {repeats} turns\n")
-    rows = [[cost.name, number(cost.milliseconds), f"{cost.relative:.2f}"] for cost in costs]
-    result = {"batch": batch, "device": device, "repeats": repeats, "steps": [asdict(cost) for cost in costs]}
-    out.result(table(["step", "ms", "× Opacus"], rows), result)
+    what = "MNIST network, random images" if name is None else name
+    out.say(f"{what}, batch {job.batch_size}, {device}; medians of {repeats} turns\n")
+    rows = [[each.name, number(each.milliseconds), f"{each.relative:.2f}"] for each in times if each.relative]
+    lines = [table(["step", "ms", f"× {rows[0][0] if rows else 'none'}"], rows)]
+    lines += [f"{each.name}: not possible: {each.failed}" for each in times if each.failed]
+    shown = "\n".join(lines)
+    result["steps"] = [asdict(each) for each in times]
+    out.result(shown if checked is None else f"{checked}\n\n{shown}", result)
 
 
 def _check_device(device: str) -> None:

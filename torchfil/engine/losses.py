@@ -28,6 +28,7 @@ __all__ = [
     "ModelLoss",
     "check_loss",
     "identify_loss",
+    "likely_loss",
     "means_over_tokens",
     "output_gradients",
     "relative_difference",
@@ -190,6 +191,23 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
         f"({', '.join(_STANDARD)}; mean or sum, targets as the batch gives them). "
         + _guess(output, targets, at_output)
         + " Pass the loss you use to make_private: criterion=<function(outputs, targets)>, an ordinary torch loss."
+    )
+
+
+def likely_loss(outputs: Any, targets: Any) -> IdentifiedLoss:
+    """The first standard loss that takes such outputs and targets, where no loop tells which it is.
+
+    Raises:
+        LossMismatchError: None does, or there are several outputs or targets.
+    """
+    if isinstance(outputs, Tensor) and isinstance(targets, Tensor):
+        for candidate in _candidates(outputs, targets):
+            if _difference(candidate, outputs, targets, torch.zeros_like(outputs)) is not None:
+                return candidate
+    raise LossMismatchError(
+        f"no standard loss takes these outputs ({type(outputs).__name__}) and targets ({type(targets).__name__}): "
+        "pass criterion=<function(outputs, targets)>, and batch_to_inputs= where the targets are not the batch's last "
+        "item or its labels"
     )
 
 

@@ -30,7 +30,7 @@ from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.private import Examples, Private
 
-__all__ = ["Computed", "Setting", "StepStages"]
+__all__ = ["Computed", "Setting", "StepStages", "private_without_labels"]
 
 logger = logging.getLogger(__name__)
 
@@ -242,15 +242,7 @@ class StepStages:
         return self._with_masks(examples, forward)
 
     def _private(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Private | None:
-        """What is private; where it is not said, labels among the inputs are not."""
-        labels = [key for key in kwargs if is_target_name(key)]
-        if self.options.private is not None or not labels:
-            return self.options.private
-        named: dict[int | str, Any] = dict(enumerate(args))
-        named.update(kwargs)
-        floating = [key for key, leaf in named.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        others = [key for key in floating if key not in labels]
-        return Private(inputs=others) if others and others != floating else None
+        return private_without_labels(self.options.private, args, kwargs)
 
     def _with_masks(self, examples: Examples, forward: ForwardPass) -> Examples:
         return replace(examples, masks=self.replica.masks_by_example(forward.masks, forward.args, forward.kwargs))
@@ -262,3 +254,15 @@ class StepStages:
             return
         with torch.no_grad(), replayed_masks(forward.masks):
             self.replica.live(*forward.args, **forward.kwargs)
+
+
+def private_without_labels(private: Private | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Private | None:
+    """What is private; where it is not said, labels among the inputs are not."""
+    labels = [key for key in kwargs if is_target_name(key)]
+    if private is not None or not labels:
+        return private
+    named: dict[int | str, Any] = dict(enumerate(args))
+    named.update(kwargs)
+    floating = [key for key, leaf in named.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    others = [key for key in floating if key not in labels]
+    return Private(inputs=others) if others and others != floating else None

@@ -1,0 +1,397 @@
+"""Before training: what would run by which rule, what is not smooth, what falls back, what it costs, what to change.
+
+No optimizer and no loader are needed, and the model is left as it is: passes run on its weightless copy
+(:class:`Replica`), or on itself with buffers and random state kept.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfil.clipping import DEFAULT_CLIP, get_clip
+from torchfil.engine.batches import BatchTracker, plain
+from torchfil.engine.checked import LayerCheck, ModelCheck, StepCost
+from torchfil.engine.loader import is_target_name, split_batch
+from torchfil.engine.losses import IdentifiedLoss, LossMismatchError, likely_loss
+from torchfil.engine.options import Accounting, RunOptions
+from torchfil.engine.replica import Replica, buffers_kept
+from torchfil.engine.step.checks import StepChecks
+from torchfil.engine.step.evaluation import Evaluator
+from torchfil.engine.step.forwards import ForwardPass
+from torchfil.engine.step.loss_inside import LossInside
+from torchfil.engine.step.stages import private_without_labels
+from torchfil.engine.step.values import Wanted
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.draws import Draws
+from torchfil.fisher.gradients import ExampleGradients, check_modules, check_unweighted_mean, differentiable_twice
+from torchfil.fisher.masks import call_and_record_masks
+from torchfil.fisher.precision import autocast_now
+from torchfil.fisher.recording import Plan
+from torchfil.fisher.recording.passes import record
+from torchfil.fisher.rules.convolution import ConvolutionRule
+from torchfil.fisher.rules.embedding import EmbeddingRule
+from torchfil.fisher.rules.generic import GenericRule
+from torchfil.fisher.rules.linear import LinearRule
+from torchfil.fisher.rules.normalisation import NormalisationRule
+from torchfil.fisher.rules.parameters import ParameterRule, ReparametrisedRule
+from torchfil.private import Private, as_call
+from torchfil.smoothness import SmoothnessValidator
+from torchfil.utils.trees import map_tensors, tensors_of
+
+__all__ = ["check"]
+
+Criterion = Callable[[Any, Any], Tensor]
+_RULES_IN_WORDS: dict[type, str] = {
+    GenericRule: "none: gradients formed example by example (vmap)",
+    ReparametrisedRule: "weights made from parameters: closed form, led back",
+    ParameterRule: "bare parameter, where it meets the examples",
+    LinearRule: "linear, closed form",
+    ConvolutionRule: "convolution, closed form",
+    EmbeddingRule: "embedding, closed form",
+    NormalisationRule: "normalisation, closed form",
+}
+_Row = tuple[str, str, set[str], str, float | None, bool]  # as LayerCheck has it, with the parameters by name
+_MAPPED = "none: the whole model is mapped over examples (vmap)"
+_NOISE, _THRESHOLD = 1.0, 1.0  # of the step that is timed; its time does not depend on them
+_LONG = 10.0  # seconds, after which a pass is not timed again
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model's call on a batch, and its loss, as a step would have them."""
+
+    replica: Replica
+    checks: StepChecks
+    forward: ForwardPass
+    loss: IdentifiedLoss
+    loss_in_words: str
+
+    @property
+    def targets(self) -> Any:
+        return self.checks.targets(self.forward)
+
+
+def check(
+    model: nn.Module,
+    batch: Any,
+    criterion: Criterion | None = None,
+    private: Private | None = None,
+    *,
+    batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None = None,
+    num_probes: int = 1,
+    repeats: int = 3,
+) -> ModelCheck:
+    """What a training run with this model would do with such batches, before there is an optimizer or a loader.
+
+    The recorded pass is compared with plain backward passes in float64, as the engine does at its first step. Times
+    are this machine's. The model is left as it is.
+
+    Guarantees:
+        * What a run would refuse for model, loss or private data is a result (``verdict == "refused"``, ``reason``), no
+          exception. A model that fails on the batch by itself raises as ever.
+        * Nothing is trained and nothing released; the table has no number that depends on the batch's values but d.
+
+    Args:
+        model: The model, in training mode.
+        batch: One batch as the loader gives it, of at least two examples.
+        criterion: The loop's loss(outputs, targets); None: the model's own (``model(**batch).loss``), else the first
+            standard loss that fits outputs and targets, which the loop's first step will confirm or not.
+        private: What is private; None: as in ``make_private``.
+        batch_to_inputs: Maps the batch to (inputs, targets), as in ``make_private``.
+        num_probes: Probes of the timed step.
+        repeats: How often each pass is timed, after a first time that does not count.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> found = check(model, (torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])), nn.CrossEntropyLoss())
+        >>> found.verdict, found.num_coordinates, [row["rule"] for row in found.rows]
+        ('recorded', 4, ['linear, closed form'])
+        >>> found.not_smooth
+        ('1 (ReLU): its derivative jumps. Use SmoothnessValidator.fix(model, activation=...) or a smooth layer.',)
+    """
+    if num_probes < 1 or repeats < 1:
+        raise ValueError(f"num_probes={num_probes} and repeats={repeats} must be at least 1")
+    accounting = Accounting(num_probes=num_probes)
+    device = next(model.parameters()).device
+    replica, options = Replica(model), _options(accounting, device, private, batch_to_inputs)
+    checks = StepChecks(replica, options, BatchTracker())
+    batch = checks.moved(plain(batch))
+    size = len(next(leaf for leaf in tensors_of(batch) if leaf.ndim))
+    result = ModelCheck(type(model).__name__, "refused", size)
+
+    args, kwargs, targets = _call_of(model, batch, criterion, batch_to_inputs)
+    outputs, masks = _run_live(replica, args, kwargs)  # what fails here is the model's own, and raises
+    result = replace(result, not_smooth=_not_smooth(model, args, kwargs))
+    try:
+        if criterion is not None:
+            check_unweighted_mean(criterion)
+        check_modules(model, allow_dropout=True)
+        subject = _subject(checks, batch, (args, kwargs, targets), outputs, masks, criterion)
+        found = _examined(result, subject, options, repeats)
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        return replace(result, reason=_one_line(error), advice=_advice(model, result, None))
+    return found
+
+
+def _options(accounting: Accounting, device: torch.device, private: Private | None, batch_to_inputs: Any) -> RunOptions:
+    """Those that a run has by default."""
+    return RunOptions(
+        accounting,
+        get_clip(DEFAULT_CLIP),
+        accounting.amplification_for(poisson_sampling=False),
+        None,
+        accounting.execution.memory_on(device),
+        private,
+        batch_to_inputs=batch_to_inputs,
+    )
+
+
+def _call_of(
+    model: nn.Module, batch: Any, criterion: Criterion | None, batch_to_inputs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """The call that a loop makes of the batch, with labels where the model takes them, and the targets."""
+    inputs, targets = split_batch(batch, batch_to_inputs)
+    if criterion is None and batch_to_inputs is None and isinstance(batch, Mapping) and _takes_labels(model, batch):
+        inputs = dict(batch)
+    args, kwargs = as_call(inputs)
+    return args, dict(kwargs), targets
+
+
+def _takes_labels(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether the model's forward names all of the batch's labels, as one that computes its loss does."""
+    code = getattr(type(model).forward, "__wrapped__", type(model).forward).__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    labels = [name for name in batch if is_target_name(name)]
+    takes_any = bool(code.co_flags & 0x08)  # **kwargs, of wrappers such as peft's
+    return bool(labels) and all(name in names or takes_any for name in labels)
+
+
+def _run_live(replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:
+    """Outputs with their graph, and the masks that were drawn; buffers and random state stay."""
+
+    def run() -> Any:
+        with torch.enable_grad(), differentiable_twice(), buffers_kept(replica.live):
+            return replica.live(*args, **kwargs)
+
+    with torch.random.fork_rng(devices=[replica.device] if replica.device.type == "cuda" else []):
+        return call_and_record_masks(run, replica.device, expected=True)
+
+
+def _subject(
+    checks: StepChecks,
+    batch: Any,
+    called: tuple[tuple[Any, ...], dict[str, Any], Any],
+    outputs: Any,
+    masks: tuple[Tensor, ...],
+    criterion: Criterion | None,
+) -> _Subject:
+    """The forward pass and the loss: the one given, the model's own, or the likeliest."""
+    replica, (args, kwargs, targets) = checks.replica, called
+    state: dict[str, Any] = {"masks": masks, "autocast": autocast_now(replica.device)}
+    inside, tracker = LossInside(replica), checks.tracker
+    losses = inside.losses_in(outputs) if criterion is None else []
+    tracker.take(list(range(len(tensors_of((args, kwargs))[0]))), batch)
+    if losses:
+        forward = ForwardPass.of_call(tracker, inside.call(args, kwargs, outputs, masks), outputs, **state)
+        forward.arrived[losses[0]] = torch.ones((), device=replica.device)
+        try:
+            loss = checks.identified_loss(forward)
+        except LossMismatchError:
+            forward = forward.made_whole()
+            loss = checks.own_loss(forward)
+        words = loss.name if loss.is_models_own else f"{loss.name}, identified from the model's own"
+        return _Subject(replica, checks, forward, loss, words)
+
+    outputs = map_tensors(Tensor.detach, plain(outputs))
+    forward = ForwardPass(tracker.ids, batch, args, kwargs, outputs, targets, **state)
+    if criterion is not None:
+        loss = IdentifiedLoss.of(criterion)
+        return _Subject(replica, checks, forward, loss, f"{loss.name}, as given")
+    loss = likely_loss(outputs, targets)
+    return _Subject(replica, checks, forward, loss, f"{loss.name}, assumed (it fits outputs and targets)")
+
+
+def _examined(result: ModelCheck, subject: _Subject, options: RunOptions, repeats: int) -> ModelCheck:
+    """The same with what trial, passes and timings tell."""
+    replica, forward, execution = subject.replica, subject.forward, options.accounting.execution
+    private = private_without_labels(options.private, forward.args, forward.kwargs)
+    examples = replica.lay_out(forward.args, forward.kwargs, subject.targets, private)
+    masks = replica.masks_by_example(forward.masks, forward.args, forward.kwargs)
+    gradients = replace(
+        replica.gradients(replace(examples, masks=masks), subject.loss),
+        autocast=forward.autocast,
+        probe_precision=execution.probe_precision_on(replica.device),
+    )
+    evaluator = Evaluator(replica, len(examples), options.max_memory, cuda_graphs=execution.cuda_graphs, compiled=False)
+    plan = evaluator.plan(gradients)
+    batch = PrivateBatch(gradients, options.mechanism(_NOISE, _THRESHOLD), plan)
+    seeds = Draws.seeds_from(options.accounting.num_probes or 1, torch.Generator().manual_seed(0))
+    wanted = Wanted((), options.accounting.estimator, seeds)
+
+    # An example whose loss depends on others has no gradient of its own: the values of a first pass tell.
+    values = evaluator.evaluate(batch, wanted)
+    assert values.losses is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        subject.checks.check_losses(forward, subject.targets, subject.loss, values.losses, now=not plan.fits)
+
+    own = examples.own_coordinates
+    result = replace(
+        result,
+        verdict="recorded" if plan.fits else "mapped",
+        reason=plan.reason,
+        loss=subject.loss_in_words,
+        private=str(examples),
+        num_coordinates=own if isinstance(own, int) else int(own.max()),
+        layers=_layers(gradients, plan, options.max_memory),
+        costs=_costs(subject, lambda: evaluator.evaluate(batch, wanted), plan, len(seeds), repeats),
+        bytes_per_example=plan.bytes_per_example or _mapped_bytes(batch, wanted, options.max_memory),
+        tried_in=str(plan.tried_in).removeprefix("torch."),
+    )
+    return replace(result, advice=_advice(replica.live, result, options.max_memory))
+
+
+def _not_smooth(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Layers and calls whose derivative jumps, one line each; layers whose names differ in numbers alone, once."""
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), buffers_kept(model):
+        errors = SmoothnessValidator.validate(model, example_inputs=args or kwargs)
+    return tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", str(error)) for error in errors))
+
+
+def _layers(gradients: ExampleGradients, plan: Plan, max_memory: int) -> tuple[LayerCheck, ...]:
+    """How each group of layers that hold trainable parameters is accounted for, in the order of the forward pass."""
+    if not plan.fits:
+        mapped: list[_Row] = [
+            (name, type(module).__name__, set(own), _MAPPED, None, True)
+            for name, module in gradients.model.named_modules()
+            if (own := [key for key in gradients.parameters if key.rpartition(".")[0] == name])
+        ]
+        return _grouped(mapped, gradients.parameters)
+
+    room = max(2, max_memory // max(1, plan.bytes_per_example))
+    part = replace(gradients, examples=gradients.examples[slice(0, min(room, len(gradients)))])
+    with torch.enable_grad(), part.backward_state():
+        recording = record(part, part.examples.z.detach().requires_grad_())
+        rows: list[_Row] = []
+        for call in (call.wide() for call in recording.calls):
+            seconds = _seconds(partial(call.rule.squared_norm, call), part.device, 3)
+            words = next((text for kind, text in _RULES_IN_WORDS.items() if isinstance(call.rule, kind)), None)
+            kind = "Parameter" if isinstance(call.rule, ParameterRule) else type(call.module).__name__
+            generic = isinstance(call.rule, GenericRule)
+            names = set(call.shared_names.values())
+            rows.append((call.name, kind, names, words or type(call.rule).__name__, 1e3 * seconds, generic))
+    return _grouped(rows, gradients.parameters)
+
+
+def _grouped(rows: list[_Row], parameters: Mapping[str, Tensor]) -> tuple[LayerCheck, ...]:
+    """Rows whose names differ in numbers alone, together; a layer that is called several times counts once."""
+    groups: dict[tuple[str, str, str, bool], list[tuple[str, set[str], float | None]]] = {}
+    for name, kind, names, words, milliseconds, falls_back in rows:
+        starred = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "the model itself"
+        groups.setdefault((starred, kind, words, falls_back), []).append((name, names, milliseconds))
+
+    table = []
+    for (starred, kind, words, falls_back), members in groups.items():
+        names = set[str]().union(*(own for _, own, _ in members))
+        count = len({name for name, _, _ in members})
+        times = [milliseconds for _, _, milliseconds in members if milliseconds is not None]
+        size = sum(parameters[name].numel() for name in names if name in parameters)
+        shown = starred if count > 1 else members[0][0] or "the model itself"
+        table.append(LayerCheck(shown, kind, count, size, words, sum(times) if times else None, falls_back))
+    return tuple(table)
+
+
+def _costs(
+    subject: _Subject, step: Callable[[], object], plan: Plan, num_probes: int, repeats: int
+) -> tuple[StepCost, ...]:
+    """A plain forward and backward pass, and what a measured step takes in its place."""
+    replica, forward, targets = subject.replica, subject.forward, subject.targets
+    trainable = [value for value in replica.live.parameters() if value.requires_grad]
+
+    def plainly() -> None:
+        devices = [replica.device] if replica.device.type == "cuda" else []
+        with torch.enable_grad(), buffers_kept(replica.live), torch.random.fork_rng(devices=devices):
+            loss = subject.loss(replica.live(*forward.args, **forward.kwargs), targets)
+            torch.autograd.grad(loss.sum(), trainable, allow_unused=True)
+
+    before = _seconds(plainly, replica.device, repeats)
+    after = _seconds(step, replica.device, repeats)
+    probes = f"{num_probes} probe{'s' if num_probes > 1 else ''}"
+    name = f"{'recorded' if plan.fits else 'mapped'} pass: sums and accounting, {probes}"
+    return (
+        StepCost("plain forward and backward", 1e3 * before, 1.0),
+        StepCost(name, 1e3 * after, after / before),
+    )
+
+
+def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The median time of a call, the first not counted but where it takes very long."""
+    times = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+        if times[0] > _LONG:
+            return times[0]
+    return statistics.median(times[1:])
+
+
+def _mapped_bytes(batch: PrivateBatch, wanted: Wanted, max_memory: int) -> int:
+    """What a mapped pass holds for an example: some vectors as long as the gradient."""
+    vectors = batch.working_vectors(wanted.estimator, max_memory)[1]
+    return vectors * batch.gradients.num_parameters * batch.gradients.dtype.itemsize
+
+
+def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tuple[str, ...]:
+    """What to change, the gravest first."""
+    lines = []
+    if not model.training:
+        lines.append("the model is in evaluation mode: call model.train() before make_private")
+    if result.loss is not None and result.loss.startswith("the model's own"):
+        lines.append(
+            "the loss could not be told from the other outputs: let the model run without labels, too, and give the "
+            "outputs that its loss is made from, or pass criterion="
+        )
+    elif result.verdict == "mapped":
+        lines.append(
+            "a recorded pass would be faster: see why above. Keep parameters in layers of torch.nn that are called as "
+            "modules, with the examples in the first dimension"
+        )
+    generic = [f"{layer.name} ({layer.kind})" for layer in result.layers if layer.falls_back]
+    if generic and result.verdict == "recorded":
+        lines.append(
+            f"no layer rule for {', '.join(generic)}: use layers that have one (docs/layers.md), or register one with "
+            "torchfil.fisher.rules.register_rule (CONTRIBUTING.md)"
+        )
+    if result.not_smooth:
+        lines.append(
+            "with what is not smooth, bounds are no guarantees: torchfil.SmoothnessValidator.fix(model) replaces "
+            "layers; calls inside forward are replaced by hand"
+        )
+    if result.loss is not None and "assumed" in result.loss:
+        lines.append("pass criterion= to be sure of the loss; a loop's loss is identified at its first step")
+    room = max_memory // max(1, result.bytes_per_example or 1) if max_memory else result.batch_size
+    if room < result.batch_size:
+        lines.append(
+            f"the batch runs in pieces of {max(1, room)} examples: Execution(max_memory=…) may allow more than "
+            f"{max_memory:,} bytes"
+        )
+    return tuple(lines)
+
+
+def _one_line(error: BaseException) -> str:
+    """What an error says, but for the step that it was not raised in."""
+    return " ".join(re.sub(r"This step was not taken[^.]*\.", "", str(error)).split()) or type(error).__name__
