@@ -83,3 +83,23 @@ def test_what_is_not_served() -> None:
     assert attention(q[0], k[0], v[0]) is None
     assert attention(q.detach(), k.detach(), v.detach()) is None
     assert attention(q, k[:, :1], v[:, :1], enable_gqa=True) is None
+
+
+def test_under_autocast() -> None:
+    """Products of bfloat16 numbers, summed in float32; the result in bfloat16, as torch's own."""
+    given = [x.detach().float().requires_grad_() for x in operands()]
+    with sdpa_kernel(SDPBackend.MATH), torch.autocast(DEVICE, dtype=torch.bfloat16):
+        ours, theirs = (
+            [x.double() for x in twice_in_float(function, given)]
+            for function in (attention, F.scaled_dot_product_attention)
+        )
+    for own, true in zip(ours, theirs, strict=True):
+        assert float(((own - true).norm() / true.norm()).detach()) < 0.02
+
+
+def twice_in_float(function: Any, given: list[Tensor]) -> list[Tensor]:
+    output = function(*given)
+    assert output.dtype == torch.bfloat16
+    first = torch.autograd.grad(output, given, torch.ones_like(output), create_graph=True)
+    total = sum(x.square().sum() for x in first)
+    return [output, *first, *torch.autograd.grad(total, given)]
