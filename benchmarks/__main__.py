@@ -1,6 +1,7 @@
 """What the accounting costs on the machine at hand, in one run.
 
     python -m benchmarks [--device cuda] [--quick] [--models mnist cifar] [--sections models growth] [--out FOLDER]
+    python -m benchmarks --device cuda --models bert gpt2 vit_base convnext_tiny llama_lora
 
 Writes FOLDER/<device>.json and .md, and rewrites them after every part. A part that fails leaves its reason. Parts that
 are not asked for stay as they are in the files, where machine and versions are the same.
@@ -23,6 +24,7 @@ import torch
 from benchmarks.comparison import compare
 from benchmarks.epochs import whole_run
 from benchmarks.growth import growth
+from benchmarks.large import LARGE, compare_large
 from benchmarks.loops import MODELS
 from benchmarks.matched import matched
 from benchmarks.measuring import attempt
@@ -38,7 +40,7 @@ def main() -> None:
         "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=[*MODELS, *LARGE])
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=SECTIONS)
     parser.add_argument("--quick", action="store_true", help="few repeats: the whole in minutes on a CPU")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -48,6 +50,10 @@ def main() -> None:
     stem = options.out / slug(device_name(options.device))
     results: dict[str, Any] = {"machine": machine(options.device), "quick": options.quick}
     results = resumed(stem.with_suffix(".json"), results)
+    small = [name for name in options.models if name in MODELS]
+    large = [name for name in options.models if name in LARGE]
+    if large and not small:  # the other sections are of the small models
+        options.sections = ["models"]
 
     def part(where: list[str], work: Callable[[], dict[str, Any]]) -> None:
         start = time.perf_counter()
@@ -61,16 +67,18 @@ def main() -> None:
         print(f"{' '.join(where)}: {time.perf_counter() - start:.0f} s{reason}", flush=True)
 
     if "models" in options.sections:
-        for name in options.models:
+        for name in small:
             part(["models", name], lambda name=name: compare(name, options.device, quick=options.quick))  # type: ignore[misc]
+        for name in large:
+            part(["large", name], lambda name=name: compare_large(name, options.device, quick=options.quick))  # type: ignore[misc]
     if "matched" in options.sections:
-        for name in options.models:
+        for name in small:
             part(["matched", name], lambda name=name: matched(name, options.device, quick=options.quick))  # type: ignore[misc]
     if "run" in options.sections:
         part(["run"], lambda: whole_run(options.device, quick=options.quick))
     if "precision" in options.sections:
-        small = options.quick and not options.device.startswith("cuda")
-        for name in [name for name in options.models if not small or name in ("mnist", "vit")]:
+        few = options.quick and not options.device.startswith("cuda")
+        for name in [name for name in small if not few or name in ("mnist", "vit")]:
             part(["precision", name], lambda name=name: precision([name], options.device)[name])  # type: ignore[misc]
     if "growth" in options.sections:
         part(["growth"], lambda: growth(options.device, quick=options.quick))

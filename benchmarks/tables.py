@@ -21,6 +21,8 @@ def page(results: dict[str, Any]) -> str:
         parts.append("A quick run: few repeats and draws, smaller batches on a CPU. Its numbers are rough.\n")
     if results.get("models"):
         parts.append(_costs(results["models"]))
+    if results.get("large"):
+        parts.append(_large(results["large"]))
     if results.get("matched"):
         parts.append(_matched(results["matched"]))
     if results.get("run", {}).get("seconds"):
@@ -96,23 +98,40 @@ def _run(run: dict[str, Any]) -> str:
     )
 
 
+def _cell(row: dict[str, Any]) -> str:
+    """Multiple of Opacus's step, time and memory."""
+    if "failed" in row:
+        return "failed"
+    if "seconds" not in row:
+        return "–"
+    memory = "" if row.get("peak_gb") is None else f", {number(row['peak_gb'])} GB"
+    return f"**{number(row.get('ratio'))}** ({number(1e3 * row['seconds'])} ms{memory})"
+
+
+def _large(models: dict[str, Any]) -> str:
+    columns = [
+        (f"{model['title']}, batch {model['batch']}, {precision}", rows)
+        for model in models.values()
+        for precision, rows in model.get("precisions", {}).items()
+    ]
+    titles = list(dict.fromkeys(title for _, rows in columns for title in rows))
+    cells = [[title, *(_cell(rows.get(title, {})) for _, rows in columns)] for title in titles]
+    return (
+        "## Models at full size\n\n"
+        + table(["", *(name for name, _ in columns)], cells)
+        + "\nMultiples of Opacus's step with hooks in the same precision; one method at a time has the device. Random "
+        "weights, dropout and masks as the libraries have them. Memory is the peak of building and eight steps.\n"
+    )
+
+
 def _costs(models: dict[str, Any]) -> str:
     titles = list(dict.fromkeys(title for model in models.values() for title in model.get("rows", {})))
-
-    def cell(model: dict[str, Any], title: str) -> str:
-        row = model.get("rows", {}).get(title, {})
-        if "failed" in row:
-            return "failed"
-        if "seconds" not in row:
-            return "–"
-        memory = "" if row.get("peak_gb") is None else f", {number(row['peak_gb'])} GB"
-        return f"**{number(row.get('ratio'))}** ({number(1e3 * row['seconds'])} ms{memory})"
 
     def paper(ratio: float | None, seconds: float | None) -> str:
         return "–" if ratio is None or seconds is None else f"**{number(ratio)}** ({number(1e3 * seconds)} ms)"
 
     papers = [model.get("paper", {}) for model in models.values()]
-    rows = [[title, *(cell(model, title) for model in models.values())] for title in titles]
+    rows = [[title, *(_cell(model.get("rows", {}).get(title, {})) for model in models.values())] for title in titles]
     fifty = [paper(cost.get("fifty_ratio"), cost.get("fifty_seconds")) for cost in papers]
     rows.append(["the paper's method, 50 coordinates *", *fifty])
     head = ["", *(f"{model.get('title', name)}, batch {model.get('batch', '?')}" for name, model in models.items())]

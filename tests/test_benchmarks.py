@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import __main__ as command
-from benchmarks import comparison, loops, matched, measuring, paper
+from benchmarks import comparison, large, loops, matched, measuring, paper
 from benchmarks.tables import number, page
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.papers.datasets import DataNotFoundError
@@ -177,3 +179,67 @@ def test_the_command_writes_both_files(
     assert "growth: RuntimeError: no such device" in text
     assert "torchfil train_step, 1 probe" in text
     assert text in capsys.readouterr().out
+
+
+class Output(NamedTuple):
+    """What such a model gives."""
+
+    loss: torch.Tensor | None
+    logits: torch.Tensor
+
+
+class Classifier(nn.Module):
+    """Gives its loss itself, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 4), nn.Linear(4, 2)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+    ) -> Output:
+        logits = self.head((self.words(input_ids) * attention_mask[..., None]).mean(dim=1))
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return Output(loss=loss, logits=logits)
+
+
+def test_a_large_model_runs_by_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = large.LargeModel(
+        "tiny", (), lambda small: Classifier(), partial(large._texts, 50, 8, causal=False), 4, "words"
+    )
+    monkeypatch.setattr(large, "LARGE", {"tiny": model})
+    found = large.compare_large("tiny", "cpu", quick=True)
+    assert list(found["precisions"]) == ["float32", "bf16 autocast"]
+    for rows in found["precisions"].values():
+        assert list(rows) == list(large.METHODS)
+        assert not {title: row["failed"] for title, row in rows.items() if "failed" in row}
+        assert rows[large.UNIT]["ratio"] == 1
+    text = page({"machine": command.machine("cpu"), "quick": True, "large": {"tiny": found}})
+    assert "tiny (tiny), batch 4, bf16 autocast" in text
+
+
+def test_large_models_are_asked_for_by_name_and_tell_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = large.LargeModel("a model", ("no_such_package",), lambda small: Classifier(), large._images, 4)
+    for module in (large, command):
+        monkeypatch.setattr(module, "LARGE", {"bert": nowhere})
+    monkeypatch.setattr(
+        sys, "argv", ["benchmarks", "--device", "cpu", "--quick", "--out", str(tmp_path), "--models", "bert"]
+    )
+    command.main()
+    assert "pip install no_such_package" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "cpu.json").read_text())) == ["machine", "quick", "large"]
+    assert {"bert", "gpt2", "vit_base", "convnext_tiny", "llama_lora"}.isdisjoint(loops.MODELS)
+
+
+def test_texts_are_padded_and_their_labels_ignored_there() -> None:
+    texts = large._texts(50, 128, 40, small=True, causal=True)
+    own = texts["attention_mask"].bool()
+    assert 0 < int((~own).sum()) < own.numel() / 4
+    assert bool((texts["labels"][~own] == -100).all())
+    assert torch.equal(texts["labels"][own], texts["input_ids"][own])

@@ -11,6 +11,8 @@ import pytest
 import torch
 from test_datasets import IWPC, write, write_adult
 
+from torchfil.fisher.results import Estimate
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -105,3 +107,24 @@ def test_questions_about_patients(
     assert "right at most, if wrong 1 % of the time" in printed
     assert "not testable" in printed  # 40 runs do not show one wrong answer in a thousand
     assert (tmp_path / "out" / "questions_iwpc.png").exists()
+
+
+def test_leakage_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pandas")
+    settings = "--notes 60 --epochs 1 --batch 12"
+    monkeypatch.setattr(sys, "argv", ["text_leakage.py", "--out", str(tmp_path / "out"), *settings.split()])
+    names = runpy.run_path(str(EXAMPLES / "text_leakage.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert printed.count("η̄ = ") == 8
+    assert "Words by their mean η" in printed
+    assert (tmp_path / "out" / "index.html").exists()
+
+    # a block's η from its coordinates': the mean square, and no error that coordinates could not add up to
+    class Engine:
+        def get_attribute_fil(self) -> Estimate:
+            value = torch.tensor([3.0, 4.0]).repeat(1, names["WIDTH"])
+            return Estimate(value, torch.full_like(value, 0.1), "estimate")
+
+    eta, error = names["leakage_by_word"](Engine())
+    torch.testing.assert_close(eta, torch.full((1, 2), 12.5**0.5))
+    torch.testing.assert_close(error, torch.full((1, 2), 0.1 * 3.5 / 12.5**0.5))

@@ -105,7 +105,7 @@ class Replica:
             if kind not in self._outputs:
                 if len(self._outputs) >= _MOST_SHAPES:
                     self._outputs.clear()
-                with self._random_state_kept():
+                with self.random_state_kept():
                     self._outputs[kind] = outputs_of_one_example(self.live, names, public)
             return self._outputs[kind]
 
@@ -137,7 +137,7 @@ class Replica:
         """
         floating = floating_inputs_of(self.live, args, kwargs)
         if self._embeddings is None:
-            with self._random_state_kept(), buffers_kept(self.live):
+            with self.random_state_kept(), buffers_kept(self.live):
                 integers = not all(leaf.is_floating_point() for leaf in tensors_of((args, kwargs)))
                 self._embeddings = embeddings_to_protect(self.live, args, kwargs) if integers else ()
             names = " and ".join(map(repr, self._embeddings))
@@ -158,7 +158,7 @@ class Replica:
                 )
         return private if floating else replace(private, submodule=self._embeddings or None)
 
-    def _random_state_kept(self) -> contextlib.AbstractContextManager[None]:
+    def random_state_kept(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the model may draw random numbers, which later ones do not show."""
         return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
 

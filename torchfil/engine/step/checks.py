@@ -379,8 +379,7 @@ class StepChecks(BatchChecks):
 
     def warn_if_not_smooth(self, forward: ForwardPass) -> None:
         """Warn of operators whose derivative jumps, in layers or called by the forward pass itself."""
-        devices = range(torch.cuda.device_count())
-        with torch.random.fork_rng(devices=devices), buffers_kept(self.replica.live):
+        with self.replica.random_state_kept(), buffers_kept(self.replica.live):
             operators = non_smooth_operators(self.replica.live, forward.args, forward.kwargs)
         if operators:
             warnings.warn(

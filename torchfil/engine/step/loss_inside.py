@@ -110,8 +110,7 @@ class LossInside:
         trainable, constant = trainable_and_constant(self.replica.live)
         weights = {name: value.clone().requires_grad_() for name, value in trainable.items()}
         weights |= {name: value.clone() for name, value in constant.items()}
-        devices = [self.replica.device] if self.replica.device.type == "cuda" else []
-        with torch.enable_grad(), differentiable_twice(), torch.random.fork_rng(devices=devices):
+        with torch.enable_grad(), differentiable_twice(), self.replica.random_state_kept():
             return call_with(self.replica.template, weights, args, kwargs)
 
     def _gives_the_same(

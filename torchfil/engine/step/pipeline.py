@@ -268,7 +268,7 @@ class StepPipeline(StepStages):
             with torch.enable_grad(), differentiable_twice(), buffers_kept(self.replica.live):
                 return self.replica.live(*args, **kwargs)
 
-        with torch.random.fork_rng(devices=[self.replica.device] if self.replica.device.type == "cuda" else []):
+        with self.replica.random_state_kept():
             outputs, masks = call_and_record_masks(run_live, self.replica.device, expected=True)
         losses = self._inside.losses_in(outputs)
         if not losses:

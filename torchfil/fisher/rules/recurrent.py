@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from torchfil.fisher.rules.call import UnsupportedCallError
+from torchfil.fisher.rules.cells import CELLS
 from torchfil.fisher.rules.linear import LinearRule
-from torchfil.fisher.rules.recurrence import CELLS, recurrence
+from torchfil.fisher.rules.recurrence import recurrence
 from torchfil.fisher.rules.telling import register_telling, tell_use
 
 __all__ = ["run_recurrent"]
