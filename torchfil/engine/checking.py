@@ -33,8 +33,9 @@ from torchfil.engine.step.stages import private_without_labels
 from torchfil.engine.step.values import Wanted
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
-from torchfil.fisher.gradients import ExampleGradients, check_modules, check_unweighted_mean, differentiable_twice
+from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks
+from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.precision import autocast_now
 from torchfil.fisher.recording import Plan
 from torchfil.fisher.recording.passes import record
