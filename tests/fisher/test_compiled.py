@@ -161,7 +161,7 @@ class _Pretended:
     def __init__(self, size: int, compiled: bool = False, probes_at_once: int = 1) -> None:
         self.size, self.compiled, self.probes_at_once = size, compiled, probes_at_once
 
-    def replay(self, examples: Any, wanted: Wanted, look: Any) -> Any:
+    def replay(self, examples: Any, wanted: Wanted, look: Any, *, begun: bool = False) -> Any:
         assert len(examples) <= self.size
         return self
 
@@ -249,10 +249,10 @@ class _Uncaptured:
         self.gradients, self.stages = gradients, stages
         assert len(list(stages(gradients))) == num_stages
 
-    def replay(self, examples: Any, look: Any) -> Any:
+    def replay(self, examples: Any, look: Any, *, begun: bool = False) -> Any:
         results = list(self.stages(self.gradients))
-        for result in results[:-1]:
-            look(result)
+        for number, result in enumerate(results[:-1]):
+            look(number, result)
         return results
 
 
