@@ -159,7 +159,7 @@ def main() -> None:
     engine, accuracy = trained(notes, options)
     print(f"accuracy {100 * accuracy:.0f} %")
     show(notes, engine)
-    page = engine.report(options.out, delta=DELTA, title="Notes", hash_data=False)
+    page = engine.report(options.out, delta=DELTA, title="Notes", texts=[words for words, _ in notes])
     print(f"\nreport: {page}\nThese numbers depend on private data and are confidential themselves.")
 
 

@@ -280,3 +280,27 @@ def test_integers_beside_floats_count_as_known_and_the_log_says_so(caplog: pytes
         "To protect them, too: private=Private(inputs=[0], submodule=['town'])"
     ]
     assert replica.lay_out(given, {}, None, Private(inputs=[0], submodule=["town"])).z.shape == (2, 5)
+
+
+def test_words_of_the_most_exposed_texts(tmp_path: Path) -> None:
+    """η² of a word is the mean of its coordinates' I_jj, and those of a text add up to its trace."""
+    options = {"collate": padded_with_mask, "track": ("diagonal",)}
+    engine, traces = train(Reader(), private=Private(submodule="words", max_length=5), **options)
+    words = [[f"{t}" for t in tokens.tolist()] for tokens, _ in texts()]
+    path = engine.save_run(tmp_path / "run.fil", delta=1e-5, texts=words, hash_data=False)
+    run = saved_run.load(path)
+    assert run.attributes is None
+    assert run.texts is not None
+    assert run.texts.rows.tolist() == engine.get_fil().value.argsort(descending=True).tolist()[: len(run.texts.rows)]
+    assert run.texts.fil.shape[1] == 5
+    for row, own, fil in zip(run.texts.rows, run.texts.words, run.texts.fil, strict=True):
+        assert own == words[row]
+        assert bool((fil[: len(own)] >= 0).all())
+        assert bool(torch.from_numpy(fil[len(own) :]).isnan().all())
+        assert WIDTH * float((fil[: len(own)] ** 2).sum()) == pytest.approx(float(traces[row]), rel=1e-5)
+    for wrong, why in ((words[:-1], "9 entries for 10"), ([[*each, *"abcde"] for each in words], "do not fit")):
+        with pytest.raises(ValueError, match=why):
+            engine.save_run(tmp_path / "wrong.fil", delta=1e-5, texts=wrong)
+    untracked, _ = train(Reader(), collate=padded_with_mask, private=Private(submodule="words"))
+    with pytest.raises(ValueError, match="track=\\('diagonal',\\)"):
+        untracked.save_run(tmp_path / "wrong.fil", delta=1e-5, texts=words)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, QuestionRecord, SavedRun
+from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, QuestionRecord, SavedRun, Texts
 
 
 def _question(n: int) -> QuestionRecord:
@@ -48,6 +48,11 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
         "groups": {"sex": rng.choice(np.asarray(["f", "m"]), size=n), "site": np.asarray(["A"] * n)},
         "pictures": Pictures(
             np.arange(4), rng.integers(256, size=(4, 5, 6), dtype=np.uint8), rng.normal(size=(4, 5, 6)).astype("f4")
+        ),
+        "texts": Texts(
+            np.arange(2),
+            [["she", "has", "<gout>"], ["cold"]],
+            np.asarray([[0.1, 0.2, 0.5], [0.3, np.nan, np.nan]], "f4"),
         ),
         "history": {"step": np.asarray([1, 2, 4]), "fil_median": np.asarray([0.1, 0.2, 0.3])},
         "bounds": {"rdp_mse_bound": {"paper": 0.2, "replace_one": 0.1}, "rero": {"prior": [0.1], "success": [0.3]}},

@@ -505,3 +505,16 @@ def test_one_trial_is_not_testable_and_never_held(tmp_path: Path) -> None:
         "a guess", "all", [0, 1], np.array([1e-9, 5.0]), "mse", trials=9, standard_error=np.full(2, 1e-12)
     )
     assert torchfil.compare_with_bounds([1.0, 1.0], many).verdicts == ["violated", "held"]
+
+
+def test_words_are_shaded_by_their_leakage_and_left_out_of_the_public_version(tmp_path: Path) -> None:
+    run = made_up()
+    section = re.search(
+        r"<section id=\"words\">(.*?)</section>", write_report(run, tmp_path / "full").read_text(), flags=re.DOTALL
+    )
+    assert section is not None
+    assert re.findall(r"--share: (\d+)%", section[1]) == ["20", "40", "100", "60"]
+    assert "&lt;gout&gt;: η = 0.5" in section[1]
+    assert "unbiased attacker" in section[1]
+    public = write_report(run, tmp_path / "public", redacted=True)
+    assert not any("gout" in path.read_text(errors="ignore") for path in public.parent.rglob("*") if path.is_file())

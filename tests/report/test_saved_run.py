@@ -218,3 +218,15 @@ def test_entries_of_another_kind_are_refused(entry: str, value: Any, expected: s
     with pytest.raises(ValueError, match=f"about: {expected}"):
         dataclasses.replace(given, about={**given.about, entry: value})
     assert dataclasses.replace(given, about={**given.about, entry: None}).about[entry] is None
+
+
+def test_texts_come_back_and_must_fit_their_rows(tmp_path: Path) -> None:
+    run = made_up()
+    back = load(save(run, tmp_path / "run.fil"))
+    assert run.texts is not None
+    assert back.texts is not None
+    assert back.texts.words == run.texts.words
+    np.testing.assert_array_equal(back.texts.fil, run.texts.fil)
+    np.testing.assert_array_equal(back.texts.rows, run.texts.rows)
+    with pytest.raises(ValueError, match="texts: 2 rows, but arrays of"):
+        dataclasses.replace(run, texts=dataclasses.replace(run.texts, words=[["one"]]))

@@ -7,12 +7,9 @@ No optimizer and no loader are needed, and the model is left as it is: passes ru
 from __future__ import annotations
 
 import re
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +17,8 @@ from torch import Tensor, nn
 
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.engine.batches import BatchTracker, plain
-from torchfil.engine.checked import LayerCheck, ModelCheck, StepCost
+from torchfil.engine.checked import ModelCheck, StepCost
+from torchfil.engine.checked_layers import layers_of, median_seconds
 from torchfil.engine.loader import is_target_name, split_batch
 from torchfil.engine.losses import IdentifiedLoss, LossMismatchError, likely_loss
 from torchfil.engine.options import Accounting, RunOptions
@@ -33,18 +31,11 @@ from torchfil.engine.step.stages import private_without_labels
 from torchfil.engine.step.values import Wanted
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
-from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
+from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks
 from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.precision import autocast_now
 from torchfil.fisher.recording import Plan
-from torchfil.fisher.recording.passes import record
-from torchfil.fisher.rules.convolution import ConvolutionRule
-from torchfil.fisher.rules.embedding import EmbeddingRule
-from torchfil.fisher.rules.generic import GenericRule
-from torchfil.fisher.rules.linear import LinearRule
-from torchfil.fisher.rules.normalisation import NormalisationRule
-from torchfil.fisher.rules.parameters import ParameterRule, ReparametrisedRule
 from torchfil.private import Private, as_call
 from torchfil.smoothness import SmoothnessValidator
 from torchfil.utils.trees import map_tensors, tensors_of
@@ -52,19 +43,7 @@ from torchfil.utils.trees import map_tensors, tensors_of
 __all__ = ["check"]
 
 Criterion = Callable[[Any, Any], Tensor]
-_RULES_IN_WORDS: dict[type, str] = {
-    GenericRule: "none: gradients formed example by example (vmap)",
-    ReparametrisedRule: "weights made from parameters: closed form, led back",
-    ParameterRule: "bare parameter, where it meets the examples",
-    LinearRule: "linear, closed form",
-    ConvolutionRule: "convolution, closed form",
-    EmbeddingRule: "embedding, closed form",
-    NormalisationRule: "normalisation, closed form",
-}
-_Row = tuple[str, str, set[str], str, float | None, bool]  # as LayerCheck has it, with the parameters by name
-_MAPPED = "none: the whole model is mapped over examples (vmap)"
 _NOISE, _THRESHOLD = 1.0, 1.0  # of the step that is timed; its time does not depend on them
-_LONG = 10.0  # seconds, after which a pass is not timed again
 
 
 @dataclass(frozen=True)
@@ -254,7 +233,7 @@ def _examined(result: ModelCheck, subject: _Subject, options: RunOptions, repeat
         loss=subject.loss_in_words,
         private=str(examples),
         num_coordinates=own if isinstance(own, int) else int(own.max()),
-        layers=_layers(gradients, plan, options.max_memory),
+        layers=layers_of(gradients, plan, options.max_memory),
         costs=_costs(subject, lambda: evaluator.evaluate(batch, wanted), plan, len(seeds), repeats),
         bytes_per_example=plan.bytes_per_example or _mapped_bytes(batch, wanted, options.max_memory),
         tried_in=str(plan.tried_in).removeprefix("torch."),
@@ -270,49 +249,6 @@ def _not_smooth(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", str(error)) for error in errors))
 
 
-def _layers(gradients: ExampleGradients, plan: Plan, max_memory: int) -> tuple[LayerCheck, ...]:
-    """How each group of layers that hold trainable parameters is accounted for, in the order of the forward pass."""
-    if not plan.fits:
-        mapped: list[_Row] = [
-            (name, type(module).__name__, set(own), _MAPPED, None, True)
-            for name, module in gradients.model.named_modules()
-            if (own := [key for key in gradients.parameters if key.rpartition(".")[0] == name])
-        ]
-        return _grouped(mapped, gradients.parameters)
-
-    room = max(2, max_memory // max(1, plan.bytes_per_example))
-    part = replace(gradients, examples=gradients.examples[slice(0, min(room, len(gradients)))])
-    with torch.enable_grad(), part.backward_state():
-        recording = record(part, part.examples.z.detach().requires_grad_())
-        rows: list[_Row] = []
-        for call in (call.wide() for call in recording.calls):
-            seconds = _seconds(partial(call.rule.squared_norm, call), part.device, 3)
-            words = next((text for kind, text in _RULES_IN_WORDS.items() if isinstance(call.rule, kind)), None)
-            kind = "Parameter" if isinstance(call.rule, ParameterRule) else type(call.module).__name__
-            generic = isinstance(call.rule, GenericRule)
-            names = set(call.shared_names.values())
-            rows.append((call.name, kind, names, words or type(call.rule).__name__, 1e3 * seconds, generic))
-    return _grouped(rows, gradients.parameters)
-
-
-def _grouped(rows: list[_Row], parameters: Mapping[str, Tensor]) -> tuple[LayerCheck, ...]:
-    """Rows whose names differ in numbers alone, together; a layer that is called several times counts once."""
-    groups: dict[tuple[str, str, str, bool], list[tuple[str, set[str], float | None]]] = {}
-    for name, kind, names, words, milliseconds, falls_back in rows:
-        starred = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "the model itself"
-        groups.setdefault((starred, kind, words, falls_back), []).append((name, names, milliseconds))
-
-    table = []
-    for (starred, kind, words, falls_back), members in groups.items():
-        names = set[str]().union(*(own for _, own, _ in members))
-        count = len({name for name, _, _ in members})
-        times = [milliseconds for _, _, milliseconds in members if milliseconds is not None]
-        size = sum(parameters[name].numel() for name in names if name in parameters)
-        shown = starred if count > 1 else members[0][0] or "the model itself"
-        table.append(LayerCheck(shown, kind, count, size, words, sum(times) if times else None, falls_back))
-    return tuple(table)
-
-
 def _costs(
     subject: _Subject, step: Callable[[], object], plan: Plan, num_probes: int, repeats: int
 ) -> tuple[StepCost, ...]:
@@ -326,28 +262,14 @@ def _costs(
             loss = subject.loss(replica.live(*forward.args, **forward.kwargs), targets)
             torch.autograd.grad(loss.sum(), trainable, allow_unused=True)
 
-    before = _seconds(plainly, replica.device, repeats)
-    after = _seconds(step, replica.device, repeats)
+    before = median_seconds(plainly, replica.device, repeats)
+    after = median_seconds(step, replica.device, repeats)
     probes = f"{num_probes} probe{'s' if num_probes > 1 else ''}"
     name = f"{'recorded' if plan.fits else 'mapped'} pass: sums and accounting, {probes}"
     return (
         StepCost("plain forward and backward", 1e3 * before, 1.0),
         StepCost(name, 1e3 * after, after / before),
     )
-
-
-def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median time of a call, the first not counted but where it takes very long."""
-    times = []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-        if times[0] > _LONG:
-            return times[0]
-    return statistics.median(times[1:])
 
 
 def _mapped_bytes(batch: PrivateBatch, wanted: Wanted, max_memory: int) -> int:

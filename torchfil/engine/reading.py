@@ -277,13 +277,14 @@ class LeakageReading(PrivacyEngine):
         input_range: tuple[float, float] | None = None,
         groups: Mapping[str, Labels] | None = None,
         pictures: int = 8,
+        texts: Sequence[Sequence[str]] | None = None,
         attacks: Sequence[AttackResult | BoundComparison] = (),
         hash_data: bool = True,
     ) -> Path:
         """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
 
-        The file is safe to load, holds neither model nor data (but for the pictures), is replaced only when complete
-        and readable by its owner only; its content is **confidential**. The run can go on afterwards, unchanged.
+        The file is safe to load, holds neither model nor data (but for pictures and texts), is replaced only when
+        complete and readable by its owner only; its content is **confidential**. The run can go on afterwards.
 
         Args:
             path: The file; its suffix is .fil by custom.
@@ -297,6 +298,9 @@ class LeakageReading(PrivacyEngine):
             groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
             pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, where
                 inputs are images of 1 or 3 channels; 0: none.
+            texts: Every example's words, in the order of the data set, one for each position of the private embedding:
+                the report shows those of the 20 most exposed examples, each with its leakage; needs
+                ``track=("diagonal",)``. They are private data.
             attacks: What attacks on the run achieved (measure "mse"); each is set beside the run's bounds, unless it
                 comes from :func:`torchfil.compare_with_bounds`.
             hash_data: Whether to read through the data set for its checksum.
@@ -310,6 +314,7 @@ class LeakageReading(PrivacyEngine):
             input_range=input_range,
             groups=groups,
             pictures=pictures,
+            texts=texts,
             attacks=attacks,
             hash_data=hash_data,
         )

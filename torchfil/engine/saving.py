@@ -18,6 +18,7 @@ from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.epsilon import epsilon_over_time
+from torchfil.engine.exposed_words import exposed_words
 from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.robustness import everybodys_robustness
 from torchfil.engine.run_view import RunView
@@ -30,6 +31,7 @@ __all__ = ["Labels", "build_saved_run"]
 
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable]
 
+_MOST_TEXTS = 20
 _PRIORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
 
 
@@ -43,6 +45,7 @@ def build_saved_run(
     input_range: tuple[float, float] | None = None,
     groups: Mapping[str, Labels] | None = None,
     pictures: int = 8,
+    texts: Sequence[Sequence[str]] | None = None,
     attacks: Sequence[AttackResult | BoundComparison] = (),
     hash_data: bool = True,
 ) -> SavedRun:
@@ -50,7 +53,9 @@ def build_saved_run(
     _check_parts(pictures, input_range, groups)
     leakage = run.leakage
     records = [_attack_record(attack, leakage) for attack in attacks]
-    attributes = _attributes(leakage, attribute_names, attribute_units)
+    # coordinates of words have no names of their own: the words tell it
+    named = texts is None or attribute_names is not None
+    attributes = _attributes(leakage, attribute_names, attribute_units) if named else None
     labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
     columns = {name: np.asarray(values) for name, values in leakage.columns()[1].items() if name != "fil_kind"}
     columns["epsilon"] = run.individual_epsilon.cpu().numpy()
@@ -59,6 +64,8 @@ def build_saved_run(
     with generators_kept():
         about = _about(run, hash_data)
         shown = thumbnails(run, columns["fil"], columns["participations"], pictures) if pictures else None
+    length = run.options.private.max_length if run.options.private is not None else None
+    words = exposed_words(leakage, texts, length, columns["fil"], _MOST_TEXTS) if texts is not None else None
     about["title"] = title if title is not None else f"{about['model']['name']} on {len(columns['fil']):,} examples"
     about["unit_of_inputs"] = unit_of_inputs
     about["dataset"]["input_range"] = [float(end) for end in input_range] if input_range is not None else None
@@ -70,6 +77,7 @@ def build_saved_run(
         attributes=attributes,
         groups=labels,
         pictures=shown,
+        texts=words,
         history=_history(run),
         bounds=_bounds(run, input_range),
         attacks=records,

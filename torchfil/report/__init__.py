@@ -1,7 +1,7 @@
 """From a saved run to a page: reads tables, computes no privacy."""
 
 from torchfil.report.page.sections import register_section
-from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, SavedRun, load, save
+from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, SavedRun, Texts, load, save
 from torchfil.report.writer import write_report
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Attributes",
     "Pictures",
     "SavedRun",
+    "Texts",
     "load",
     "register_section",
     "save",

@@ -9,9 +9,9 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = [
     "Pictures",
     "QuestionRecord",
     "SavedRun",
+    "Texts",
     "load",
     "save",
 ]
@@ -115,6 +116,21 @@ class Pictures:
 
 
 @dataclass(frozen=True, eq=False)
+class Texts:
+    """Some examples as words, with how much of each leaks.
+
+    Attributes:
+        rows: Places in ``ids``, [m].
+        words: m lists of words.
+        fil: η_t = sqrt(Σ_j I_jj / w) over the w coordinates of word t, [m, T]; NaN behind a text's end.
+    """
+
+    rows: np.ndarray
+    words: list[list[str]]
+    fil: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class AttackRecord:
     """What an attack achieved beside what the bound allows; made by ``BoundComparison.record``.
 
@@ -150,6 +166,7 @@ class SavedRun:
         attributes: Per-attribute errors, where they were tracked.
         groups: By grouping, [n] labels (strings) each.
         pictures: Some examples as images.
+        texts: The most exposed examples as words.
         history: Over training time: step [t], fil_median, fil_q95, fil_max [t]; may be empty.
         bounds: JSON values: rdp_mse_bound, rero; may be empty.
         attacks: Results of attacks; may be empty.
@@ -166,6 +183,7 @@ class SavedRun:
     bounds: dict[str, Any] = field(default_factory=dict)
     attacks: list[AttackRecord] = field(default_factory=list)
     questions: list[QuestionRecord] = field(default_factory=list)
+    texts: Texts | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.about, dict) or not isinstance(self.bounds, dict):
@@ -208,10 +226,12 @@ class SavedRun:
     def _check_rows(self) -> None:
         """What has entries for some examples names them by their place, and has one entry each."""
         n = len(self)
-        parts: list[tuple[str, np.ndarray, list[np.ndarray]]] = []
+        parts: list[tuple[str, np.ndarray, list[Sized]]] = []
         if self.pictures is not None:
             maps = [] if self.pictures.maps is None else [self.pictures.maps]
             parts.append(("pictures", self.pictures.rows, [self.pictures.images, *maps]))
+        if self.texts is not None:
+            parts.append(("texts", self.texts.rows, [self.texts.words, self.texts.fil]))
         parts += [(f"attack {a.name!r}", a.rows, [a.predicted, a.achieved, a.violated]) for a in self.attacks]
         for what, rows, others in parts:
             if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < n:
@@ -368,6 +388,11 @@ def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         arrays["pictures/images"] = run.pictures.images
         if run.pictures.maps is not None:
             arrays["pictures/maps"] = run.pictures.maps
+    if run.texts is not None:
+        arrays["texts/rows"] = run.texts.rows.astype(np.int64)
+        arrays["texts/fil"] = run.texts.fil
+        arrays["texts/lengths"] = np.asarray([len(words) for words in run.texts.words], dtype=np.int64)
+        _pack_strings(arrays, "texts/words", [word for words in run.texts.words for word in words])
     for number, attack in enumerate(run.attacks):
         arrays[f"attack/{number}/rows"] = attack.rows.astype(np.int64)
         arrays[f"attack/{number}/predicted"] = attack.predicted
@@ -399,6 +424,11 @@ def _unpacked(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> Sa
     pictures = None
     if "pictures/rows" in arrays:
         pictures = Pictures(arrays["pictures/rows"], arrays["pictures/images"], arrays.get("pictures/maps"))
+    texts = None
+    if "texts/rows" in arrays:
+        words = iter(_unpack_strings(arrays, "texts/words"))
+        by_text = [list(islice(words, length)) for length in arrays["texts/lengths"].tolist()]
+        texts = Texts(arrays["texts/rows"], by_text, arrays["texts/fil"])
 
     order = json.loads(header["order"])
     return SavedRun(
@@ -411,6 +441,7 @@ def _unpacked(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> Sa
             for name in order["groups"]
         },
         pictures=pictures,
+        texts=texts,
         history={name: arrays[f"history/{name}"] for name in order["history"]},
         bounds=json.loads(header["bounds"]),
         attacks=[

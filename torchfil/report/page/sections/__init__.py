@@ -21,6 +21,7 @@ from torchfil.report.page.sections import (
     other_bounds,
     questions,
     training,
+    words,
 )
 
 __all__ = ["register_section", "sections"]
@@ -32,6 +33,7 @@ _SECTIONS: list[Section] = [
     Section("distribution", "How closely examples could be rebuilt", distribution.render),
     Section("bounds", "Beside other bounds", other_bounds.render),
     Section("exposed", "The most and the least exposed", exposed.render),
+    Section("words", "Which words leak", words.render),
     Section("attributes", "Single attributes", attributes.render),
     Section("questions", "What any attacker can tell", questions.render),
     Section("groups", "Who is exposed more than others", groups.render),
