@@ -159,6 +159,7 @@ def main() -> None:
     engine, accuracy = trained(notes, options)
     print(f"accuracy {100 * accuracy:.0f} %")
     show(notes, engine)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     page = engine.report(options.out, delta=DELTA, title="Notes", texts=[words for words, _ in notes])
     print(f"\nreport: {page}\nThese numbers depend on private data and are confidential themselves.")
 
