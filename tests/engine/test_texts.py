@@ -19,6 +19,9 @@ from torch.utils.data import DataLoader
 from torchfil import FILPrivacyEngine, Private
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.engine.replica import Replica
+from torchfil.engine.step import evaluation
+from torchfil.fisher import ExampleGradients
+from torchfil.fisher.recording import Plan
 from torchfil.report import saved_run
 
 WIDTH = 2
@@ -304,3 +307,20 @@ def test_words_of_the_most_exposed_texts(tmp_path: Path) -> None:
     untracked, _ = train(Reader(), collate=padded_with_mask, private=Private(submodule="words"))
     with pytest.raises(ValueError, match="track=\\('diagonal',\\)"):
         untracked.save_run(tmp_path / "wrong.fil", delta=1e-5, texts=words)
+
+
+def test_a_length_between_others_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After four lengths, those between them are taken on trust; shorter and longer ones are tried."""
+    tried: list[int] = []
+    monkeypatch.setattr(evaluation, "plan", lambda gradients: tried.append(gradients.num_coordinates) or Plan(None, 64))
+
+    evaluator = evaluation.Evaluator(Replica(nn.Linear(3, 2)), 4, 2**20, cuda_graphs=False, compiled=False)
+
+    def plan_for(length: int) -> Plan:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(length, 2))
+        x, y = torch.randn(4, length), torch.zeros(4, dtype=torch.int64)
+        return evaluator.plan(ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y))
+
+    for length in (4, 9, 6, 12, 7, 10, 5, 7, 3, 13, 8):
+        assert plan_for(length).fits
+    assert tried == [4, 9, 6, 12, 3, 13]

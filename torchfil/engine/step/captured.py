@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 OutputLook = Callable[[tuple[Tensor, ...]], None]  # is given the gradients at the outputs as soon as they stand
 
 _MOST_GRAPHS = 48
+_GRAPHS_AT_ONCE = 16  # that are captured at their first use
+_USES_BEFORE_CAPTURING = 3  # of further ones
 BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected batch
 _USES_BEFORE_COMPILING = 16
 _SHARE_BEFORE_COMPILING = 0.125  # of the batches so far
@@ -62,6 +64,7 @@ class CapturedPasses:
         self._uses: Counter[tuple[Hashable, int]] = Counter()
         self._pool: Any = None  # one memory for all graphs: they are replayed one after the other
         self._replays = 0
+        self._asked: Counter[tuple[Hashable, int]] = Counter()
 
     def begin(self, gradients: ExampleGradients, mode: Hashable) -> Begun | None:
         """Replay the forward half of a graph that such examples were passed through before; None: there is none.
@@ -88,7 +91,7 @@ class CapturedPasses:
         look: OutputLook | None,
         begun: Begun | None = None,
     ) -> StepValues | None:
-        """The pass over a batch; None where it cannot be captured. The next pass overwrites what it gives.
+        """The pass over a batch; None where it cannot be captured, or not yet. The next pass overwrites what it gives.
 
         Args:
             batch: At least one example.
@@ -101,6 +104,10 @@ class CapturedPasses:
         gradients = batch.gradients
         size = -(-len(gradients) // self.bucket) * self.bucket
         kind = (signature(gradients), mode, wanted.kind, batch.mechanism)
+        if (kind, size) not in self._captured and len(self._captured) >= _GRAPHS_AT_ONCE:
+            self._asked[kind, size] += 1
+            if self._asked[kind, size] < _USES_BEFORE_CAPTURING:
+                return None  # one of many lengths, perhaps never to come again
         try:
             captured = self._compiled_for(batch, wanted, kind, size, room) if self.compiled else None
             captured = (

@@ -28,12 +28,14 @@ from torchfil.fisher.recording import (
     run_alike,
 )
 from torchfil.private import Examples
+from torchfil.utils.trees import form_of, tensors_of
 
 __all__ = ["Evaluator"]
 
 logger = logging.getLogger(__name__)
 
 _MOST_PLANS = 256
+_LENGTHS_TO_TRY = 4  # of texts of which others lie between
 
 
 class Evaluator:
@@ -66,6 +68,7 @@ class Evaluator:
         self._graphs_of_few: CapturedPasses | None = None  # their memory is their own: both results are in use together
         self._graphs_made_at = replica.changes
         self._plans: dict[Hashable, Plan] = {}
+        self._fitting: dict[Hashable, dict[int, Plan]] = {}  # by all but lengths, then by the number of coordinates
         self._not_recorded_live: set[Hashable] = set()
 
     def has_plan(self, gradients: ExampleGradients) -> bool:
@@ -73,10 +76,17 @@ class Evaluator:
         return self._key(gradients) in self._plans
 
     def plan(self, gradients: ExampleGradients) -> Plan:
-        """Whether a recorded pass fits the model; tried once for every shape of examples."""
+        """Whether a recorded pass fits the model; tried once for every shape of examples.
+
+        Texts come in many lengths: one between others that were tried needs no trial of its own.
+        """
         key = self._key(gradients)
         if key in self._plans or not len(gradients):
             return self._plans.get(key, Plan(None, 1))
+        fitting = self._fitting.setdefault(self._kin(gradients), {})
+        if len(fitting) >= _LENGTHS_TO_TRY and min(fitting) < gradients.num_coordinates < max(fitting):
+            self._plans[key] = fitting[max(fitting)]  # which holds the most
+            return self._plans[key]
         constants = self.replica.note_written(gradients.constants)
         found = plan(replace(gradients, constants=constants))
         self.replica.learn_written(constants)
@@ -85,7 +95,10 @@ class Evaluator:
         if len(gradients) > 1:  # one example cannot show whether examples mix
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
+                self._fitting.clear()
             self._plans[key] = found
+            if found.fits:
+                fitting[gradients.num_coordinates] = found
             _tell(found, gradients.autocast)
         return found
 
@@ -267,6 +280,12 @@ class Evaluator:
 
     def _key(self, gradients: ExampleGradients) -> Hashable:
         return gradients.examples.form, self.replica.key, tuple(gradients.parameters), gradients.autocast
+
+    def _kin(self, gradients: ExampleGradients) -> Hashable:
+        """The same for examples that differ in lengths only."""
+        public = gradients.examples.public
+        kinds = tuple((leaf.ndim, leaf.dtype) for leaf in tensors_of(public))
+        return kinds, form_of(public), self.replica.key, tuple(gradients.parameters), gradients.autocast
 
 
 def _fits(batch: PrivateBatch) -> bool:
