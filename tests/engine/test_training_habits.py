@@ -378,6 +378,10 @@ class TestSamplers:
         dataset = data(40)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            make(batches=self.batches(None, dataset))
-            make(batches=DataLoader(dataset, batch_size=8, shuffle=True))
-            make(batches=DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 8, False)))
+            loaders = [
+                self.batches(None, dataset),
+                DataLoader(dataset, batch_size=8, shuffle=True),
+                DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 8, False)),
+            ]
+            private = [make(batches=loader)[-1] for loader in loaders]
+        assert [len(each) for each in private] == [5, 5, 5]

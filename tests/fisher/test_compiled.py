@@ -359,3 +359,14 @@ def test_a_compiled_run_is_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None
         assert any(known.compiled for known in captured) == compiled
     for plain, other in zip(*runs, strict=True):
         assert relative_error(other, plain) < 1e-8
+
+
+def test_of_many_kinds_those_that_come_again_are_captured() -> None:
+    """Sixteen at their first use, further ones at their third; what is remembered of others is bounded."""
+    passes = CapturedPasses(8)
+    passes._captured = {(k, 8): _Pretended(8) for k in range(16)}  # type: ignore[misc]
+    assert not passes._comes_too_rarely(3, 8)
+    assert [passes._comes_too_rarely("new", 8) for _ in range(3)] == [True, True, False]
+    for k in range(1000):
+        assert passes._comes_too_rarely(("other", k), 8)
+    assert len(passes._asked) <= 256

@@ -283,6 +283,8 @@ def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tup
     lines = []
     if not model.training:
         lines.append("the model is in evaluation mode: call model.train() before make_private")
+
+    # What makes steps slow.
     if result.loss is not None and result.loss.startswith("the model's own"):
         lines.append(
             "the loss could not be told from the other outputs: let the model run without labels, too, and give the "
@@ -299,6 +301,8 @@ def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tup
             f"no layer rule for {', '.join(generic)}: use layers that have one (docs/layers.md), or register one with "
             "torchfil.fisher.rules.register_rule (CONTRIBUTING.md)"
         )
+
+    # What the numbers rest on.
     if result.not_smooth:
         lines.append(
             "with what is not smooth, bounds are no guarantees: torchfil.SmoothnessValidator.fix(model) replaces "
@@ -306,6 +310,7 @@ def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tup
         )
     if result.loss is not None and "assumed" in result.loss:
         lines.append("pass criterion= to be sure of the loss; a loop's loss is identified at its first step")
+
     room = max_memory // max(1, result.bytes_per_example or 1) if max_memory else result.batch_size
     if room < result.batch_size:
         lines.append(

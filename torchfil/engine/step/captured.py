@@ -32,6 +32,7 @@ OutputLook = Callable[[tuple[Tensor, ...]], None]  # is given the gradients at t
 _MOST_GRAPHS = 48
 _GRAPHS_AT_ONCE = 16  # that are captured at their first use
 _USES_BEFORE_CAPTURING = 3  # of further ones
+_MOST_ASKED = 256
 BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected batch
 _USES_BEFORE_COMPILING = 16
 _SHARE_BEFORE_COMPILING = 0.125  # of the batches so far
@@ -104,10 +105,10 @@ class CapturedPasses:
         gradients = batch.gradients
         size = -(-len(gradients) // self.bucket) * self.bucket
         kind = (signature(gradients), mode, wanted.kind, batch.mechanism)
-        if (kind, size) not in self._captured and len(self._captured) >= _GRAPHS_AT_ONCE:
-            self._asked[kind, size] += 1
-            if self._asked[kind, size] < _USES_BEFORE_CAPTURING:
-                return None  # one of many lengths, perhaps never to come again
+        if not self.compiled and self._comes_too_rarely(kind, size):
+            return None
+
+        # A capture that fails once would fail again, and may have broken the memory that the graphs share.
         try:
             captured = self._compiled_for(batch, wanted, kind, size, room) if self.compiled else None
             captured = (
@@ -126,9 +127,20 @@ class CapturedPasses:
             self._captured.clear()
             self._pool = None
             return None
+
+        # The loop's forward pass counts where no other graph has been replayed over what it left.
         ready = begun is not None and begun.captured is captured and begun.replays == self._replays
         self._replays += 1
         return captured.replay(gradients.examples, wanted, look, begun=ready)
+
+    def _comes_too_rarely(self, kind: Hashable, size: int) -> bool:
+        """Whether a further graph is not worth capturing yet: one of many lengths, or of a noise that changes."""
+        if (kind, size) in self._captured or len(self._captured) < _GRAPHS_AT_ONCE:
+            return False
+        if len(self._asked) >= _MOST_ASKED:  # a noise that changes at each step asks for ever new ones
+            self._asked.clear()
+        self._asked[kind, size] += 1
+        return self._asked[kind, size] < _USES_BEFORE_CAPTURING
 
     def _compiled_for(
         self, batch: PrivateBatch, wanted: Wanted, kind: Hashable, size: int, room: int
