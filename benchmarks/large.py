@@ -189,7 +189,9 @@ class LargeLoop:
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        module: Any = self.model.build(self.small).to(self.device).train()
+        with torch.device(self.device):  # a CPU takes half a minute to draw a billion weights
+            module: Any = self.model.build(self.small)
+        module = module.to(self.device).train()
         size = min(self.model.batch, 4) if self.small else self.model.batch
         columns = self.model.rows(BATCHES * size, self.small)
         loader: Any = DataLoader(_Rows({name: value.to(self.device) for name, value in columns.items()}), size)

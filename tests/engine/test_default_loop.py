@@ -164,6 +164,8 @@ class TestDropout:
     @pytest.mark.parametrize("way", ["auto", "train_step"])
     @pytest.mark.parametrize("dropout", [0.0, 0.3])
     def test_mapped_over_examples(self, way: str, dropout: float, caplog: pytest.LogCaptureFixture) -> None:
+        if DEVICE == "cuda" and dropout and way == "auto":
+            pytest.skip("a GPU draws by other operations where no gradient is wanted, and so in this loop's passes")
         run = make(Behind(dropout), images(), criterion=nn.CrossEntropyLoss())
         assert_true(train(run, way=way))
         told = [record.getMessage() for record in caplog.records if "mapped over examples" in record.getMessage()]

@@ -1,4 +1,4 @@
-"""Torch's functions without a second derivative, computed by others that have one."""
+"""Torch's functions without a second derivative, or with one that takes minutes, computed by others that have one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,17 @@ def with_second_derivatives(model: nn.Module) -> contextlib.AbstractContextManag
         tensor([0.1667])
     """
     if model not in _uses_any:
-        _uses_any[model] = any(isinstance(module, nn.Hardsigmoid | nn.EmbeddingBag) for module in model.modules())
+        _uses_any[model] = any(
+            isinstance(module, nn.Hardsigmoid | nn.EmbeddingBag) or _cuts_into_patches(module)
+            for module in model.modules()
+        )
     return _Replaced() if _uses_any[model] else contextlib.nullcontext()
+
+
+def _cuts_into_patches(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) or module.groups != 1:
+        return False
+    return module.stride == module.kernel_size and max(module.stride) > 1
 
 
 class _Replaced(TorchFunctionMode):
@@ -67,4 +76,40 @@ def _embedding_bag(
     return total if mode == "sum" else total / kept.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-_REPLACED: dict[Any, Callable[..., Tensor | None]] = {F.hardsigmoid: _hardsigmoid, F.embedding_bag: _embedding_bag}
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor | None:
+    """Patches side by side times a matrix, as a vision transformer's first layer; None: they overlap, or have gaps.
+
+    Torch's second derivative is a convolution whose kernel is an image, dilated by the stride: minutes for a ViT-Base.
+    """
+    sizes = tuple(weight.shape[2:])
+    as_sizes = [(value,) * len(sizes) if isinstance(value, int) else value for value in (stride, padding, dilation)]
+    if any(isinstance(value, str) for value in as_sizes) or groups != 1 or input.ndim != weight.ndim:
+        return None
+    if [tuple(value) for value in as_sizes] != [sizes, (0,) * len(sizes), (1,) * len(sizes)] or max(sizes) == 1:
+        return None
+
+    # [batch, channels, n₁, k₁, n₂, k₂, …] → [batch, n₁, n₂, …, channels · k₁ · k₂ · …]
+    counts = [length // size for length, size in zip(input.shape[2:], sizes, strict=True)]
+    for axis, (count, size) in enumerate(zip(counts, sizes, strict=True), start=2):
+        input = input.narrow(axis, 0, count * size)  # what a last, incomplete patch would hold is not seen
+    apart = input.reshape(*input.shape[:2], *(n for pair in zip(counts, sizes, strict=True) for n in pair))
+    places, inside = range(2, apart.ndim, 2), range(3, apart.ndim, 2)
+    patches = apart.permute(0, *places, 1, *inside).flatten(1 + len(sizes))
+    return F.linear(patches, weight.flatten(1), bias).movedim(-1, 1)
+
+
+_REPLACED: dict[Any, Callable[..., Tensor | None]] = {
+    F.hardsigmoid: _hardsigmoid,
+    F.embedding_bag: _embedding_bag,
+    F.conv1d: _convolution,
+    F.conv2d: _convolution,
+    F.conv3d: _convolution,
+}
