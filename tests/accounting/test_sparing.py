@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchfil.accounting.goal import Exposure, Goal, divergence_of_rate
 from torchfil.accounting.sparing import (
-    ClipWeights,
+    RoundWeights,
     group_factors,
     group_levels,
     lowered_weights,
@@ -82,7 +82,7 @@ def test_groups_become_equal(power: float) -> None:
     torch.manual_seed(0)
     groups = torch.arange(300) % 3
     unit = torch.rand(300, dtype=torch.float64) * torch.tensor([1.0, 4.0, 9.0])[groups]
-    weights = ClipWeights.starting(None, range(300), ["a", "b", "c"] * 100, None)
+    weights = RoundWeights.starting(None, range(300), ["a", "b", "c"] * 100, None)
     goal = Goal(has_groups=True)
     following = weights.after(exposed(unit, power), goal)
     after = exposed(unit * following.values.square(), power)
@@ -123,8 +123,8 @@ def test_members() -> None:
 
 def test_groups_must_be_made_of_whole_cells() -> None:
     with pytest.raises(ValueError, match="groups cut through the cells of by="):
-        ClipWeights.starting(None, range(4), [0, 1, 0, 1], [0, 0, 1, 1])
-    nested = ClipWeights.starting(None, range(4), [0, 0, 1, 1], [0, 1, 2, 2])
+        RoundWeights.starting(None, range(4), [0, 1, 0, 1], [0, 0, 1, 1])
+    nested = RoundWeights.starting(None, range(4), [0, 0, 1, 1], [0, 1, 2, 2])
     assert nested.groups is not None
 
 

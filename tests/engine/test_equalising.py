@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchfil
+from torchfil import FILPrivacyEngine
 from torchfil.accounting.ids import ExampleIds
 from torchfil.fisher.results import Estimate
 from torchfil.guessing import Guess, largest_true_positive_rate
+from torchfil.questions import Absent
 
 pytestmark = pytest.mark.filterwarnings("ignore:The clip weights were computed from private data")
 
@@ -266,7 +270,7 @@ def test_the_caveat_is_a_warning(unit: Tensor) -> None:
         ({"margin": 0.5}, "margin=0.5 must be at least 1"),
         ({"grid": 0}, "grid=0 must be a whole number"),
         ({"delta": 1.0}, "delta=1.0 must lie strictly"),
-        ({"weights": torch.tensor([0.5, 1.5])}, "weights has 1.5; clip weights lie in"),
+        ({"weights": torch.tensor([0.5, 1.5])}, "clip_weights of example 1 is 1.5"),
         ({"groups": [0, 1], "by": [0, 1, 2]}, "must have one entry an example each"),
     ],
 )
@@ -289,3 +293,94 @@ def test_what_is_no_training(unit: Tensor) -> None:
         torchfil.equalise(lambda weights: StandIn(torch.full((3,), torch.inf)), target=1.0)
     with pytest.raises(ValueError, match="has measured nobody"):
         torchfil.equalise(lambda weights: StandIn(unit, measured=torch.zeros(2000, dtype=torch.bool)), target=1.0)
+
+
+class Digits:
+    """Private training of a small network on handwritten digits, another seed at each call."""
+
+    def __init__(
+        self, examples: int = 300, steps: int = 60, batch: int = 75, sigma: float = 1.0, **options: Any
+    ) -> None:
+        digits = load_digits()
+        self.inputs = torch.tensor(digits.data / 16, dtype=torch.float32)
+        self.targets = torch.tensor(digits.target)
+        self.train_set = TensorDataset(self.inputs[:examples], self.targets[:examples])
+        self.examples, self.steps, self.batch, self.sigma, self.options = examples, steps, batch, sigma, options
+        self.seed = 0
+        self.forgets = False
+
+    def __call__(self, weights: Tensor | None) -> tuple[FILPrivacyEngine, float]:
+        self.seed += 1
+        torch.manual_seed(self.seed)
+        model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+        engine = FILPrivacyEngine()
+        private_model, _, loader = engine.make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            DataLoader(self.train_set, batch_size=self.batch),
+            noise_multiplier=self.sigma,
+            criterion=nn.CrossEntropyLoss(),
+            clip_weights=None if self.forgets else weights,
+            **self.options,
+        )
+        done = 0
+        while done < self.steps:
+            for batch in loader:
+                engine.train_step(*batch)
+                done += 1
+        with torch.no_grad():
+            guesses = private_model(self.inputs[self.examples :]).argmax(dim=1)
+        return engine, float((guesses == self.targets[self.examples :]).double().mean())
+
+
+def test_digits_share_and_epsilon() -> None:
+    """A real run: the most exposed are spared, what is reported is the engine's own, and ε adds up over rounds."""
+    train = Digits(examples=100, steps=12, batch=40)
+    result = torchfil.equalise(train, share=0.05, margin=4.0, confidence=None, max_rounds=2, delta=1e-4)
+    assert result.worst > result.history[0].worst
+    assert result.worst == pytest.approx(result.engine.get_smallest_mse_bound()[0], rel=1e-6)
+    assert torch.equal(result.engine.clip_weights, result.weights)
+    assert 0 < result.history[-1].score <= 1  # type: ignore[operator]
+    single = result.history[0].epsilon
+    assert single is not None
+    assert single == pytest.approx(float(result.engine.get_epsilon(1e-4)))
+    assert result.epsilon_of_all_rounds is not None
+    assert single < result.epsilon_of_all_rounds < 2 * single
+
+
+def test_an_engine_without_the_weights_is_refused() -> None:
+    train = Digits(steps=8)
+    train.forgets = True
+    with pytest.raises(ValueError, match=r"its engine has none; hand them on: make_private\(…, clip_weights=weights\)"):
+        torchfil.equalise(train, share=0.05, confidence=None)
+
+
+@pytest.mark.slow
+def test_digits_meet_a_target() -> None:
+    """With intervals: every lower end reaches twice what the worst had, and fresh runs on average do, too."""
+    train = Digits(steps=80)
+    pilot = torchfil.equalise(train, share=0.05, max_rounds=1)
+    target = 2 * pilot.worst_end
+    result = torchfil.equalise(train, target=target, max_rounds=5, fresh_runs=2)
+    assert result.stopped == "target met"
+    assert result.worst >= target
+    assert result.history[-1].score > pilot.history[0].score - 0.05  # type: ignore[operator]
+
+
+@pytest.mark.slow
+def test_digits_question() -> None:
+    train = Digits(steps=60, questions={"member": Absent()})
+    result = torchfil.equalise(train, question="member", share=0.05, confidence=None, max_rounds=4)
+    assert result.worst < result.history[0].worst
+    rates = result.leakage.get_guess("member").true_positive_rate(0.01)
+    assert result.worst == pytest.approx(float(rates.max()), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_digits_groups() -> None:
+    """Classes leak differently; common factors bring their means together."""
+    train = Digits(steps=100)
+    result = torchfil.equalise(train, groups=train.targets[:300], group_ratio=1.2, max_rounds=6)
+    ratios = [each.group_ratio or 0.0 for each in result.history]
+    assert result.met
+    assert ratios[-1] <= 1.2 < ratios[0]

@@ -24,7 +24,7 @@ from torchfil.accounting.goal import Exposure, Goal
 from torchfil.accounting.ids import plain_key
 
 __all__ = [
-    "ClipWeights",
+    "RoundWeights",
     "group_factors",
     "group_levels",
     "lowered_weights",
@@ -149,7 +149,7 @@ def members_of(labels: Any, ids: Sequence[Hashable], name: str) -> tuple[Tensor,
 
 
 @dataclass(frozen=True)
-class ClipWeights:
+class RoundWeights:
     """The weights of one round: an own one for each example, times a common one for each group.
 
     Attributes:
@@ -175,7 +175,7 @@ class ClipWeights:
     @classmethod
     def starting(
         cls, weights: Tensor | None, ids: Sequence[Hashable], groups: Any, by: Any, **options: Any
-    ) -> ClipWeights:
+    ) -> RoundWeights:
         """Of the first round: those given, or 1; groups and cells checked against the examples' ids.
 
         Args:
@@ -217,7 +217,7 @@ class ClipWeights:
         known = [mean for mean in self.means(exposure).values() if mean > 0]
         return max(known) / min(known) if known else None
 
-    def after(self, exposure: Exposure, goal: Goal) -> ClipWeights:
+    def after(self, exposure: Exposure, goal: Goal) -> RoundWeights:
         """Those of the next round."""
         own = lowered_weights(self.own, exposure, goal.most, margin=self.margin, grid=self.grid).clamp(min=self.floor)
         if self.cells is not None:

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from torchfil.accounting.goal import Exposure, Goal, read_exposure
 from torchfil.accounting.leakage import Leakage
-from torchfil.accounting.sparing import ClipWeights
+from torchfil.accounting.sparing import RoundWeights
+from torchfil.clipping import check_clip_weights
 from torchfil.engine.equalised import HELD_FIXED, Equalised, Round, Stopped
 from torchfil.engine.reading import LeakageReading
 
@@ -110,7 +111,7 @@ def equalise(
     _check_options(train, max_rounds, fresh_runs, floor, margin, grid, weights, delta)
     _check_lengths({"groups": groups, "by": by, "weights": weights})
     rounds = _Rounds(train, delta)
-    current: ClipWeights | None = None
+    current: RoundWeights | None = None
     best: _Booked | None = None
     idle, stopped = 0, None
 
@@ -119,7 +120,7 @@ def equalise(
         trained = rounds.train(weights if current is None else current.values, goal)
         if current is None:
             ids = trained.leakage.ids.all()
-            current = ClipWeights.starting(weights, ids, groups, by, floor=floor, margin=margin, grid=grid)
+            current = RoundWeights.starting(weights, ids, groups, by, floor=floor, margin=margin, grid=grid)
             goal = goal.settled(trained.exposure)
         booked = rounds.book(trained, goal, current)
 
@@ -185,9 +186,8 @@ def _check_options(
         raise ValueError(f"margin={margin} must be at least 1: weights aim at so many times the target")
     if not (isinstance(grid, int) and grid >= 1):
         raise ValueError(f"grid={grid} must be a whole number of steps an octave, at least 1")
-    if weights is not None and not bool(((weights > 0) & (weights <= 1)).all()):
-        wrong = weights[~((weights > 0) & (weights <= 1))][0].item()
-        raise ValueError(f"weights has {wrong:g}; clip weights lie in (0, 1]: noise is made for gradients of norm C")
+    if weights is not None:
+        check_clip_weights(weights)
     if delta is not None and not 0 < delta < 1:
         raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
 
@@ -201,6 +201,18 @@ def _check_lengths(columns: Mapping[str, Any]) -> None:
     lengths = {name: len(column) for name, column in given.items() if not isinstance(column, Mapping)}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{lengths} must have one entry an example each, in the order of the data set")
+
+
+def _check_used(weights: Tensor | None, engine: Any) -> None:
+    """Raise where an engine that knows its clip weights has others than train was given."""
+    if weights is None or not isinstance(engine, LeakageReading):
+        return
+    used = engine.clip_weights
+    if used is None or not torch.equal(used.cpu(), weights.double().cpu()):
+        has = "has none" if used is None else "has others"
+        raise ValueError(
+            f"train was given clip weights, and its engine {has}; hand them on: make_private(…, clip_weights=weights)"
+        )
 
 
 @dataclass(frozen=True)
@@ -219,7 +231,7 @@ class _Booked:
     """A training with its weights, and how many times its worst is what it may be."""
 
     trained: _Trained
-    weights: ClipWeights
+    weights: RoundWeights
     missing: float
 
 
@@ -245,10 +257,11 @@ class _Rounds:
                 f"train returned a {type(engine).__name__}, which has no leakage to read; return the "
                 "FILPrivacyEngine of the training, or (engine, score)"
             )
+        _check_used(weights, engine)
         exposure = read_exposure(leakage, goal.question, goal.confidence)
         return _Trained(engine, leakage, exposure, None if score is None else float(score), seconds)
 
-    def book(self, trained: _Trained, goal: Goal, weights: ClipWeights, *, fresh: bool = False) -> _Booked:
+    def book(self, trained: _Trained, goal: Goal, weights: RoundWeights, *, fresh: bool = False) -> _Booked:
         """Enter a training into the history."""
         exposure, values, engine = trained.exposure, weights.values, trained.engine
         accountant = getattr(engine, "accountant", None)
