@@ -2,6 +2,7 @@
 
 torchfil.FILPrivacyEngine  Opacus's engine, with every example's leakage beside ε
 torchfil.check       before training: what a model's batches would do, and what to change
+torchfil.equalise    rounds of training that spare the few who are exposed most
 torchfil.fisher      Fisher information of a private step, per example, attribute or direction
 torchfil.bounds      what it means for an attacker
 torchfil.clipping    smooth gradient clipping
@@ -24,7 +25,7 @@ from torchfil.private import Private, superpixel
 from torchfil.smoothness import SmoothnessValidator
 
 if TYPE_CHECKING:
-    from torchfil.engine import Accounting, Execution, FILPrivacyEngine, check
+    from torchfil.engine import Accounting, Execution, FILPrivacyEngine, check, equalise
 
 __all__ = [
     "PLIS",
@@ -43,6 +44,7 @@ __all__ = [
     "clipping",
     "compare_with_bounds",
     "datasets",
+    "equalise",
     "exposure",
     "fisher",
     "register_clip",
@@ -55,7 +57,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The engine is imported when asked for, so that the functional core stands without Opacus."""
-    if name in ("Accounting", "Execution", "FILPrivacyEngine", "check"):
+    if name in ("Accounting", "Execution", "FILPrivacyEngine", "check", "equalise"):
         from torchfil import engine
 
         return getattr(engine, name)

@@ -18,7 +18,7 @@ sensitivity C stays valid. An uncalibrated clip reaches at most K·C.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +27,15 @@ from scipy import optimize
 from torch import Tensor
 from torch.func import grad, vmap
 
-__all__ = ["DEFAULT_CLIP", "ClipFunction", "available_clips", "get_clip", "register_clip", "supremum_of_ratio"]
+__all__ = [
+    "DEFAULT_CLIP",
+    "ClipFunction",
+    "available_clips",
+    "check_clip_weights",
+    "get_clip",
+    "register_clip",
+    "supremum_of_ratio",
+]
 
 DEFAULT_CLIP = "smooth"
 
@@ -84,6 +92,34 @@ class ClipFunction:
         threshold = self.threshold(max_grad_norm)
         t = norm / threshold
         return -self.derivative(t) / (threshold * self.c(t) ** 2)
+
+
+def check_clip_weights(weights: Tensor, ids: Sequence[Hashable] | None = None) -> None:
+    """Raise unless every ω that multiplies an example's clipped gradient lies in (0, 1].
+
+    Args:
+        weights: ω, [n].
+        ids: The examples' names; None: their numbers.
+
+    Raises:
+        ValueError: With the first example whose ω does not.
+
+    Example:
+        >>> check_clip_weights(torch.tensor([1.0, 0.25]))
+    """
+    outside = (~((weights > 0) & (weights <= 1))).nonzero().flatten().tolist()
+    if not outside:
+        return
+    row = outside[0]
+    value, name = float(weights[row]), row if ids is None else ids[row]
+    more = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
+    if value > 1:
+        why = "its clipped gradient could exceed max_grad_norm, so that ε would be too small; give at most 1"
+    elif value == 0:
+        why = "an example that adds nothing must not be in the data set at all; leave it out, or give a small weight"
+    else:
+        why = "a weight shrinks a gradient; give a number above 0 and at most 1"
+    raise ValueError(f"clip_weights of example {name!r} is {value:g}{more}, not in (0, 1]: {why}")
 
 
 _REGISTRY: dict[str, ClipFunction] = {}

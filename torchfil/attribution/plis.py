@@ -58,7 +58,7 @@ def susceptibility(
     gradients mapped over examples; in chunks either way.
 
     Args:
-        gradients: The examples with model and loss.
+        gradients: The examples with model and loss, and their weights ω where they are clipped with such.
         noise_std: s; None: 1.
         max_grad_norm: C; None: no clipping.
         clip: The clip function.
@@ -84,10 +84,12 @@ def susceptibility(
     square = torch.cat([part.square for part in parts])
     slope = torch.cat([part.gradient for part in parts])
 
-    # With clipping, PL = φ²‖g‖²/s², and the chain rule adds φ′ to the slope of ‖g‖².
+    # With clipping, PL = (ωφ)²‖g‖²/s², and the chain rule adds φ′ to the slope of ‖g‖².
     factor = torch.full_like(square, 1.0 if noise_std is None else noise_std**-2)
     weight = factor
     if max_grad_norm is not None:
+        if gradients.examples.clip_weights is not None:
+            factor = factor * gradients.examples.clip_weights.square().to(factor)
         clip, norm = get_clip(clip), square.sqrt()
         scale = clip.scale(norm, max_grad_norm)
         weight = factor * scale * (scale + norm * clip.scale_derivative(norm, max_grad_norm))

@@ -4,6 +4,8 @@ import torchfil.engine.layers  # noqa: F401  (registers Opacus's layers)
 from torchfil.engine.checked import ModelCheck
 from torchfil.engine.checking import check
 from torchfil.engine.engine import FILPrivacyEngine
+from torchfil.engine.equalised import Equalised
+from torchfil.engine.equalising import equalise
 from torchfil.engine.loader import FILDataLoader
 from torchfil.engine.losses import LossMismatchError
 from torchfil.engine.optimizer import FILOptimizer
@@ -11,6 +13,7 @@ from torchfil.engine.options import Accounting, Execution
 
 __all__ = [
     "Accounting",
+    "Equalised",
     "Execution",
     "FILDataLoader",
     "FILOptimizer",
@@ -18,4 +21,5 @@ __all__ = [
     "LossMismatchError",
     "ModelCheck",
     "check",
+    "equalise",
 ]

@@ -32,9 +32,12 @@ class NormHistory:
     Args:
         num_examples: n.
         device: Where the n×96 table of counts (int32) lives.
+        clip_weights: The most that ‖g̃‖/C can be of each example, [n]; None: 1.
     """
 
-    def __init__(self, num_examples: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, num_examples: int, device: torch.device | str = "cpu", clip_weights: Tensor | None = None
+    ) -> None:
         self.anchor = 0.0  # the noise multiplier of the first step; the grid is anchor · 1.05^k
         self.lowest = math.inf
         self.noiseless = False  # whether a step was released without noise
@@ -42,7 +45,9 @@ class NormHistory:
         self.sample_rate = 0.0
         self.steps = 0
         self.counts = torch.zeros(num_examples, _LEVELS, dtype=torch.int32, device=device)
-        self.ratio = torch.ones(num_examples, dtype=torch.float32, device=device)  # ‖g̃‖/C, last seen
+        self.ratio = torch.ones(num_examples, dtype=torch.float32, device=device)  # ‖g̃‖/C, last seen, or the most
+        if clip_weights is not None:
+            self.ratio.copy_(clip_weights)
         self.since = torch.zeros(num_examples, dtype=torch.int64, device=device)
 
     @staticmethod

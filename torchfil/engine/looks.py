@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,7 +81,9 @@ class DatasetLooks:
             raise RuntimeError("the loss is not known before the first step; pass criterion= to make_private")
         for start in range(0, len(rows), _BATCH):
             part = rows[start : start + _BATCH]
-            yield part, self._gradients(self.collate_fn([self.dataset[row] for row in part]), loss)
+            gradients = self._gradients(self.collate_fn([self.dataset[row] for row in part]), loss)
+            weights = self.run.clip_weights_of(part)
+            yield part, replace(gradients, examples=replace(gradients.examples, clip_weights=weights))
 
     def _gradients(self, batch: Any, loss: IdentifiedLoss) -> ExampleGradients:
         options = self.run.options

@@ -42,6 +42,10 @@ class StepSource(Protocol):
         """Compute and check the present physical batch; both norms are given where Opacus has the gradients."""
         ...
 
+    def clip_weights(self, num_gradients: int) -> Tensor | None:
+        """ω of the examples of the present physical batch, [batch]; None: 1. What does not fit is refused by take."""
+        ...
+
     def book(self, optimizer: FILOptimizer) -> None:
         """The logical batch has been released."""
         ...
@@ -221,9 +225,9 @@ class FILOptimizer(DPOptimizer):
 
 
 class GradSampleOptimizer(FILOptimizer):
-    """A :class:`FILOptimizer` that clips the per-example gradients of Opacus's hooks, g̃ = φ(‖g‖) g.
+    """A :class:`FILOptimizer` that clips the per-example gradients of Opacus's hooks, g̃ = ωφ(‖g‖) g.
 
-    Where each parameter is clipped by itself, g̃_l = φ_l(‖g_l‖) g_l.
+    Where each parameter is clipped by itself, g̃_l = ωφ_l(‖g_l‖) g_l.
     """
 
     @property
@@ -257,12 +261,15 @@ class GradSampleOptimizer(FILOptimizer):
             _mark_as_processed(p.grad_sample)
 
     def _norms_and_scale(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """‖g‖ of each example, [batch], and φ of each of its parts, [batch, parameters]."""
+        """‖g‖ of each example, [batch], and ωφ of each of its parts, [batch, parameters]."""
         norms = torch.linalg.vector_norm(parts, dim=1)
         limits = self.max_grad_norms
         if limits is None:
-            return norms, self.clip.scale(norms, self.max_grad_norm)[:, None].expand_as(parts)
-        return norms, self.clip.scale(parts, parts.new_tensor(limits))
+            scale = self.clip.scale(norms, self.max_grad_norm)[:, None].expand_as(parts)
+        else:
+            scale = self.clip.scale(parts, parts.new_tensor(limits))
+        weights = self._source.clip_weights(len(parts))
+        return norms, scale if weights is None else weights.to(scale)[:, None] * scale
 
     def _norms_by_parameter(self) -> Tensor:
         """‖g_l‖ of each example of the present physical batch, [batch, parameters]."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchfil.accounting.divergences import Asked
 from torchfil.accounting.pace import Pace
@@ -27,6 +28,7 @@ __all__ = [
     "SHORTCUTS",
     "Accounting",
     "BatchToInputs",
+    "ClipWeights",
     "Execution",
     "RunOptions",
 ]
@@ -42,6 +44,7 @@ SHORTCUTS = (  # of Accounting, taken by make_private itself
 )
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
+ClipWeights = Tensor | Sequence[float] | Mapping[Hashable, float]  # in the order of the data set, or by id
 
 
 @dataclass(frozen=True)
@@ -323,6 +326,7 @@ class RunOptions:
         loss_reduction: "mean" or "sum".
         batch_to_inputs: Maps a batch to (inputs, targets).
         shares: C_l/‖C‖ by parameter name, where each parameter's gradient is clipped by itself; else None.
+        clip_weights: ω of every example, as they were given; None: 1.
     """
 
     accounting: Accounting
@@ -334,6 +338,7 @@ class RunOptions:
     loss_reduction: str = "mean"
     batch_to_inputs: BatchToInputs | None = None
     shares: Mapping[str, float] | None = None
+    clip_weights: ClipWeights | None = None
 
     def __post_init__(self) -> None:
         if self.sample_rate is not None and self.sample_rate > 1:

@@ -21,6 +21,7 @@ from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison
 from torchfil.bounds import PopulationBound, Prior, mse_from_rdp, population_mse_bound, replace_one_rdp
 from torchfil.engine.assembly import PrivateTraining
+from torchfil.engine.clip_weights import weights_in_words
 from torchfil.engine.epsilon import individual_epsilon
 from torchfil.engine.robustness import everybodys_robustness, individual_robustness, robustness_with_known_batches
 from torchfil.engine.run_view import RunView
@@ -53,6 +54,12 @@ class LeakageReading(PrivacyEngine):
     def ledger(self) -> Ledger | None:
         """The sums by example so far; None before the first private step."""
         return self._training.run.ledger
+
+    @property
+    def clip_weights(self) -> Tensor | None:
+        """ω of every example in the order of the data set, float64 [n], as given to make_private; None: none were."""
+        weights = self._training.run.clip_weights
+        return None if weights is None else weights.clone()
 
     def get_fil(
         self,
@@ -109,9 +116,9 @@ class LeakageReading(PrivacyEngine):
 
         Output-specific (Yu et al. 2022): the norms are those of this one run, and depend on what it released. It is an
         estimate, no guarantee; a guarantee needs a filter that stops an example when its budget is spent (Feldman &
-        Zrnic 2021; Koskela et al. 2023). Between participations the last seen norm stands in, ``max_grad_norm`` where
-        none was seen: set ``Accounting(norm_refresh=…)``, which looks all norms up every so many steps. Its error is
-        not a sampling error and is given as NaN.
+        Zrnic 2021; Koskela et al. 2023). Between participations the last seen norm stands in, ``max_grad_norm`` (times
+        the example's weight of ``clip_weights``) where none was seen: set ``Accounting(norm_refresh=…)``, which looks
+        all norms up every so many steps. Its error is not a sampling error and is given as NaN.
         """
         run = self._training.run
         _check_delta(delta)
@@ -212,7 +219,10 @@ class LeakageReading(PrivacyEngine):
         return mse_from_rdp(epsilon, ranges.expand(leakage.num_coordinates))
 
     def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None, *, delta: float | None = None) -> Any:
-        """One table by id (pandas where installed); see :meth:`Leakage.leakage`. With δ also ``individual_epsilon``."""
+        """One table by id (pandas where installed); see :meth:`Leakage.leakage`.
+
+        With δ also ``individual_epsilon``; ``clip_weight`` where weights were given.
+        """
         return as_table(*self.leakage_columns(example_ids, delta=delta))
 
     def leakage_columns(
@@ -222,6 +232,10 @@ class LeakageReading(PrivacyEngine):
         names, columns = self.totals.columns(example_ids)
         if delta is not None:
             columns["individual_epsilon"] = self.get_individual_epsilon(names, delta=delta).value.tolist()
+        weights = self.clip_weights
+        if weights is not None:
+            rows = self._training.run.ids.rows(names)[1]
+            columns["clip_weight"] = weights.cpu()[rows].tolist()
         return names, columns
 
     def group_leakage(self, group_of: Mapping[Hashable, Hashable], **options: Any) -> Any:
@@ -239,8 +253,8 @@ class LeakageReading(PrivacyEngine):
         told = sorted({engine._mechanism() for engine in engines})
         if len(told) > 1:
             raise ValueError(
-                "runs to average must share noise, clipping, subsampling, the number of steps and what is private; got "
-                + "; ".join(text if len(text) < 500 else f"{text[:500]} …" for text in told)
+                "runs to average must share noise, clipping (and clip_weights), subsampling, the number of steps and "
+                "what is private; got " + "; ".join(text if len(text) < 500 else f"{text[:500]} …" for text in told)
             )
         return average
 
@@ -256,7 +270,8 @@ class LeakageReading(PrivacyEngine):
         told = None if private.lengths is None else "told"  # functions are told apart by their address alone
         private = replace(private, coordinates=_listed(private.coordinates), lengths=told)
         limits = training.optimizer.max_grad_norms or float(training.optimizer.max_grad_norm)
-        clipping = f"C = {limits}, clip {options.clip.name!r}"
+        told_weights = weights_in_words(training.run.clip_weights)
+        clipping = f"C = {limits}, clip {options.clip.name!r}" + (f", {told_weights}" if told_weights else "")
 
         # An amplification may be any object, so that what it does is compared, not what it is called.
         optimizer = training.optimizer
@@ -359,6 +374,7 @@ class LeakageReading(PrivacyEngine):
             epsilon=float(self.get_epsilon(delta)),
             rdp_mse_bound=self.get_rdp_mse_bound,
             plis=partial(looks.plis, optimizer=optimizer, private=True) if run.loss is not None else None,
+            clip_weights=run.clip_weights,
         )
 
 

@@ -21,6 +21,7 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.timeline import Timeline
+from torchfil.engine.clip_weights import check_same_weights, weights_by_row
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
@@ -89,7 +90,9 @@ class Run:
         self.ids = ExampleIds(num_examples, keys)
         self.generator = generator
         self._check_memory(NormHistory.bytes_needed(num_examples) + Ledger.bytes_needed(num_examples, 1, (), 1))
-        self.history = NormHistory(num_examples, device)
+        weights = weights_by_row(options.clip_weights, self.ids)
+        self.clip_weights = None if weights is None else weights.to(device)  # ω, float64 [n]
+        self.history = NormHistory(num_examples, device, self.clip_weights)
         self.ledger: Ledger | None = None
         self._passes_per_step = expected_batch / num_examples
         self._exposed = max(2, round(_EXPOSED * expected_batch))
@@ -125,6 +128,13 @@ class Run:
     def device(self) -> torch.device:
         """Where sums live."""
         return self.history.ratio.device
+
+    def clip_weights_of(self, ids: Sequence[int]) -> Tensor | None:
+        """ω of the examples of these numbers, float64 [ids]; None: nobody has one."""
+        if self.clip_weights is None:
+            return None
+        rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
+        return self.clip_weights[rows]
 
     @property
     def inside_logical_batch(self) -> bool:
@@ -300,7 +310,7 @@ class Run:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Ledger, norm history, timeline, test matrix and the probes' generator."""
+        """Ledger, norm history, timeline, test matrix, the examples' weights and the probes' generator."""
         if self._staged:
             raise RuntimeError("the state can be saved only between logical batches; finish the batch first")
         return {
@@ -310,13 +320,15 @@ class Run:
             "test_matrix": self.test_matrix,
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
+            "clip_weights": self.clip_weights,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`; checks everything before it changes anything."""
-        missing = [key for key in self.state_dict() if key not in state]
+        missing = [key for key in self.state_dict() if key not in state and key != "clip_weights"]  # earlier: none
         if missing:
             raise ValueError(f"the run's state lacks {missing}; was it saved by another version?")
+        check_same_weights(state.get("clip_weights"), self.clip_weights, self.ids)
         ledger, track = None, self.options.accounting.track
         if state["ledger"] is not None:
             ledger = Ledger.from_state_dict(state["ledger"], self.device)

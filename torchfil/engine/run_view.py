@@ -41,6 +41,7 @@ class RunView:
         epsilon: ε at δ for everybody.
         rdp_mse_bound: From the range of a coordinate and ``reading=`` to the bound of Theorem 1.
         plis: From row numbers to their PLIS by private tensor, [rows, …]; None before the loss is known.
+        clip_weights: ω of every example, [n]; None: none were given.
     """
 
     leakage: Leakage
@@ -61,6 +62,7 @@ class RunView:
     epsilon: float
     rdp_mse_bound: Callable[..., float]
     plis: Callable[[Sequence[int]], Mapping[Hashable, Tensor]] | None
+    clip_weights: Tensor | None = None
 
     def inputs(self, rows: Sequence[int]) -> dict[Hashable, Any]:
         """What the model is called with for these examples, by place and by name, [rows, …] each."""

@@ -59,6 +59,8 @@ def build_saved_run(
     labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
     columns = {name: np.asarray(values) for name, values in leakage.columns()[1].items() if name != "fil_kind"}
     columns["epsilon"] = run.individual_epsilon.cpu().numpy()
+    if run.clip_weights is not None:
+        columns["clip_weight"] = run.clip_weights.cpu().numpy()
 
     # both read examples of the data set, whose augmentation would move the generators of a run that goes on
     with generators_kept():

@@ -63,8 +63,8 @@ class LayerwiseJacobian(ClippedJacobian):
 
     @cached_property
     def scale(self) -> Tensor:
-        """φ_l at the coordinates of each parameter, [batch, p]."""
-        return self._spread(self.clip.scale(self.norms, self._thresholds))
+        """ωφ_l at the coordinates of each parameter, [batch, p]."""
+        return self._spread(self.weighted(self.clip.scale(self.norms, self._thresholds)))
 
     @cached_property
     def _unit_parts(self) -> Tensor:
@@ -161,7 +161,8 @@ class LayerwiseJacobian(ClippedJacobian):
 
     def _clip_derivative(self, u: Tensor) -> Tensor:
         """Du, for u of shape [batch, p] or [batch, p, columns]."""
-        steepness = self._spread(self.norms * self.clip.scale_derivative(self.norms, self._thresholds))
+        slopes = self.weighted(self.clip.scale_derivative(self.norms, self._thresholds))
+        steepness = self._spread(self.norms * slopes)
         unit, scale = self._unit_parts, self.scale
         if u.ndim == 3:
             unit, scale, steepness = unit[..., None], scale[..., None], steepness[..., None]

@@ -87,7 +87,7 @@ class Mechanism:
         """Whether the step adds no noise, so that it shows the gradients' sum as it is."""
         return self.noise_multiplier == 0
 
-    def divergence(self, products: Tensor) -> Tensor:
+    def divergence(self, products: Tensor, clip_weights: Tensor | None = None) -> Tensor:
         """What one participation adds to KL(P ‖ P′), P′ the release with g′ in place of g, [batch], in float64.
 
         Without subsampling ‖g̃ − g̃′‖²/2s²; with secret batches KL_t/q of both mixtures (:func:`step_divergence`), since
@@ -96,12 +96,16 @@ class Mechanism:
         Args:
             products: ‖g‖², ‖g′‖² and ⟨g, g′⟩ of the gradients before clipping, [3, batch]; [3, batch, parameters] where
                 each parameter's is clipped by itself.
+            clip_weights: ω, [batch], by which both clipped gradients are multiplied; None: 1.
         """
         rounding = 1e-10 if products.dtype == torch.float64 else 1e-5
         products = products.double()
         own, other = self.clip.scale(products[:2].clamp(min=0).sqrt(), self._thresholds_like(products))
         products = products * torch.stack([own * own, other * other, own * other])
         squared, squared_other, product = products if self.shares is None else products.sum(dim=2)
+        if clip_weights is not None:
+            share = clip_weights.double().square()
+            squared, squared_other, product = share * squared, share * squared_other, share * product
         if self.noiseless:
             apart = squared + squared_other - 2 * product
             return torch.where(apart > rounding * (squared + squared_other), math.inf, 0.0).double()

@@ -4,6 +4,9 @@ With g, J = ∂g/∂z, n = ‖g‖, ĝ = g/n, ∇n = Jᵀĝ (0 where g = 0) and 
 
     g̃ = φ g,   J̃ = ∂g̃/∂z = φ J + φ′ g ∇nᵀ,   a = ∂‖g̃‖/∂z = J̃ᵀĝ = (φ + nφ′) ∇n.
 
+Where an example has a weight ω ∈ (0, 1] of its own, φ stands for ωφ, and φ′ for ωφ′: all that follows is about what is
+released of it. ω is held fixed: it does not move with z.
+
 Split along ĝ, with P = I − ĝĝᵀ, the Gram matrix falls into a part that no clipping derivative touches and
 a rank-one part:
 
@@ -37,7 +40,7 @@ class ClippedJacobian:
           :meth:`dense` and :meth:`gram`.
 
     Args:
-        gradients: The examples with model and loss.
+        gradients: The examples with model and loss, and their weights ω.
         clip: The clip function.
         max_grad_norm: C.
     """
@@ -73,22 +76,29 @@ class ClippedJacobian:
 
     @cached_property
     def scale(self) -> Tensor:
-        """φ(n), [batch]."""
-        return self.clip.scale(self.norm, self.max_grad_norm)
+        """ωφ(n), [batch]."""
+        return self.weighted(self.clip.scale(self.norm, self.max_grad_norm))
 
     @cached_property
     def scale_derivative(self) -> Tensor:
-        """φ′(n), [batch]."""
-        return self.clip.scale_derivative(self.norm, self.max_grad_norm)
+        """ωφ′(n), [batch]."""
+        return self.weighted(self.clip.scale_derivative(self.norm, self.max_grad_norm))
+
+    def weighted(self, by_example: Tensor) -> Tensor:
+        """The same times the examples' weights ω, [batch, …]."""
+        weights = self.gradients.examples.clip_weights
+        if weights is None:
+            return by_example
+        return weights.to(by_example.dtype).reshape(-1, *(1,) * (by_example.ndim - 1)) * by_example
 
     @property
     def clipped_gradient(self) -> Tensor:
-        """g̃ = φ(n) g, [batch, p]."""
+        """g̃ = ωφ(n) g, [batch, p]."""
         return self.scale[:, None] * self.gradient
 
     @property
     def clipped_norm(self) -> Tensor:
-        """‖g̃‖ = nφ(n), [batch]."""
+        """‖g̃‖ = nωφ(n), [batch]."""
         return self.norm * self.scale
 
     @cached_property

@@ -110,6 +110,7 @@ class Examples:
     batched pytrees and can be mapped over by ``torch.func.vmap`` with :attr:`in_dims`. ``masks`` are the random
     numbers that the model's forward pass draws for them, [batch, …] each (:class:`torchfil.fisher.masks.MaskLayouts`).
     ``alternatives`` are the same examples, each with one thing changed, in the same layout and with the same masks.
+    ``clip_weights`` are the ω that their clipped gradients are multiplied by, [batch]; None: 1.
     """
 
     z: Tensor
@@ -117,6 +118,7 @@ class Examples:
     _slots: tuple[_Slot, ...]
     masks: tuple[Tensor, ...] = ()
     alternatives: tuple[Examples, ...] = ()
+    clip_weights: Tensor | None = None
 
     @classmethod
     def build(
@@ -207,9 +209,10 @@ class Examples:
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of ``public``, in its order, then the masks, then those of the alternatives, z first."""
+        """The tensors of ``public``, in its order, then masks and weights, then those of the alternatives, z first."""
         others = [tensor for other in self.alternatives for tensor in (other.z, *other.tensors)]
-        return (*tensors_of(self.public), *self.masks, *others)
+        weights = () if self.clip_weights is None else (self.clip_weights,)
+        return (*tensors_of(self.public), *self.masks, *weights, *others)
 
     @cached_property
     def form(self) -> Hashable:
@@ -226,13 +229,14 @@ class Examples:
         return self.map(lambda leaf: leaf[rows.to(leaf.device) if isinstance(rows, Tensor) else rows])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Examples:
-        """``function`` of every tensor: z, inputs and targets, masks, and those of the alternatives."""
+        """``function`` of every tensor: z, inputs and targets, masks, weights, and those of the alternatives."""
         return replace(
             self,
             z=function(self.z),
             public=map_tensors(function, self.public),
             masks=tuple(map(function, self.masks)),
             alternatives=tuple(other.map(function) for other in self.alternatives),
+            clip_weights=None if self.clip_weights is None else function(self.clip_weights),
         )
 
     def chunks(self, size: int) -> Iterator[tuple[slice, Examples]]:

@@ -162,7 +162,7 @@ class SavedRun:
             exact.
         ids: The examples' names, [n], int64 or strings.
         columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low, participations, missed,
-            squared_norm, and epsilon (individual) where it was computed.
+            squared_norm, epsilon (individual) where it was computed, and clip_weight where weights were given.
         attributes: Per-attribute errors, where they were tracked.
         groups: By grouping, [n] labels (strings) each.
         pictures: Some examples as images.
@@ -251,6 +251,11 @@ class SavedRun:
         if name not in self.columns:
             raise RunFileError(f"the run has no column {name!r}; it has {', '.join(self.columns) or 'none'}")
         return self.columns[name]
+
+    @property
+    def clip_weights(self) -> np.ndarray:
+        """ω that each example's clipped gradient was multiplied by, [n]; 1 where none were given."""
+        return self.columns.get("clip_weight", np.ones(len(self)))
 
 
 _NUMBERS = (

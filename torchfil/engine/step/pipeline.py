@@ -77,7 +77,11 @@ class StepPipeline(StepStages):
         drawn = self.replica.masks_again(args, kwargs) if self.replica.drops_now() else ()
         if drawn is None:
             return None
+        ids = self.observer.tracker.ids
+        if ids is None or len(ids) != len(examples):  # told at the step
+            return None
         masked = replace(examples, masks=self.replica.masks_by_example(drawn, args, kwargs))
+        masked = self._with_weights(masked, ids)
         copied = self._in_precision(self.replica.gradients(masked, loss), gradients.autocast)
         begun = self.evaluator.begun_forward(copied)
         return None if begun is None else (examples, begun)
@@ -121,6 +125,11 @@ class StepPipeline(StepStages):
     def forget(self) -> None:
         """Gradients were thrown away."""
         self.observer.forget_finished()
+
+    def clip_weights(self, num_gradients: int) -> Tensor | None:
+        """ω of the examples in the loop's finished passes, [batch]; None: 1, or there are not as many of them."""
+        ids = [number for forward in _latest(self.observer.finished(), num_gradients) for number in forward.ids or ()]
+        return self.run.clip_weights_of(ids) if len(ids) == num_gradients else None
 
     def backward_passes(self) -> int:
         """How many of the loop's backward passes wait for a step."""

@@ -135,6 +135,7 @@ class StepStages:
                 self.checks.check_loss(forward, loss)
             return None, []
         setting.ledger.check_coordinates(examples.num_coordinates)
+        examples = self._with_weights(examples, forward.ids or [])
         questions: Places = ()
         if measured and self.options.accounting.questions:
             examples, questions = with_alternatives(
@@ -246,6 +247,11 @@ class StepStages:
 
     def _with_masks(self, examples: Examples, forward: ForwardPass) -> Examples:
         return replace(examples, masks=self.replica.masks_by_example(forward.masks, forward.args, forward.kwargs))
+
+    def _with_weights(self, examples: Examples, ids: Sequence[int]) -> Examples:
+        """With ω of the examples of these numbers; as they are where nobody has one."""
+        weights = self.run.clip_weights_of(ids)
+        return examples if weights is None else replace(examples, clip_weights=weights)
 
     def _write_buffers(self, forward: ForwardPass, batch: PrivateBatch) -> None:
         """Bring the model's buffers to where its forward pass takes them: once, however the passes were cut."""

@@ -132,13 +132,16 @@ def _divergences(
     examples, mechanism = jacobian.gradients.examples, batch.mechanism
     gradients = replace(jacobian.gradients, model=batch.gradients.model)  # the copy, whose passes nobody counts
 
+    weights = examples.clip_weights
     by_alternative = [
-        mechanism.divergence(jacobian.products_with(replace(gradients, examples=other)))
+        mechanism.divergence(jacobian.products_with(replace(gradients, examples=other)), weights)
         for other in examples.alternatives
     ]
     added: dict[str, Tensor] = {}
     for name, places in wanted.questions:
-        columns = [mechanism.divergence(jacobian.products_alone) if k is None else by_alternative[k] for k in places]
+        columns = [
+            mechanism.divergence(jacobian.products_alone, weights) if k is None else by_alternative[k] for k in places
+        ]
         quantity = Divergence(name, Asked(("",) * len(places)))
         added |= quantity.added(torch.stack(columns, dim=1), rate, skipping=wanted.rate < 1)
     return added

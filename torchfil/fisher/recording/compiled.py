@@ -120,9 +120,9 @@ class CompiledPass(Generic[Result]):
 
 def _tensors_of(gradients: ExampleGradients, extra: Any) -> tuple[Any, ...]:
     examples = gradients.examples
-    batches = [(part.z, part.public) for part in (examples, *examples.alternatives)]
+    batches = [(part.z, part.public, part.clip_weights) for part in (examples, *examples.alternatives)]
     return gradients.parameters, gradients.constants, batches, extra
 
 
-def _at(examples: Examples, given: tuple[Tensor, Any]) -> Examples:
-    return replace(examples, z=given[0], public=given[1])
+def _at(examples: Examples, given: tuple[Tensor, Any, Tensor | None]) -> Examples:
+    return replace(examples, z=given[0], public=given[1], clip_weights=given[2])

@@ -19,7 +19,9 @@ def signature(gradients: ExampleGradients) -> Hashable:
     """What a captured pass depends on, the batch's size and contents and the modes of modules aside."""
     weights = tuple(value.data_ptr() for value in (*gradients.parameters.values(), *gradients.constants.values()))
     masks = tuple((mask.shape[1:], mask.dtype) for mask in gradients.examples.masks)
-    return gradients.examples.form, masks, len(gradients.examples.alternatives), weights, gradients.autocast
+    examples = gradients.examples
+    weighted = examples.clip_weights is not None
+    return examples.form, masks, len(examples.alternatives), weighted, weights, gradients.autocast
 
 
 class CapturedPass:

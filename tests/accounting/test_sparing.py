@@ -1,0 +1,159 @@
+"""Clip weights from exposures: never above 1 nor below the floor, on the grid, and 1 for whoever meets the target."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchfil.accounting.goal import Exposure, Goal, divergence_of_rate
+from torchfil.accounting.sparing import (
+    RoundWeights,
+    group_factors,
+    group_levels,
+    lowered_weights,
+    members_of,
+    rounded_down,
+    smallest_in_cell,
+)
+from torchfil.guessing import largest_true_positive_rate
+
+positive = st.floats(1e-6, 1e6)
+
+
+def exposed(values: list[float] | Tensor, power: float = 0.5) -> Exposure:
+    value = torch.as_tensor(values, dtype=torch.float64)
+    return Exposure(value, value, torch.ones(len(value), dtype=torch.bool), power=power)
+
+
+def is_on_grid(weights: Tensor, grid: int) -> bool:
+    steps = grid * weights.double().log2()
+    return bool(((steps - steps.round()).abs() < 1e-6).all())
+
+
+@given(st.lists(positive, min_size=1, max_size=20), positive, st.integers(1, 16), st.floats(1, 3))
+def test_lowered_weights(values: list[float], most: float, grid: int, margin: float) -> None:
+    """What is foreseen meets the target with its margin, by less than a step of the grid more than needed."""
+    exposure = exposed(values)
+    weights = lowered_weights(torch.ones(len(values), dtype=torch.float64), exposure, most, margin=margin, grid=grid)
+    assert bool((weights <= 1).all())
+    assert is_on_grid(weights, grid)
+    foreseen = weights.square() * exposure.value * margin / most
+    safe = exposure.value <= most / margin
+    assert bool((weights[safe] == 1).all())
+    assert bool((foreseen[~safe] <= 1 + 1e-5).all())
+    assert bool((foreseen[~safe] > 2 ** (-2 / grid) - 1e-5).all())
+
+
+def test_weights_never_rise() -> None:
+    before = torch.tensor([0.5, 0.25], dtype=torch.float64)
+    torch.testing.assert_close(lowered_weights(before, exposed([0.01, 4.0]), 1.0), before * torch.tensor([1.0, 0.5]))
+
+
+def test_an_unmeasured_example_keeps_its_weight() -> None:
+    value = torch.tensor([9.0, 9.0])
+    exposure = Exposure(value, value, torch.tensor([True, False]))
+    assert lowered_weights(torch.ones(2), exposure, 1.0)[1] == 1
+
+
+@given(st.lists(st.floats(1e-3, 1), min_size=1, max_size=20), st.integers(1, 16))
+def test_rounding_down(values: list[float], grid: int) -> None:
+    weights = torch.tensor(values, dtype=torch.float64)
+    rounded = rounded_down(weights, grid)
+    assert is_on_grid(rounded, grid)
+    assert bool((rounded <= weights * (1 + 1e-6)).all())
+    assert bool((rounded * 2 ** (1 / grid) > weights * 0.9999).all())
+    torch.testing.assert_close(rounded_down(rounded, grid), rounded)  # what lies on the grid stays
+
+
+def test_a_cell_gets_the_smallest_weight_of_its_members() -> None:
+    weights, cells = torch.rand(50, dtype=torch.float64), torch.arange(50) % 7
+    by_hand = torch.stack([weights[cells == cell].min() for cell in cells])
+    torch.testing.assert_close(smallest_in_cell(weights, cells), by_hand)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_groups_become_equal(power: float) -> None:
+    """If exposure responds as ω², one step brings the means within the ratio."""
+    torch.manual_seed(0)
+    groups = torch.arange(300) % 3
+    unit = torch.rand(300, dtype=torch.float64) * torch.tensor([1.0, 4.0, 9.0])[groups]
+    weights = RoundWeights.starting(None, range(300), ["a", "b", "c"] * 100, None)
+    goal = Goal(has_groups=True)
+    following = weights.after(exposed(unit, power), goal)
+    after = exposed(unit * following.values.square(), power)
+    ratio = following.ratio(after)
+    assert ratio is not None
+    assert ratio <= goal.group_ratio
+    assert following.factors is not None
+    assert following.factors.max() == 1
+    assert following.factors[0] == 1
+
+
+def test_group_factors_may_rise_again() -> None:
+    """A group that got too little of a weight is brought back; the least exposed has 1."""
+    factors = group_factors(torch.tensor([1.0, 0.25]), torch.tensor([1.0, 0.5]), power=0.5, ratio=1.0 + 1e-9, grid=4)
+    torch.testing.assert_close(factors, torch.tensor([1.0, 0.5]), rtol=0.02, atol=0)
+
+
+def test_a_group_of_which_nobody_was_measured_changes_nothing() -> None:
+    value = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+    exposure = Exposure(value, value, torch.tensor([True, True, False]))
+    levels = group_levels(exposure, None, torch.tensor([0, 1, 2]))
+    assert math.isnan(levels[2])
+    assert group_factors(torch.ones(3), levels, power=0.5, ratio=1.05, grid=4)[2] == 1
+
+
+def test_members() -> None:
+    numbers, labels = members_of({"x": "m", "y": "f", "z": "m"}, ["x", "y", "z"], "groups")
+    assert numbers.tolist() == [0, 1, 0]
+    assert labels == ("m", "f")
+    assert members_of(torch.tensor([3, 5, 3]), range(3), "groups")[1] == (3, 5)
+    with pytest.raises(ValueError, match="groups has no label for 1 of 2 ids, 'y' for one"):
+        members_of({"x": 1}, ["x", "y"], "groups")
+    with pytest.raises(ValueError, match="by has 1 labels for 2 examples"):
+        members_of(["a"], ["x", "y"], "by")
+    with pytest.raises(ValueError, match="by has NaN for a label"):
+        members_of([1.0, math.nan], ["x", "y"], "by")
+
+
+def test_groups_must_be_made_of_whole_cells() -> None:
+    with pytest.raises(ValueError, match="groups cut through the cells of by="):
+        RoundWeights.starting(None, range(4), [0, 1, 0, 1], [0, 0, 1, 1])
+    nested = RoundWeights.starting(None, range(4), [0, 0, 1, 1], [0, 1, 2, 2])
+    assert nested.groups is not None
+
+
+@given(st.floats(0.02, 0.99))
+def test_divergence_of_a_rate(rate: float) -> None:
+    found = float(largest_true_positive_rate(divergence_of_rate(rate, 0.01), 0.01))
+    assert found == pytest.approx(rate, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": 0.0}, "target=0.0 must be a positive, finite MSE bound"),
+        ({"target": 0.005, "question": "member"}, "target=0.005 must lie between false_positive_rate=0.01 and 1"),
+        ({"target": 1.0, "share": 0.1}, "target=1.0 and share=0.1 both say"),
+        ({"share": 1.0}, "share=1.0 must lie strictly between 0 and 1"),
+        ({"confidence": 0.3}, "confidence=0.3 must lie strictly between 0.5 and 1"),
+        ({"group_ratio": 1.0}, "group_ratio=1.0 must be above 1"),
+        ({"question": "member", "false_positive_rate": 0.0}, "false_positive_rate=0.0 must lie strictly"),
+    ],
+)
+def test_goals_that_are_none(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Goal(**options)  # type: ignore[arg-type]
+
+
+def test_a_share_becomes_a_target() -> None:
+    goal = Goal(share=0.1).settled(exposed(torch.arange(1.0, 101.0)))
+    assert goal.target == pytest.approx(1 / 90)  # ten examples are above 90
+    assert Goal(has_groups=True).settled(exposed([1.0, 2.0])).target is None
+    with pytest.raises(ValueError, match="only 1 of 20 examples leak anything"):
+        Goal(share=0.2).settled(exposed([1.0] + [0.0] * 19))

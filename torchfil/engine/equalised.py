@@ -1,0 +1,161 @@
+"""What :func:`torchfil.equalise` did: the weights, every round of training, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from torchfil.accounting.leakage import Leakage
+
+__all__ = ["HELD_FIXED", "Equalised", "Round", "Stopped"]
+
+Stopped = Literal["target met", "no further progress", "floor", "max_rounds"]
+
+HELD_FIXED = (
+    "The clip weights were computed from private data and are held fixed in these bounds and in ε, as in IRFIL: what "
+    "the weights themselves tell about an example is not in them. Keep weights and pilot models as confidential as "
+    "the data. Ways out: by= (weights that are functions of public attributes), or count every round as released "
+    "(epsilon_of_all_rounds, worst_of_all_rounds)."
+)
+
+_REASONS = {
+    "target met": "the target is met",
+    "no further progress": "the target is not met: two rounds in a row brought nothing",
+    "floor": "the target is not met: whoever is exposed is at the floor; lower floor=, the target, or raise the noise",
+    "max_rounds": "the target is not met after the largest number of rounds; raise max_rounds=, or the noise",
+}
+
+
+@dataclass(frozen=True)
+class Round:
+    """One training, and how it treated the most exposed.
+
+    Attributes:
+        worst: The smallest MSE bound (unbiased attackers), or the largest true-positive rate of a question (every
+            attacker), as estimated from this run; random are its batches and its noise.
+        worst_end: The same at the conservative ends of the intervals; ``worst`` itself with ``confidence=None``.
+        spread: The standard deviation of FIL (of a question: of sqrt(D)) over examples, over its mean.
+        num_below: Of how many examples the (conservative) number misses the target.
+        num_spared: How many were trained with ω < 1.
+        smallest_weight: The smallest ω.
+        mean_weight: The mean ω.
+        group_ratio: The largest over the smallest of the groups' mean FIL (of a question: mean D); None: no groups.
+        group_means: Those means, by group.
+        without_interval: How many measured examples have no interval and count by their estimate.
+        score: What ``train`` returned beside the engine, the accuracy for instance.
+        epsilon: ε of this run alone, at the δ asked for, with its weights held fixed.
+        seconds: How long it took.
+        fresh: Whether the weights had been chosen before, and nothing was chosen from this run.
+    """
+
+    worst: float
+    worst_end: float
+    spread: float
+    num_below: int
+    num_spared: int
+    smallest_weight: float
+    mean_weight: float
+    group_ratio: float | None
+    group_means: Mapping[Hashable, float]
+    without_interval: int
+    score: float | None
+    epsilon: float | None
+    seconds: float
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Equalised:
+    """Clip weights, the run that was trained with them, and how they came about; ``str()`` gives it as a table.
+
+    **The weights depend on the data and are held fixed in every number here**, as in IRFIL; see
+    :func:`torchfil.equalise` for what remains, and the ways out.
+
+    Attributes:
+        weights: ω, [n], in the order of the data set, float64; those that ``engine`` was trained with. Confidential.
+        engine: What ``train`` returned for them, the best round's: the last where the target was met.
+        leakage: What is reported: that engine's totals, or the average over ``fresh_runs``.
+        met: Whether what is reported meets the target (and the groups' ratio).
+        stopped: Why the rounds ended.
+        target: The bound (or true-positive rate) that was aimed at; None: groups alone.
+        worst: The smallest bound (or largest true-positive rate) reported.
+        worst_end: Its conservative end.
+        history: All rounds, fresh ones last.
+        next_weights: What another round would be trained with: pass it as ``weights=`` to go on.
+        epsilon_of_all_rounds: ε if the models of all rounds were released; None without δ.
+        worst_of_all_rounds: The smallest bound (or largest rate), estimates added over all rounds, in that case.
+        question: The question that was meant; None: Fisher information.
+    """
+
+    weights: Tensor
+    engine: Any
+    leakage: Leakage
+    met: bool
+    stopped: Stopped
+    target: float | None
+    worst: float
+    worst_end: float
+    history: tuple[Round, ...] = field(repr=False)
+    next_weights: Tensor = field(repr=False)
+    epsilon_of_all_rounds: float | None = None
+    worst_of_all_rounds: float | None = None
+    question: str | None = None
+
+    @property
+    def num_spared(self) -> int:
+        """How many examples have ω < 1."""
+        return int((self.weights < 1).sum())
+
+    @property
+    def seconds(self) -> float:
+        """What all rounds took."""
+        return sum(each.seconds for each in self.history)
+
+    def __str__(self) -> str:
+        binds = "smallest MSE bound (unbiased attackers)"
+        if self.question is not None:
+            binds = f"largest true-positive rate on {self.question!r} (every attacker)"
+        aim = "" if self.target is None else f", target {self.target:.4g}"
+        fresh = sum(each.fresh for each in self.history)
+        source = f"from {fresh} fresh run{'s' * (fresh > 1)}" if fresh else "from the run trained with these weights"
+        lines = [
+            f"{binds}: {self.worst:.4g}, conservative end {self.worst_end:.4g}{aim}; {source}",
+            f"{_REASONS[self.stopped]}; {self.num_spared} of {len(self.weights)} examples are spared (ω < 1)",
+            *_table(self.history),
+            f"{len(self.history)} trainings, {self.seconds:.0f} s",
+        ]
+        if self.worst_of_all_rounds is not None:
+            every = f"if the models of all rounds were released: {self.worst_of_all_rounds:.4g}"
+            every += "" if self.epsilon_of_all_rounds is None else f", ε = {self.epsilon_of_all_rounds:.3g}"
+            lines.append(every)
+        return "\n".join([*lines, HELD_FIXED])
+
+
+# title, and what of a round stands below it; None: the column is left out where no round has it
+_COLUMNS: Sequence[tuple[str, Callable[[Round], str | None]]] = (
+    ("worst", lambda each: f"{each.worst:.4g}"),
+    ("its end", lambda each: f"{each.worst_end:.4g}"),
+    ("short of target", lambda each: f"{each.num_below}"),
+    ("spread", lambda each: f"{each.spread:.3f}"),
+    ("spared", lambda each: f"{each.num_spared}"),
+    ("smallest ω", lambda each: f"{each.smallest_weight:.3f}"),
+    ("group ratio", lambda each: None if each.group_ratio is None else f"{each.group_ratio:.3f}"),
+    ("score", lambda each: None if each.score is None else f"{each.score:.4f}"),
+    ("ε", lambda each: None if each.epsilon is None else f"{each.epsilon:.3g}"),
+    ("seconds", lambda each: f"{each.seconds:.0f}"),
+)
+
+
+def _table(history: Sequence[Round]) -> list[str]:
+    """The rounds, one a line under their titles."""
+    rows = [["round", *(title for title, _ in _COLUMNS)]]
+    for number, each in enumerate(history, 1):
+        rows.append([f"{number}{' fresh' if each.fresh else ''}", *(show(each) or "" for _, show in _COLUMNS)])
+    kept = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in kept]
+    return [
+        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in zip(*kept, strict=True)
+    ]

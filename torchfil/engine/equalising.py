@@ -1,0 +1,329 @@
+"""``torchfil.equalise``: rounds of training that spare the few who are exposed most.
+
+Hannun et al. 2021 reweight a linear model until everybody leaks alike (:mod:`torchfil.glm.irfil`). Here it is DP-SGD,
+and a weight ω_i ∈ (0, 1] scales the clipped gradient of its example (:mod:`torchfil.accounting.sparing`). The noise
+stays that of C: sparing somebody costs a part of that example's pull on the model, and nothing else.
+
+What the weights themselves tell. ω is a function of the data, and every bound takes it as fixed. Given all that the
+pilot rounds released (their noisy gradients), ω_i with a fixed ``target`` and ``confidence=None`` is a function of
+example i alone, on a grid and so constant for almost every small change of it; and whatever ω_i is, the gradient it
+scales has norm ≤ C. So ε and Fisher information **added over all rounds**, as if every pilot model was released, hold
+with weights that move with the data too, up to the edges of the grid, for a number of rounds that is fixed beforehand.
+The last round's own numbers hold with ω fixed only. Groups, cells, shares, intervals (which borrow from all examples)
+and the decision when to stop depend on the others' data as well, and are held fixed in either count.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfil.accounting.goal import Exposure, Goal, read_exposure
+from torchfil.accounting.leakage import Leakage
+from torchfil.accounting.sparing import RoundWeights
+from torchfil.clipping import check_clip_weights
+from torchfil.engine.equalised import HELD_FIXED, Equalised, Round, Stopped
+from torchfil.engine.reading import LeakageReading
+
+__all__ = ["equalise"]
+
+logger = logging.getLogger(__name__)
+
+Labels = Mapping[Hashable, Hashable] | Sequence[Hashable] | Tensor | Any
+_PROGRESS = 0.98  # what is missing must fall to less than this, or fewer examples miss the target: else no progress
+_PATIENCE = 2
+
+
+def equalise(
+    train: Callable[[Tensor | None], Any],
+    *,
+    target: float | None = None,
+    question: str | None = None,
+    false_positive_rate: float = 0.01,
+    share: float | None = None,
+    confidence: float | None = 0.95,
+    groups: Labels | None = None,
+    group_ratio: float = 1.05,
+    by: Labels | None = None,
+    max_rounds: int = 4,
+    fresh_runs: int = 0,
+    floor: float = 1 / 16,
+    margin: float = 1.5,
+    grid: int = 4,
+    weights: Tensor | None = None,
+    delta: float | None = None,
+) -> Equalised:
+    """Train in rounds, each with clip weights from the round before, until the most exposed are safe enough.
+
+    ω_i ← ω_i · min(1, sqrt(e* / (margin · e_i))), rounded down to a grid, e_i being 1/bound of the example, or the D of
+    a question. Weights fall and never rise again, and whoever meets the target with its margin keeps 1.
+
+    **The weights depend on the data and are held fixed in the bound and in ε**, as in IRFIL. Pilot models that nobody
+    sees tell an attacker of the last model nothing but what the weights tell. What remains, and the ways out:
+
+    * ``by=``: weights that are a function of public attributes alone. A cell's value is still that of its worst member.
+    * Count all rounds as released: ``epsilon_of_all_rounds`` and ``worst_of_all_rounds`` of the result; see
+      :mod:`torchfil.engine.equalising` for when that covers it.
+    * ``fresh_runs=``: what was chosen by chance does not flatter what is reported: weights come from some runs, bounds
+      from others. This is about chance, not about what the weights tell. Without it bounds are still those of a run
+      that did not choose its own weights; but the rounds stop where a run looks good.
+
+    Args:
+        train: Trains with given clip weights (None, or a tensor [n] in the order of the data set, to be handed to
+            ``make_private(…, clip_weights=)``) and returns the engine, or (engine, score) with any number to be kept
+            in the history, the accuracy for instance. Runs must differ in their random numbers: fix no seed, or
+            another one at each call.
+        target: The bound that every example's shall reach; with ``question`` the largest true-positive rate that any
+            attacker shall reach. None: with ``groups`` only groups are equalised, otherwise it comes from ``share``.
+        question: The name of a question that the run is asked; None: Fisher information (unbiased attackers).
+        false_positive_rate: At which the true-positive rate of a question is meant.
+        share: Without a target: bring the most exposed share of all examples down to where the others begin, by the
+            first round; None: 0.01.
+        confidence: One-sided: the lower ends of the bounds (upper ends of D) at it must meet the target, because the
+            estimates of one run have errors. ``torchfil gate`` looks at 0.975. An example without an interval (measured
+            in fewer than five steps) counts by its estimate, and is counted in the history. None: estimates.
+        groups: One label an example in the order of the data set, or a mapping id ↦ label. Every group gets a common
+            factor beside its members' own weights, so that the groups' mean FIL (of a question: mean D) become equal.
+        group_ratio: The largest over the smallest of these means that counts as equal.
+        by: Public cells, given as ``groups`` is: every example gets the smallest weight that any member of its cell
+            needs. Groups must be made of whole cells.
+        max_rounds: Trainings at most, the first, without weights, included; fresh runs come on top.
+        fresh_runs: How many further trainings with the chosen weights are reported instead; of several, the average.
+        floor: No weight falls below it: an example that does not pull at all is not learned from.
+        margin: Aim at so many times the target, because the next run draws other batches and noise: 1.5 where exposures
+            differ by 20 % from run to run, 2 where by 30 % (longer runs differ less).
+        grid: Weights are powers of 2^(−1/grid): coarse, so that they are constant for almost every change of the data.
+        weights: To begin with, [n]: ``next_weights`` of an earlier result. None: the first round is without.
+        delta: With it the history has ε.
+
+    Returns:
+        The weights, the engine that was trained with them, the history and the cost; ``print`` it.
+    """
+    goal = Goal(target, question, false_positive_rate, share, confidence, group_ratio, groups is not None)
+    _check_options(train, max_rounds, fresh_runs, floor, margin, grid, weights, delta)
+    _check_lengths({"groups": groups, "by": by, "weights": weights})
+    rounds = _Rounds(train, delta)
+    current: RoundWeights | None = None
+    best: _Booked | None = None
+    idle, stopped = 0, None
+
+    for _ in range(max_rounds):
+        # the first round tells which examples there are and, where it is a share of them, the target
+        trained = rounds.train(weights if current is None else current.values, goal)
+        if current is None:
+            ids = trained.leakage.ids.all()
+            current = RoundWeights.starting(weights, ids, groups, by, floor=floor, margin=margin, grid=grid)
+            goal = goal.settled(trained.exposure)
+        booked = rounds.book(trained, goal, current)
+
+        # one round without progress may be chance; the best round's weights are kept
+        idle = 0 if rounds.progressed() else idle + 1
+        if best is None or booked.missing < best.missing:
+            best = booked
+        following = current.after(trained.exposure, goal)
+        stopped = _reason_to_stop(booked.missing, idle, unchanged=torch.equal(following.values, current.values))
+        if stopped is not None:
+            break
+        current = following
+
+    assert best is not None
+    reported = best if not fresh_runs else rounds.report(best, fresh_runs, goal)
+    met = reported.missing <= 1
+    warnings.warn(HELD_FIXED, stacklevel=2)
+    return Equalised(
+        weights=best.weights.values,
+        engine=best.trained.engine,
+        leakage=reported.trained.leakage,
+        met=met,
+        stopped=stopped or "max_rounds",
+        target=goal.target,
+        worst=goal.shown(reported.trained.exposure.largest()[0]),
+        worst_end=goal.shown(reported.trained.exposure.largest()[1]),
+        history=tuple(rounds.history),
+        next_weights=best.weights.values if met else following.values,
+        epsilon_of_all_rounds=rounds.epsilon_of_all(),
+        worst_of_all_rounds=goal.shown(float(rounds.total_exposure.max())),
+        question=question,
+    )
+
+
+def _reason_to_stop(missing: float, idle: int, *, unchanged: bool) -> Stopped | None:
+    if missing <= 1:
+        return "target met"
+    if unchanged:
+        return "floor"
+    return "no further progress" if idle >= _PATIENCE else None
+
+
+def _check_options(
+    train: Any,
+    max_rounds: int,
+    fresh_runs: int,
+    floor: float,
+    margin: float,
+    grid: int,
+    weights: Tensor | None,
+    delta: float | None,
+) -> None:
+    """Raise for what is none of them, before hours of training."""
+    if not callable(train):
+        raise TypeError(f"train is a {type(train).__name__}; give a function of clip weights that returns the engine")
+    if max_rounds < 1:
+        raise ValueError(f"max_rounds={max_rounds} must be at least 1, and 2 for weights that were trained with")
+    if fresh_runs < 0:
+        raise ValueError(f"fresh_runs={fresh_runs} must be 0 or a number of further trainings")
+    if not 0 < floor <= 1:
+        raise ValueError(f"floor={floor} must lie in (0, 1]: the smallest clip weight")
+    if not 1 <= margin < math.inf:
+        raise ValueError(f"margin={margin} must be at least 1: weights aim at so many times the target")
+    if not (isinstance(grid, int) and grid >= 1):
+        raise ValueError(f"grid={grid} must be a whole number of steps an octave, at least 1")
+    if weights is not None:
+        check_clip_weights(weights)
+    if delta is not None and not 0 < delta < 1:
+        raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
+
+
+def _check_lengths(columns: Mapping[str, Any]) -> None:
+    """Raise where columns of one entry an example differ in length; whether they fit the data the first round tells."""
+    given = {name: column for name, column in columns.items() if column is not None}
+    for name, column in given.items():
+        if isinstance(column, str) or not hasattr(column, "__len__"):
+            raise TypeError(f"{name} is a {type(column).__name__}; give one label an example, or a mapping id ↦ label")
+    lengths = {name: len(column) for name, column in given.items() if not isinstance(column, Mapping)}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{lengths} must have one entry an example each, in the order of the data set")
+
+
+def _check_used(weights: Tensor | None, engine: Any) -> None:
+    """Raise where an engine that knows its clip weights has others than train was given."""
+    if weights is None or not isinstance(engine, LeakageReading):
+        return
+    used = engine.clip_weights
+    if used is None or not torch.equal(used.cpu(), weights.double().cpu()):
+        has = "has none" if used is None else "has others"
+        raise ValueError(
+            f"train was given clip weights, and its engine {has}; hand them on: make_private(…, clip_weights=weights)"
+        )
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """One training as it came back, or the average over several."""
+
+    engine: Any
+    leakage: Leakage
+    exposure: Exposure
+    score: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Booked:
+    """A training with its weights, and how many times its worst is what it may be."""
+
+    trained: _Trained
+    weights: RoundWeights
+    missing: float
+
+
+class _Rounds:
+    """Trains, and keeps the history and the sums over all rounds."""
+
+    def __init__(self, train: Callable[[Tensor | None], Any], delta: float | None) -> None:
+        self._train, self._delta = train, delta
+        self._accountants: list[Any] = []
+        self._missing: list[float] = []
+        self.history: list[Round] = []
+        self.total_exposure = torch.zeros(())
+
+    def train(self, weights: Tensor | None, goal: Goal) -> _Trained:
+        """One training with these weights."""
+        began = time.perf_counter()
+        returned = self._train(weights)
+        seconds = time.perf_counter() - began
+        engine, score = returned if isinstance(returned, tuple) else (returned, None)
+        leakage: Any = getattr(engine, "totals", engine)
+        if not hasattr(leakage, "get_mse_bound"):
+            raise TypeError(
+                f"train returned a {type(engine).__name__}, which has no leakage to read; return the "
+                "FILPrivacyEngine of the training, or (engine, score)"
+            )
+        _check_used(weights, engine)
+        exposure = read_exposure(leakage, goal.question, goal.confidence)
+        return _Trained(engine, leakage, exposure, None if score is None else float(score), seconds)
+
+    def book(self, trained: _Trained, goal: Goal, weights: RoundWeights, *, fresh: bool = False) -> _Booked:
+        """Enter a training into the history."""
+        exposure, values, engine = trained.exposure, weights.values, trained.engine
+        accountant = getattr(engine, "accountant", None)
+        self._accountants.append(accountant)
+        self.total_exposure = self.total_exposure + exposure.value
+        worst, worst_end = exposure.largest()
+        self.history.append(
+            Round(
+                worst=goal.shown(worst),
+                worst_end=goal.shown(worst_end),
+                spread=exposure.spread,
+                num_below=int((exposure.measured & (exposure.high > goal.most)).sum()),
+                num_spared=int((values < 1).sum()),
+                smallest_weight=float(values.min()),
+                mean_weight=float(values.mean()),
+                group_ratio=weights.ratio(exposure),
+                group_means=weights.means(exposure),
+                without_interval=exposure.without_interval,
+                score=trained.score,
+                epsilon=None if None in (self._delta, accountant) else float(engine.get_epsilon(self._delta)),
+                seconds=trained.seconds,
+                fresh=fresh,
+            )
+        )
+        logger.info("round %d: %s", len(self.history), self.history[-1])
+        self._missing.append(goal.missing(exposure, weights.ratio(exposure)))
+        return _Booked(trained, weights, self._missing[-1])
+
+    def progressed(self) -> bool:
+        """Whether the last round left less to be done than all before: a smaller excess, or fewer examples."""
+        *before, last = zip(self._missing, (each.num_below for each in self.history), strict=True)
+        if not before:
+            return True
+        least, fewest = (min(column) for column in zip(*before, strict=True))
+        return bool(last[0] < _PROGRESS * least or last[1] < fewest)
+
+    def report(self, chosen: _Booked, count: int, goal: Goal) -> _Booked:
+        """The average over further trainings with the chosen weights, from which nothing is chosen."""
+        runs: list[_Trained] = []
+        for _ in range(count):
+            trained = self.train(chosen.weights.values, goal)
+            if any(torch.equal(trained.exposure.value, each.exposure.value) for each in (chosen.trained, *runs)):
+                raise ValueError(
+                    "train() repeated a run to the last digit: it sets the same seed each time, so that a fresh run "
+                    "tells nothing new; fix no seed, or another one at each call"
+                )
+            self.book(trained, goal, chosen.weights, fresh=True)
+            runs.append(trained)
+
+        engines = [each.engine for each in runs]
+        if all(isinstance(engine, LeakageReading) for engine in engines):
+            leakage = LeakageReading.merge(engines)
+        else:
+            leakage = runs[0].leakage if count == 1 else Leakage.average([each.leakage for each in runs])
+        exposure = read_exposure(leakage, goal.question, goal.confidence)
+        average = replace(runs[-1], leakage=leakage, exposure=exposure)
+        return _Booked(average, chosen.weights, goal.missing(exposure, chosen.weights.ratio(exposure)))
+
+    def epsilon_of_all(self) -> float | None:
+        """ε of all rounds' models together; None without δ or an accountant."""
+        if self._delta is None or any(accountant is None for accountant in self._accountants):
+            return None
+        together = type(self._accountants[0])()
+        together.history = [entry for accountant in self._accountants for entry in accountant.history]
+        return float(together.get_epsilon(self._delta))
