@@ -7,6 +7,10 @@ paper's Theorem 4 and by Rényi DP (Theorem 1). Theorem 4 takes a second run fro
 
 The weights may be averaged over steps (``--ema``): that is computed from what was released and costs no privacy.
 
+``--equalise`` trains in rounds (:func:`torchfil.equalise`): each spares those whom the round before exposed most, by a
+clip weight of their own, until everybody's bound reaches ``--target``. The curves are those of the first round, without
+weights, and of the last. The weights depend on the data and are held fixed in the bounds.
+
 TORCHFIL_DATA=/path/to/data python examples/mnist_dpsgd.py --device cuda --out out
 """
 
@@ -18,7 +22,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from torchfil import Accounting, Execution, FILPrivacyEngine
+from torchfil import Accounting, Execution, FILPrivacyEngine, equalise
 from torchfil.papers.datasets import DataNotFoundError, ResidentDataset, mnist
 from torchfil.papers.zoo import mnist_cnn
 from torchfil.utils.files import replaced_when_complete
@@ -134,11 +138,13 @@ def train(
     *,
     looks: int,
     max_memory: int,
-) -> dict[str, Any]:
-    """One private run; what it gives and how it went.
+    weights: Tensor | None = None,
+) -> tuple[FILPrivacyEngine, dict[str, Any]]:
+    """One private run, with clip weights by example where given; what it gives and how it went.
 
     Returns:
-        "curve": step, accuracy and the bounds so far; "result": those at the end, with their intervals, ε and time.
+        The engine, and "curve": step, accuracy and the bounds so far; "result": those at the end, with their intervals,
+        ε and time.
     """
     torch.manual_seed(recipe.seed)
     device = digits.device
@@ -161,6 +167,7 @@ def train(
         max_grad_norm=recipe.max_grad_norm,
         criterion=nn.CrossEntropyLoss(),
         clip=recipe.clip,
+        clip_weights=weights,
         accounting=Accounting(
             num_probes=recipe.probes,
             extra_probes=recipe.extra_probes,
@@ -199,7 +206,27 @@ def train(
     seconds = time.perf_counter() - start
     result: dict[str, Any] = {"seconds": seconds, "seconds_looking": spent_looking, **final(engine, len(digits))}
     result |= {"accuracy": curve["accuracy"][-1], "sample_rate": loader.sample_rate}
-    return {"amplification": amplification, "curve": curve, "result": result}
+    title = TITLES[amplification] + (f", {int((weights < 1).sum())} spared" if weights is not None else "")
+    return engine, {"amplification": amplification, "title": title, "curve": curve, "result": result}
+
+
+def train_in_rounds(recipe: Recipe, target: float, rounds: int, **given: Any) -> list[dict[str, Any]]:
+    """Rounds that spare the most exposed, until every bound reaches the target; the first and the best run."""
+    runs: dict[int, dict[str, Any]] = {}
+
+    def trained(weights: Tensor | None) -> tuple[FILPrivacyEngine, float]:
+        seed = recipe.seed + 1000 * len(runs)  # no round repeats the batches and the noise that chose its weights
+        engine, run = train(replace(recipe, seed=seed), amplification="poisson", weights=weights, **given)
+        report(run, len(given["digits"]))
+        runs[id(engine)] = run
+        return engine, run["result"]["accuracy"]
+
+    equalised = equalise(trained, target=target, max_rounds=rounds, delta=DELTA)
+    print(equalised)
+    chosen = runs[id(equalised.engine)]
+    chosen["result"] |= {"spared": equalised.num_spared, "target_met": equalised.met}
+    first = next(iter(runs.values()))
+    return [first] if first is chosen else [first, chosen]
 
 
 def bounds_so_far(engine: FILPrivacyEngine) -> dict[str, float]:
@@ -236,7 +263,7 @@ def final(engine: FILPrivacyEngine, count: int) -> dict[str, float]:
 def report(run: dict[str, Any], count: int) -> None:
     """Print the result of a run."""
     result = run["result"]
-    print(f"\nFIL, {TITLES[run['amplification']]}, {count:,} examples, q = {result['sample_rate']:.4f}")
+    print(f"\nFIL, {run['title']}, {count:,} examples, q = {result['sample_rate']:.4f}")
     print(f"  wall-clock          {result['seconds']:.1f} s, of which {result['seconds_looking']:.1f} s for the curve")
     print(f"  test accuracy       {result['accuracy']:.2f} %")
     together, smallest = result["smallest_95_together"], result["smallest"]
@@ -251,6 +278,13 @@ def report(run: dict[str, Any], count: int) -> None:
     print(f"  Opacus's ε          {result['epsilon']:.2f} at δ = {DELTA:g}\n", flush=True)
 
 
+def save_curves(runs: list[dict[str, Any]], recipe: Recipe, options: argparse.Namespace) -> None:
+    """As JSON."""
+    content = {"recipe": asdict(recipe), "examples": options.examples, "device": options.device, "runs": runs}
+    with replaced_when_complete(options.out / "mnist_dpsgd.json") as path:
+        Path(path).write_text(json.dumps(content, indent=1))
+
+
 def save_figure(runs: list[dict[str, Any]], path: Path) -> None:
     """Accuracy against the smallest (solid) and the median (dashed) bound so far; Rényi DP has one bound for all."""
     from matplotlib.figure import Figure
@@ -258,7 +292,7 @@ def save_figure(runs: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(6.6, 5.0), layout="constrained")
     axes = figure.subplots()
     for run, colour in zip(runs, ("C0", "C1"), strict=False):
-        curve, title = run["curve"], TITLES[run["amplification"]]
+        curve, title = run["curve"], run["title"]
         axes.plot(curve["smallest"], curve["accuracy"], color=colour, label=f"{title}, smallest of all examples")
         axes.plot(curve["median"], curve["accuracy"], "--", color=colour, label=f"{title}, median")
     curve = runs[0]["curve"]
@@ -286,6 +320,9 @@ def options_and_recipe() -> tuple[argparse.Namespace, Recipe]:
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--examples", type=int, default=60_000, help="how many digits to train on")
     parser.add_argument("--amplifications", nargs="+", choices=("poisson", "theorem4"), default=["poisson", "theorem4"])
+    parser.add_argument("--equalise", action="store_true", help="rounds that spare the most exposed; no Theorem 4")
+    parser.add_argument("--target", type=float, default=1.0, help="with --equalise: the bound that all shall reach")
+    parser.add_argument("--rounds", type=int, default=3, help="with --equalise: trainings at most")
     parser.add_argument("--looks", type=int, default=None, help="points of the curve: 40, or 6 with --quick")
     parser.add_argument("--max-memory", type=int, default=None, help="bytes; 32 GiB on a GPU, else 1 GiB")
     parser.add_argument("--quick", action="store_true", help="2,000 digits, 60 steps: for a look on a CPU")
@@ -315,14 +352,17 @@ def main() -> None:
     test = test_set[0].to(options.device), test_set[1].to(options.device)
     options.out.mkdir(parents=True, exist_ok=True)
     digits = ResidentDataset(images, labels)
+    given = {"digits": digits, "test": test, "looks": options.looks, "max_memory": options.max_memory}
     runs: list[dict[str, Any]] = []
-    for amplification in options.amplifications:
-        print(f"{TITLES[amplification]}: {recipe}", flush=True)
-        runs.append(train(recipe, digits, test, amplification, looks=options.looks, max_memory=options.max_memory))
-        report(runs[-1], len(digits))
-        content = {"recipe": asdict(recipe), "examples": len(digits), "device": options.device, "runs": runs}
-        with replaced_when_complete(options.out / "mnist_dpsgd.json") as path:
-            Path(path).write_text(json.dumps(content, indent=1))
+    print(recipe, flush=True)
+    if options.equalise:
+        runs = train_in_rounds(recipe, options.target, options.rounds, **given)
+        save_curves(runs, recipe, options)
+    else:
+        for amplification in options.amplifications:
+            runs.append(train(recipe, amplification=amplification, **given)[1])
+            report(runs[-1], len(digits))
+            save_curves(runs, recipe, options)
     try:
         save_figure(runs, options.out / "mnist_dpsgd.png")
     except ModuleNotFoundError as error:
