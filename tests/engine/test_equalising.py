@@ -175,6 +175,8 @@ def test_groups_alone(unit: Tensor) -> None:
     assert len(result.weights.unique()) == 2
     assert bool((result.weights[label == 0] == 1).all())
     assert set(result.history[0].group_means) == {0, 1}
+    assert result.chosen is result.history[-1]
+    assert f"the largest mean over the smallest is {ratios[-1]:.3f}" in str(result)
 
 
 def test_groups_and_a_target(unit: Tensor) -> None:

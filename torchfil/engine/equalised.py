@@ -83,6 +83,7 @@ class Equalised:
         target: The bound (or true-positive rate) that was aimed at; None: groups alone.
         worst: The smallest bound (or largest true-positive rate) reported.
         worst_end: Its conservative end.
+        chosen: The round that ``weights`` and ``engine`` come from.
         history: All rounds, fresh ones last.
         next_weights: What another round would be trained with: pass it as ``weights=`` to go on.
         epsilon_of_all_rounds: ε if the models of all rounds were released; None without δ.
@@ -98,6 +99,7 @@ class Equalised:
     target: float | None
     worst: float
     worst_end: float
+    chosen: Round = field(repr=False)
     history: tuple[Round, ...] = field(repr=False)
     next_weights: Tensor = field(repr=False)
     epsilon_of_all_rounds: float | None = None
@@ -119,10 +121,13 @@ class Equalised:
         if self.question is not None:
             binds = f"largest true-positive rate on {self.question!r} (every attacker)"
         aim = "" if self.target is None else f", target {self.target:.4g}"
+        ratio = self.chosen.group_ratio
+        groups = [] if ratio is None else [f"groups: the largest mean over the smallest is {ratio:.3f}"]
         fresh = sum(each.fresh for each in self.history)
         source = f"from {fresh} fresh run{'s' * (fresh > 1)}" if fresh else "from the run trained with these weights"
         lines = [
             f"{binds}: {self.worst:.4g}, conservative end {self.worst_end:.4g}{aim}; {source}",
+            *groups,
             f"{_REASONS[self.stopped]}; {self.num_spared} of {len(self.weights)} examples are spared (ω < 1)",
             *_table(self.history),
             f"{len(self.history)} trainings, {self.seconds:.0f} s",

@@ -147,6 +147,7 @@ def equalise(
         target=goal.target,
         worst=goal.shown(reported.trained.exposure.largest()[0]),
         worst_end=goal.shown(reported.trained.exposure.largest()[1]),
+        chosen=best.round,
         history=tuple(rounds.history),
         next_weights=best.weights.values if met else following.values,
         epsilon_of_all_rounds=rounds.epsilon_of_all(),
@@ -233,6 +234,7 @@ class _Booked:
     trained: _Trained
     weights: RoundWeights
     missing: float
+    round: Round
 
 
 class _Rounds:
@@ -288,7 +290,7 @@ class _Rounds:
         )
         logger.info("round %d: %s", len(self.history), self.history[-1])
         self._missing.append(goal.missing(exposure, weights.ratio(exposure)))
-        return _Booked(trained, weights, self._missing[-1])
+        return _Booked(trained, weights, self._missing[-1], self.history[-1])
 
     def progressed(self) -> bool:
         """Whether the last round left less to be done than all before: a smaller excess, or fewer examples."""
@@ -318,7 +320,8 @@ class _Rounds:
             leakage = runs[0].leakage if count == 1 else Leakage.average([each.leakage for each in runs])
         exposure = read_exposure(leakage, goal.question, goal.confidence)
         average = replace(runs[-1], leakage=leakage, exposure=exposure)
-        return _Booked(average, chosen.weights, goal.missing(exposure, chosen.weights.ratio(exposure)))
+        missing = goal.missing(exposure, chosen.weights.ratio(exposure))
+        return replace(chosen, trained=average, missing=missing)
 
     def epsilon_of_all(self) -> float | None:
         """ε of all rounds' models together; None without δ or an accountant."""
