@@ -58,7 +58,7 @@ def weights_by_row(given: ClipWeights | None, ids: ExampleIds) -> Tensor | None:
 def _numbers(given: object) -> Tensor:
     """The weights on the CPU, in float64, apart from what was given."""
     try:
-        return torch.as_tensor(given).detach().to("cpu", torch.float64, copy=True)
+        return torch.as_tensor(given, dtype=torch.float64, device="cpu").detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"clip_weights is a {type(given).__name__} that holds no numbers ({error}); give a tensor or an array [n], "
@@ -86,7 +86,7 @@ def check_same_weights(saved: Tensor | None, own: Tensor | None, ids: ExampleIds
         row = apart[0]
         raise ValueError(
             f"the saved run has other clip_weights for {len(apart)} of {n} examples: {ids.all()[row]!r} had "
-            f"{float(before[row]):g} and has {float(now[row]):g} now. Their sums would mix two mechanisms; pass the "
+            f"{float(before[row])} and has {float(now[row])} now. Their sums would mix two mechanisms; pass the "
             "clip_weights that the run began with, or begin a new run with the new ones."
         )
 

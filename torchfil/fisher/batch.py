@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.clipping import ClipFunction
+from torchfil.clipping import ClipFunction, check_clip_weights
 from torchfil.fisher.amplification import Amplification, NoAmplification
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.estimators import Quantity, get_estimator, shape_of
@@ -94,10 +94,23 @@ class PrivateBatch:
         noise_multiplier: float,
         clip: str | ClipFunction,
         amplification: str | Amplification | None,
+        clip_weights: Tensor | Sequence[float] | None = None,
     ) -> PrivateBatch:
         """Check everything and bind it together; arguments as in :func:`torchfil.fisher.exact_fim`."""
         mechanism = Mechanism.build(max_grad_norm, noise_multiplier, clip, amplification)
-        return cls(ExampleGradients.build(model, loss_fn, inputs, targets, private), mechanism)
+        gradients = ExampleGradients.build(model, loss_fn, inputs, targets, private)
+        if clip_weights is None:
+            return cls(gradients, mechanism)
+
+        weights = torch.as_tensor(clip_weights, dtype=torch.float64, device=gradients.device)
+        if weights.shape != (len(gradients),):
+            raise ValueError(
+                f"clip_weights has shape {list(weights.shape)} for a batch of {len(gradients)} examples; give one "
+                "weight for each of them"
+            )
+        check_clip_weights(weights)
+        weighted = replace(gradients.examples, clip_weights=weights)
+        return cls(replace(gradients, examples=weighted), mechanism)
 
     def estimate(
         self,

@@ -12,6 +12,7 @@ what one example needs where that is more; the model's own activations and the r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -39,6 +40,7 @@ def exact_fim(
     clip: str | ClipFunction = DEFAULT_CLIP,
     amplification: str | Amplification | None = None,
     private: Private | None = None,
+    clip_weights: Tensor | Sequence[float] | None = None,
     max_memory: int = DEFAULT_MAX_MEMORY,
 ) -> Tensor:
     """The full Fisher information matrix of each example, [batch, d, d].
@@ -53,6 +55,7 @@ def exact_fim(
         clip: "smooth", "gelu", "gelu-paper", "hard", "rsqrt", or a registered function.
         amplification: What subsampling takes away; None: nothing.
         private: Which coordinates are private; None: every floating-point input.
+        clip_weights: ω in (0, 1] of each example, [batch], by which its clipped gradient is multiplied; held fixed.
         max_memory: See the module's docstring.
 
     Example:
@@ -67,7 +70,7 @@ def exact_fim(
                  [4., 8.]]])
     """
     batch = PrivateBatch.build(
-        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification
+        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification, clip_weights
     )
     return batch.estimate("matrix", "exact", max_memory=max_memory).value
 
@@ -83,6 +86,7 @@ def fim_matrix(
     clip: str | ClipFunction = DEFAULT_CLIP,
     amplification: str | Amplification | None = None,
     private: Private | None = None,
+    clip_weights: Tensor | Sequence[float] | None = None,
     estimator: str = "exact",
     num_probes: int = 8,
     generator: torch.Generator | None = None,
@@ -93,7 +97,7 @@ def fim_matrix(
     Arguments as in :func:`exact_fim` and :func:`fim_trace`.
     """
     batch = PrivateBatch.build(
-        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification
+        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification, clip_weights
     )
     return batch.estimate("matrix", estimator, num_probes, generator, max_memory)
 
@@ -109,6 +113,7 @@ def fim_trace(
     clip: str | ClipFunction = DEFAULT_CLIP,
     amplification: str | Amplification | None = None,
     private: Private | None = None,
+    clip_weights: Tensor | Sequence[float] | None = None,
     estimator: str = "weight-probes",
     num_probes: int = 8,
     generator: torch.Generator | None = None,
@@ -126,6 +131,7 @@ def fim_trace(
         clip: See there.
         amplification: See there.
         private: See there.
+        clip_weights: See there.
         estimator: "exact", "coordinates", "input-probes", "weight-probes", or a registered one.
         num_probes: How many random vectors (or coordinates). "exact" takes none.
         generator: Source of randomness; None: torch's global one. The result does not depend on how
@@ -133,7 +139,7 @@ def fim_trace(
         max_memory: See the module's docstring.
     """
     batch = PrivateBatch.build(
-        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification
+        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification, clip_weights
     )
     return batch.estimate("trace", estimator, num_probes, generator, max_memory)
 
@@ -149,6 +155,7 @@ def fim_diagonal(
     clip: str | ClipFunction = DEFAULT_CLIP,
     amplification: str | Amplification | None = None,
     private: Private | None = None,
+    clip_weights: Tensor | Sequence[float] | None = None,
     estimator: str = "weight-probes",
     num_probes: int = 8,
     generator: torch.Generator | None = None,
@@ -160,7 +167,7 @@ def fim_diagonal(
     :func:`fim_trace`.
     """
     batch = PrivateBatch.build(
-        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification
+        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification, clip_weights
     )
     return batch.estimate("diagonal", estimator, num_probes, generator, max_memory)
 
@@ -176,6 +183,7 @@ def fim_spectral_norm(
     clip: str | ClipFunction = DEFAULT_CLIP,
     amplification: str | Amplification | None = None,
     private: Private | None = None,
+    clip_weights: Tensor | Sequence[float] | None = None,
     method: Literal["lanczos", "power", "exact"] = "lanczos",
     iterations: int = 20,
     generator: torch.Generator | None = None,
@@ -193,6 +201,7 @@ def fim_spectral_norm(
         clip: See there.
         amplification: See there.
         private: See there.
+        clip_weights: See there.
         method: "lanczos" or "power" (lower bounds that converge to the norm from below, two Jacobian
             products an iteration), or "exact" (all of I and its eigenvalues).
         iterations: Products with I.
@@ -204,7 +213,7 @@ def fim_spectral_norm(
     if iterations < 1:
         raise ValueError(f"iterations={iterations} must be at least 1")
     batch = PrivateBatch.build(
-        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification
+        model, loss_fn, inputs, targets, private, max_grad_norm, noise_multiplier, clip, amplification, clip_weights
     )
     if method == "exact":
         matrix = batch.estimate("matrix", "exact", max_memory=max_memory).value

@@ -43,9 +43,12 @@ def clipped_gradients(
     max_grad_norm: float,
     clip: str | ClipFunction = DEFAULT_CLIP,
     private: Private | None = None,
+    clip_weights: Tensor | None = None,
 ) -> Tensor:
-    """g̃ = g / c(‖g‖ / C′) of each example, [batch, p]."""
-    functions, examples = _clipped_gradient_functions(model, loss_fn, inputs, targets, max_grad_norm, clip, private)
+    """g̃ = ω g / c(‖g‖ / C′) of each example, [batch, p], for ω of ``clip_weights``, [batch] (None: 1)."""
+    functions, examples = _clipped_gradient_functions(
+        model, loss_fn, inputs, targets, max_grad_norm, clip, private, clip_weights
+    )
     return torch.stack([f(z) for f, z in zip(functions, examples.z, strict=True)]).detach()
 
 
@@ -58,10 +61,13 @@ def exact_jacobian(
     max_grad_norm: float,
     clip: str | ClipFunction = DEFAULT_CLIP,
     private: Private | None = None,
+    clip_weights: Tensor | None = None,
     mode: Literal["reverse", "forward"] = "reverse",
 ) -> Tensor:
     """J̃ = ∂g̃/∂z of each example, [batch, p, d]; by jacrev, or by jacfwd, which is cheaper where p ≫ d."""
-    functions, examples = _clipped_gradient_functions(model, loss_fn, inputs, targets, max_grad_norm, clip, private)
+    functions, examples = _clipped_gradient_functions(
+        model, loss_fn, inputs, targets, max_grad_norm, clip, private, clip_weights
+    )
     with sdpa_kernel(SDPBackend.MATH):
         rows = [
             jacrev(f, chunk_size=_ROWS_AT_ONCE)(z) if mode == "reverse" else jacfwd(f)(z)
@@ -80,11 +86,20 @@ def exact_fim(
     noise_multiplier: float,
     clip: str | ClipFunction = DEFAULT_CLIP,
     private: Private | None = None,
+    clip_weights: Tensor | None = None,
     mode: Literal["reverse", "forward"] = "reverse",
 ) -> Tensor:
     """J̃ᵀJ̃ / (σC)² of each example, [batch, d, d]."""
     jacobian = exact_jacobian(
-        model, loss_fn, inputs, targets, max_grad_norm=max_grad_norm, clip=clip, private=private, mode=mode
+        model,
+        loss_fn,
+        inputs,
+        targets,
+        max_grad_norm=max_grad_norm,
+        clip=clip,
+        private=private,
+        clip_weights=clip_weights,
+        mode=mode,
     )
     return jacobian.mT @ jacobian / (noise_multiplier * max_grad_norm) ** 2
 
@@ -167,6 +182,7 @@ def _clipped_gradient_functions(
     max_grad_norm: float,
     clip: str | ClipFunction,
     private: Private | None,
+    clip_weights: Tensor | None,
 ) -> tuple[list[Callable[[Tensor], Tensor]], Examples]:
     clip = get_clip(clip)
     parameters = {k: v.detach() for k, v in model.named_parameters() if v.requires_grad}
@@ -193,7 +209,8 @@ def _clipped_gradient_functions(
             norm = torch.where(
                 zero, torch.zeros_like(square), torch.where(zero, torch.ones_like(square), square).sqrt()
             )
-            return gradient / clip.c(norm / clip.threshold(max_grad_norm))
+            weight = 1.0 if clip_weights is None else float(clip_weights[i])
+            return weight * gradient / clip.c(norm / clip.threshold(max_grad_norm))
 
         return clipped
 

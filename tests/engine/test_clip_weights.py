@@ -1,0 +1,499 @@
+"""clip_weights: what is released of an example is ωφ(‖g‖) g, and everything that is told about it is about that."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from brute_force import C, Run, assert_released, begin, make, train
+from cases import DEVICE, grouped, relative_error
+from loops import assert_same_run, data, loader, network
+from opacus.accountants import RDPAccountant
+from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev
+
+from torchfil import FILPrivacyEngine
+from torchfil.attribution import PLIS
+from torchfil.clipping import get_clip
+from torchfil.fisher import reference
+from torchfil.fisher.divergence import step_divergence
+from torchfil.questions import Absent, Label, Question
+from torchfil.report import load
+
+SIGMA, N, DELTA = 0.9, 20, 1e-5
+ORDER = torch.randperm(N, generator=torch.Generator().manual_seed(1))
+WEIGHTS = torch.linspace(0.3, 1.0, N, dtype=torch.float64)[ORDER]
+QUESTIONS: dict[str, Question] = {"member": Absent(), "label": Label(3)}
+WAYS = ["auto", "hooks", "train_step", "physical", "hooks, physical"]
+
+
+def weighted(way: str = "auto", steps: int = 3, weights: Any = WEIGHTS, **options: Any) -> Run:
+    """A run of so many steps with weights, taken in that way."""
+    options = {"criterion": nn.CrossEntropyLoss(), "clip_weights": weights, **options}
+    if "hooks" in way:
+        options["grad_sample_mode"] = "hooks"
+    run = make(network(), data(N), batch_size=6, **options)
+    return train(run, steps=steps, way=way, physical=2 if "physical" in way else None)
+
+
+class Truth:
+    """Sums over a run by jacrev of ωφ(‖g‖) g in float64, example by example.
+
+    Attributes:
+        fim: Σ I_t, [n, d, d].
+        plis: Σ ∂(‖g̃‖/s)²/∂z, [n, d].
+        squared_norm: Σ ‖g̃‖², [n].
+        divergences: By question, Σ KL_t, [n, answers].
+        sums: Σ_i g̃_i of every step, [p].
+        ratios: ‖g̃‖/C as last seen after every step, ω before it was seen, [n] each.
+    """
+
+    def __init__(self, run: Run, weights: Tensor, sigma: float, q: float | None, clip: str = "smooth") -> None:
+        n, d, s = len(weights), 5, sigma * C
+        self.fim, self.plis = torch.zeros(n, d, d).double(), torch.zeros(n, d).double()
+        self.squared_norm = torch.zeros(n).double()
+        self.divergences = {name: torch.zeros(n, len(ask.answers)).double() for name, ask in QUESTIONS.items()}
+        self.sums: list[Tensor] = []
+        self.ratios: list[Tensor] = []
+        ratio = weights.clone()
+        for passes in run.passes:
+            total: Any = 0.0
+            for begun in passes:
+                if not begun.ids:
+                    continue
+                at = copy.deepcopy(run.plain)
+                at.load_state_dict(begun.weights)
+                told = {"max_grad_norm": C, "clip": clip, "clip_weights": weights[begun.ids]}
+                loss = nn.CrossEntropyLoss()
+                g = reference.clipped_gradients(at, loss, begun.x, begun.y, **told)
+                jacobian = reference.exact_jacobian(at, loss, begun.x, begun.y, **told)
+                fim = jacobian.mT @ jacobian / s**2 if q is None else reference.poisson_fim(jacobian, g, s, q)
+                self.fim[begun.ids] += fim.cpu()
+                self.plis[begun.ids] += 2 * torch.einsum("bpd,bp->bd", jacobian, g).cpu() / s**2
+                self.squared_norm[begun.ids] += g.square().sum(dim=1).cpu()
+                ratio[begun.ids] = g.norm(dim=1).cpu() / C
+                total = total + g.sum(dim=0)
+
+                for name, question in QUESTIONS.items():
+                    for k, other in enumerate(question.alternatives(begun.x, begun.y)):
+                        v = torch.zeros_like(g)
+                        if other is not None:
+                            v = reference.clipped_gradients(at, loss, other.inputs, other.targets, **told)
+                        products = [(a * b).sum(dim=1) / s**2 for a, b in ((g, g), (v, v), (g, v))]
+                        self.divergences[name][begun.ids, k] += (step_divergence(*products, q) / (q or 1)).cpu()
+            self.sums.append(total if isinstance(total, Tensor) else torch.zeros_like(run.released[0]))
+            self.ratios.append(ratio.clone())
+
+
+def epsilon_by_hand(ratios: list[float], sigma: float, q: float) -> float:
+    """ε of one example from its ‖g̃‖/C at every step; σC/‖g̃‖ is rounded down to the grid, as documented."""
+    rdp = sum(_rdp(sigma, math.floor(math.log(1 / ratio) / math.log(1.05) + 1e-5), q) for ratio in ratios)
+    return float(get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=rdp, delta=DELTA)[0])
+
+
+@cache
+def _rdp(sigma: float, level: int, q: float) -> Any:
+    orders = RDPAccountant.DEFAULT_ALPHAS
+    return compute_rdp(q=q, noise_multiplier=sigma * 1.05**level, steps=1, orders=orders)
+
+
+def rate_of(run: Run) -> float:
+    rate = run.engine._training.run.options.sample_rate
+    assert rate is not None
+    return rate
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_released_and_its_trace(way: str) -> None:
+    run = weighted(way)
+    truth = Truth(run, WEIGHTS, 1e-9, None)
+    assert_released(run, truth.sums)
+    assert relative_error(run.engine.totals.get_trace().value, truth.fim.diagonal(dim1=1, dim2=2).sum(dim=1)) < 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_everything_that_is_told(way: str) -> None:
+    """FIM, diagonal, D of questions, ‖g̃‖, PLIS and individual ε under Poisson sampling, against jacrev."""
+    run = weighted(
+        way, noise_multiplier=SIGMA, amplification="poisson", track=("fim", "diagonal", "plis"), questions=QUESTIONS
+    )
+    engine, q = run.engine, rate_of(run)
+    ledger, truth = engine.ledger, Truth(run, WEIGHTS, SIGMA, q)
+    assert ledger is not None
+    diagonal = truth.fim.diagonal(dim1=1, dim2=2)
+    assert relative_error(ledger.sums["fim"], truth.fim) < 1e-6
+    assert relative_error(engine.get_attribute_fil().value.square(), diagonal) < 1e-6
+    assert relative_error(engine.totals.get_trace().value, diagonal.sum(dim=1)) < 1e-6
+    assert relative_error(engine.get_plis(), truth.plis) < 1e-6
+    assert relative_error(ledger.sums["squared_norm"], truth.squared_norm) < 1e-6
+    for name, divergences in truth.divergences.items():
+        value = engine.get_guess(name).divergence.value.reshape(divergences.shape)
+        assert relative_error(value, divergences) < 1e-6, name
+
+    by_step = torch.stack(truth.ratios, dim=1).tolist()
+    own = [epsilon_by_hand(ratios, SIGMA, q) for ratios in by_step]
+    assert engine.get_individual_epsilon(delta=DELTA).value.tolist() == pytest.approx(own, rel=1e-6)
+    assert engine.get_epsilon(DELTA) >= max(own) > min(own)
+
+
+@pytest.mark.parametrize("way", ["auto", "train_step"])
+def test_recorded_passes(way: str) -> None:
+    """Probes are random, but along the gradient nothing is: PLIS and D of the recorded pass, which is the usual one."""
+    run = weighted(
+        way, noise_multiplier=SIGMA, amplification="poisson", track=("plis",), questions=QUESTIONS,
+        estimator="weight-probes", num_probes=2,
+    )  # fmt: skip
+    truth = Truth(run, WEIGHTS, SIGMA, rate_of(run))
+    assert relative_error(run.engine.get_plis(), truth.plis) < 1e-6
+    value = run.engine.get_guess("label").divergence.value
+    assert relative_error(value, truth.divergences["label"]) < 1e-6
+
+
+def test_probes_are_unbiased() -> None:
+    """The mean of many probes' traces is the truth, within its own standard error."""
+    run = weighted(noise_multiplier=SIGMA, amplification="poisson", estimator="weight-probes", num_probes=400, steps=2)
+    truth = Truth(run, WEIGHTS, SIGMA, rate_of(run)).fim.diagonal(dim1=1, dim2=2).sum(dim=1)
+    trace = run.engine.totals.get_trace()
+    seen = truth > 0
+    apart = ((trace.value.cpu() - truth) / trace.standard_error.cpu())[seen]
+    assert float(apart.abs().max()) < 4
+    assert relative_error(trace.value, truth) < 0.05
+
+
+def test_ghost_clipping() -> None:
+    """Called as Opacus's is; its clip is hard."""
+    module, engine = network(), FILPrivacyEngine()
+    plain = copy.deepcopy(module)
+    torch.manual_seed(4)
+    options = grouped(seed=3, estimator="exact", amplification="none")
+    model, optimizer, criterion, private = engine.make_private(
+        module, torch.optim.SGD(module.parameters(), lr=0.3), loader(data(N), 6), noise_multiplier=1e-9,
+        max_grad_norm=C, criterion=nn.CrossEntropyLoss(), grad_sample_mode="ghost", clip_weights=WEIGHTS, **options,
+    )  # fmt: skip
+    run = Run(engine, module, plain, model, optimizer, private)
+    for batch in private:
+        begun = begin(run, batch)
+        optimizer.zero_grad()
+        criterion(model(begun.x), begun.y).backward()
+        optimizer.step()
+        run.passes.append([begun])
+        flat = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+        run.released.append(flat * optimizer.expected_batch_size)
+
+    truth = Truth(run, WEIGHTS, 1e-9, None, clip="hard")
+    assert_released(run, truth.sums)
+    assert relative_error(engine.totals.get_trace().value, truth.fim.diagonal(dim1=1, dim2=2).sum(dim=1)) < 1e-6
+
+
+LIMITS = [0.2, 0.05, 0.3, 0.1]
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks"])
+def test_per_layer_clipping(mode: str) -> None:
+    """g̃_l = ωφ(‖g_l‖; C_l) g_l for every parameter: FIM by jacrev, ‖g̃‖, D, and the norms of a refresh."""
+    clip, module, dataset, noise = get_clip("smooth"), network(), data(N), SIGMA * math.hypot(*LIMITS)
+    plain, engine = copy.deepcopy(module), FILPrivacyEngine()
+    model, optimizer, private = engine.make_private(
+        module, torch.optim.SGD(module.parameters(), lr=0.3), loader(dataset, 6), noise_multiplier=SIGMA,
+        max_grad_norm=LIMITS, clipping="per_layer", grad_sample_mode=mode, clip_weights=WEIGHTS,
+        criterion=nn.CrossEntropyLoss(),
+        **grouped(seed=3, estimator="exact", track=("fim",), questions={"member": Absent()}),
+    )  # fmt: skip
+
+    def clipped(z: Tensor, y: Tensor, parameters: dict[str, Tensor], row: int) -> Tensor:
+        def loss(values: dict[str, Tensor]) -> Tensor:
+            return F.cross_entropy(functional_call(plain, values, (z[None],)), y[None])
+
+        parts = zip(grad(loss)(parameters).values(), LIMITS, strict=True)
+        return torch.cat([float(WEIGHTS[row]) * part.flatten() / clip.c(part.norm() / limit) for part, limit in parts])
+
+    fim, divergence = torch.zeros(N, 5, 5).double(), torch.zeros(N).double()
+    for batch in private:
+        x, y = (part.to(DEVICE) for part in batch)
+        parameters = {name: value.detach().clone() for name, value in module.named_parameters()}
+        for row, z, label in zip(batch._ids, x, y, strict=True):
+            g = clipped(z, label, parameters, row)
+            jacobian = jacrev(clipped)(z, label, parameters, row)
+            fim[row] += reference.poisson_fim(jacobian[None], g[None], noise, private.sample_rate)[0].cpu()
+            square = g.square().sum()[None] / noise**2
+            nothing = torch.zeros_like(square)
+            kl = step_divergence(square, nothing, nothing, private.sample_rate) / private.sample_rate
+            divergence[row] += float(kl)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    assert engine.ledger is not None
+    assert relative_error(engine.ledger.sums["fim"], fim) < 1e-6
+    assert relative_error(engine.get_guess("member").divergence.value.flatten(), divergence) < 1e-6
+    engine.refresh_norms()
+    parameters = {name: value.detach() for name, value in module.named_parameters()}
+    now = [clipped(x.to(DEVICE), y.to(DEVICE), parameters, i).norm() for i, (x, y) in enumerate(dataset)]
+    assert relative_error(engine._training.run.history.ratio, torch.stack(now) / math.hypot(*LIMITS)) < 1e-6
+
+
+def test_looks_at_the_data_set() -> None:
+    """PLIS and refreshed norms at the present weights are those of the scaled gradient; PLIS without noise is plain."""
+    run = weighted(noise_multiplier=SIGMA)
+    x, y = (part.to(DEVICE) for part in data(N).tensors)
+    told = {"max_grad_norm": C, "clip_weights": WEIGHTS}
+    at = copy.deepcopy(run.plain)
+    at.load_state_dict(run.module.state_dict())
+    g = reference.clipped_gradients(at, nn.CrossEntropyLoss(), x, y, **told)
+    jacobian = reference.exact_jacobian(at, nn.CrossEntropyLoss(), x, y, **told)
+    slopes = 2 * torch.einsum("bpd,bp->bd", jacobian, g) / (SIGMA * C) ** 2
+    order = [7, 0, 13]
+    assert relative_error(run.engine.plis(order), slopes[order]) < 1e-6
+    run.engine.refresh_norms()
+    assert relative_error(run.engine._training.run.history.ratio, g.norm(dim=1) / C) < 1e-6
+    unclipped = PLIS(at, nn.CrossEntropyLoss()).attribute(x, y)
+    assert relative_error(run.engine.plis(private=False), unclipped) < 1e-6
+
+
+def test_divergence_is_that_of_the_simulated_release() -> None:
+    """D of one participation against the mean log ratio of noisy releases, drawn or not, of ωφ(‖g‖) g."""
+    run = weighted(noise_multiplier=SIGMA, amplification="poisson", questions=QUESTIONS, steps=1)
+    begun, q, s = run.passes[0][0], rate_of(run), SIGMA * C
+    at = copy.deepcopy(run.plain)
+    at.load_state_dict(begun.weights)
+    told = {"max_grad_norm": C, "clip_weights": WEIGHTS[begun.ids]}
+    generator = torch.Generator().manual_seed(0)
+    for place in range(2):
+        x, y = begun.x[place : place + 1], begun.y[place : place + 1]
+        only = {**told, "clip_weights": told["clip_weights"][place : place + 1]}
+        answers = torch.tensor([0, 1, 2], device=y.device)
+        clipped = [
+            reference.clipped_gradients(at, nn.CrossEntropyLoss(), x, label[None], **only)[0].cpu() / s
+            for label in (y[0], *answers)
+        ]
+        u = clipped[0]
+        drawn = torch.rand(100_000, generator=generator) < q
+        released = torch.randn(100_000, len(u), generator=generator, dtype=torch.float64) + drawn[:, None] * u
+        for k, v in enumerate(clipped[1:]):
+
+            def log_density(at: Tensor, released: Tensor = released) -> Tensor:
+                return torch.log1p(q * torch.expm1(released @ at - at.square().sum() / 2))
+
+            ratio = log_density(u) - log_density(v)
+            value = q * float(run.engine.get_guess("label").divergence.value[begun.ids[place], k])
+            assert abs(float(ratio.mean()) - value) <= 4 * float(ratio.std()) / 100_000**0.5 + 1e-12
+
+
+class Scaled(nn.Module):
+    """One parameter: the gradient has no direction across it, so that every probe tells the whole truth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = nn.Parameter(torch.tensor([0.5], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.size * x.sin()
+        return torch.stack([h.sum(dim=1), (h * h).sum(dim=1), h[:, 0]], dim=1)
+
+
+def still(weights: Any, module: nn.Module, passes: int, **options: Any) -> FILPrivacyEngine:
+    """A run whose weights do not move, with known batches: every trace is ω² times that without weights."""
+    engine = FILPrivacyEngine()
+    torch.manual_seed(4)
+    given = {"seed": 3, "amplification": "none", **options}
+    made = engine.make_private(
+        module.to(DEVICE), torch.optim.SGD(module.parameters(), lr=0.0), loader(data(N), 6), noise_multiplier=SIGMA,
+        max_grad_norm=C, criterion=nn.CrossEntropyLoss(), clip_weights=weights, **grouped(**given),
+    )  # fmt: skip
+    model, optimizer, criterion, private = made if len(made) == 4 else (*made[:2], F.cross_entropy, made[2])
+    every = given.get("accumulation_steps", 1)
+    for _ in range(passes):
+        for count, (x, y) in enumerate(private, start=1):
+            (criterion(model(x.to(DEVICE)), y.to(DEVICE)) / every).backward()
+            if count % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("module", "passes", "options"),
+    [
+        (network, 1, {"views": lambda x: torch.stack([x, x.flip(-1)], dim=1), "estimator": "exact"}),
+        (network, 2, {"accumulation_steps": 2, "estimator": "exact"}),
+        (network, 1, {"estimator": "input-probes"}),
+        (network, 1, {"estimator": "weight-probes"}),
+        (network, 1, {"estimator": "weight-probes", "max_memory": 20_000}),
+        (Scaled, 18, {"num_probes": 1, "extra_probes": 8}),
+    ],
+    ids=["views", "accumulation", "input-probes", "weight-probes", "chunks", "extra-probes"],
+)
+def test_a_trace_scales_with_the_squared_weight(module: Any, passes: int, options: dict[str, Any]) -> None:
+    plain, scaled = (still(w, module(), passes, **options) for w in (None, WEIGHTS))
+    traces = [engine.totals.get_trace().value.cpu() for engine in (plain, scaled)]
+    assert float(traces[0].max()) > 0
+    assert relative_error(traces[1], WEIGHTS.square() * traces[0]) < 1e-9
+
+
+@pytest.mark.parametrize("way", ["auto", "hooks", "train_step"])
+def test_weights_of_one_change_nothing(way: str) -> None:
+    """Bit for bit: weights, ledger, ε."""
+    options = {"noise_multiplier": SIGMA, "amplification": "poisson", "estimator": "weight-probes", "num_probes": 2}
+    plain, ones = (
+        weighted(way, weights=w, questions=QUESTIONS, track=("diagonal", "plis"), **options)
+        for w in (None, torch.ones(N))
+    )
+    assert_same_run((plain.engine, plain.module), (ones.engine, ones.module), 1e-300)
+    for ours, theirs in zip(plain.module.parameters(), ones.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert plain.engine.ledger is not None
+    assert ones.engine.ledger is not None
+    for name, value in plain.engine.ledger.sums.items():
+        assert torch.equal(value, ones.engine.ledger.sums[name]), name
+    FILPrivacyEngine.merge([plain.engine, ones.engine])  # the same mechanism
+
+
+class TestGiven:
+    """What may be said, and how it is read."""
+
+    def made(self, weights: Any, **options: Any) -> FILPrivacyEngine:
+        engine, module = FILPrivacyEngine(), network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine.make_private(module, optimizer, loader(data(N), 6), clip_weights=weights, **options)
+        return engine
+
+    def test_by_order_and_by_id(self) -> None:
+        names = [f"person {i}" for i in range(N)]
+        expected = torch.ones(N, dtype=torch.float64)
+        expected[3] = 0.25
+        for given, options in (
+            (expected, {}),
+            (expected.numpy(), {}),
+            (expected.tolist(), {}),
+            (expected.float(), {}),
+            ({3: 0.25}, {}),
+            ({"person 3": torch.tensor(0.25)}, {"id_of": names}),
+        ):
+            weights = self.made(given, **options).clip_weights
+            assert weights is not None
+            assert weights.dtype == torch.float64
+            assert torch.equal(weights.cpu(), expected)
+        assert self.made(None).clip_weights is None
+
+    def test_what_was_given_may_change_afterwards(self) -> None:
+        given = WEIGHTS.clone()
+        engine = self.made(given)
+        given.zero_()
+        weights = engine.clip_weights
+        assert weights is not None
+        weights.zero_()
+        assert torch.equal(engine.clip_weights.cpu(), WEIGHTS)  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize(
+        ("given", "error", "message"),
+        [
+            ({4: 1.5}, ValueError, r"of example 4 is 1.5, not in \(0, 1\]: .*ε would be too small; give at most 1"),
+            ({4: 0.0}, ValueError, "of example 4 is 0, not in .*leave it out, or give a small weight"),
+            ({4: -1.0, 5: 2.0}, ValueError, r"of example 4 is -1 \(and 1 more\), .*above 0 and at most 1"),
+            ({4: math.nan}, ValueError, "of example 4 is nan, .*give a number above 0"),
+            ({99: 0.5}, KeyError, "clip_weights: unknown example ids .99.; ids are 0 to 19"),
+            ([0.5] * 3, ValueError, r"clip_weights has shape \[3\] for 20 examples; give one weight each"),
+            (0.5, ValueError, r"clip_weights has shape \[\] for 20 examples"),
+            (["a"] * N, TypeError, r"holds no numbers .*give a tensor or an array \[n\], or a dict"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, given: Any, error: Any, message: str) -> None:
+        """And nothing has changed: the same parts can be made private afterwards."""
+        engine, module = FILPrivacyEngine(), network()
+        parts = (module, torch.optim.SGD(module.parameters(), lr=0.1), loader(data(N), 6))
+        with pytest.raises(error, match=message):
+            engine.make_private(*parts, clip_weights=given)
+        engine.make_private(*parts, clip_weights=WEIGHTS)
+
+    def test_the_id_is_named(self) -> None:
+        with pytest.raises(ValueError, match="of example 'person 3' is 2, not in"):
+            self.made({"person 3": 2.0}, id_of=[f"person {i}" for i in range(N)])
+
+    def test_with_epsilon(self) -> None:
+        engine, module = FILPrivacyEngine(), network()
+        engine.make_private_with_epsilon(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), loader(data(N), 6), target_epsilon=5.0,
+            target_delta=1e-3, epochs=2, epsilon_tolerance=1.0, max_grad_norm=1.0, clip_weights={0: 0.5},
+        )  # fmt: skip
+        assert engine.clip_weights is not None
+        assert float(engine.clip_weights[0]) == 0.5
+
+
+class TestKept:
+    """Checkpoints, repetitions and run files."""
+
+    def start(self, weights: Any = WEIGHTS) -> Run:
+        return make(
+            network(), data(N), batch_size=6, criterion=nn.CrossEntropyLoss(), clip_weights=weights,
+            noise_multiplier=SIGMA, amplification="poisson", track=("fim",),
+        )  # fmt: skip
+
+    def epochs(self, run: Run, count: int) -> Run:
+        for _ in range(count):
+            train(run, steps=len(run.passes) + len(run.private))
+        return run
+
+    def test_a_resumed_run_is_the_truth(self, tmp_path: Path) -> None:
+        whole = self.epochs(self.start(), 2)
+        first = self.epochs(self.start(), 1)
+        path = tmp_path / "checkpoint.pt"
+        first.engine.save_checkpoint(path=path, module=first.model, optimizer=first.optimizer)
+        second = self.start({i: float(w) for i, w in enumerate(WEIGHTS)})
+        second.engine.load_checkpoint(path=path, module=second.model, optimizer=second.optimizer)
+        self.epochs(second, 1)
+        assert_same_run((second.engine, second.module), (whole.engine, whole.module), 1e-300)
+
+        first.passes += second.passes
+        truth = Truth(first, WEIGHTS, SIGMA, rate_of(second))
+        assert second.engine.ledger is not None
+        assert relative_error(second.engine.ledger.sums["fim"], truth.fim) < 1e-6
+        assert relative_error(second.engine.ledger.sums["squared_norm"], truth.squared_norm) < 1e-6
+
+    def test_other_weights_are_refused(self) -> None:
+        state = self.epochs(self.start(), 1).engine.state_dict()
+        changed = WEIGHTS.clone()
+        changed[4] = 0.125
+        for other, match in (
+            (changed, rf"for 1 of 20 examples: 4 had {float(WEIGHTS[4])} and has 0.125 now.*began with"),
+            (None, "other clip_weights for 19 of 20 examples: 0 had"),
+        ):
+            run = self.start(other)
+            with pytest.raises(ValueError, match=match):
+                run.engine.load_state_dict(state)
+            assert run.engine.ledger is None
+
+    def test_a_state_of_before_there_were_weights(self) -> None:
+        state = self.epochs(self.start(None), 1).engine.state_dict()
+        del state["run"]["clip_weights"]
+        self.start(None).engine.load_state_dict(state)
+        self.start(torch.ones(N)).engine.load_state_dict(state)
+        with pytest.raises(ValueError, match="other clip_weights for 19 of 20 examples"):
+            self.start().engine.load_state_dict(state)
+
+    def test_only_repetitions_are_averaged(self) -> None:
+        engines = [self.epochs(self.start(w), 1).engine for w in (WEIGHTS, WEIGHTS, WEIGHTS / 2, None)]
+        FILPrivacyEngine.merge(engines[:2])
+        for other in engines[2:]:
+            with pytest.raises(ValueError, match=r"clipping \(and clip_weights\).*clip_weights below 1 for \d+ of 20"):
+                FILPrivacyEngine.merge([engines[0], other])
+
+    def test_tables_and_run_files(self, tmp_path: Path) -> None:
+        engine = self.epochs(self.start(), 1).engine
+        names, columns = engine.leakage_columns([5, 2])
+        assert names == [5, 2]
+        assert columns["clip_weight"] == WEIGHTS[[5, 2]].tolist()
+        saved = load(engine.save_run(tmp_path / "run.fil", delta=DELTA, pictures=0))
+        assert saved.columns["clip_weight"].tolist() == WEIGHTS.tolist() == saved.clip_weights.tolist()
+
+        plain = self.epochs(self.start(None), 1).engine
+        assert "clip_weight" not in plain.leakage_columns()[1]
+        saved = load(plain.save_run(tmp_path / "plain.fil", delta=DELTA, pictures=0))
+        assert "clip_weight" not in saved.columns
+        assert saved.clip_weights.tolist() == [1.0] * N
