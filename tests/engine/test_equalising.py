@@ -224,14 +224,26 @@ def test_unmeasured_examples_are_left_alone(unit: Tensor) -> None:
     assert result.weights[unit.argmax()] == 1
 
 
+def test_what_another_run_would_draw_is_left_to_the_margin(unit: Tensor) -> None:
+    """A run's own error is wide where single steps decide: going by it would spare half of all examples."""
+
+    def train(weights: Tensor | None) -> StandIn:
+        stand_in = StandIn(unit * (1 if weights is None else weights**2))
+        zero = torch.zeros_like(stand_in.value)
+        stand_in.estimate = Estimate(stand_in.value, zero, "estimate", positive=True, run_error=3 * stand_in.value)
+        return stand_in
+
+    result = torchfil.equalise(train, target=1.0)
+    assert result.met
+    assert result.num_spared == torchfil.equalise(Trainer(unit), target=1.0, confidence=None).num_spared
+
+
 def test_examples_without_an_interval_count_by_their_estimate() -> None:
     def train(error: Tensor) -> Callable[[Tensor | None], Any]:
         def run(weights: Tensor | None) -> StandIn:
             stand_in = StandIn(torch.tensor([0.1, 4.0]) * (1 if weights is None else weights**2))
-            run_error = torch.where(error > 0, torch.inf, 0.0).double()
-            stand_in.estimate = Estimate(
-                stand_in.value, torch.zeros(2).double(), "estimate", positive=True, run_error=run_error
-            )
+            untold = torch.where(error > 0, torch.inf, 0.0).double()
+            stand_in.estimate = Estimate(stand_in.value, untold, "estimate", positive=True)
             return stand_in
 
         return run
@@ -240,7 +252,7 @@ def test_examples_without_an_interval_count_by_their_estimate() -> None:
     assert result.met
     assert result.history[0].without_interval == 1
     assert result.weights[1] < 0.5
-    with pytest.raises(ValueError, match="nobody was measured in the five steps"):
+    with pytest.raises(ValueError, match="the probes tell no error of anybody"):
         torchfil.equalise(train(torch.tensor([1.0, 1.0])), target=1.0)
 
 

@@ -26,8 +26,8 @@ class Exposure:
 
     Attributes:
         value: e, [n], float64: 1/bound, or D of a question's worst answer.
-        high: The upper end of e, [n], one-sided at a confidence; e itself where none was asked for, and where one run
-            claims no interval (an example that was measured in fewer than five steps).
+        high: The upper end of e, [n], one-sided at a confidence; e itself where none was asked for, and where the
+            probes tell no error.
         measured: Whether the run says anything about the example, bool [n].
         without_interval: How many measured examples have no interval.
         power: 1/2 where groups are compared by mean e^(1/2) (which is FIL), 1 where by mean e (D).
@@ -60,7 +60,7 @@ class Goal:
         question: Its name; None: Fisher information.
         false_positive_rate: At which the true-positive rate is meant.
         share: Of the examples that are to be brought down to where the others begin.
-        confidence: That of the ends that must meet the target, one-sided; None: estimates.
+        confidence: That of the ends, by the probes' errors, that must meet the target, one-sided; None: estimates.
         group_ratio: The largest over the smallest of the groups' means that counts as equal.
         has_groups: Whether there are groups; then no share is taken for granted.
 
@@ -137,7 +137,7 @@ def read_exposure(leakage: Leakage, question: str | None, confidence: float | No
     Args:
         leakage: What the run says, with a question of that name where one is meant.
         question: None: e = 1/bound = tr(I)/d, unbiased attackers. A name: D of its worst answer, every attacker.
-        confidence: One-sided, that of the upper end, as in :meth:`Leakage.get_smallest_mse_bound`; None: the estimate.
+        confidence: One-sided, that of the upper end by the probes' errors; None: the estimate.
 
     Raises:
         ValueError: Nobody was measured, somebody's leakage is infinite (steps without noise), or a confidence was asked
@@ -157,12 +157,14 @@ def read_exposure(leakage: Leakage, question: str | None, confidence: float | No
     if confidence is None:
         return Exposure(value, value, measured, power=power)
 
-    high = _worst(quantity.interval(2 * confidence - 1)[1])
+    # The probes' errors alone: what another run would draw is far wider for whom one step decides, and not a matter of
+    # whom to spare; weights allow for it by their margin.
+    high = _worst(quantity.interval(2 * confidence - 1, "probes")[1])
     told = high.isfinite()
     if not bool(told[measured].any()):
         raise ValueError(
-            "nobody was measured in the five steps that an interval needs, so that there is no lower end to be safe "
-            "by: train longer, or pass confidence=None to go by the estimates of single runs"
+            "the probes tell no error of anybody, so that there is no end to be safe by: train longer, measure with "
+            "num_probes=2 or more, or pass confidence=None to go by the estimates of single runs"
         )
     return Exposure(value, torch.where(told, high, value), measured, int((measured & ~told).sum()), power)
 

@@ -87,9 +87,10 @@ def equalise(
         false_positive_rate: At which the true-positive rate of a question is meant.
         share: Without a target: bring the most exposed share of all examples down to where the others begin, by the
             first round; None: 0.01.
-        confidence: One-sided: the lower ends of the bounds (upper ends of D) at it must meet the target, because the
-            estimates of one run have errors. ``torchfil gate`` looks at 0.975. An example without an interval (measured
-            in fewer than five steps) counts by its estimate, and is counted in the history. None: estimates.
+        confidence: One-sided: the lower ends of the bounds (upper ends of D) at it, by the probes' errors, must meet
+            the target. What another run would draw is not in them, but in ``margin``: the ends that ``torchfil gate``
+            looks at hold it, and are far lower where single steps decide. An example whose probes tell no error counts by
+            its estimate, and is counted in the history. None: estimates.
         groups: One label an example in the order of the data set, or a mapping id ↦ label. Every group gets a common
             factor beside its members' own weights, so that the groups' mean FIL (of a question: mean D) become equal.
         group_ratio: The largest over the smallest of these means that counts as equal.
