@@ -89,8 +89,8 @@ def equalise(
             first round; None: 0.01.
         confidence: One-sided: the lower ends of the bounds (upper ends of D) at it, by the probes' errors, must meet
             the target. What another run would draw is not in them, but in ``margin``: the ends that ``torchfil gate``
-            looks at hold it, and are far lower where single steps decide. An example whose probes tell no error counts by
-            its estimate, and is counted in the history. None: estimates.
+            looks at hold it, and are far lower where single steps decide. An example whose probes tell no error
+            counts by its estimate, and is counted in the history. None: estimates.
         groups: One label an example in the order of the data set, or a mapping id ↦ label. Every group gets a common
             factor beside its members' own weights, so that the groups' mean FIL (of a question: mean D) become equal.
         group_ratio: The largest over the smallest of these means that counts as equal.
