@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from torchfil.fisher.missing import with_second_derivatives
+from torchfil.fisher.rules.patches import patches
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,19 @@ def test_a_vision_transformers_first_layer_is_differentiated_twice_in_seconds() 
         (gradient,) = torch.autograd.grad(layer(x).square().sum(), layer.weight, create_graph=True)
     names = {node.name() for node in _nodes(gradient)}
     assert not any("Convolution" in name for name in names)
+
+
+@pytest.mark.parametrize("size", [(12, 8), (13, 8), (22, 12)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+def test_patches_that_tile_an_image_are_torchs(size: tuple[int, int], device: str) -> None:
+    """And large ones on a GPU: kernels that are written out tap by tap take minutes to compile."""
+    module = nn.Conv2d(3, 5, 4, 4) if size[1] == 8 else nn.Conv2d(3, 5, 11, 11)
+    a = torch.randn(2, 3, *size, dtype=torch.float64, device=device, requires_grad=True)
+    found, expected = patches(module, a), nn.functional.unfold(a, module.kernel_size, stride=module.stride)
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn_like(expected)
+    (own,), (true,) = (torch.autograd.grad(each, a, weight) for each in (found, expected))
+    torch.testing.assert_close(own, true)
 
 
 def _nodes(tensor: torch.Tensor) -> set[torch.autograd.graph.Node]:

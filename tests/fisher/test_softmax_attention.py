@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,7 +83,16 @@ def test_what_is_not_served() -> None:
     assert attention(q, k, v, attn_mask=table) is None, "a bias that is trained"
     assert attention(q[0], k[0], v[0]) is None
     assert attention(q.detach(), k.detach(), v.detach()) is None
-    assert attention(q, k[:, :1], v[:, :1], enable_gqa=True) is None
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_heads_of_queries_that_share_keys(heads: int) -> None:
+    q, k, v = operands()
+    given = [q, *(x.detach()[:, :heads].clone().requires_grad_() for x in (k, v))]
+    with sdpa_kernel(SDPBackend.MATH):
+        theirs = twice(partial(F.scaled_dot_product_attention, enable_gqa=True), given)
+    for own, true in zip(twice(partial(attention, enable_gqa=True), given), theirs, strict=True):
+        assert torch.allclose(own, true, rtol=1e-9, atol=1e-11)
 
 
 def test_under_autocast() -> None:

@@ -20,6 +20,7 @@ __all__ = ["Convolutional", "padded_input", "pads_with_zeros", "patches", "patch
 
 Convolutional = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Walk = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]  # size, stride, dilation, padding
+_MOST_TAPS = 64  # our kernels are written out tap by tap, and compiling those of a 16×16 patch takes minutes
 
 
 class _Patches(Function):
@@ -28,11 +29,14 @@ class _Patches(Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, walk: _Walk) -> Tensor:
         ctx.walk, ctx.shape = walk, a.shape
-        kernels = kernels_for(a)
+        size, stride, dilation, padding = walk
+        if _side_by_side(a.shape, walk):
+            apart = a.reshape(*a.shape[:2], -1, size[0], a.shape[3] // size[1], size[1])
+            return apart.permute(0, 1, 3, 5, 2, 4).reshape(len(a), a.shape[1] * size[0] * size[1], -1)
+        kernels = _kernels_for(a, walk)
         if kernels is not None:
             columns: Tensor = kernels.unfold_patches(a.contiguous(), *walk)
             return columns
-        size, stride, dilation, padding = walk
         view = F.pad(a, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else a
         for axis in (0, 1):
             view = view.unfold(2 + axis, dilation[axis] * (size[axis] - 1) + 1, stride[axis])[..., :: dilation[axis]]
@@ -41,14 +45,28 @@ class _Patches(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        kernels = kernels_for(gradients[0])
+        size, stride, dilation, padding = ctx.walk
+        if _side_by_side(ctx.shape, ctx.walk):
+            apart = gradients[0].reshape(*ctx.shape[:2], *size, *_positions(ctx.shape, ctx.walk))
+            return apart.permute(0, 1, 4, 2, 5, 3).reshape(ctx.shape), None
+        kernels = _kernels_for(gradients[0], ctx.walk)
         if kernels is not None:
             return kernels.fold_patches(gradients[0].contiguous(), ctx.shape[2:], *ctx.walk), None
-        size, stride, dilation, padding = ctx.walk
         if being_traced():  # a compiler makes one kernel of shifted images; its own fold writes astray
             taps = gradients[0].reshape(*ctx.shape[:2], *size, *_positions(ctx.shape, ctx.walk))
             return _shifted_sum(taps.permute(0, 2, 3, 1, 4, 5), ctx.shape, ctx.walk), None
         return F.fold(gradients[0], ctx.shape[2:], size, dilation, padding, stride), None
+
+
+def _side_by_side(shape: torch.Size, walk: _Walk) -> bool:
+    """Whether patches tile the image, as those of a vision transformer do: each number goes into one of them."""
+    size, stride, dilation, padding = walk
+    whole = shape[2] % size[0] == 0 and shape[3] % size[1] == 0
+    return whole and size == stride and dilation == (1, 1) and padding == (0, 0)
+
+
+def _kernels_for(a: Tensor, walk: _Walk) -> Any:
+    return kernels_for(a) if walk[0][0] * walk[0][1] <= _MOST_TAPS else None
 
 
 def _positions(shape: torch.Size, walk: _Walk) -> tuple[int, ...]:

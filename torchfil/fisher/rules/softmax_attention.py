@@ -146,8 +146,10 @@ def attention(
         >>> torch.allclose(attention(q, k, v), F.scaled_dot_product_attention(q, k, v), atol=1e-6)
         True
     """
+    if enable_gqa and query.ndim == key.ndim == value.ndim == 4:  # several heads of queries share one of keys
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     given = (query, key, value)
-    if enable_gqa or any(x.ndim != 4 or x.shape[:2] != query.shape[:2] for x in given) or dropout_p >= 1:
+    if any(x.ndim != 4 or x.shape[:2] != query.shape[:2] for x in given) or dropout_p >= 1:
         return None
     if not any(x.requires_grad for x in given) or (attn_mask is not None and attn_mask.requires_grad):
         return None
