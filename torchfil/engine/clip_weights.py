@@ -1,7 +1,7 @@
 """A clip threshold for each example: ω ∈ (0, 1], by which its clipped gradient is multiplied.
 
-With g̃ = ωφ(‖g‖) g an example's threshold is ωC; noise and ε stay those of C, and its own leakage falls. ω is held fixed
-in every bound: what weights that were chosen from the data reveal by themselves is not counted.
+With g̃ = ωφ(‖g‖) g an example's norm is at most ωC; noise and ε stay those of C, and its own leakage falls. ω is held
+fixed in every bound: what weights that were chosen from the data reveal by themselves is not counted.
 """
 
 from __future__ import annotations

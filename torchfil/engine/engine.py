@@ -126,12 +126,11 @@ class FILPrivacyEngine(Resuming):
             rand_on_empty: As in Opacus.
             clip: A registered, calibrated clip function: "smooth" (within 0.1 % of Opacus's hard clipping but near
                 the threshold), "gelu" (Guo et al.), "rsqrt", "hard". None: "smooth"; "hard" with ghost clipping.
-            clip_weights: ω_i in (0, 1], by which the clipped gradient of example i is multiplied, so that it has a
-                threshold ω_i C of its own: in the order of the data set, [n], or by id, 1 for ids that are left out.
-                Noise and ε stay those of C. Fisher information, questions, individual ε and PLIS are those of the
-                scaled gradient, with ω held fixed and no noise added to it: if you chose the weights from the data,
-                the bounds do not count what the weights themselves reveal, so keep them as confidential as the data.
-                None: 1 for everybody.
+            clip_weights: ω_i in (0, 1], by which the clipped gradient of example i is multiplied, so that its norm is
+                at most ω_i C: in the order of the data set, [n], or by id, 1 for ids that are left out. Noise and ε
+                stay those of C. Fisher information, questions, individual ε and PLIS are those of the scaled gradient,
+                with ω held fixed and no noise added to it: if you chose the weights from the data, the bounds do not
+                count what the weights themselves reveal, so keep them as confidential as the data. None: 1.
             private: What is private; None: every floating-point input, and where there is none, the output of the
                 embedding that takes the integers.
             id_of: The examples' own ids: a function of the number in the data set, or a column of n keys.
