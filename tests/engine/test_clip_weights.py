@@ -19,7 +19,7 @@ from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 
-from torchfil import FILPrivacyEngine
+from torchfil import Accounting, FILPrivacyEngine
 from torchfil.attribution import PLIS
 from torchfil.clipping import get_clip
 from torchfil.fisher import reference
@@ -371,7 +371,9 @@ class TestGiven:
     def made(self, weights: Any, **options: Any) -> FILPrivacyEngine:
         engine, module = FILPrivacyEngine(), network()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        engine.make_private(module, optimizer, loader(data(N), 6), clip_weights=weights, **options)
+        if weights is not None:
+            options["clip_weights"] = weights
+        engine.make_private(module, optimizer, loader(data(N), 6), **options)
         return engine
 
     def test_by_order_and_by_id(self) -> None:
@@ -425,6 +427,13 @@ class TestGiven:
     def test_the_id_is_named(self) -> None:
         with pytest.raises(ValueError, match="of example 'person 3' is 2, not in"):
             self.made({"person 3": 2.0}, id_of=[f"person {i}" for i in range(N)])
+
+    def test_in_the_accounting(self) -> None:
+        weights = self.made(None, accounting=Accounting(clip_weights=WEIGHTS.numpy())).clip_weights
+        assert weights is not None
+        assert torch.equal(weights.cpu(), WEIGHTS)
+        with pytest.raises(ValueError, match="clip_weights is given twice"):
+            self.made(WEIGHTS, accounting=Accounting(clip_weights=WEIGHTS.numpy()))
 
     def test_with_epsilon(self) -> None:
         engine, module = FILPrivacyEngine(), network()

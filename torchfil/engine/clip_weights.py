@@ -96,7 +96,7 @@ def weights_in_words(weights: Tensor | None) -> str:
 
     Example:
         >>> weights_in_words(torch.tensor([1.0, 0.5], dtype=torch.float64))
-        'clip_weights below 1 for 1 of 2 examples (SHA-256 1f44bdf2a88ee1d8)'
+        'clip_weights below 1 for 1 of 2 examples (SHA-256 7ded32179961d3df)'
     """
     if weights is None or bool((weights == 1).all()):
         return ""
