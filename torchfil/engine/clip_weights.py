@@ -1,7 +1,7 @@
 """A clip threshold for each example: ω ∈ (0, 1], by which its clipped gradient is multiplied.
 
-With g̃ = ωφ(‖g‖) g an example's threshold is ωC; noise and ε stay those of C, and its own leakage falls. ω is held fixed
-in every bound: what weights that were chosen from the data reveal by themselves is not counted.
+With g̃ = ωφ(‖g‖) g an example's norm is at most ωC; noise and ε stay those of C, and its own leakage falls. ω is held
+fixed in every bound: what weights that were chosen from the data reveal by themselves is not counted.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def weights_in_words(weights: Tensor | None) -> str:
 
     Example:
         >>> weights_in_words(torch.tensor([1.0, 0.5], dtype=torch.float64))
-        'clip_weights below 1 for 1 of 2 examples (SHA-256 1f44bdf2a88ee1d8)'
+        'clip_weights below 1 for 1 of 2 examples (SHA-256 7ded32179961d3df)'
     """
     if weights is None or bool((weights == 1).all()):
         return ""

@@ -29,7 +29,7 @@ from torchfil.engine.ghost_criterion import GhostCriterion
 from torchfil.engine.loader import check_sampler
 from torchfil.engine.module import is_in_training, without_compiler
 from torchfil.engine.opacus_options import check_accumulation, check_modes, check_optimizer, thresholds
-from torchfil.engine.options import Accounting, BatchToInputs, ClipWeights, RunOptions
+from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
 from torchfil.engine.resuming import Resuming
 from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.views import with_views
@@ -93,7 +93,6 @@ class FILPrivacyEngine(Resuming):
         wrap_model: bool = True,
         rand_on_empty: bool = False,
         clip: str | ClipFunction | None = None,
-        clip_weights: ClipWeights | None = None,
         private: Private | None = None,
         id_of: Callable[[int], Hashable] | Sequence[Hashable] | None = None,
         batch_to_inputs: BatchToInputs | None = None,
@@ -126,12 +125,6 @@ class FILPrivacyEngine(Resuming):
             rand_on_empty: As in Opacus.
             clip: A registered, calibrated clip function: "smooth" (within 0.1 % of Opacus's hard clipping but near
                 the threshold), "gelu" (Guo et al.), "rsqrt", "hard". None: "smooth"; "hard" with ghost clipping.
-            clip_weights: ω_i in (0, 1], by which the clipped gradient of example i is multiplied, so that it has a
-                threshold ω_i C of its own: in the order of the data set, [n], or by id, 1 for ids that are left out.
-                Noise and ε stay those of C. Fisher information, questions, individual ε and PLIS are those of the
-                scaled gradient, with ω held fixed and no noise added to it: if you chose the weights from the data,
-                the bounds do not count what the weights themselves reveal, so keep them as confidential as the data.
-                None: 1 for everybody.
             private: What is private; None: every floating-point input, and where there is none, the output of the
                 embedding that takes the integers.
             id_of: The examples' own ids: a function of the number in the data set, or a column of n keys.
@@ -139,8 +132,14 @@ class FILPrivacyEngine(Resuming):
                 item of a tuple, or in a dict or dataclass under a name that begins with "label" or is one of targets,
                 target, y, start_positions and end_positions.
             accounting: How to account; see :class:`Accounting`.
-            **shortcuts: ``num_probes``, ``rel_error``, ``track``, ``questions``, ``views`` and ``accumulation_steps``
-                of :class:`Accounting`.
+            **shortcuts: ``num_probes``, ``rel_error``, ``track``, ``questions``, ``views``, ``accumulation_steps`` and
+                ``clip_weights`` of :class:`Accounting`.
+
+        A clip threshold for each example: ``clip_weights`` gives ω_i in (0, 1], in the order of the data set, [n], or
+        by id, where ids that are left out have 1. The clipped gradient of example i is multiplied by ω_i, so that its
+        norm is at most ω_i C; noise and ε stay those of C. Fisher information, questions, individual ε and PLIS are
+        those of the scaled gradient, with ω held fixed and no noise added to it: if you chose the weights from the
+        data, the bounds do not count what the weights themselves reveal. Keep them as confidential as the data.
 
         Returns:
             The private model (the hooks object with ``wrap_model=False``), a :class:`FILOptimizer` and a
@@ -161,7 +160,6 @@ class FILPrivacyEngine(Resuming):
             accounting,
             clip=get_clip(clip or ("hard" if ghost else DEFAULT_CLIP)),
             shares=shares,
-            clip_weights=clip_weights,
             private=private,
             poisson_sampling=poisson_sampling,
             loss_reduction=loss_reduction,

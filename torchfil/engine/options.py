@@ -41,6 +41,7 @@ SHORTCUTS = (  # of Accounting, taken by make_private itself
     "track",
     "views",
     "accumulation_steps",
+    "clip_weights",
 )
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
@@ -139,6 +140,8 @@ class Accounting:
         accumulation_steps: Over how many batches the loop accumulates gradients before each ``optimizer.step()`` with
             Poisson sampling: they are then the parts of one draw with so many times the rate. Without Poisson sampling
             any number may be accumulated, and this stays 1.
+        clip_weights: ω in (0, 1] of every example, by which its clipped gradient is multiplied; None: 1. Held fixed in
+            all bounds, see :meth:`FILPrivacyEngine.make_private`.
 
     Example:
         >>> Accounting(num_probes=1, track=("diagonal",)).needs.quantities
@@ -161,6 +164,7 @@ class Accounting:
     extra_probes: int = 0
     views: Views | None = None
     accumulation_steps: int = 1
+    clip_weights: ClipWeights | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track))
@@ -281,7 +285,8 @@ class Accounting:
         for name in shortcuts:
             if name not in SHORTCUTS:
                 raise _unknown_option(name)
-            if getattr(self, name) != usual[name]:
+            value, default = getattr(self, name), usual[name]
+            if (value is not None) if default is None else (value != default):  # arrays are not compared
                 raise ValueError(f"{name} is given twice, beside accounting= and in it; keep one of both")
         return replace(self, **shortcuts)
 
@@ -326,7 +331,6 @@ class RunOptions:
         loss_reduction: "mean" or "sum".
         batch_to_inputs: Maps a batch to (inputs, targets).
         shares: C_l/‖C‖ by parameter name, where each parameter's gradient is clipped by itself; else None.
-        clip_weights: ω of every example, as they were given; None: 1.
     """
 
     accounting: Accounting
@@ -338,7 +342,6 @@ class RunOptions:
     loss_reduction: str = "mean"
     batch_to_inputs: BatchToInputs | None = None
     shares: Mapping[str, float] | None = None
-    clip_weights: ClipWeights | None = None
 
     def __post_init__(self) -> None:
         if self.sample_rate is not None and self.sample_rate > 1:

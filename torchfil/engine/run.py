@@ -90,7 +90,7 @@ class Run:
         self.ids = ExampleIds(num_examples, keys)
         self.generator = generator
         self._check_memory(NormHistory.bytes_needed(num_examples) + Ledger.bytes_needed(num_examples, 1, (), 1))
-        weights = weights_by_row(options.clip_weights, self.ids)
+        weights = weights_by_row(options.accounting.clip_weights, self.ids)
         self.clip_weights = None if weights is None else weights.to(device)  # ω, float64 [n]
         self.history = NormHistory(num_examples, device, self.clip_weights)
         self.ledger: Ledger | None = None
