@@ -76,7 +76,8 @@ class Equalised:
 
     Attributes:
         weights: ω, [n], in the order of the data set, float64; those that ``engine`` was trained with. Confidential.
-        engine: What ``train`` returned for them, the best round's: the last where the target was met.
+        engine: What ``train`` returned for them, the best round's: the one in which the fewest examples missed the
+            target, the last where it was met.
         leakage: What is reported: that engine's totals, or the average over ``fresh_runs``.
         met: Whether what is reported meets the target (and the groups' ratio).
         stopped: Why the rounds ended.

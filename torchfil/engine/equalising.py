@@ -126,7 +126,7 @@ def equalise(
 
         # one round without progress may be chance; the best round's weights are kept
         idle = 0 if rounds.progressed() else idle + 1
-        if best is None or booked.missing < best.missing:
+        if best is None or booked.left < best.left:
             best = booked
         following = current.after(trained.exposure, goal)
         stopped = _reason_to_stop(booked.missing, idle, unchanged=torch.equal(following.values, current.values))
@@ -235,6 +235,11 @@ class _Booked:
     weights: RoundWeights
     missing: float
     round: Round
+
+    @property
+    def left(self) -> tuple[int, float]:
+        """What is left to be done: how many miss the target, which is less a matter of chance than the worst one."""
+        return self.round.num_below, self.missing
 
 
 class _Rounds:
