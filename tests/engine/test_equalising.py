@@ -100,7 +100,7 @@ def test_the_floor(unit: Tensor) -> None:
     assert not result.met
     assert result.stopped == "floor"
     assert result.weights.min() == 0.7
-    assert "at the floor" in str(result)
+    assert "lower floor=" in str(result)
 
 
 def test_chance_finds_new_people_every_round(unit: Tensor) -> None:
@@ -134,6 +134,7 @@ def test_fresh_runs_report_what_was_not_chosen(unit: Tensor) -> None:
     assert torch.equal(train.seen[-1], result.weights)
     assert result.worst == result.history[-1].worst
     assert result.met == (result.worst >= 1)
+    assert ("the target is met" in str(result)) == result.met
     assert "from 1 fresh run" in str(result)
 
 

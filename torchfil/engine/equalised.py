@@ -22,10 +22,10 @@ HELD_FIXED = (
 )
 
 _REASONS = {
-    "target met": "the target is met",
-    "no further progress": "the target is not met: two rounds in a row brought nothing",
-    "floor": "the target is not met: whoever is exposed is at the floor; lower floor=, the target, or raise the noise",
-    "max_rounds": "the target is not met after the largest number of rounds; raise max_rounds=, or the noise",
+    "target met": "the rounds met it, what is reported does not: a larger margin= leaves room for chance",
+    "no further progress": "two rounds in a row brought nothing; raise margin=, or the noise",
+    "floor": "no weight would change any more; lower floor= or the target, or raise the noise",
+    "max_rounds": "the rounds are over; raise max_rounds=, or the noise",
 }
 
 
@@ -129,7 +129,8 @@ class Equalised:
         lines = [
             f"{binds}: {self.worst:.4g}, conservative end {self.worst_end:.4g}{aim}; {source}",
             *groups,
-            f"{_REASONS[self.stopped]}; {self.num_spared} of {len(self.weights)} examples are spared (ω < 1)",
+            "the target is met" if self.met else f"the target is not met: {_REASONS[self.stopped]}",
+            f"{self.num_spared} of {len(self.weights)} examples are spared (ω < 1)",
             *_table(self.history),
             f"{len(self.history)} trainings, {self.seconds:.0f} s",
         ]
