@@ -72,9 +72,14 @@ class Training:
         self.question = OneHot(task.attributes[ATTRIBUTE], names=(unmarried,), dropped=married)
 
     def group(self, attribute: str) -> list[str]:
-        """Every person's level of an attribute."""
+        """Every person's level of an attribute; levels of less than 2 % are one group, a mean over few is chance."""
         numbers = self.task.level_numbers(attribute, self.task.train_inputs[self.rows])
-        return [self.task.levels[attribute][number] for number in numbers]
+        shares = np.bincount(numbers, minlength=len(self.task.levels[attribute])) / len(numbers)
+        names = [
+            level if share >= 0.02 else "small groups"
+            for level, share in zip(self.task.levels[attribute], shares, strict=True)
+        ]
+        return [names[number] for number in numbers]
 
     def __call__(self, weights: Tensor | None) -> tuple[FILPrivacyEngine, float]:
         """The engine after the run, and the test accuracy."""

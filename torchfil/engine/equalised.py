@@ -87,7 +87,8 @@ class Equalised:
         chosen: The round that ``weights`` and ``engine`` come from.
         history: All rounds, fresh ones last.
         next_weights: What another round would be trained with: pass it as ``weights=`` to go on.
-        epsilon_of_all_rounds: ε if the models of all rounds were released; None without δ.
+        epsilon_of_all_rounds: ε if the models of all rounds were released; None without δ, and for rounds of
+            different noise with the "gdp" accountant.
         worst_of_all_rounds: The smallest bound (or largest rate), estimates added over all rounds, in that case.
         question: The question that was meant; None: Fisher information.
     """

@@ -19,6 +19,7 @@ import logging
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -329,9 +330,15 @@ class _Rounds:
         return replace(chosen, trained=average, missing=missing)
 
     def epsilon_of_all(self) -> float | None:
-        """ε of all rounds' models together; None without δ or an accountant."""
+        """ε of all rounds' models together; None without δ, or where the accountant cannot tell."""
         if self._delta is None or any(accountant is None for accountant in self._accountants):
             return None
+        steps: Counter[tuple[float, float]] = Counter()
+        for accountant in self._accountants:
+            for sigma, q, count in accountant.history:
+                steps[sigma, q] += count
         together = type(self._accountants[0])()
-        together.history = [entry for accountant in self._accountants for entry in accountant.history]
+        if together.mechanism() == "gdp" and len(steps) > 1:
+            return None  # it knows one kind of step only
+        together.history = [(sigma, q, count) for (sigma, q), count in steps.items()]
         return float(together.get_epsilon(self._delta))
