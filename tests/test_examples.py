@@ -109,6 +109,25 @@ def test_questions_about_patients(
     assert (tmp_path / "out" / "questions_iwpc.png").exists()
 
 
+@pytest.mark.parametrize(
+    "goals", [("sex",), pytest.param(("sex", "race", "question"), marks=pytest.mark.slow)], ids=["one", "all"]
+)
+def test_equal_leakage_of_made_up_people(
+    goals: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without files --quick makes records up; every goal leaves its rounds and numbers."""
+    monkeypatch.setenv("TORCHFIL_DATA", str(tmp_path / "nothing"))
+    settings = "--quick --steps 8 --examples 120 --rounds 2" + (" --only sex" if len(goals) == 1 else "")
+    monkeypatch.setattr(sys, "argv", ["equalise_adult.py", "--out", str(tmp_path / "out"), *settings.split()])
+    runpy.run_path(str(EXAMPLES / "equalise_adult.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert printed.count("held fixed in these bounds") == len(goals)
+    found = json.loads((tmp_path / "out" / "equalise_adult.json").read_text())
+    assert set(found) == {"plain", *goals}
+    assert found["sex"]["rounds"] <= 2
+    assert found["plain"]["sex_ratio"] >= 1
+
+
 def test_leakage_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pandas")
     settings = "--notes 60 --epochs 1 --batch 12"

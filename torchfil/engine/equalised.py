@@ -22,10 +22,10 @@ HELD_FIXED = (
 )
 
 _REASONS = {
-    "target met": "the target is met",
-    "no further progress": "the target is not met: two rounds in a row brought nothing",
-    "floor": "the target is not met: whoever is exposed is at the floor; lower floor=, the target, or raise the noise",
-    "max_rounds": "the target is not met after the largest number of rounds; raise max_rounds=, or the noise",
+    "target met": "the rounds met it, what is reported does not: a larger margin= leaves room for chance",
+    "no further progress": "two rounds in a row brought nothing; raise margin=, or the noise",
+    "floor": "no weight would change any more; lower floor= or the target, or raise the noise",
+    "max_rounds": "the rounds are over; raise max_rounds=, or the noise",
 }
 
 
@@ -76,7 +76,8 @@ class Equalised:
 
     Attributes:
         weights: ω, [n], in the order of the data set, float64; those that ``engine`` was trained with. Confidential.
-        engine: What ``train`` returned for them, the best round's: the last where the target was met.
+        engine: What ``train`` returned for them, the best round's: the one in which the fewest examples missed the
+            target, the last where it was met.
         leakage: What is reported: that engine's totals, or the average over ``fresh_runs``.
         met: Whether what is reported meets the target (and the groups' ratio).
         stopped: Why the rounds ended.
@@ -86,7 +87,8 @@ class Equalised:
         chosen: The round that ``weights`` and ``engine`` come from.
         history: All rounds, fresh ones last.
         next_weights: What another round would be trained with: pass it as ``weights=`` to go on.
-        epsilon_of_all_rounds: ε if the models of all rounds were released; None without δ.
+        epsilon_of_all_rounds: ε if the models of all rounds were released; None without δ, and for rounds of
+            different noise with the "gdp" accountant.
         worst_of_all_rounds: The smallest bound (or largest rate), estimates added over all rounds, in that case.
         question: The question that was meant; None: Fisher information.
     """
@@ -128,7 +130,8 @@ class Equalised:
         lines = [
             f"{binds}: {self.worst:.4g}, conservative end {self.worst_end:.4g}{aim}; {source}",
             *groups,
-            f"{_REASONS[self.stopped]}; {self.num_spared} of {len(self.weights)} examples are spared (ω < 1)",
+            "the target is met" if self.met else f"the target is not met: {_REASONS[self.stopped]}",
+            f"{self.num_spared} of {len(self.weights)} examples are spared (ω < 1)",
             *_table(self.history),
             f"{len(self.history)} trainings, {self.seconds:.0f} s",
         ]

@@ -19,6 +19,7 @@ import logging
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -127,7 +128,7 @@ def equalise(
 
         # one round without progress may be chance; the best round's weights are kept
         idle = 0 if rounds.progressed() else idle + 1
-        if best is None or booked.missing < best.missing:
+        if best is None or booked.left < best.left:
             best = booked
         following = current.after(trained.exposure, goal)
         stopped = _reason_to_stop(booked.missing, idle, unchanged=torch.equal(following.values, current.values))
@@ -237,6 +238,11 @@ class _Booked:
     missing: float
     round: Round
 
+    @property
+    def left(self) -> tuple[int, float]:
+        """What is left to be done: how many miss the target, which is less a matter of chance than the worst one."""
+        return self.round.num_below, self.missing
+
 
 class _Rounds:
     """Trains, and keeps the history and the sums over all rounds."""
@@ -325,9 +331,15 @@ class _Rounds:
         return replace(chosen, trained=average, missing=missing)
 
     def epsilon_of_all(self) -> float | None:
-        """ε of all rounds' models together; None without δ or an accountant."""
+        """ε of all rounds' models together; None without δ, or where the accountant cannot tell."""
         if self._delta is None or any(accountant is None for accountant in self._accountants):
             return None
+        steps: Counter[tuple[float, float]] = Counter()
+        for accountant in self._accountants:
+            for sigma, q, count in accountant.history:
+                steps[sigma, q] += count
         together = type(self._accountants[0])()
-        together.history = [entry for accountant in self._accountants for entry in accountant.history]
+        if together.mechanism() == "gdp" and len(steps) > 1:
+            return None  # it knows one kind of step only
+        together.history = [(sigma, q, count) for (sigma, q), count in steps.items()]
         return float(together.get_epsilon(self._delta))
