@@ -91,8 +91,8 @@ class LeakageTarget:
 
         Example:
             >>> target = LeakageTarget(true_positive_rate=0.2556, question="sex", false_positive_rate=0.05)
-            >>> round(target.largest_divergence, 4)
-            0.2354
+            >>> round(target.largest_divergence, 3)
+            0.235
         """
         assert self.true_positive_rate is not None
         t, alpha = self.true_positive_rate, self.false_positive_rate

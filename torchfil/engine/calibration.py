@@ -47,7 +47,7 @@ class NoiseSearch:
         first: The σ to begin with.
 
     Example:
-        >>> NoiseSearch(margin=0.0).smallest(lambda sigma: sigma**2 / 2)[0]  # the square root of 2 is on the grid
+        >>> NoiseSearch(margin=0.0).smallest(lambda sigma: sigma**2 / 1.9)[0]  # the square root of 2 is on the grid
         1.4142135623730951
     """
 
