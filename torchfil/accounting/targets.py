@@ -104,7 +104,7 @@ class LeakageTarget:
         Examples that no run has measured do not count: nothing is known of them.
         """
         measured = torch.stack([run.was_measured() for run in runs]).any(dim=0)
-        level = 2 * self.confidence - 1
+        level = 2 * self.confidence - 1  # of an interval whose one end has the confidence
         bound, divergence = None, None
         if self.mse_bound is not None:
             trace = mean_of_runs([run.get_trace() for run in runs])
@@ -115,6 +115,15 @@ class LeakageTarget:
             of_answers = mean_of_runs([run.get_guess(self.question).divergence for run in runs])
             divergence = _extremes(of_answers.value, of_answers.interval(level, self.of)[1], measured, smallest=False)
         return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), len(runs))
+
+    def is_missed_by(self, run: Leakage) -> bool:
+        """Whether the estimates so far are worse than wanted: what leaked does not come back. Cheap to ask often."""
+        sums, missed = run.ledger.sums, []
+        if self.mse_bound is not None:
+            missed.append((sums["trace"] * self.mse_bound > run.ledger.own_coordinates).any())
+        if self.true_positive_rate is not None:
+            missed.append((sums[f"question {self.question}"] > self.largest_divergence).any())
+        return bool(torch.stack(missed).any())
 
 
 @dataclass(frozen=True)
@@ -200,7 +209,8 @@ class TargetCheck:
 def mean_of_runs(estimates: Sequence[Estimate]) -> Estimate:
     """The mean of independent estimates of one positive quantity, [ids, …] each, with the errors that each run tells.
 
-    Unlike an average whose error is the spread from run to run (:meth:`Leakage.average`), two runs are enough.
+    Unlike an average whose error is the spread from run to run (:meth:`Leakage.average`), two runs are enough. Where a
+    run does not tell how far it is off (an example was hardly ever drawn), the largest of the others stands in.
 
     Example:
         >>> one = Estimate(torch.tensor([2.0]), torch.tensor([0.3]), "estimate", positive=True)
@@ -219,7 +229,7 @@ def mean_of_runs(estimates: Sequence[Estimate]) -> Estimate:
         return torch.linalg.vector_norm(torch.stack(list(values)), dim=0) / count
 
     limits = mean([each.variance_limit for each in estimates])
-    run_errors = [each.run_error for each in estimates if each.run_error is not None]
+    run_errors = _told([each.run_error for each in estimates if each.run_error is not None])
     freedoms = [torch.as_tensor(each.degrees_of_freedom, dtype=torch.float64) for each in estimates]
     value = mean([each.value for each in estimates])
     assert value is not None
@@ -232,6 +242,16 @@ def mean_of_runs(estimates: Sequence[Estimate]) -> Estimate:
         variance_limit=None if limits is None else limits / count,
         run_error=error_of_mean(run_errors) if run_errors else None,
     )
+
+
+def _told(errors: Sequence[Tensor]) -> list[Tensor]:
+    """The same, but an infinite one is the largest of the finite ones, where there are such."""
+    if not errors:
+        return []
+    stacked = torch.stack(list(errors))
+    largest = stacked.where(stacked.isfinite(), torch.zeros_like(stacked)).amax(dim=0)
+    stand_in = torch.where(stacked.isfinite().any(dim=0), largest, torch.inf)
+    return list(stacked.where(stacked.isfinite(), stand_in))
 
 
 def _extremes(value: Tensor, end: Tensor, measured: Tensor, *, smallest: bool) -> tuple[float, float]:

@@ -176,8 +176,8 @@ class NoiseChoice:
     @property
     def repetitions(self) -> list[Leakage]:
         """The pilots with the chosen σ, as long as the run: independent repetitions of it, chosen for having met it."""
-        whole = [pilot for pilot in self.pilots if pilot.noise_multiplier == self.noise_multiplier]
-        return [pilot.leakage for pilot in whole if pilot.leakage is not None]
+        chosen = [pilot for pilot in self.pilots if pilot.noise_multiplier == self.noise_multiplier]
+        return [pilot.leakage for pilot in chosen if pilot.leakage is not None]
 
     def __str__(self) -> str:
         lines = [f"σ = {self.noise_multiplier:.4g}, chosen by {len(self.pilots)} pilots for {self.target.wanted}"]
@@ -214,22 +214,27 @@ def choose_noise(
         )
     ran: list[Pilot] = []
 
-    def run(noise_multiplier: float, epochs: int) -> float:
+    def run(noise_multiplier: float, epochs: int) -> Pilot:
         leakage = pilots.run(noise_multiplier, len(ran), epochs)
         whole = epochs == pilots.epochs
         check = target.check(leakage)
         ran.append(Pilot(noise_multiplier, epochs, epochs / pilots.epochs, check, leakage if whole else None))
-        if whole:
-            _check_ends(check)
-        return ran[-1].headroom
+        return ran[-1]
+
+    def headroom_of_whole(noise_multiplier: float) -> float:
+        pilot = run(noise_multiplier, pilots.epochs)
+        if _has_no_end(pilot.check):  # chance drew an example hardly ever: another pilot need not
+            pilot = run(noise_multiplier, pilots.epochs)
+            _check_ends(pilot.check)
+        return pilot.headroom
 
     # Short pilots only tell where to begin: what a run leaks is not proportional to its length.
     if pilot_epochs is not None:
-        near, _ = search.smallest(lambda sigma: run(sigma, pilot_epochs))
+        near, _ = search.smallest(lambda sigma: run(sigma, pilot_epochs).headroom)
         search_from = replace(search, first=near or search.max_noise_multiplier)
     else:
         search_from = search
-    chosen, _ = search_from.smallest(lambda sigma: run(sigma, pilots.epochs))
+    chosen, _ = search_from.smallest(headroom_of_whole)
     if chosen is None:
         raise _not_met(target, search, max(ran, key=lambda pilot: (pilot.share, pilot.headroom)))
     kept = [pilot if pilot.noise_multiplier == chosen else replace(pilot, leakage=None) for pilot in ran]
@@ -286,23 +291,26 @@ def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[],
         steps += 1
         if warned or steps % every or steps == 1:  # the hook comes before the step is booked
             return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            check = target.check(totals())
-        if check.headroom_of_estimate < 1:
+        if target.is_missed_by(totals()):
             warned = True
             warnings.warn(
-                f"after {steps - 1} steps the run has missed its target already, {target.wanted}: {check.measured}. "
-                "What leaked stays so; stop here, or go on without the promise (engine.check_bound() tells the end).",
+                f"after {steps - 1} steps the run has missed its target already, {target.wanted}: "
+                f"{target.check(totals()).measured}. What leaked stays so; stop here, or go on without the promise "
+                "(engine.check_bound() tells how it ends).",
                 stacklevel=2,
             )
 
     optimizer.attach_step_hook(hook)
 
 
+def _has_no_end(check: TargetCheck) -> bool:
+    """Whether there is no interval for all examples."""
+    return check.headroom == 0 < check.headroom_of_estimate
+
+
 def _check_ends(check: TargetCheck) -> None:
     """Raise where a pilot has no end to choose the noise by, whatever its noise."""
-    if check.headroom == 0 < check.headroom_of_estimate:
+    if _has_no_end(check):
         raise ValueError(
             f"a pilot has no end that holds for all examples ({check.measured}): of some that were measured in fewer "
             f"than {FEWEST_PARTICIPATIONS} steps one run claims nothing. Train for more epochs, measure more steps "

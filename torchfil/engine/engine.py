@@ -336,7 +336,7 @@ class FILPrivacyEngine(Resuming):
             module, optimizer, data_loader, noise_multiplier=choice.noise_multiplier, accounting=accounting, **options
         )
         self._choice = choice
-        warn_when_missed(made[1], target, lambda: self.totals, every=max(1, len(data_loader) // 8))
+        warn_when_missed(made[1], target, lambda: self.totals, every=max(1, len(data_loader) // 4))
         logger.info("%s", choice)
         return made
 
