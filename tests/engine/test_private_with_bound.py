@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import warnings
 from typing import Any
@@ -309,6 +310,23 @@ def test_the_search_ends_at_its_limits() -> None:
     assert NoiseSearch().smallest(lambda sigma: 0.0)[0] is None
 
 
+def test_the_margin_covers_how_much_runs_differ() -> None:
+    """Runs whose headroom spreads by 30 %, as on digits at worst, meet the target in more than four of five."""
+    generator, met, excess = random.Random(0), 0, 0.0
+    for _ in range(400):
+        needed = math.exp(generator.uniform(-0.7, 1.7))
+
+        def headroom(sigma: float, needed: float = needed) -> float:
+            return (sigma / needed) ** 2 * math.exp(0.3 * generator.gauss(0, 1))
+
+        sigma, _ = NoiseSearch().smallest(headroom)
+        assert sigma is not None
+        met += headroom(sigma) >= 1
+        excess += math.log(sigma / needed) / 400
+    assert met >= 0.85 * 400
+    assert math.exp(excess) < 1.35  # not bought by far too much noise
+
+
 # ------------------------------------------------------------------ digits
 
 
@@ -339,6 +357,6 @@ def test_the_target_is_met_on_digits_in_four_of_five_seeds() -> None:
 
 @pytest.mark.slow
 def test_a_question_is_kept_to_on_digits_in_four_of_five_seeds() -> None:
-    asked = {"target_true_positive_rate": 0.2, "questions": {"member": Absent()}}
+    asked = {"target_true_positive_rate": 0.2, "questions": {"member": Absent()}, "num_probes": 1}
     checks = [digits_run(seed, **asked).check_bound() for seed in range(5)]
     assert sum(check.met for check in checks) >= 4, "\n".join(map(str, checks))
