@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import Accounting, FILPrivacyEngine
-from torchfil.accounting.targets import LeakageTarget, mean_of_runs
+from torchfil.accounting.targets import LeakageTarget, TargetCheck, mean_of_runs
 from torchfil.cli.digits import digits
-from torchfil.engine.calibration import NoiseChoice, NoiseSearch
+from torchfil.engine.calibration import NoiseChoice, NoiseSearch, choose_noise
 from torchfil.questions import Absent
 
 EPOCHS = 3
@@ -262,13 +263,31 @@ def test_a_target_can_be_checked_on_any_run() -> None:
             ValueError,
             "strictly between at_false_positive_rate=0.01",
         ),
-        ({"target_mse_bound": 50.0, "max_pilots": 1}, ValueError, "max_pilots=1.*Allow more"),
+        ({"target_mse_bound": 50.0, "max_pilots": 1}, ValueError, "max_pilots=1.*Allow more noise"),
         ({"target_mse_bound": 1.0, "criterion": None}, RuntimeError, "needs the loss before it is called"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         FILPrivacyEngine().make_private_with_bound(**start(**options))
+
+
+def test_ends_far_from_the_estimates_are_told_apart() -> None:
+    target = LeakageTarget(1.0)
+
+    def choose(end: float) -> Any:
+        pilots: Any = SimpleNamespace(epochs=20, run=lambda sigma, number, epochs: None)
+        checked: Any = SimpleNamespace(
+            wanted=target.wanted, check=lambda run: TargetCheck(target, (0.8, end), None, 5, 5)
+        )
+        return choose_noise(pilots, checked, NoiseSearch(max_noise_multiplier=2.0))
+
+    with pytest.raises(ValueError, match="max_noise_multiplier=2.*runs differ much: lower the learning rate first"):
+        choose(0.2)
+    with pytest.raises(ValueError, match=r"Allow more noise \(σ of about 2.6 may do\)"):
+        choose(0.75)
+    with pytest.raises(ValueError, match="a pilot has no end that holds for all examples"):
+        choose(0.0)
 
 
 def test_an_engine_that_is_used_is_refused_before_any_pilot() -> None:

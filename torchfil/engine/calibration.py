@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ _EXPECTED_WITHOUT_INTERVAL = 0.05  # examples of a run with too few participatio
 _LARGEST_STEP = 8.0  # between σ of one trial and the next
 _USUAL_SLOPE = 2.0  # of log headroom against log σ
 _SMALLEST_NOISE = 0.1  # less is hardly noise
+_FAR_FROM_ESTIMATE = 3.0  # times
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def choose_noise(
         search_from = search
     chosen, _ = search_from.smallest(headroom_of_whole)
     if chosen is None:
-        raise _not_met(target, search, max(ran, key=lambda pilot: (pilot.share, pilot.headroom)))
+        raise _not_met(target, search, [pilot for pilot in ran if pilot.share == 1])
     kept = [pilot if pilot.noise_multiplier == chosen else replace(pilot, leakage=None) for pilot in ran]
     return NoiseChoice(chosen, target, search, tuple(kept))
 
@@ -318,17 +319,26 @@ def _check_ends(check: TargetCheck) -> None:
         )
 
 
-def _not_met(target: LeakageTarget, search: NoiseSearch, best: Pilot) -> ValueError:
-    """The error for a target that no pilot has met: by how much, and what to do."""
-    short = (1 + search.margin) / best.headroom if best.headroom > 0 else math.inf
-    needed = best.noise_multiplier * math.sqrt(short)
+def _not_met(target: LeakageTarget, search: NoiseSearch, whole: Sequence[Pilot]) -> ValueError:
+    """The error for a target that no whole pilot has met: by how much, and what to do."""
+    wanted = 1 + search.margin
+    best = max(whole, key=lambda pilot: (pilot.headroom, pilot.noise_multiplier))
+    largest = max(pilot.noise_multiplier for pilot in whole)
     limit = f"max_noise_multiplier={search.max_noise_multiplier:g}"
-    if best.noise_multiplier * search.grid * (1 - 1e-9) <= search.max_noise_multiplier:
+    if largest * search.grid * (1 - 1e-9) <= search.max_noise_multiplier:
         limit = f"max_pilots={search.max_pilots}"
-    about = f" (σ of about {needed:.2g} may do)" if math.isfinite(needed) else ""
+
+    # Ends far below the estimates come from runs that differ, and more noise makes them differ more.
+    if best.check.headroom_of_estimate > _FAR_FROM_ESTIMATE * best.headroom or best.headroom == 0:
+        remedy = (
+            "The end lies far from the estimate, for runs differ much: lower the learning rate first. Or allow more "
+            "noise"
+        )
+    else:
+        remedy = f"Allow more noise (σ of about {best.noise_multiplier * math.sqrt(wanted / best.headroom):.2g} may do)"
     return ValueError(
         f"the target, {target.wanted}, was not met within {limit}: with σ = {best.noise_multiplier:.4g} a pilot had "
-        f"{best.check.measured}, which is {best.headroom:.2g} of the target where {1 + search.margin:g} is wanted "
-        f"(margin={search.margin:g}). Allow more{about}, train for fewer epochs or with smaller batches, spare the few "
-        "who are exposed most (clip_weights=), or ask for less"
+        f"{best.check.measured}, which is {best.headroom:.2g} of the target where {wanted:g} is wanted "
+        f"(margin={search.margin:g}). {remedy} or more pilots, train for fewer epochs or with smaller batches, spare "
+        "the few who are exposed most (clip_weights=), or ask for less"
     )

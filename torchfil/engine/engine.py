@@ -308,6 +308,8 @@ class FILPrivacyEngine(Resuming):
         if "noise_multiplier" in options:
             raise TypeError("make_private_with_bound chooses noise_multiplier itself; call make_private to set it")
         self._check_unused()
+        poisson = options.get("poisson_sampling", True)
+        check_sampler(data_loader, poisson_sampling=poisson)
         shortcuts = {name: options.pop(name) for name in SHORTCUTS if name in options}
         accounting = Accounting.given(accounting).with_shortcuts(shortcuts)
         if accounting.epochs is None:
@@ -321,14 +323,14 @@ class FILPrivacyEngine(Resuming):
             of,
         )
         search = NoiseSearch(margin, grid, max_pilots, max_noise_multiplier)
-        pilots = Pilots(type(self), module, optimizer, data_loader, epochs, accounting, options, train)
+        pilots = Pilots(FILPrivacyEngine, module, optimizer, data_loader, epochs, accounting, options, train)
         check_participations(
             target,
             accounting,
             len(data_loader.dataset),  # type: ignore[arg-type]
             len(data_loader),
             epochs,
-            poisson=options.get("poisson_sampling", True),
+            poisson=poisson,
         )
 
         choice = choose_noise(pilots, target, search, pilot_epochs)
@@ -337,7 +339,7 @@ class FILPrivacyEngine(Resuming):
         )
         self._choice = choice
         warn_when_missed(made[1], target, lambda: self.totals, every=max(1, len(data_loader) // 4))
-        logger.info("%s", choice)
+        logger.info("noise_multiplier=%g was chosen by %d pilots", choice.noise_multiplier, len(choice.pilots))
         return made
 
     @property
