@@ -61,7 +61,7 @@ def test_the_target_is_met_and_told(trained: FILPrivacyEngine) -> None:
     assert check.met
     assert check.headroom >= 1
     assert check.mse_bound == trained.get_smallest_mse_bound(0.95, "probes")
-    assert str(check).startswith("met: every MSE bound at least 2")
+    assert str(check).startswith("met after 9 steps: every MSE bound at least 2")
     assert "unbiased attackers" in str(check)
     assert trained.bound_target == LeakageTarget(2.0, of="probes")
 
@@ -229,6 +229,15 @@ def test_a_run_that_misses_warns_once_and_goes_on() -> None:
     assert "missed by a factor of" in str(check)
 
 
+def test_a_part_of_a_run_is_not_merged_with_whole_pilots() -> None:
+    engine = FILPrivacyEngine()
+    *_, private = engine.make_private_with_bound(**start(target_mse_bound=2.0))
+    train(engine, private, 1)
+    assert "after 3 steps" in str(engine.check_bound())
+    with pytest.raises(ValueError, match="this one has taken 3 steps, its pilots 9"):
+        engine.check_bound(merged=True)
+
+
 def test_a_target_can_be_checked_on_any_run() -> None:
     engine = FILPrivacyEngine()
     given = start()
@@ -256,6 +265,8 @@ def test_a_target_can_be_checked_on_any_run() -> None:
         ({"target_mse_bound": 1.0, "max_noise_multiplier": -1.0}, ValueError, "max_noise_multiplier=-1.0"),
         ({"target_mse_bound": 1.0, "accumulation_steps": 2}, ValueError, "pass your loop"),
         ({"target_mse_bound": 1.0, "pilot_epochs": 4}, ValueError, "pilot_epochs=4"),
+        ({"target_mse_bound": 1.0, "pilot_epochs": 2, "train": print}, ValueError, "train= trains for all epochs"),
+        ({"target_mse_bound": 1.0, "question": "in"}, ValueError, "without target_true_positive_rate="),
         ({"target_mse_bound": 1.0, "epochs": 0}, ValueError, "epochs=0"),
         ({"target_true_positive_rate": 0.2}, ValueError, "question=None must be one of questions="),
         (

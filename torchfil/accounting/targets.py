@@ -114,7 +114,8 @@ class LeakageTarget:
             assert self.question is not None
             of_answers = mean_of_runs([run.get_guess(self.question).divergence for run in runs])
             divergence = _extremes(of_answers.value, of_answers.interval(level, self.of)[1], measured, smallest=False)
-        return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), len(runs))
+        steps = runs[0].ledger.steps
+        return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), len(runs), steps)
 
     def is_missed_by(self, run: Leakage) -> bool:
         """Whether the estimates so far are worse than wanted: what leaked does not come back. Cheap to ask often."""
@@ -137,6 +138,7 @@ class TargetCheck:
         num_measured: How many examples were measured.
         num_examples: Of how many.
         num_runs: How many independent runs it is the mean of.
+        num_steps: After how many steps; more leak more.
     """
 
     target: LeakageTarget
@@ -145,6 +147,7 @@ class TargetCheck:
     num_measured: int
     num_examples: int
     num_runs: int = 1
+    num_steps: int = 0
 
     @property
     def true_positive_rate(self) -> tuple[float, float] | None:
@@ -194,7 +197,10 @@ class TargetCheck:
     def __str__(self) -> str:
         verdict = "met" if self.met else f"missed by a factor of {1 / self.headroom if self.headroom else math.inf:.3g}"
         runs = "" if self.num_runs == 1 else f", the mean of {self.num_runs} runs"
-        lines = [f"{verdict}: {self.target.wanted}", f"  {self.measured}, over {self.num_measured} examples{runs}"]
+        lines = [
+            f"{verdict} after {self.num_steps} steps: {self.target.wanted}",
+            f"  {self.measured}, over {self.num_measured} examples{runs}",
+        ]
         if self.num_measured < self.num_examples:
             lines.append(f"  {self.num_examples - self.num_measured} examples were never measured: nothing is known")
         if self.mse_bound is not None:

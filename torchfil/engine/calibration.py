@@ -213,6 +213,8 @@ def choose_noise(
         raise ValueError(
             f"pilot_epochs={pilot_epochs} must be at least 1 and below epochs={pilots.epochs}; None: whole pilots only"
         )
+    if pilot_epochs is not None and pilots.train is not None:
+        raise ValueError(f"pilot_epochs={pilot_epochs} is for train_step; train= trains for all epochs: leave out one")
     ran: list[Pilot] = []
 
     def run(noise_multiplier: float, epochs: int) -> Pilot:

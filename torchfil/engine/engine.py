@@ -317,7 +317,7 @@ class FILPrivacyEngine(Resuming):
         target = LeakageTarget(
             target_mse_bound,
             target_true_positive_rate,
-            _only_question(question, accounting) if target_true_positive_rate is not None else None,
+            _asked_question(question, target_true_positive_rate, accounting),
             at_false_positive_rate,
             confidence,
             of,
@@ -365,6 +365,12 @@ class FILPrivacyEngine(Resuming):
                 runs only.
         """
         repetitions = self.pilot.repetitions if merged else []
+        steps = {leakage.ledger.steps for leakage in (self.totals, *repetitions)}
+        if len(steps) > 1:
+            raise ValueError(
+                f"merged=True averages whole runs: this one has taken {self.totals.ledger.steps} steps, its pilots "
+                f"{max(steps)}; train to the end, or leave merged out"
+            )
         return (target or self.bound_target).check(self.totals, *repetitions)
 
     def _check_unused(self) -> None:
@@ -511,9 +517,13 @@ class FILPrivacyEngine(Resuming):
         training.looks.refresh_norms(training.optimizer)
 
 
-def _only_question(question: str | None, accounting: Accounting) -> str:
-    """The question that is meant; the only one where none is named."""
+def _asked_question(question: str | None, rate: float | None, accounting: Accounting) -> str | None:
+    """The question that a target is about; the only one where none is named. None: there is no target of that kind."""
     asked = list(accounting.questions)
+    if rate is None:
+        if question is not None:
+            raise ValueError(f"question={question!r} is given without target_true_positive_rate=; pass it, too")
+        return None
     if question is None and len(asked) == 1:
         return asked[0]
     if question not in asked:
