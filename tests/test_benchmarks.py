@@ -15,7 +15,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import __main__ as command
-from benchmarks import comparison, large, loops, matched, measuring, paper
+from benchmarks import comparison, large, loops, matched, measuring, paper, targets
 from benchmarks.tables import number, page
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.papers.datasets import DataNotFoundError
@@ -243,3 +243,11 @@ def test_texts_are_padded_and_their_labels_ignored_there() -> None:
     assert 0 < int((~own).sum()) < own.numel() / 4
     assert bool((texts["labels"][~own] == -100).all())
     assert torch.equal(texts["labels"][own], texts["input_ids"][own])
+
+
+def test_targets_are_checked_over_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    run = targets.kept("digits", 0, "cpu", examples=60, epochs=2, rate=0.5, target_mse_bound=0.1, of="probes")
+    assert run["met"] == (run["headroom"] >= 1)
+    assert run["noise_multiplier"] in [sigma for sigma, *_ in run["pilots"]]
+    assert "seed 0: σ = " in capsys.readouterr().out

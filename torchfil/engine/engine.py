@@ -22,19 +22,23 @@ from opacus.validators.errors import UnsupportedModuleError as OpacusUnsupported
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
+from torchfil.accounting.targets import LeakageTarget, TargetCheck
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine.assembly import PrivateTraining, assemble
 from torchfil.engine.augmentation import check_reads_alike
+from torchfil.engine.calibration import NoiseChoice, NoiseSearch, check_participations, choose_noise, warn_when_missed
 from torchfil.engine.ghost_criterion import GhostCriterion
 from torchfil.engine.loader import check_sampler
 from torchfil.engine.module import is_in_training, without_compiler
 from torchfil.engine.opacus_options import check_accumulation, check_modes, check_optimizer, thresholds
-from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
+from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs, RunOptions
+from torchfil.engine.pilots import Pilots, Train
 from torchfil.engine.resuming import Resuming
 from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
+from torchfil.fisher.results import Part
 from torchfil.private import Private
 
 __all__ = ["FILPrivacyEngine"]
@@ -74,6 +78,7 @@ class FILPrivacyEngine(Resuming):
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
             super().__init__(accountant=accountant, secure_mode=secure_mode)
         self._made: PrivateTraining | None = None
+        self._choice: NoiseChoice | None = None
 
     def make_private(
         self,
@@ -248,6 +253,136 @@ class FILPrivacyEngine(Resuming):
             module, optimizer, data_loader, noise_multiplier=noise_multiplier, accounting=accounting, **options
         )
 
+    def make_private_with_bound(
+        self,
+        module: nn.Module,
+        optimizer: optim.Optimizer,
+        data_loader: DataLoader[Any],
+        *,
+        epochs: int,
+        target_mse_bound: float | None = None,
+        target_true_positive_rate: float | None = None,
+        question: str | None = None,
+        at_false_positive_rate: float = 0.01,
+        confidence: float = 0.95,
+        of: Part = "run",
+        pilot_epochs: int | None = None,
+        max_pilots: int = 8,
+        margin: float = 0.25,
+        grid: float = 2**0.25,
+        max_noise_multiplier: float = 64.0,
+        train: Train | None = None,
+        accounting: Accounting | None = None,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        """:meth:`make_private` with the smallest noise of a grid that keeps every example's leakage to a target.
+
+        σ is chosen by pilots: whole runs on copies of model and optimizer, with random numbers of their own; model,
+        optimizer, loader and all generators are left as they were. ``print(engine.pilot)`` tells what was tried,
+        ``engine.check_bound()`` after training whether the run kept to the target. During the run a warning comes as
+        soon as it has missed it.
+
+        σ depends on the data and is held fixed in the bound; on the grid it is constant almost everywhere. ε counts
+        this run alone, so nothing of the pilots may be released. Choose σ on public data of the same kind where that
+        is not enough.
+
+        Args:
+            module: The model.
+            optimizer: The optimizer, with the learning rate that the run has.
+            data_loader: The loader.
+            epochs: Passes over the data; also taken for ``Accounting.epochs`` where that is None.
+            target_mse_bound: No example's MSE bound is to end below: unbiased attackers, on average over runs.
+            target_true_positive_rate: On no example is any attacker's to end above, for ``question``.
+            question: Its name in ``questions=``; None: the only one.
+            at_false_positive_rate: At which the rate is read.
+            confidence: Of the end of the interval, for all examples together, that has to meet the target.
+            of: "run": the ends hold all that is random in a run, which takes about twenty epochs or more; "probes":
+                only the error of the measurement, for this very run.
+            pilot_epochs: The length of pilots that are run before, to know where to begin; σ is chosen by whole ones.
+            max_pilots: How many whole ones are run at most (and of short ones).
+            margin: By how much a pilot has to be better than the target; runs differ.
+            grid: The factor between neighbouring σ.
+            max_noise_multiplier: The largest σ that is tried.
+            train: Your loop, train(engine, model, optimizer, loader), for all epochs, where pilots are to train in
+                another way than by :meth:`train_step` (a learning-rate schedule, say); None: ``criterion`` is needed.
+            accounting: How to account.
+            **options: Of :meth:`make_private`.
+
+        Raises:
+            ValueError: The target cannot be met, and by how much.
+        """
+        if "noise_multiplier" in options:
+            raise TypeError("make_private_with_bound chooses noise_multiplier itself; call make_private to set it")
+        self._check_unused()
+        poisson = options.get("poisson_sampling", True)
+        check_sampler(data_loader, poisson_sampling=poisson)
+        shortcuts = {name: options.pop(name) for name in SHORTCUTS if name in options}
+        accounting = Accounting.given(accounting).with_shortcuts(shortcuts)
+        if accounting.epochs is None:
+            accounting = replace(accounting, epochs=epochs)
+        target = LeakageTarget(
+            target_mse_bound,
+            target_true_positive_rate,
+            _asked_question(question, target_true_positive_rate, accounting),
+            at_false_positive_rate,
+            confidence,
+            of,
+        )
+        search = NoiseSearch(margin, grid, max_pilots, max_noise_multiplier)
+        pilots = Pilots(FILPrivacyEngine, module, optimizer, data_loader, epochs, accounting, options, train)
+        check_participations(
+            target,
+            accounting,
+            len(data_loader.dataset),  # type: ignore[arg-type]
+            len(data_loader),
+            epochs,
+            poisson=poisson,
+        )
+
+        choice = choose_noise(pilots, target, search, pilot_epochs)
+        made = self.make_private(
+            module, optimizer, data_loader, noise_multiplier=choice.noise_multiplier, accounting=accounting, **options
+        )
+        self._choice = choice
+        warn_when_missed(made[1], target, lambda: self.totals, every=max(1, len(data_loader) // 4))
+        logger.info("noise_multiplier=%g was chosen by %d pilots", choice.noise_multiplier, len(choice.pilots))
+        return made
+
+    @property
+    def pilot(self) -> NoiseChoice:
+        """The noise that :meth:`make_private_with_bound` chose, and the pilots it rests on; ``str`` it."""
+        if self._choice is None:
+            raise RuntimeError("no noise was chosen by pilots: this run was not made by make_private_with_bound")
+        return self._choice
+
+    @property
+    def bound_target(self) -> LeakageTarget:
+        """What this run is to keep to, as given to :meth:`make_private_with_bound`."""
+        return self.pilot.target
+
+    def check_bound(self, target: LeakageTarget | None = None, *, merged: bool = False) -> TargetCheck:
+        """Whether the run so far keeps to its target, with the numbers; ``str`` it.
+
+        Args:
+            target: None: that of :meth:`make_private_with_bound`. Give it where the run was made by
+                :meth:`make_private`, as one that goes on from a checkpoint.
+            merged: Whether to average with the pilots that had the same σ: independent repetitions, which make errors
+                smaller. They were chosen for having met the target, so that their mean is a little too good; for whole
+                runs only.
+        """
+        repetitions = self.pilot.repetitions if merged else []
+        steps = {leakage.ledger.steps for leakage in (self.totals, *repetitions)}
+        if len(steps) > 1:
+            raise ValueError(
+                f"merged=True averages whole runs: this one has taken {self.totals.ledger.steps} steps, its pilots "
+                f"{max(steps)}; train to the end, or leave merged out"
+            )
+        return (target or self.bound_target).check(self.totals, *repetitions)
+
+    def _check_unused(self) -> None:
+        if self._made is not None:
+            raise ValueError("this engine accounts for a run already; make a new FILPrivacyEngine for another one")
+
     def _checked_options(
         self,
         module: nn.Module,
@@ -259,8 +394,7 @@ class FILPrivacyEngine(Resuming):
         **options: Any,
     ) -> RunOptions:
         """All that is fixed for the run, checked; the sampling rate follows when the loader is prepared."""
-        if self._made is not None:
-            raise ValueError("this engine accounts for a run already; make a new FILPrivacyEngine for another one")
+        self._check_unused()
         hooked = isinstance(module, AbstractGradSampleModule) or hasattr(module, "autograd_grad_sample_hooks")
         if hooked or is_in_training(module):
             raise ValueError(
@@ -387,3 +521,20 @@ class FILPrivacyEngine(Resuming):
         """Look up every example's gradient norm at the present weights, for :meth:`get_individual_epsilon`."""
         training = self._training
         training.looks.refresh_norms(training.optimizer)
+
+
+def _asked_question(question: str | None, rate: float | None, accounting: Accounting) -> str | None:
+    """The question that a target is about; the only one where none is named. None: there is no target of that kind."""
+    asked = list(accounting.questions)
+    if rate is None:
+        if question is not None:
+            raise ValueError(f"question={question!r} is given without target_true_positive_rate=; pass it, too")
+        return None
+    if question is None and len(asked) == 1:
+        return asked[0]
+    if question not in asked:
+        raise ValueError(
+            f"question={question!r} must be one of questions=, which are {asked or 'none'}; pass "
+            "questions={name: …} (torchfil.questions), and its name"
+        )
+    return question

@@ -1,0 +1,173 @@
+"""Pilots: whole training runs on copies, from which the noise is chosen; nothing of the user's is changed by them.
+
+A pilot trains a copy of model and optimizer on the user's loader with a make of its own, from random numbers of its
+own: it is independent of the run that follows, which goes on as if no number had been drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+from torchfil.accounting.leakage import Leakage
+from torchfil.engine.checkpoint import random_state, set_random_state
+from torchfil.engine.loader import split_batch
+from torchfil.engine.options import Accounting
+
+__all__ = ["Pilots", "Train", "numbers_apart"]
+
+Train = Callable[..., None]
+_BETWEEN_SEEDS = 0x9E3779B97F4A7C15
+_WITH_HOOKS = ("hooks", "functorch", "ew")
+
+
+@dataclass(frozen=True)
+class Pilots:
+    """How pilots are trained.
+
+    Attributes:
+        new_engine: Makes an engine without a run.
+        module: The user's model, which is copied.
+        optimizer: The user's optimizer, copied with it.
+        data_loader: The user's loader.
+        epochs: Of the run that follows.
+        accounting: Of the run that follows; pilots track nothing beside the trace and the questions.
+        options: Others of ``make_private``, but for the noise.
+        train: A loop of the user's: called with the engine and what ``make_private`` returns, it trains for all epochs.
+            None: ``engine.train_step`` on each batch.
+    """
+
+    new_engine: Callable[[], Any]
+    module: nn.Module
+    optimizer: optim.Optimizer
+    data_loader: DataLoader[Any]
+    epochs: int
+    accounting: Accounting
+    options: Mapping[str, Any]
+    train: Train | None = None
+
+    def __post_init__(self) -> None:
+        if self.train is not None:
+            return
+        if self.accounting.accumulation_steps > 1:
+            raise ValueError(
+                f"accumulation_steps={self.accounting.accumulation_steps} is for loops, and pilots take whole draws by "
+                "train_step: pass your loop, train=f(engine, model, optimizer, loader)"
+            )
+        if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
+            warnings.warn(
+                "the optimizer has a learning-rate scheduler, which pilots do not step: the noise is chosen for the "
+                "learning rate as it is now. Pass your loop, train=f(engine, model, optimizer, loader), with a "
+                "scheduler for the optimizer that it is given.",
+                stacklevel=4,
+            )
+
+    def run(self, noise_multiplier: float, number: int, epochs: int | None = None) -> Leakage:
+        """What a whole pilot with this noise leaks.
+
+        Args:
+            noise_multiplier: σ.
+            number: Of the pilot: each has random numbers of its own.
+            epochs: How long it is; None: as long as the run.
+        """
+        seed = (torch.initial_seed() + (number + 1) * _BETWEEN_SEEDS) % 2**63
+        with numbers_apart(self._generators(), seed):
+            module, optimizer = self._copies()
+            options = dict(self.options)
+            if self.train is None and options.get("grad_sample_mode") in _WITH_HOOKS:
+                options["grad_sample_mode"] = "auto"  # the same numbers, by train_step
+            if self.train is None:
+                options.pop("wrap_model", None)
+            engine = self.new_engine()
+            made = engine.make_private(
+                module,
+                optimizer,
+                self.data_loader,
+                noise_multiplier=noise_multiplier,
+                accounting=replace(self.accounting, track=(), norm_refresh=None, seed=seed),
+                **options,
+            )
+            if self.train is not None:
+                self.train(engine, *made)
+            else:
+                self._train(engine, made[-1], self.epochs if epochs is None else epochs)
+            leakage: Leakage = engine.totals
+            engine.detach()
+
+        # its graphs and copies are not needed any more, and the next pilot asks how much memory is free
+        del engine, made, module, optimizer
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return leakage
+
+    def _train(self, engine: Any, loader: Any, epochs: int) -> None:
+        by_itself = self.options.get("criterion") is None  # the model computes its loss from the whole batch
+        for _ in range(epochs):
+            for batch in loader:
+                if by_itself or not isinstance(batch, Mapping):
+                    engine.train_step(batch)
+                else:
+                    engine.train_step(*split_batch(batch, self.options.get("batch_to_inputs")))
+
+    def _generators(self) -> list[torch.Generator]:
+        """All that the options name, and that the loader, its samplers and its data set draw from; each once."""
+        loader, batches = self.data_loader, self.data_loader.batch_sampler
+        parts = (loader, loader.sampler, batches, getattr(batches, "sampler", None), loader.dataset, loader.collate_fn)
+        values = [
+            *self.options.values(),
+            *(value for part in parts for value in getattr(part, "__dict__", {}).values()),
+        ]
+        return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
+
+    def _copies(self) -> tuple[nn.Module, optim.Optimizer]:
+        """Model and optimizer, the one over the parameters of the other."""
+        plain = self.optimizer.original_optimizer if isinstance(self.optimizer, DPOptimizer) else self.optimizer
+        original = getattr(self.module, "_orig_mod", self.module)
+        try:
+            return copy.deepcopy((original, plain))
+        except Exception as error:
+            raise TypeError(
+                f"pilots train copies of model and optimizer, and copy.deepcopy failed ({error}); choose "
+                "noise_multiplier by runs of make_private instead, each with a model of its own"
+            ) from error
+
+
+@contextlib.contextmanager
+def numbers_apart(generators: list[torch.Generator], seed: int) -> Iterator[None]:
+    """Inside, random numbers come from this seed: torch's, numpy's, Python's and these generators'; outside, as before.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> with numbers_apart([], seed=1):
+        ...     other = torch.rand(1)
+        >>> torch.rand(1), torch.manual_seed(0).initial_seed()
+        (tensor([0.4963]), 0)
+    """
+    states = [generator.get_state() for generator in generators]
+    before = random_state(), np.random.get_state(), random.getstate()
+    try:
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        for place, generator in enumerate(generators):
+            generator.manual_seed((seed + place + 1) % 2**63)
+        yield
+    finally:
+        set_random_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
