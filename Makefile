@@ -7,13 +7,16 @@ OPACUS_PACKAGES = $(VENV)/opacus-tests
 VISION_PACKAGES = $(INTEGRATIONS_VENV)/vision
 WORKERS ?= 2
 PYTEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# A worker keeps its own half of the files, with what their fixtures made, and takes from the other one at the end.
+PARALLEL = -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long bench lint test-vision test-opacus test-integrations models docs format clean
+.PHONY: help demo test test-long test-all bench lint test-vision test-opacus test-integrations models docs format clean
 
 help:
 	@echo "make demo         train privately on handwritten digits and write the leakage report"
 	@echo "make test         lint, type check, tests and doctests"
+	@echo "make test-all     the same with the tests that take minutes each (make test-long: those alone)"
 	@echo "make bench        what the accounting costs on this machine (BENCH=--quick: in minutes)"
 	@echo "make test-vision  the second test leg: torch 2.10 with torchvision 0.25 (CPU wheels exist on aarch64)"
 	@echo "make test-opacus  Opacus's own tests with torchfil's engine, a part in under 3 minutes (OPACUS=--all: all)"
@@ -61,10 +64,13 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/python -m torchfil demo
 
 test: lint
-	$(PYTEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS)
+	$(PYTEST_ENV) $(VENV)/bin/python -m pytest $(PARALLEL)
+
+test-all: lint
+	TORCHFIL_LONG=1 $(PYTEST_ENV) $(VENV)/bin/python -m pytest $(PARALLEL)
 
 test-long: $(VENV)/.installed
-	TORCHFIL_LONG=1 $(PYTEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) -m long
+	TORCHFIL_LONG=1 $(PYTEST_ENV) $(VENV)/bin/python -m pytest $(PARALLEL) -m long
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks $(BENCH)
@@ -75,13 +81,13 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/python -m mypy
 
 test-vision: $(VISION_VENV)/.installed
-	$(PYTEST_ENV) $(VISION_VENV)/bin/python -m pytest -n $(WORKERS) -m "vision or torch_versions"
+	$(PYTEST_ENV) $(VISION_VENV)/bin/python -m pytest $(PARALLEL) -m "vision or torch_versions"
 
 test-opacus: $(OPACUS_PACKAGES)/.installed
 	$(PYTEST_ENV) PYTHONPATH=$(OPACUS_PACKAGES) $(VENV)/bin/python -m tests.opacus_suite $(OPACUS)
 
 test-integrations: $(VISION_PACKAGES)/.installed
-	$(PYTEST_ENV) $(INTEGRATIONS_VENV)/bin/python -m pytest -n $(WORKERS) tests/integrations tests/test_readme.py
+	$(PYTEST_ENV) $(INTEGRATIONS_VENV)/bin/python -m pytest $(PARALLEL) tests/integrations tests/test_readme.py
 
 models: $(VISION_PACKAGES)/.installed
 	$(PYTEST_ENV) $(INTEGRATIONS_VENV)/bin/python -m tests.integrations.model_zoo --workers $(WORKERS) $(MODELS)

@@ -42,7 +42,7 @@ def check(run: Any, dataset: Any, q: float | None, clip: str = DEFAULT_CLIP) -> 
 @pytest.mark.parametrize("n", [93, 99])
 def test_plain_loop(n: int, amplification: str) -> None:
     dataset = data(n)
-    run = train(dataset, **EXACT, amplification=amplification)
+    run = train(dataset, steps=15, **EXACT, amplification=amplification)  # into the second epoch
     rate = run.loader.batch_sampler.sample_rate
     assert rate == 1 / len(loader(dataset))
     check(run, dataset, rate if amplification == "poisson" else None)
@@ -56,21 +56,21 @@ def test_other_clips(clip: str) -> None:
 
 @pytest.mark.parametrize("amplification", ["none", "poisson"])
 def test_batch_memory_manager_with_physical_batches_of_three(amplification: str) -> None:
-    dataset = data(93)
-    run = train(dataset, physical=3, **EXACT, amplification=amplification)
+    dataset = data(40)
+    run = train(dataset, steps=7, physical=3, **EXACT, amplification=amplification)  # into the second epoch
     assert any(len(step.x) > 1 for step in run.steps)
-    check(run, dataset, 1 / 12 if amplification == "poisson" else None)
+    check(run, dataset, 1 / 5 if amplification == "poisson" else None)
 
 
 def test_two_workers() -> None:
-    dataset = data(99)
-    check(train(dataset, workers=2, steps=13, **EXACT), dataset, 1 / 13)
+    dataset = data(45)
+    check(train(dataset, workers=2, steps=8, **EXACT), dataset, 1 / 6)
 
 
 def test_two_workers_and_batch_memory_manager() -> None:
-    dataset = data(93)
-    run = train(dataset, workers=2, physical=3, steps=12, **EXACT)
-    check(run, dataset, 1 / 12)
+    dataset = data(40)
+    run = train(dataset, workers=2, physical=3, steps=6, **EXACT)
+    check(run, dataset, 1 / 5)
 
 
 def test_empty_batches() -> None:

@@ -12,10 +12,12 @@ from cases import SIGMA, Case, build
 from torch import Tensor, nn
 
 from torchfil import fisher
-from torchfil.clipping import get_clip
+from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import ClippedJacobian, Estimate, ExampleGradients, PoissonAmplification, estimators
+from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws, draw_bits, signs_of
-from torchfil.fisher.recording import RecordedJacobian
+from torchfil.fisher.mechanism import Mechanism
+from torchfil.fisher.recording import RecordedJacobian, plan
 
 SAMPLERS = ["coordinates", "input-probes", "weight-probes"]
 SEEDS = 250
@@ -32,11 +34,36 @@ def settings(case: Case, **more: Any) -> dict[str, Any]:
     return {"max_grad_norm": 1.2, "noise_multiplier": SIGMA, "amplification": PoissonAmplification(0.3), **more}
 
 
-def repeat(case: Case, function: Any, count: int = SEEDS, **more: Any) -> list[Estimate]:
+def repeat(
+    case: Case, quantity: Any, count: int = SEEDS, *, estimator: str = "weight-probes", num_probes: int
+) -> list[Estimate]:
+    """What ``fim_trace`` and ``fim_diagonal`` give for these seeds; the recorded pass is tried once for all."""
+    gradients, given = ExampleGradients.build(*case.arguments), settings(case)
+    mechanism = Mechanism.build(given["max_grad_norm"], SIGMA, DEFAULT_CLIP, given["amplification"])
+    batch = PrivateBatch(gradients, mechanism, plan(gradients))
     return [
-        function(*case.arguments, **settings(case), **more, generator=torch.Generator().manual_seed(seed))
-        for seed in range(count)
+        batch.estimate(quantity, estimator, num_probes, torch.Generator().manual_seed(seed)) for seed in range(count)
     ]
+
+
+def test_repetitions_are_those_of_the_public_functions() -> None:
+    case = regression()
+    for quantity, function in (("trace", fisher.fim_trace), ("diagonal", fisher.fim_diagonal)):
+        public = function(*case.arguments, **settings(case), num_probes=3, generator=torch.Generator().manual_seed(1))
+        assert torch.equal(repeat(case, quantity, 2, num_probes=3)[1].value, public.value)
+
+
+def repeat_traces(case: Case, estimator: str, num_probes: int) -> tuple[Tensor, ...]:
+    """Values, errors and both ends of the 95 % interval of SEEDS independent estimates, [SEEDS, batch] each.
+
+    Where each example draws for itself, copies of the examples in one batch are further estimates.
+    """
+    copies = 1 if estimator == "weight-probes" else 25
+    batch = replace(case, inputs=case.inputs.repeat(copies, 1), targets=case.targets.repeat(copies))
+    results = repeat(batch, "trace", SEEDS // copies, estimator=estimator, num_probes=num_probes)
+    assert {r.kind for r in results} == {"estimate"}
+    parts = zip(*((r.value, r.standard_error, *r.interval(0.95)) for r in results), strict=True)
+    return tuple(torch.stack(part).reshape(SEEDS, len(case.targets)) for part in parts)
 
 
 @pytest.mark.parametrize("num_probes", [3, 10])
@@ -44,15 +71,12 @@ def repeat(case: Case, function: Any, count: int = SEEDS, **more: Any) -> list[E
 def test_trace_is_unbiased_and_its_interval_covers(estimator: str, num_probes: int) -> None:
     case = regression()
     truth = fisher.fim_trace(*case.arguments, **settings(case), estimator="exact").value
-    results = repeat(case, fisher.fim_trace, estimator=estimator, num_probes=num_probes)
-    values = torch.stack([r.value for r in results])  # [seeds, batch]
-    assert {r.kind for r in results} == {"estimate"}
+    values, errors, low, high = repeat_traces(case, estimator, num_probes)
     standard_error_of_mean = values.std(dim=0) / math.sqrt(SEEDS)
     assert ((values.mean(dim=0) - truth).abs() < 4 * standard_error_of_mean).all()
-    covered = torch.stack([(r.interval(0.95)[0] <= truth) & (truth <= r.interval(0.95)[1]) for r in results])
-    coverage = covered.double().mean().item()
+    coverage = ((low <= truth) & (truth <= high)).double().mean().item()
     assert 0.90 <= coverage <= 0.99
-    reported = torch.stack([r.standard_error.square() for r in results]).mean(dim=0).sqrt()
+    reported = errors.square().mean(dim=0).sqrt()
     assert torch.allclose(reported, values.std(dim=0), rtol=0.2), "the variance it reports is the variance it has"
 
 
@@ -60,7 +84,7 @@ def test_diagonal_is_unbiased_and_its_interval_covers() -> None:
     case = regression()
     truth = fisher.fim_diagonal(*case.arguments, **settings(case), estimator="exact").value
     seeds = 150
-    results = repeat(case, fisher.fim_diagonal, seeds, estimator="weight-probes", num_probes=20)
+    results = repeat(case, "diagonal", seeds, estimator="weight-probes", num_probes=20)
     values = torch.stack([r.value for r in results])  # [seeds, batch, d]
     z = (values.mean(dim=0) - truth) / (values.std(dim=0) / math.sqrt(seeds))
     assert (z.abs() < 4.5).all(), "48 coordinates at once"
@@ -73,12 +97,9 @@ def test_diagonal_is_unbiased_and_its_interval_covers() -> None:
 def test_a_single_probe_reports_a_conservative_error(estimator: str) -> None:
     case = regression()
     truth = fisher.fim_trace(*case.arguments, **settings(case), estimator="exact").value
-    results = repeat(case, fisher.fim_trace, estimator=estimator, num_probes=1)
-    values = torch.stack([r.value for r in results])
-    mean_square = torch.stack([r.standard_error.square() for r in results]).mean(dim=0)
-    assert (mean_square >= values.var(dim=0)).all()
-    covered = torch.stack([(r.interval(0.95)[0] <= truth) & (truth <= r.interval(0.95)[1]) for r in results])
-    assert covered.double().mean() >= 0.95
+    values, errors, low, high = repeat_traces(case, estimator, 1)
+    assert (errors.square().mean(dim=0) >= values.var(dim=0)).all()
+    assert ((low <= truth) & (truth <= high)).double().mean() >= 0.95
 
 
 def test_all_coordinates_are_exact() -> None:
@@ -111,8 +132,7 @@ def test_probes_are_drawn_afresh() -> None:
     """Redrawing the same probe fifty times would leave the error of one."""
     case = regression()
     spread = [
-        torch.stack([r.value for r in repeat(case, fisher.fim_trace, 50, num_probes=k)]).std(dim=0).mean()
-        for k in (2, 18)
+        torch.stack([r.value for r in repeat(case, "trace", 50, num_probes=k)]).std(dim=0).mean() for k in (2, 18)
     ]
     assert spread[0] / spread[1] == pytest.approx(3.0, rel=0.4)
 
@@ -127,12 +147,23 @@ def perpendicular_part(case: Case) -> tuple[Tensor, Tensor]:
     return part, torch.linalg.eigvalsh(part.mT @ part)
 
 
-@pytest.mark.slow
-def test_weight_probes_beat_coordinates_by_the_predicted_factor_on_the_mnist_cnn() -> None:
-    """Variances predicted from the exact Jacobian, measured over repeated draws at equal count."""
-    case = build("mnist_cnn", 1)
-    case = Case(case.model, case.loss_fn, case.inputs, case.targets)  # all 784 pixels
-    k, draws, d = 4, 200, 784
+def small_cnn() -> Case:
+    """As the MNIST network begins, for 12 x 12 pixels."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first = [nn.Conv2d(1, 4, 3, stride=2, padding=2), nn.Tanh(), nn.AvgPool2d(2, stride=1)]
+        model = nn.Sequential(*first, nn.Conv2d(4, 8, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(32, 10)).double()
+        return Case(model, nn.CrossEntropyLoss(), torch.rand(1, 1, 12, 12).double(), torch.randint(10, (1,)))
+
+
+@pytest.mark.parametrize("make", [small_cnn, pytest.param(lambda: build("mnist_cnn", 1), marks=pytest.mark.long)])
+def test_weight_probes_beat_coordinates_by_the_predicted_factor(make: Any) -> None:
+    """Variances predicted from the exact Jacobian, measured over repeated draws at equal count.
+
+    Coordinates are drawn again for every copy of the image; the spread of all probes is that of one, times √count.
+    """
+    case = replace(make(), private=None)  # all pixels
+    k, draws, d = 4, 200, case.inputs[0].numel()
     part, spectrum = perpendicular_part(case)
     squares = part[0].square().sum(dim=0)  # of the columns
     coordinate_variance = d**2 * squares.var() / k * (1 - k / d)
@@ -142,22 +173,14 @@ def test_weight_probes_beat_coordinates_by_the_predicted_factor_on_the_mnist_cnn
     predicted = (coordinate_variance / probe_variance).item()
     assert predicted > 5
 
-    def measured(estimator: str) -> float:
-        values = [
-            fisher.fim_trace(
-                *case.arguments,
-                max_grad_norm=1.0,
-                noise_multiplier=1.0,
-                estimator=estimator,
-                num_probes=k,
-                generator=torch.Generator().manual_seed(seed),
-            ).value
-            for seed in range(draws)
-        ]
-        return torch.cat(values).var().item()
+    def trace(copies: int, **options: Any) -> Estimate:
+        inputs, targets = case.inputs.repeat(copies, 1, 1, 1), case.targets.repeat(copies)
+        options |= {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "generator": torch.Generator().manual_seed(0)}
+        return fisher.fim_trace(case.model, case.loss_fn, inputs, targets, **options)
 
     tolerance = 4.5 * math.sqrt(2 / draws)
-    coordinates, probes = measured("coordinates"), measured("weight-probes")
+    coordinates = trace(draws, estimator="coordinates", num_probes=k).value.var().item()
+    probes = draws * trace(1, estimator="weight-probes", num_probes=draws * k).standard_error.square().item()
     assert coordinates == pytest.approx(coordinate_variance.item(), rel=tolerance)
     assert probes == pytest.approx(probe_variance.item(), rel=tolerance)
     assert coordinates / probes == pytest.approx(predicted, rel=2 * tolerance)
@@ -279,9 +302,11 @@ def test_an_interval_from_one_probe_covers_a_single_entry() -> None:
     x, y = torch.randn(4, 3, dtype=torch.float64), torch.randint(2, (4,))
     options: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
     exact = fisher.fim_diagonal(model, nn.CrossEntropyLoss(), x, y, estimator="exact", **options).value
+    gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), x, y)
+    batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0), plan(gradients))
     source, covered = torch.Generator().manual_seed(0), []
     for _ in range(200):
-        found = fisher.fim_diagonal(model, nn.CrossEntropyLoss(), x, y, num_probes=1, generator=source, **options)
+        found = batch.estimate("diagonal", "weight-probes", 1, source)
         low, high = found.interval(0.95)
         covered.append((low <= exact) & (exact <= high))
     assert float(torch.stack(covered).double().mean()) >= 0.94

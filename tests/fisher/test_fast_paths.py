@@ -11,7 +11,7 @@ from cases import CASES, CLIPS, DEVICE, SIGMA, Case, build, relative_error
 from torch import Tensor, nn
 
 from torchfil import fisher
-from torchfil.clipping import get_clip
+from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import ClippedJacobian, ExampleGradients, PoissonAmplification, reference
 
 TOLERANCE = 1e-8
@@ -118,16 +118,37 @@ def test_float32_agrees_to_1e_4(name: str, clip: str) -> None:
     assert relative_error(trace, torch.einsum("bii->b", known.gram) / (SIGMA * case.C) ** 2) < 1e-4
 
 
+def check_whole_fim(case: Case, truth: Tensor) -> None:
+    """The FIM of all 784 pixels, from the Jacobian of all 30,762 parameters, [1, p, d]."""
+    fim = fisher.exact_fim(*case.arguments, max_grad_norm=case.C, noise_multiplier=SIGMA)
+    assert fim.shape == (1, 784, 784)
+    assert relative_error(fim, truth.mT @ truth / (SIGMA * case.C) ** 2) < TOLERANCE
+
+
 @pytest.mark.slow
+def test_whole_mnist_cnn() -> None:
+    """Forward mode column by column; a product of reverse mode with a random vector shows a wrong entry anywhere."""
+    case = build("mnist_cnn", 1)
+    forward = reference.exact_jacobian(*case.arguments, max_grad_norm=case.C, mode="forward")
+    x, clip = case.inputs.clone().requires_grad_(), get_clip(DEFAULT_CLIP)
+    loss = case.loss_fn(case.model(x), case.targets)
+    gradient = torch.autograd.grad(loss, list(case.model.parameters()), create_graph=True)
+    g = torch.cat([part.flatten() for part in gradient])
+    clipped = g / clip.c(g.norm() / clip.threshold(case.C))
+    for u in torch.randn(3, len(g), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(DEVICE):
+        (product,) = torch.autograd.grad(clipped @ u, x, retain_graph=True)
+        assert relative_error(product.flatten(), u @ forward[0]) < TOLERANCE
+    check_whole_fim(case, forward)
+
+
+@pytest.mark.long
 def test_whole_mnist_cnn_against_jacrev() -> None:
-    """All 784 pixels and all 30,762 parameters, reverse mode row by row."""
+    """Reverse mode row by row."""
     case = build("mnist_cnn", 1)
     truth = reference.exact_jacobian(*case.arguments, max_grad_norm=case.C)
     forward = reference.exact_jacobian(*case.arguments, max_grad_norm=case.C, mode="forward")
     assert relative_error(forward, truth) < TOLERANCE
-    fim = fisher.exact_fim(*case.arguments, max_grad_norm=case.C, noise_multiplier=SIGMA)
-    assert fim.shape == (1, 784, 784)
-    assert relative_error(fim, truth.mT @ truth / (SIGMA * case.C) ** 2) < TOLERANCE
+    check_whole_fim(case, truth)
 
 
 @pytest.mark.parametrize("estimator", ["exact", "coordinates", "input-probes", "weight-probes"])

@@ -256,7 +256,9 @@ def test_a_layer_called_with_and_without_the_examples() -> None:
 
 
 @pytest.mark.parametrize("name", ["convnext", "bare", "a layer"])
-def test_watched_parameters_can_be_traced(name: str) -> None:
+def test_watched_parameters_can_be_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded is run as it is; test_compiled has torch.compile read it."""
+    monkeypatch.setattr(torch, "compile", lambda recorded, **_: recorded)
     torch.manual_seed(2)
     model = (ConvNext() if name == "convnext" else Bert(name)).double().to(DEVICE)
     private = None if name == "convnext" else Private(submodule="embedding")

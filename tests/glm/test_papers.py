@@ -22,24 +22,26 @@ def accuracy(model: LinearRegression, task: BinaryTask) -> float:
 @pytest.mark.parametrize(
     ("load", "l2", "rows"),
     [
-        (
+        pytest.param(
             mnist_zero_one,
             8e-4,
             {
                 "linear": (0.0405, 0.0138, 99.95, 0.0470, 99.76),
                 "logistic": (0.0267, 0.0124, 99.76, 0.0238, 99.67),
             },
+            id="mnist",
         ),
-        (
+        pytest.param(
             cifar_plane_car,
             8e-5,
             {
                 "linear": (0.2485, 0.0801, 79.90, 0.2963, 80.55),
                 "logistic": (0.3160, 0.1513, 79.95, 0.2494, 79.05),
             },
+            id="cifar",
+            marks=pytest.mark.long,
         ),
     ],
-    ids=["mnist", "cifar"],
 )
 def test_table_1_of_hannun_et_al(load, l2, rows) -> None:  # type: ignore[no-untyped-def]
     """All rows as the authors' code gives them, to one unit of the last digit; IRFIL equalises within 15 rounds."""

@@ -262,9 +262,12 @@ class ExampleGradients:
     def jacobian_columns(self, coordinates: slice) -> Tensor:
         """The columns ``coordinates`` of J, [batch, p, columns]."""
         basis = torch.eye(self.num_coordinates, dtype=self.examples.z.dtype, device=self.device)[coordinates]
-        # Inside two vmaps dropout, where one shares masks, crashes on CUDA, and PReLU is wrong or fails (torch 2.13).
+        # Inside two vmaps dropout, where one shares masks, crashes on CUDA, and PReLU is wrong or fails (torch 2.13):
+        # one vmap, over a copy of each example for each column.
         if self.examples.masks or any(isinstance(module, nn.PReLU) for module in self.model.modules()):
-            return torch.stack([self.jvp(e.expand(len(self), -1)) for e in basis], dim=2)
+            rows = torch.arange(len(self)).repeat_interleave(len(basis))
+            columns = replace(self, examples=self.examples[rows]).jvp(basis.repeat(len(self), 1))
+            return columns.unflatten(0, (len(self), len(basis))).mT
 
         def one(z: Tensor, public: Any) -> Tensor:
             return vmap(lambda e: self.jvp_of_one(z, public, e), out_dims=1)(basis)  # [p, columns]
