@@ -20,11 +20,14 @@ from torchfil.accounting.exposed import exposed_rows
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.parts import whole_ledger
 from torchfil.accounting.timeline import Timeline
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import RunOptions
+from torchfil.engine.ranks import Ranks
+from torchfil.engine.shared_norms import SharedNormHistory
 from torchfil.engine.step.forwards import ForwardPass
 
 __all__ = ["Noise", "Run"]
@@ -70,7 +73,8 @@ class Run:
         device: Where sums live.
         generator: Source of the probes.
         accounted_rate: Gives the sampling rate of the DP accountant's last step.
-        expected_batch: The mean batch size.
+        expected_batch: The mean batch size, of all ranks together.
+        ranks: The processes that train together; None: a single one. Each then has the ledger of what it drew.
     """
 
     def __init__(
@@ -83,16 +87,19 @@ class Run:
         generator: torch.Generator,
         accounted_rate: Callable[[], float],
         expected_batch: int,
+        ranks: Ranks | None = None,
     ) -> None:
         self.options = options
+        self.ranks = ranks
         self.loss = loss
         self.ids = ExampleIds(num_examples, keys)
         self.generator = generator
         self._check_memory(NormHistory.bytes_needed(num_examples) + Ledger.bytes_needed(num_examples, 1, (), 1))
-        self.history = NormHistory(num_examples, device)
-        self.ledger: Ledger | None = None
         self._passes_per_step = expected_batch / num_examples
-        self._exposed = max(2, round(_EXPOSED * expected_batch))
+        self.history = self._empty_history(device)
+        self.ledger: Ledger | None = None
+        self._whole: tuple[Ledger, Tensor | None] | None = None  # of all ranks, as they last came together
+        self._exposed = max(2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1)))
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
         self.timeline = Timeline(self._steps_between_looks)
         self.test_matrix: Tensor | None = None
@@ -104,10 +111,50 @@ class Run:
 
     # ------------------------------------------------------------------ reading
 
+    def gather(self) -> None:
+        """Bring together what all ranks have booked, unless that is done since the last step (collective)."""
+        if self.ranks is None or self._is_gathered:
+            return
+        assert isinstance(self.history, SharedNormHistory)
+        self.history.enter()
+        self._whole = None
+        sizes = [size for size in self.ranks.objects(self.num_coordinates) if size is not None]
+        if sizes:
+            part, matrix = self.ledger, self.test_matrix
+            if part is None:  # this rank has had empty batches alone
+                part, matrix = self.new_ledger(max(sizes))
+            self._whole = whole_ledger(part, self.ranks), matrix
+
+    @property
+    def _is_gathered(self) -> bool:
+        """Whether nothing has happened since the ranks came together."""
+        assert isinstance(self.history, SharedNormHistory)
+        return self._whole is not None and self._whole[0].steps == self.history.steps and self.history.is_complete
+
+    @property
+    def num_coordinates(self) -> int | None:
+        """d of what this rank keeps by coordinate; None before its first example."""
+        return None if self.ledger is None else self.ledger.laid_out
+
+    @property
+    def whole(self) -> tuple[Ledger | None, Tensor | None]:
+        """The ledger of all ranks and the test matrix of its sketch (collective); None before the first step."""
+        self.gather()
+        if self.ranks is None:
+            return self.ledger, self.test_matrix
+        return self._whole or (None, None)
+
+    @property
+    def whole_history(self) -> NormHistory:
+        """The norm history of all ranks (collective)."""
+        self.gather()
+        return self.history
+
     @property
     def leakage(self) -> Leakage:
-        """The ledger so far, for reading."""
-        if self.ledger is None:
+        """The ledger so far, for reading; of all ranks (collective)."""
+        ledger, test_matrix = self.whole
+        if ledger is None:
             raise RuntimeError(
                 "no private step has been taken yet, so there is nothing to report; train first (optimizer.step())"
             )
@@ -117,9 +164,9 @@ class Run:
             exact=accounting.exact,
             sample_rate=rate,
             skipping=accounting.skips_steps,
-            test_matrix=self.test_matrix,
+            test_matrix=test_matrix if test_matrix is None else test_matrix.to(ledger.device),
         )
-        return Leakage(self.ledger, self.ids, conditions)
+        return Leakage(ledger, self.ids, conditions)
 
     @property
     def device(self) -> torch.device:
@@ -189,7 +236,11 @@ class Run:
         if self._measure_this_step is not None:
             return self._measure_this_step
         rate = self.pace.rate
-        return rate == 1 or bool(torch.rand((), generator=self.generator) < rate)
+        return rate == 1 or bool(torch.rand((), generator=self._common_generator("steps", self.history.steps)) < rate)
+
+    def _common_generator(self, purpose: str, number: int = 0) -> torch.Generator:
+        """The source of what must be the same on all ranks; of a single process the probes'."""
+        return self.generator if self.ranks is None else self.ranks.common_generator(purpose, number)
 
     @property
     def _past_first_passes(self) -> bool:
@@ -226,7 +277,8 @@ class Run:
         ledger.steps = self.history.steps  # of empty batches
         if not accounting.needs.products:
             return ledger, None
-        gaussian = torch.randn(num_coordinates, rank, generator=self.generator, dtype=torch.float64)
+        generator = self._common_generator("sketch")  # products with it are added up over ranks
+        gaussian = torch.randn(num_coordinates, rank, generator=generator, dtype=torch.float64)
         return ledger, torch.linalg.qr(gaussian).Q.to(self.device)
 
     def stage(
@@ -266,7 +318,7 @@ class Run:
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
-            self.timeline.note(self.ledger.steps, self.ledger.sums["trace"], self.ledger.own_coordinates)
+        self._note_leakage(self.history.steps + 1)
 
         rows, ratios = [s.contribution.rows for s in self._staged], [s.ratio for s in self._staged]
         self.history.step(
@@ -278,6 +330,25 @@ class Run:
         self.drop_staged()
         if self.ledger is not None and self.history.steps % self._steps_between_looks == 0:
             self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
+
+    def _note_leakage(self, step: int) -> None:
+        """Note the leakage so far, of all ranks, where it is this step's turn (collective then)."""
+        ledger = self.ledger
+        if self.ranks is None:
+            if ledger is not None:
+                self.timeline.note(step, ledger.sums["trace"], ledger.own_coordinates)
+        elif self.timeline.is_due(step):
+            empty = torch.zeros(2, self.ids.num_examples, dtype=torch.float64)
+            trace, own = empty if ledger is None else (ledger.sums["trace"], ledger.sums["num_coordinates"].double())
+            trace, own = self.ranks.sum(trace), self.ranks.maximum(own)
+            if bool(own.any()):  # nobody was drawn yet
+                self.timeline.note(step, trace.to(self.device), own.clamp(min=1).to(self.device))
+
+    def _empty_history(self, device: torch.device) -> NormHistory:
+        n = self.ids.num_examples
+        if self.ranks is None:
+            return NormHistory(n, device)
+        return SharedNormHistory(n, device, self.ranks, every=max(1, round(1 / self._passes_per_step)))
 
     @contextlib.contextmanager
     def generator_kept(self, state: Tensor) -> Iterator[None]:
@@ -331,13 +402,13 @@ class Run:
                 raise ValueError(
                     f"the saved ledger has the questions {ledger.questions}, this run {asked}; pass the same questions="
                 )
-        history = NormHistory(self.ids.num_examples, self.device)
+        history = self._empty_history(self.device)
         history.load_state_dict(state["history"])
         timeline = Timeline.from_state_dict(state["timeline"], self.device)
 
         self.generator.set_state(state["generator"].cpu())
         self.pace.load_state_dict(state["pace"])
-        self.ledger, self.history, self.timeline = ledger, history, timeline
+        self.ledger, self.history, self.timeline, self._whole = ledger, history, timeline, None
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
         self.drop_staged()
