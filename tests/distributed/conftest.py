@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
 
-from rank_pool import RankPool
+from rank_pool import RankPool  # noqa: E402
 
 
 @pytest.fixture(scope="session")

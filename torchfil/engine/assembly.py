@@ -99,19 +99,13 @@ def assemble(
     tracker = BatchTracker()
     tracker.parts = options.accounting.accumulation_steps
     observer = Observer(tracker)
-    expected_batch = math.ceil(optimizer_settings["expected_batch_size"])
-    of_all = optimizer_settings["expected_batch_size"] * (ranks.size if ranks is not None else 1)
-    run = Run(
-        options,
-        loss,
-        num_examples,
-        keys,
-        replica.device,
-        generator,
-        accounted_rate,
-        round(of_all) * tracker.parts,
-        ranks,
-    )
+    whole_batch = expected_batch = optimizer_settings["expected_batch_size"]
+    if ranks is not None:  # as in Opacus, the optimizer's is that of one rank
+        generator = ranks.probe_generator()
+        expected_batch = math.ceil(whole_batch / ranks.size)
+        optimizer_settings = {**optimizer_settings, "expected_batch_size": whole_batch / ranks.size}
+    whole_batch *= tracker.parts
+    run = Run(options, loss, num_examples, keys, replica.device, generator, accounted_rate, whole_batch, ranks)
     looks = DatasetLooks(run, replica, prepared.dataset, prepared.collate_fn)
     checks = StepChecks(replica, options, tracker)
     execution = options.accounting.execution

@@ -43,6 +43,7 @@ class Ranks:
     Attributes:
         rank: The number of this process.
         size: How many there are.
+        seed: Of the probes, the same on all ranks.
     """
 
     def __init__(self, seed: int, num_examples: int, *, secure: bool = False) -> None:
@@ -138,6 +139,24 @@ class Ranks:
                 gradient.copy_(part.view_as(gradient))
 
     # ------------------------------------------------------------------ bringing parts together; on the CPU, collective
+
+    def meet(self) -> None:
+        """Wait until all ranks are here.
+
+        Raises:
+            RuntimeError: Some did not come.
+        """
+        try:
+            dist.monitored_barrier(group=self._group, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"not all ranks came ({error}). Reading a run of several ranks, its state and checkpoints brings "
+                "together what each has booked: call it on all ranks, or engine.gather() on all and then read on one."
+            ) from error
+
+    def own(self, values: Sequence[Any]) -> Any:
+        """This rank's of the values of as many ranks; None where they were more or fewer."""
+        return values[self.rank] if len(values) == self.size else None
 
     def objects(self, value: Any) -> list[Any]:
         """The ranks' values, in order; plain numbers and texts only."""

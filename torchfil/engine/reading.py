@@ -52,7 +52,7 @@ class LeakageReading(PrivacyEngine):
     @property
     def ledger(self) -> Ledger | None:
         """The sums by example so far; None before the first private step."""
-        return self._training.run.whole[0]
+        return self._training.run.whole_ledger[0]
 
     def gather(self) -> None:
         """With several processes: bring together what each has booked; **all ranks must call it**.

@@ -20,12 +20,12 @@ from torchfil.accounting.exposed import exposed_rows
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.parts import whole_ledger
 from torchfil.accounting.timeline import Timeline
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import RunOptions
+from torchfil.engine.rank_state import Whole, take_part
 from torchfil.engine.ranks import Ranks
 from torchfil.engine.shared_norms import SharedNormHistory
 from torchfil.engine.step.forwards import ForwardPass
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _LOOKS_PER_PASS = 8  # how often the pace is set anew and the leakage so far is noted
 _FIRST_PASSES = 16  # over the data, in which most examples are learned, and many leak most of what they ever will
 _EXPOSED = 1 / 64  # of a batch
+_STATE = ("ledger", "history", "timeline", "test_matrix", "generator", "pace")  # what a saved state must have
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Run:
         self._passes_per_step = expected_batch / num_examples
         self.history = self._empty_history(device)
         self.ledger: Ledger | None = None
-        self._whole: tuple[Ledger, Tensor | None] | None = None  # of all ranks, as they last came together
+        self._whole: Whole | None = None  # what all ranks have booked, as they last came together
         self._exposed = max(2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1)))
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
         self.timeline = Timeline(self._steps_between_looks)
@@ -116,33 +117,22 @@ class Run:
         if self.ranks is None or self._is_gathered:
             return
         assert isinstance(self.history, SharedNormHistory)
+        self.ranks.meet()
         self.history.enter()
-        self._whole = None
-        sizes = [size for size in self.ranks.objects(self.num_coordinates) if size is not None]
-        if sizes:
-            part, matrix = self.ledger, self.test_matrix
-            if part is None:  # this rank has had empty batches alone
-                part, matrix = self.new_ledger(max(sizes))
-            self._whole = whole_ledger(part, self.ranks), matrix
+        mine = self.ledger, self.test_matrix
+        self._whole = Whole.of(self.ranks, self.history.steps, *mine, self.new_ledger, self.generator)
 
     @property
     def _is_gathered(self) -> bool:
         """Whether nothing has happened since the ranks came together."""
         assert isinstance(self.history, SharedNormHistory)
-        return self._whole is not None and self._whole[0].steps == self.history.steps and self.history.is_complete
+        return self._whole is not None and self._whole.steps == self.history.steps and self.history.is_complete
 
     @property
-    def num_coordinates(self) -> int | None:
-        """d of what this rank keeps by coordinate; None before its first example."""
-        return None if self.ledger is None else self.ledger.laid_out
-
-    @property
-    def whole(self) -> tuple[Ledger | None, Tensor | None]:
+    def whole_ledger(self) -> tuple[Ledger | None, Tensor | None]:
         """The ledger of all ranks and the test matrix of its sketch (collective); None before the first step."""
         self.gather()
-        if self.ranks is None:
-            return self.ledger, self.test_matrix
-        return self._whole or (None, None)
+        return (self.ledger, self.test_matrix) if self._whole is None else (self._whole.ledger, self._whole.test_matrix)
 
     @property
     def whole_history(self) -> NormHistory:
@@ -153,7 +143,7 @@ class Run:
     @property
     def leakage(self) -> Leakage:
         """The ledger so far, for reading; of all ranks (collective)."""
-        ledger, test_matrix = self.whole
+        ledger, test_matrix = self.whole_ledger
         if ledger is None:
             raise RuntimeError(
                 "no private step has been taken yet, so there is nothing to report; train first (optimizer.step())"
@@ -371,21 +361,23 @@ class Run:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Ledger, norm history, timeline, test matrix and the probes' generator."""
+        """Ledger, norm history, timeline, test matrix and the probes' generator, of all ranks (collective)."""
         if self._staged:
             raise RuntimeError("the state can be saved only between logical batches; finish the batch first")
-        return {
-            "ledger": self.ledger.state_dict() if self.ledger is not None else None,
-            "history": self.history.state_dict(),
+        ledger, test_matrix = self.whole_ledger
+        state = {
+            "ledger": ledger.state_dict() if ledger is not None else None,
+            "history": self.whole_history.state_dict(),
             "timeline": self.timeline.state_dict(),
-            "test_matrix": self.test_matrix,
+            "test_matrix": test_matrix,
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
         }
+        return state if self._whole is None else {**state, "ranks": self._whole.parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`; checks everything before it changes anything."""
-        missing = [key for key in self.state_dict() if key not in state]
+        missing = [key for key in _STATE if key not in state]
         if missing:
             raise ValueError(f"the run's state lacks {missing}; was it saved by another version?")
         ledger, track = None, self.options.accounting.track
@@ -407,6 +399,8 @@ class Run:
         timeline = Timeline.from_state_dict(state["timeline"], self.device)
 
         self.generator.set_state(state["generator"].cpu())
+        if self.ranks is not None:
+            take_part(self.ranks, state.get("ranks"), ledger, history.steps, self.generator)
         self.pace.load_state_dict(state["pace"])
         self.ledger, self.history, self.timeline, self._whole = ledger, history, timeline, None
         matrix = state["test_matrix"]

@@ -88,15 +88,9 @@ class SharedNormHistory(NormHistory):
         when, rows, ratios = self._ranks.joined(packed).unbind(dim=1)
         return when.contiguous(), rows.long(), ratios.contiguous().view(torch.float32)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, also what is not entered."""
-        notes = [(moment, rows.clone(), ratio.clone()) for moment, rows, ratio in self._notes]
-        return {**super().state_dict(), "entered": self._entered, "releases": list(self._releases), "notes": notes}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`; a single process's has nothing that is not entered."""
+        """The inverse of :meth:`state_dict`, which is taken when all is entered."""
         super().load_state_dict(state)
-        device = self.ratio.device
-        self._entered = int(state.get("entered", self.steps))
-        self._releases = [(float(sigma), float(q)) for sigma, q in state.get("releases", ())]
-        self._notes = [(int(moment), rows.to(device), r.to(device)) for moment, rows, r in state.get("notes", ())]
+        self._entered = self.steps
+        self._notes.clear()
+        self._releases.clear()
