@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -165,8 +166,7 @@ def replaying(draws: Draws | None) -> Iterator[None]:
     def replay(sampler: Any) -> Iterator[list[int]]:
         if isinstance(sampler, FILRankSampler):
             sampler._on_start()
-        for _ in range(len(sampler)):
-            yield list(next(left))
+        yield from (list(drawn) for drawn in itertools.islice(left, len(sampler)))
 
     kinds = (UniformWithReplacementSampler, FILRankSampler)
     with mock.patch.object(kinds[0], "__iter__", replay), mock.patch.object(kinds[1], "__iter__", replay):

@@ -174,6 +174,7 @@ class FILOptimizer(DPOptimizer):
         if self._ranks is None:
             yield
             return
+        self._ranks.check_together()
         self._answered = False
         try:
             yield

@@ -79,7 +79,7 @@ def take_part(
         steps: That were taken.
         generator: This rank's source of probes, set to rank 0's state.
     """
-    ranks.seed = saved["seed"] if saved is not None else ranks.seed
+    ranks.seed, ranks.is_lost = saved["seed"] if saved is not None else ranks.seed, False
     state = ranks.own(saved["generators"]) if saved is not None else None
     if state is not None:
         generator.set_state(state.cpu())

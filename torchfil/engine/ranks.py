@@ -44,6 +44,7 @@ class Ranks:
         rank: The number of this process.
         size: How many there are.
         seed: Of the probes, the same on all ranks.
+        is_lost: Whether a step was refused in the middle of a logical batch, so that ranks are at different ones.
     """
 
     def __init__(self, seed: int, num_examples: int, *, secure: bool = False) -> None:
@@ -58,7 +59,7 @@ class Ranks:
                 f"the ranks' data sets have {sizes} examples: give every rank the whole data set, of which each then "
                 "draws from a part of its own"
             )
-        self._lost = False
+        self.is_lost = False
 
     # ------------------------------------------------------------------ random numbers
 
@@ -83,6 +84,14 @@ class Ranks:
         return torch.Generator().manual_seed(derived_seed(seed, "batches", self.rank))
 
     # ------------------------------------------------------------------ a step
+
+    def check_together(self) -> None:
+        """Raise where the ranks are no longer at the same logical batch."""
+        if self.is_lost:
+            raise StepNotTakenError(
+                "a step was refused in the middle of a logical batch, so that the ranks are no longer at the same one: "
+                "go on from the last checkpoint. This step was not taken."
+            )
 
     def agree(self, facts: Mapping[str, float | None]) -> None:
         """Go on only if all ranks take the step, under the same facts; nothing was released before (collective).
@@ -117,15 +126,10 @@ class Ranks:
 
     def _told(self, answer: float, facts: Mapping[str, float | None]) -> list[float]:
         """The largest answer of all ranks, and the largest f and −f of each fact."""
-        if self._lost:
-            raise StepNotTakenError(
-                "a step was refused in the middle of a logical batch, so that the ranks are no longer at the same one: "
-                "go on from the last checkpoint. This step was not taken."
-            )
         ends = [(-torch.inf, -torch.inf) if value is None else (value, -value) for value in facts.values()]
         told = torch.tensor([answer, *(end for pair in ends for end in pair)], dtype=torch.float64)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
-        self._lost = bool(told[0] == _IS_LOST)
+        self.is_lost = bool(told[0] == _IS_LOST)
         return told.tolist()
 
     def add_up(self, gradients: Sequence[Tensor], *, mean: bool) -> None:
