@@ -39,6 +39,9 @@ class Ledger:
         device: Where the sums live.
         questions: By name those whose divergences are kept.
 
+    Attributes:
+        laid_out: d of what is kept by coordinate.
+
     Example:
         >>> ledger = Ledger(num_examples=3, num_coordinates=2)
         >>> ledger.add(Contribution(torch.tensor([0, 2]), torch.ones(2)))  # a step that was skipped at random
@@ -57,7 +60,7 @@ class Ledger:
         questions: Mapping[str, Asked] | None = None,
     ) -> None:
         self.num_examples = num_examples
-        self._laid_out = num_coordinates
+        self.laid_out = num_coordinates
         self.questions = dict(questions or {})
         self.quantities = _quantities(track, self.questions)
         self.sketch_rank = sketch_rank
@@ -80,6 +83,19 @@ class Ledger:
         layout = _layout(_quantities(track, questions or {}), num_coordinates, sketch_rank)
         return num_examples * sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in layout.values())
 
+    @classmethod
+    def like(cls, ledger: Ledger) -> Ledger:
+        """An empty one for the same examples and quantities, on the CPU."""
+        empty = cls(
+            ledger.num_examples,
+            ledger.laid_out,
+            track=ledger.track,
+            sketch_rank=ledger.sketch_rank,
+            questions=ledger.questions,
+        )
+        empty.steps, empty.missed_steps = ledger.steps, ledger.missed_steps
+        return empty
+
     @property
     def track(self) -> tuple[Track, ...]:
         """The names of what is kept beside the trace."""
@@ -95,7 +111,7 @@ class Ledger:
     def num_coordinates(self) -> int:
         """d; the largest, where examples have different ones."""
         own = self.sums["num_coordinates"]
-        return self._laid_out if self.by_coordinate or not own.any() else int(own.max())
+        return self.laid_out if self.by_coordinate or not own.any() else int(own.max())
 
     @property
     def own_coordinates(self) -> Tensor:
@@ -109,9 +125,9 @@ class Ledger:
 
     def check_coordinates(self, num_coordinates: int) -> None:
         """Raise where examples with so many private coordinates do not fit the sums by coordinate."""
-        if num_coordinates != self._laid_out and self.by_coordinate:
+        if num_coordinates != self.laid_out and self.by_coordinate:
             raise ValueError(
-                f"this batch has {num_coordinates} private coordinates per example, earlier ones {self._laid_out}, and "
+                f"this batch has {num_coordinates} private coordinates per example, earlier ones {self.laid_out}, and "
                 f"{' and '.join(self.by_coordinate)} is summed by coordinate. Declare the longest text, "
                 "private=Private(max_length=…), so that all are laid out alike; or pad to one length, or track less"
             )
@@ -122,7 +138,7 @@ class Ledger:
         self.sums["participations"].index_add_(0, rows, torch.ones_like(rows))
         self.sums["squared_norm"].index_add_(0, rows, contribution.squared_norm.double())
         d, own = self.sums["num_coordinates"], contribution.num_coordinates
-        d[rows] = d[rows].clamp(min=self._laid_out if own is None else own)
+        d[rows] = d[rows].clamp(min=self.laid_out if own is None else own)
         if not contribution.measured:
             self.sums["missed"].index_add_(0, rows, torch.ones_like(rows))
             return

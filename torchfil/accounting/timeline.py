@@ -30,9 +30,13 @@ class Timeline:
         self.steps: list[int] = []
         self.points: list[Tensor] = []  # [3] each, on the ledger's device: no waiting for a GPU
 
+    def is_due(self, step: int) -> bool:
+        """Whether it is this step's turn."""
+        return step % self.stride == 0
+
     def note(self, step: int, trace: Tensor, num_coordinates: Tensor | int) -> None:
         """Look at the traces and d of the examples, [n] each, after ``step`` steps, if it is this step's turn."""
-        if step % self.stride:
+        if not self.is_due(step):
             return
         self.steps.append(step)
         self.points.append(summary(trace, num_coordinates))

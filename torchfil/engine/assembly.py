@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.module import RecordedModule
 from torchfil.engine.optimizer import FILOptimizer, GradSampleOptimizer
 from torchfil.engine.options import RunOptions
+from torchfil.engine.ranks import Ranks
 from torchfil.engine.replica import Replica
 from torchfil.engine.run import Run
 from torchfil.engine.step.checks import StepChecks
@@ -73,6 +75,7 @@ def assemble(
     with_hooks: Callable[[], Any] | None,
     wrapper_settings: dict[str, Any],
     optimizer_settings: dict[str, Any],
+    ranks: Ranks | None = None,
 ) -> PrivateTraining:
     """The parts of a run, each made from the ones before.
 
@@ -87,7 +90,8 @@ def assemble(
         accounted_rate: Gives the sampling rate of the DP accountant's last step.
         with_hooks: Gives the module under Opacus's hooks; None: mode "auto", where none are needed.
         wrapper_settings: Of the private model in mode "auto".
-        optimizer_settings: Of Opacus's optimizer.
+        optimizer_settings: Of Opacus's optimizer; ``expected_batch_size`` is that of all ranks together.
+        ranks: The processes that train together; None: a single one.
     """
     num_examples = len(prepared.dataset)  # type: ignore[arg-type]
     loss = IdentifiedLoss.of(criterion) if criterion is not None else None
@@ -95,10 +99,13 @@ def assemble(
     tracker = BatchTracker()
     tracker.parts = options.accounting.accumulation_steps
     observer = Observer(tracker)
-    expected_batch = optimizer_settings["expected_batch_size"]
-    run = Run(
-        options, loss, num_examples, keys, replica.device, generator, accounted_rate, expected_batch * tracker.parts
-    )
+    whole_batch = expected_batch = optimizer_settings["expected_batch_size"]
+    if ranks is not None:  # as in Opacus, the optimizer's is that of one rank
+        generator = ranks.probe_generator()
+        expected_batch = math.ceil(whole_batch / ranks.size)
+        optimizer_settings = {**optimizer_settings, "expected_batch_size": whole_batch / ranks.size}
+    whole_batch *= tracker.parts
+    run = Run(options, loss, num_examples, keys, replica.device, generator, accounted_rate, whole_batch, ranks)
     looks = DatasetLooks(run, replica, prepared.dataset, prepared.collate_fn)
     checks = StepChecks(replica, options, tracker)
     execution = options.accounting.execution
@@ -123,14 +130,20 @@ def assemble(
     names = {id(value): name for name, value in module.named_parameters()}
     kind = FILOptimizer if with_hooks is None else GradSampleOptimizer
     private_optimizer = kind(
-        optimizer, clip=options.clip, source=pipeline, names=names, shares=options.shares, **optimizer_settings
+        optimizer,
+        clip=options.clip,
+        source=pipeline,
+        names=names,
+        shares=options.shares,
+        ranks=ranks,
+        **optimizer_settings,
     )
 
     def begin_pass() -> None:
         tracker.begin_pass()
         _check_pass(run, private_optimizer, len(prepared.dataset))  # type: ignore[arg-type]
 
-    loader = FILDataLoader(prepared, tracker, begin_pass)
+    loader = FILDataLoader(prepared, tracker, begin_pass, ranks)
     return PrivateTraining(run, replica, checks, pipeline, looks, private_module, private_optimizer, loader, watcher)
 
 

@@ -14,7 +14,7 @@ import itertools
 import threading
 import weakref
 from collections import UserDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -55,6 +55,12 @@ class BatchTracker:
         """The present thread reads the loader from now on; others, which pin memory, are not listened to."""
         self._thread = threading.get_ident()
         self.draws.clear()
+
+    def in_parts(self, drawn: list[int]) -> Iterator[list[int]]:
+        """The batches in which a draw is handed out."""
+        if self.parts > 1:
+            self.draws.add(frozenset(drawn))
+        return (drawn[part :: self.parts] for part in range(self.parts))
 
     def take(self, ids: list[int], batch: Any) -> None:
         """Make this the current batch."""

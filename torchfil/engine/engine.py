@@ -15,7 +15,7 @@ from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from opacus.utils.module_utils import trainable_modules
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import IllegalModuleConfigurationError
 from opacus.validators.errors import UnsupportedModuleError as OpacusUnsupportedModuleError
@@ -33,6 +33,7 @@ from torchfil.engine.module import is_in_training, without_compiler
 from torchfil.engine.opacus_options import check_accumulation, check_modes, check_optimizer, thresholds
 from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs, RunOptions
 from torchfil.engine.pilots import Pilots, Train
+from torchfil.engine.ranks import Ranks, check_ranks
 from torchfil.engine.resuming import Resuming
 from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.views import with_views
@@ -152,6 +153,7 @@ class FILPrivacyEngine(Resuming):
         """
         accounting = Accounting.given(accounting).with_shortcuts(shortcuts)
         ghost = grad_sample_mode == "ghost"
+        module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting.rel_error)
         if ghost:
             criterion = GhostCriterion(criterion, loss_reduction)
         module, criterion = with_views(without_compiler(module), criterion, accounting.views, loss_reduction)
@@ -174,13 +176,14 @@ class FILPrivacyEngine(Resuming):
         self._check_model(module, criterion)
 
         prepared = self._prepare_data_loader(
-            data_loader, poisson_sampling=poisson_sampling, distributed=False, rand_on_empty=rand_on_empty
+            data_loader, poisson_sampling=poisson_sampling, distributed=distributed, rand_on_empty=rand_on_empty
         )
         sampler = prepared.batch_sampler
-        if isinstance(sampler, UniformWithReplacementSampler):
+        if isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
             options = replace(options, sample_rate=accounting.accumulation_steps * float(sampler.sample_rate))
         options.mechanism(noise_multiplier, limit)  # raises for numbers that are none
         count, sample_rate = len(data_loader.dataset), 1 / len(prepared)  # type: ignore[arg-type]
+        ranks = Ranks(accounting.generator().initial_seed(), count, secure=self.secure_mode) if distributed else None
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         training = assemble(
             module,
@@ -189,7 +192,7 @@ class FILPrivacyEngine(Resuming):
             options,
             criterion,
             [id_of(i) for i in range(count)] if callable(id_of) else id_of,
-            options.accounting.generator(),
+            accounting.generator(),
             self._accounted_rate,
             partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
             if mode != "auto"
@@ -203,10 +206,9 @@ class FILPrivacyEngine(Resuming):
                 "generator": self.secure_rng if self.secure_mode else noise_generator,
                 "secure_mode": self.secure_mode,
             },
+            ranks,
         )
-        self._begin(training, sample_rate, poisson_sampling=poisson_sampling)
-        parts = "" if shares is None else ", each parameter's by itself"
-        logger.info("gradients are clipped to %g by the clip function %r%s", limit, options.clip.name, parts)
+        self._begin(training, limit, sample_rate, poisson_sampling=poisson_sampling)
         criteria = (criterion,) if ghost or accounting.views is not None else ()
         return training.module, training.optimizer, *criteria, training.loader
 
@@ -412,8 +414,11 @@ class FILPrivacyEngine(Resuming):
         check_reads_alike(data_loader.dataset, data_loader.collate_fn, run_options)
         return run_options
 
-    def _begin(self, training: PrivateTraining, sample_rate: float, *, poisson_sampling: bool) -> None:
+    def _begin(self, training: PrivateTraining, limit: float, sample_rate: float, *, poisson_sampling: bool) -> None:
         """From now on the accountant hears of every step."""
+        options = training.run.options
+        parts = "" if options.shares is None else ", each parameter's by itself"
+        logger.info("gradients are clipped to %g by the clip function %r%s", limit, options.clip.name, parts)
         if poisson_sampling:
             training.module.forbid_grad_accumulation()
         training.optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
@@ -493,7 +498,8 @@ class FILPrivacyEngine(Resuming):
             The batch's mean loss (its sum with ``loss_reduction="sum"``), NaN for an empty batch.
         """
         training = self._training
-        with differentiable_twice():  # all passes of the step run the same kernels, and draw the same masks
+        # all passes of the step run the same kernels, and draw the same masks
+        with differentiable_twice(), training.optimizer.refusals_told():
             return training.pipeline.train_step(training.optimizer, inputs, targets)
 
     @contextlib.contextmanager

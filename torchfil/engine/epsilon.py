@@ -68,11 +68,15 @@ class NormHistory:
             self.noise_multiplier = noise_multiplier
         self.lowest = min(self.lowest, noise_multiplier)
         self.sample_rate = max(self.sample_rate, sample_rate)
-        self.replace(rows, ratio)
+        self.set_ratios(rows, ratio)
         self.steps += 1
 
     def replace(self, rows: Tensor, ratio: Tensor) -> None:
-        """From now on these examples have these norms; also how a refresh pass reports."""
+        """How a refresh pass reports."""
+        self.set_ratios(rows, ratio)
+
+    def set_ratios(self, rows: Tensor, ratio: Tensor) -> None:
+        """From now on these examples have these norms."""
         self._settle(rows)
         self.ratio[rows] = ratio.to(self.ratio.dtype)
 
@@ -91,11 +95,11 @@ class NormHistory:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors and plain numbers."""
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in self._kept().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        for name, value in vars(self).items():
+        for name, value in self._kept().items():
             new = state[name]
             if isinstance(value, Tensor):
                 if value.shape != new.shape:
@@ -104,6 +108,9 @@ class NormHistory:
                     )
                 new = new.to(value.device, value.dtype).clone()
             setattr(self, name, new)
+
+    def _kept(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def _level(self, rows: Tensor) -> Tensor:
         edges = _edges(self.noise_multiplier / self.anchor, self.ratio.device)

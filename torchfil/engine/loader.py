@@ -14,12 +14,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+import torch
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -29,6 +31,7 @@ from torch.utils.data import (
 from torch.utils.data import WeightedRandomSampler as _Weighted
 
 from torchfil.engine.batches import BatchTracker, can_remember, remembering, tracker_of
+from torchfil.engine.ranks import Ranks
 
 __all__ = ["FILDataLoader", "check_sampler", "is_target_name", "split_batch"]
 
@@ -113,11 +116,47 @@ class FILPoissonSampler(UniformWithReplacementSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._on_start()
-        parts = self._tracker.parts
         for drawn in super().__iter__():
-            if parts > 1:
-                self._tracker.draws.add(frozenset(drawn))
-            yield from (drawn[part::parts] for part in range(parts))
+            yield from self._tracker.in_parts(drawn)
+
+
+class FILRankSampler(DistributedUniformWithReplacementSampler):
+    """The same on each of several ranks, as Opacus's own: a rank draws from its part of the data.
+
+    Unlike Opacus's, which leaves them out, it hands out empty batches: ranks with fewer steps than others would make
+    them wait for ever. And ranks whose generators were seeded alike draw independently of each other.
+    """
+
+    def __init__(
+        self,
+        sampler: DistributedUniformWithReplacementSampler,
+        on_start: Callable[[], None],
+        tracker: BatchTracker,
+        ranks: Ranks,
+    ) -> None:
+        super().__init__(
+            total_size=sampler.total_size,
+            sample_rate=tracker.parts * sampler.sample_rate,
+            shuffle=sampler.shuffle,
+            shuffle_seed=sampler.shuffle_seed,
+            steps=max(1, sampler.num_batches // tracker.parts),
+            generator=sampler.generator,
+        )
+        self._on_start, self._tracker, self._ranks = on_start, tracker, ranks
+
+    def __len__(self) -> int:
+        return int(self.num_batches) * self._tracker.parts
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._on_start()
+        shuffling = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
+        n = self.total_size
+        order = torch.randperm(n, generator=shuffling) if self.shuffle else torch.arange(n)
+        own = order[self.rank :: self.num_replicas]
+        generator = self._ranks.batch_generator(self.generator)
+        for _ in range(self.num_batches):
+            drawn = own[torch.rand(len(own), generator=generator) < self.sample_rate]
+            yield from self._tracker.in_parts(drawn.tolist())
 
 
 class FILBatchSampler(BatchSampler):
@@ -144,9 +183,16 @@ class FILDataLoader(DataLoader[Any]):
         loader: The loader that Opacus prepared (Poisson), or the user's own.
         tracker: Where the current batch is noted.
         on_start: Called at the start of each pass, in the main process.
+        ranks: The processes that train together; None: a single one.
     """
 
-    def __init__(self, loader: DataLoader[Any], tracker: BatchTracker, on_start: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        tracker: BatchTracker,
+        on_start: Callable[[], None],
+        ranks: Ranks | None = None,
+    ) -> None:
         note: list[int] = []
         self.plain_dataset: Any = loader.dataset
         self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
@@ -156,6 +202,9 @@ class FILDataLoader(DataLoader[Any]):
         self.sample_rate: float | None = None
         if isinstance(sampler, UniformWithReplacementSampler):
             batch_sampler: Sampler[list[int]] = FILPoissonSampler(sampler, on_start, tracker)
+            self.sample_rate = float(sampler.sample_rate) * tracker.parts
+        elif isinstance(sampler, DistributedUniformWithReplacementSampler) and ranks is not None:
+            batch_sampler = FILRankSampler(sampler, on_start, tracker, ranks)
             self.sample_rate = float(sampler.sample_rate) * tracker.parts
         elif isinstance(sampler, BatchSampler):
             batch_sampler = FILBatchSampler(sampler, on_start)
@@ -256,7 +305,11 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
             "(κ = 1), and ε is that of uniform Poisson sampling, which this is not.",
             stacklevel=4,
         )
-    elif poisson_sampling and inner is not None and not isinstance(inner, RandomSampler | SequentialSampler):
+    elif (
+        poisson_sampling
+        and inner is not None
+        and not isinstance(inner, RandomSampler | SequentialSampler | DistributedSampler)
+    ):
         warnings.warn(
             f"the loader's sampler ({type(inner).__name__}) is not used: Poisson sampling draws every example of the "
             "data set with the same probability, independently. Pass poisson_sampling=False to keep the sampler.",

@@ -43,9 +43,10 @@ class DatasetLooks:
         self.collate_fn = collate_fn
 
     def refresh_norms(self, optimizer: FILOptimizer) -> None:
-        """Look up every example's clipped gradient norm, for individual ε."""
-        options, limit = self.run.options, float(optimizer.max_grad_norm)
-        for rows, gradients in self._batches(range(self.run.ids.num_examples)):
+        """Look up every example's clipped gradient norm, for individual ε; of several ranks, each a share."""
+        options, limit, ranks = self.run.options, float(optimizer.max_grad_norm), self.run.ranks
+        first, apart = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        for rows, gradients in self._batches(range(first, self.run.ids.num_examples, apart)):
             chunks = PrivateBatch(gradients, options.mechanism(1.0, limit)).chunks(options.max_memory, 4)
             ratio = torch.cat([jacobian.clipped_norm for _, jacobian in chunks]) / limit
             self.run.history.replace(torch.tensor(rows, device=self.run.device), ratio)

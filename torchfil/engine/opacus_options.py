@@ -22,7 +22,7 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
         reason = WHY_NOT_ADAPTIVE if clipping == "adaptive" else "it is not known"
         raise ValueError(f"clipping={clipping!r} cannot be accounted for: {reason}. Use 'flat' or 'per_layer'.")
     if grad_sample_mode not in MODES:
-        reason = "needs several devices, which is not supported yet" if "fsdp" in grad_sample_mode else "is not known"
+        reason = "needs sharded weights, which are not supported yet" if "fsdp" in grad_sample_mode else "is not known"
         raise ValueError(
             f"grad_sample_mode={grad_sample_mode!r} {reason}. Use 'auto', which forms no per-example gradients, or one "
             f"of {', '.join(map(repr, MODES[1:]))}."
@@ -39,11 +39,6 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
             "batch_first=False is not supported: the first dimension of the inputs must run over examples. Give the "
             "model its inputs batch first and let it transpose them; inside, layers may have the positions first."
         )
-    if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__ in (
-        "DifferentiallyPrivateDistributedDataParallel",
-        "FSDPModule",
-    ):
-        raise ValueError("distributed training is not supported by FILPrivacyEngine yet; train on one device")
 
     # Opacus's hooks give the padding row a gradient that torch does not.
     padded = [

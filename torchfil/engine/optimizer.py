@@ -6,7 +6,8 @@ Noise is added here and nowhere else: ``step()`` is clip and accumulate → nois
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import Tensor, optim
 
 from torchfil.clipping import ClipFunction
+from torchfil.engine.ranks import Ranks, StepNotTakenError
 from torchfil.fisher.precision import wide_dtype
 
 __all__ = ["FILOptimizer", "GradSampleOptimizer", "StepSource"]
@@ -58,6 +60,14 @@ class StepSource(Protocol):
         """How many backward passes wait for a step."""
         ...
 
+    def facts(self) -> Mapping[str, float | None]:
+        """What must be the same on all ranks, by name; None: not known yet."""
+        ...
+
+    def give_up(self) -> None:
+        """The logical batch is not released."""
+        ...
+
 
 class FILOptimizer(DPOptimizer):
     """A :class:`DPOptimizer` whose clipped sums come from the engine: no per-example gradient is formed.
@@ -70,6 +80,8 @@ class FILOptimizer(DPOptimizer):
         source: Gives the sums, and is told of releases.
         names: The parameters' names by identity.
         shares: C_l/C by name, where each parameter's gradient is clipped by itself.
+        ranks: The processes that train together; None: a single one. Then rank 0 adds the noise, and gradients are
+            added up over the ranks, as in Opacus.
         **settings: As in :class:`DPOptimizer`.
 
     Attributes:
@@ -84,16 +96,19 @@ class FILOptimizer(DPOptimizer):
         source: StepSource,
         names: Mapping[int, str],
         shares: Mapping[str, float] | None = None,
+        ranks: Ranks | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(optimizer, **settings)
         self.clip = clip
+        self._ranks = ranks
         self.initial_noise = {
             "noise_multiplier": float(self.noise_multiplier),
             "max_grad_norm": float(self.max_grad_norm),
         }
         self._source = source
         self._names, self._shares = names, shares
+        self._answered = False  # whether the other ranks know if this one takes the present step
         self._backward_passes = 1
 
     @property
@@ -151,13 +166,47 @@ class FILOptimizer(DPOptimizer):
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         """As in Opacus; tells the engine when a logical batch has been released."""
-        proceed: bool | None = super().pre_step(closure)
-        if proceed:
-            self._source.book(self)
-        return proceed
+        with self.refusals_told():
+            proceed: bool | None = super().pre_step(closure)
+            if proceed:
+                self._source.book(self)
+            return proceed
+
+    @contextlib.contextmanager
+    def refusals_told(self) -> Iterator[None]:
+        """A step that is refused inside is refused on all ranks, none of which waits for another."""
+        if self._ranks is None:
+            yield
+            return
+        self._ranks.check_together()
+        self._answered = False
+        try:
+            yield
+        except StepNotTakenError:
+            self.discard_partial_batch()
+            self._source.give_up()
+            raise
+        except Exception:
+            if not self._answered:
+                self._ranks.refuse(self._facts(), inside=self.inside_logical_batch or bool(self._step_skip_queue))
+            raise
+
+    def _facts(self) -> dict[str, float | None]:
+        """What must be the same on all ranks."""
+        noise = {"noise_multiplier": self.noise_multiplier, "max_grad_norm": self.max_grad_norm}
+        return {**{name: float(value) for name, value in noise.items()}, **self._source.facts()}
 
     def add_noise(self) -> None:
-        """As in Opacus, the same numbers in fewer steps."""
+        """As in Opacus, the same numbers in fewer steps; nothing but the sums where another rank adds it."""
+        if self._ranks is not None:
+            self._answered = True
+            self._ranks.agree(self._facts())
+            if self._ranks.rank > 0:
+                for p in self.params:
+                    _check_processed_flag(p.summed_grad)
+                    p.grad = p.summed_grad.clone().view_as(p).to(p.dtype)
+                    _mark_as_processed(p.summed_grad)
+                return
         std = self.noise_multiplier * self.max_grad_norm
         if self.secure_mode or std == 0:
             for p in self.params:
@@ -176,9 +225,11 @@ class FILOptimizer(DPOptimizer):
             _mark_as_processed(p.summed_grad)
 
     def scale_grad(self) -> None:
-        """As in Opacus, the same numbers in fewer steps."""
+        """As in Opacus, the same numbers in fewer steps; then the gradients are those of all ranks."""
         if self.loss_reduction == "mean" and self.params:
             torch._foreach_div_([p.grad for p in self.params], self.expected_batch_size * self.accumulated_iterations)
+        if self._ranks is not None:
+            self._ranks.add_up([p.grad for p in self.params], mean=self.loss_reduction == "mean")
 
     def _by_parameter(self, sums: Mapping[str, Tensor] | None) -> list[Tensor]:
         """The sums for each of ``params``; 0 where there are none."""

@@ -53,7 +53,16 @@ class LeakageReading(PrivacyEngine):
     @property
     def ledger(self) -> Ledger | None:
         """The sums by example so far; None before the first private step."""
-        return self._training.run.ledger
+        return self._training.run.whole_ledger[0]
+
+    def gather(self) -> None:
+        """With several processes: bring together what each has booked; **all ranks must call it**.
+
+        Every reading does so by itself where a step was taken since, and must then be called on all ranks as well.
+        After ``gather()`` each rank reads for itself until the next step, for example rank 0 alone. In one process it
+        does nothing.
+        """
+        self._training.run.gather()
 
     @property
     def clip_weights(self) -> Tensor | None:
@@ -123,8 +132,9 @@ class LeakageReading(PrivacyEngine):
         run = self._training.run
         _check_delta(delta)
         _, rows = run.ids.rows(example_ids)
-        value = individual_epsilon(run.history, rows.to(run.history.ratio.device), delta)
-        if run.history.steps:
+        history = run.whole_history
+        value = individual_epsilon(history, rows.to(history.ratio.device), delta)
+        if history.steps:
             value = value.clamp(max=float(self.get_epsilon(delta)))
         return Estimate(value, torch.full_like(value, float("nan")), "estimate")
 
@@ -152,12 +162,13 @@ class LeakageReading(PrivacyEngine):
         priors = prior.reshape(-1).tolist()
         rows = run.ids.rows(example_ids)[1]
         releases = list(self.accountant.history)
-        if run.options.sample_rate is None and run.ledger is not None:  # known batches: only the example's own steps
+        ledger, history = self.ledger, run.whole_history
+        if run.options.sample_rate is None and ledger is not None:  # known batches: only the example's own steps
             noise = min((sigma for sigma, *_ in releases), default=1.0) * float(optimizer.max_grad_norm)
-            norms = run.ledger.sums["squared_norm"][rows.to(run.ledger.device)]
+            norms = ledger.sums["squared_norm"][rows.to(ledger.device)]
             value = robustness_with_known_batches(norms, noise, priors)
         else:
-            value = individual_robustness(run.history, rows.to(run.history.ratio.device), priors)
+            value = individual_robustness(history, rows.to(history.ratio.device), priors)
             value = value.minimum(everybodys_robustness(releases, priors, tolerance=0.02).high)
         value = value.reshape(len(rows), *prior.shape)
         return Estimate(value, torch.full_like(value, float("nan")), "estimate")
@@ -300,6 +311,7 @@ class LeakageReading(PrivacyEngine):
 
         The file is safe to load, holds neither model nor data (but for pictures and texts), is replaced only when
         complete and readable by its owner only; its content is **confidential**. The run can go on afterwards.
+        With several processes rank 0 writes it, and the others return the path at once.
 
         Args:
             path: The file; its suffix is .fil by custom.
@@ -320,8 +332,11 @@ class LeakageReading(PrivacyEngine):
                 comes from :func:`torchfil.compare_with_bounds`.
             hash_data: Whether to read through the data set for its checksum.
         """
+        view = self._view(delta)
+        if not self._writes:
+            return Path(path)
         run = build_saved_run(
-            self._view(delta),
+            view,
             title=title,
             attribute_names=attribute_names,
             attribute_units=attribute_units,
@@ -338,7 +353,7 @@ class LeakageReading(PrivacyEngine):
     def report(
         self, directory: str | os.PathLike[str], *, delta: float, redacted: bool = False, **options: Any
     ) -> Path:
-        """Write the run's report into a folder and return the path of its page.
+        """Write the run's report into a folder and return the path of its page; with several processes, as rank 0.
 
         Args:
             directory: The folder.
@@ -346,10 +361,19 @@ class LeakageReading(PrivacyEngine):
             redacted: Whether to leave out what speaks of single examples; see :func:`torchfil.report.write_report`.
             **options: Of :meth:`save_run`; ``min_group`` of ``write_report``.
         """
-        from torchfil.report.writer import write_report
+        from torchfil.report.writer import PAGE, write_report
 
         writing = {name: options.pop(name) for name in ("min_group",) if name in options}
-        return write_report(build_saved_run(self._view(delta), **options), directory, redacted=redacted, **writing)
+        view = self._view(delta)
+        if not self._writes:
+            return Path(directory) / PAGE
+        return write_report(build_saved_run(view, **options), directory, redacted=redacted, **writing)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether files are written by this process."""
+        ranks = self._training.run.ranks
+        return ranks is None or ranks.rank == 0
 
     def _view(self, delta: float) -> RunView:
         """The run so far, for saving."""

@@ -25,17 +25,44 @@ _RANDOM_KEY = "random_state"
 class Resuming(LeakageReading):
     """The part of the engine that keeps its state: state dicts and checkpoints."""
 
+    _collected: tuple[int, list[dict[str, Any]]] | None = None  # by rank what is random, and after how many steps
+
     def state_dict(self) -> dict[str, Any]:
-        """The accounting's state: DP accountant, ledger, norm history, generators; tensors and plain values only."""
+        """The accounting's state: DP accountant, ledger, norm history, generators; tensors and plain values only.
+
+        With several processes it is that of all of them, on every rank, and any number of ranks can go on from it; all
+        ranks must call it, or :meth:`gather` before.
+        """
         run, optimizer = self._training.run, self._training.optimizer
-        generators = {"loader": self._training.loader.generator, "noise": optimizer.generator}
         return {
             "accountant": dict(self.accountant.state_dict()),
             "run": run.state_dict(),
-            "generators": {k: g.get_state() for k, g in generators.items() if g is not None},
+            "generators": self._generator_states(),
             "noise": {name: float(getattr(optimizer, name)) for name in optimizer.initial_noise},
             "initial_noise": dict(optimizer.initial_noise),
+            **({"ranks": self._states_by_rank()} if run.ranks is not None else {}),
         }
+
+    def gather(self) -> None:
+        """See :meth:`LeakageReading.gather`; the random states of all ranks, too, for checkpoints."""
+        super().gather()
+        self._collected = None
+        self._states_by_rank()
+
+    def _generator_states(self) -> dict[str, Tensor]:
+        generators = {"loader": self._training.loader.generator, "noise": self._training.optimizer.generator}
+        return {name: generator.get_state() for name, generator in generators.items() if generator is not None}
+
+    def _states_by_rank(self) -> list[dict[str, Any]]:
+        """What is random on each rank, as the ranks last came together; they do where a step was taken since."""
+        run = self._training.run
+        if run.ranks is None:
+            return []
+        steps = run.history.steps
+        if self._collected is None or self._collected[0] != steps:
+            own = {"generators": self._generator_states(), _RANDOM_KEY: random_state()}
+            self._collected = steps, run.ranks.objects(own)
+        return self._collected[1]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`, on an engine whose make_private was called with the same settings."""
@@ -62,16 +89,26 @@ class Resuming(LeakageReading):
         training.run.load_state_dict(state_dict["run"])
         training.checks.last_norms_were_finite = nothing
         self.accountant.load_state_dict(copy.deepcopy(state_dict["accountant"]))
+        self._collected = None
+        ranks, saved = training.run.ranks, state_dict["generators"]
+        if ranks is not None and ranks.own(state_dict.get("ranks", ())) is not None:
+            saved = ranks.own(state_dict["ranks"])["generators"]
         generators = {"loader": training.loader.generator, "noise": training.optimizer.generator}
         for key, generator in generators.items():
-            if generator is not None and key in state_dict["generators"]:
-                generator.set_state(state_dict["generators"][key].cpu())
+            if generator is not None and key in saved:
+                generator.set_state(saved[key].cpu())
 
     def save_checkpoint(self, *, path: str | os.PathLike[str] | IO[bytes], **options: Any) -> None:
-        """As in Opacus, with the accounting and torch's random state; a file is replaced only when complete."""
+        """As in Opacus, with the accounting and torch's random state; a file is replaced only when complete.
+
+        With several processes all ranks must call it (or :meth:`gather` before), and rank 0 writes the file, which all
+        ranks then load.
+        """
         extra = dict(options.pop("checkpoint_dict", None) or {})
         extra[_STATE_KEY] = self.state_dict()
         extra[_RANDOM_KEY] = random_state()
+        if not self._writes:
+            return
         if not isinstance(path, (str, os.PathLike)):
             super().save_checkpoint(path=path, checkpoint_dict=extra, **options)
             return
@@ -115,7 +152,7 @@ class Resuming(LeakageReading):
                 state = checkpoint.pop(key, None)
                 if part is not None and state:
                     part.load_state_dict(state)
-            saved = checkpoint.pop(_RANDOM_KEY, None)
+            saved = self._own_random_state(checkpoint.pop(_RANDOM_KEY, None), accounting)
             if restore_random_state and saved is not None:
                 set_random_state(saved)
             self.load_state_dict(accounting)
@@ -123,6 +160,12 @@ class Resuming(LeakageReading):
             if scheduler is not None:
                 self._go_on_with(name, accounting)
         return checkpoint
+
+    def _own_random_state(self, saved: Any, accounting: Mapping[str, Any]) -> Any:
+        """Torch's random state of this rank, where as many ranks have saved theirs."""
+        ranks = self._training.run.ranks
+        own = None if ranks is None else ranks.own(accounting.get("ranks", ()))
+        return saved if own is None else own[_RANDOM_KEY]
 
     def _go_on_with(self, name: str, accounting: Mapping[str, Any]) -> None:
         """Bring σ or C to where a scheduler has taken it, from where this engine's run begins."""

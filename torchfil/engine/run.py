@@ -26,6 +26,9 @@ from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import RunOptions
+from torchfil.engine.rank_state import Whole, take_part
+from torchfil.engine.ranks import Ranks
+from torchfil.engine.shared_norms import SharedNormHistory
 from torchfil.engine.step.forwards import ForwardPass
 
 __all__ = ["Noise", "Run"]
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 _LOOKS_PER_PASS = 8  # how often the pace is set anew and the leakage so far is noted
 _FIRST_PASSES = 16  # over the data, in which most examples are learned, and many leak most of what they ever will
 _EXPOSED = 1 / 64  # of a batch
+_STATE = ("ledger", "history", "timeline", "test_matrix", "generator", "pace")  # what a saved state must have
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ class Run:
         device: Where sums live.
         generator: Source of the probes.
         accounted_rate: Gives the sampling rate of the DP accountant's last step.
-        expected_batch: The mean batch size.
+        expected_batch: The mean batch size, of all ranks together.
+        ranks: The processes that train together; None: a single one. Each then has the ledger of what it drew.
     """
 
     def __init__(
@@ -84,18 +89,21 @@ class Run:
         generator: torch.Generator,
         accounted_rate: Callable[[], float],
         expected_batch: int,
+        ranks: Ranks | None = None,
     ) -> None:
         self.options = options
+        self.ranks = ranks
         self.loss = loss
         self.ids = ExampleIds(num_examples, keys)
         self.generator = generator
         self._check_memory(NormHistory.bytes_needed(num_examples) + Ledger.bytes_needed(num_examples, 1, (), 1))
         weights = weights_by_row(options.accounting.clip_weights, self.ids)
         self.clip_weights = None if weights is None else weights.to(device)  # ω, float64 [n]
-        self.history = NormHistory(num_examples, device, self.clip_weights)
-        self.ledger: Ledger | None = None
         self._passes_per_step = expected_batch / num_examples
-        self._exposed = max(2, round(_EXPOSED * expected_batch))
+        self.history = self._empty_history(device)
+        self.ledger: Ledger | None = None
+        self._whole: Whole | None = None  # what all ranks have booked, as they last came together
+        self._exposed = max(2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1)))
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
         self.timeline = Timeline(self._steps_between_looks)
         self.test_matrix: Tensor | None = None
@@ -107,10 +115,39 @@ class Run:
 
     # ------------------------------------------------------------------ reading
 
+    def gather(self) -> None:
+        """Bring together what all ranks have booked, unless that is done since the last step (collective)."""
+        if self.ranks is None or self._is_gathered:
+            return
+        assert isinstance(self.history, SharedNormHistory)
+        self.ranks.meet()
+        self.history.enter()
+        mine = self.ledger, self.test_matrix
+        self._whole = Whole.of(self.ranks, self.history.steps, *mine, self.new_ledger, self.generator)
+
+    @property
+    def _is_gathered(self) -> bool:
+        """Whether nothing has happened since the ranks came together."""
+        assert isinstance(self.history, SharedNormHistory)
+        return self._whole is not None and self._whole.steps == self.history.steps and self.history.is_complete
+
+    @property
+    def whole_ledger(self) -> tuple[Ledger | None, Tensor | None]:
+        """The ledger of all ranks and the test matrix of its sketch (collective); None before the first step."""
+        self.gather()
+        return (self.ledger, self.test_matrix) if self._whole is None else (self._whole.ledger, self._whole.test_matrix)
+
+    @property
+    def whole_history(self) -> NormHistory:
+        """The norm history of all ranks (collective)."""
+        self.gather()
+        return self.history
+
     @property
     def leakage(self) -> Leakage:
-        """The ledger so far, for reading."""
-        if self.ledger is None:
+        """The ledger so far, for reading; of all ranks (collective)."""
+        ledger, test_matrix = self.whole_ledger
+        if ledger is None:
             raise RuntimeError(
                 "no private step has been taken yet, so there is nothing to report; train first (optimizer.step())"
             )
@@ -120,9 +157,9 @@ class Run:
             exact=accounting.exact,
             sample_rate=rate,
             skipping=accounting.skips_steps,
-            test_matrix=self.test_matrix,
+            test_matrix=test_matrix if test_matrix is None else test_matrix.to(ledger.device),
         )
-        return Leakage(self.ledger, self.ids, conditions)
+        return Leakage(ledger, self.ids, conditions)
 
     @property
     def device(self) -> torch.device:
@@ -199,7 +236,11 @@ class Run:
         if self._measure_this_step is not None:
             return self._measure_this_step
         rate = self.pace.rate
-        return rate == 1 or bool(torch.rand((), generator=self.generator) < rate)
+        return rate == 1 or bool(torch.rand((), generator=self._common_generator("steps", self.history.steps)) < rate)
+
+    def _common_generator(self, purpose: str, number: int = 0) -> torch.Generator:
+        """The source of what must be the same on all ranks; of a single process the probes'."""
+        return self.generator if self.ranks is None else self.ranks.common_generator(purpose, number)
 
     @property
     def _past_first_passes(self) -> bool:
@@ -236,7 +277,8 @@ class Run:
         ledger.steps = self.history.steps  # of empty batches
         if not accounting.needs.products:
             return ledger, None
-        gaussian = torch.randn(num_coordinates, rank, generator=self.generator, dtype=torch.float64)
+        generator = self._common_generator("sketch")  # products with it are added up over ranks
+        gaussian = torch.randn(num_coordinates, rank, generator=generator, dtype=torch.float64)
         return ledger, torch.linalg.qr(gaussian).Q.to(self.device)
 
     def stage(
@@ -276,7 +318,7 @@ class Run:
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
-            self.timeline.note(self.ledger.steps, self.ledger.sums["trace"], self.ledger.own_coordinates)
+        self._note_leakage(self.history.steps + 1)
 
         rows, ratios = [s.contribution.rows for s in self._staged], [s.ratio for s in self._staged]
         self.history.step(
@@ -288,6 +330,26 @@ class Run:
         self.drop_staged()
         if self.ledger is not None and self.history.steps % self._steps_between_looks == 0:
             self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
+
+    def _note_leakage(self, step: int) -> None:
+        """Note the leakage so far, of all ranks, where it is this step's turn (collective then)."""
+        ledger = self.ledger
+        if self.ranks is None:
+            if ledger is not None:
+                self.timeline.note(step, ledger.sums["trace"], ledger.own_coordinates)
+        elif self.timeline.is_due(step):
+            empty = torch.zeros(2, self.ids.num_examples, dtype=torch.float64)
+            trace, own = empty if ledger is None else (ledger.sums["trace"], ledger.sums["num_coordinates"].double())
+            trace, own = self.ranks.sum(trace), self.ranks.maximum(own)
+            if bool(own.any()):  # nobody was drawn yet
+                self.timeline.note(step, trace.to(self.device), own.clamp(min=1).to(self.device))
+
+    def _empty_history(self, device: torch.device) -> NormHistory:
+        n = self.ids.num_examples
+        if self.ranks is None:
+            return NormHistory(n, device, self.clip_weights)
+        every = max(1, round(1 / self._passes_per_step))
+        return SharedNormHistory(n, device, self.ranks, every, self.clip_weights)
 
     @contextlib.contextmanager
     def generator_kept(self, state: Tensor) -> Iterator[None]:
@@ -310,22 +372,24 @@ class Run:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Ledger, norm history, timeline, test matrix, the examples' weights and the probes' generator."""
+        """Ledger, norm history, timeline, test matrix, the examples' weights and the probes' generator (collective)."""
         if self._staged:
             raise RuntimeError("the state can be saved only between logical batches; finish the batch first")
-        return {
-            "ledger": self.ledger.state_dict() if self.ledger is not None else None,
-            "history": self.history.state_dict(),
+        ledger, test_matrix = self.whole_ledger
+        state = {
+            "ledger": ledger.state_dict() if ledger is not None else None,
+            "history": self.whole_history.state_dict(),
             "timeline": self.timeline.state_dict(),
-            "test_matrix": self.test_matrix,
+            "test_matrix": test_matrix,
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
             "clip_weights": self.clip_weights,
         }
+        return state if self._whole is None else {**state, "ranks": self._whole.parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`; checks everything before it changes anything."""
-        missing = [key for key in self.state_dict() if key not in state and key != "clip_weights"]  # earlier: none
+        missing = [key for key in _STATE if key not in state]
         if missing:
             raise ValueError(f"the run's state lacks {missing}; was it saved by another version?")
         check_same_weights(state.get("clip_weights"), self.clip_weights, self.ids)
@@ -343,13 +407,15 @@ class Run:
                 raise ValueError(
                     f"the saved ledger has the questions {ledger.questions}, this run {asked}; pass the same questions="
                 )
-        history = NormHistory(self.ids.num_examples, self.device)
+        history = self._empty_history(self.device)
         history.load_state_dict(state["history"])
         timeline = Timeline.from_state_dict(state["timeline"], self.device)
 
         self.generator.set_state(state["generator"].cpu())
+        if self.ranks is not None:
+            take_part(self.ranks, state.get("ranks"), ledger, history.steps, self.generator)
         self.pace.load_state_dict(state["pace"])
-        self.ledger, self.history, self.timeline = ledger, history, timeline
+        self.ledger, self.history, self.timeline, self._whole = ledger, history, timeline, None
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
         self.drop_staged()

@@ -135,6 +135,16 @@ class StepPipeline(StepStages):
         """How many of the loop's backward passes wait for a step."""
         return len(self.observer.finished())
 
+    def facts(self) -> dict[str, float | None]:
+        """What must be the same on all ranks, by name; None: not known yet."""
+        ledger = self.run.ledger
+        size = ledger.laid_out if ledger is not None and ledger.by_coordinate else None
+        return {"the number of steps": self.run.history.steps, "the number of private coordinates": size}
+
+    def give_up(self) -> None:
+        """The logical batch is not released."""
+        self.run.drop_staged()
+
     def close(self) -> None:
         """No further step is taken."""
         self._closed = True

@@ -1,0 +1,81 @@
+"""Processes of one gloo group that wait for tasks: they start once, as importing torch takes longer than most tests."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 120
+
+
+class RankPool:
+    """So many processes; a task runs in all of them at once, and what each returns comes back as a list."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        self.size = size
+        context = multiprocessing.get_context("spawn")
+        self._processes, self._ends = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, size, folder / "store", theirs), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._ends.append(ours)
+
+    def run(self, task: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """What the task returns, rank by rank; an exception of a rank is raised here with its traceback."""
+        for end in self._ends:
+            end.send_bytes(pickle.dumps((task, args, options)))
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + TIMEOUT
+        while len(answers) < self.size and not any(is_error for is_error, _ in answers.values()):
+            if time.monotonic() > deadline:
+                self.close()
+                raise TimeoutError(f"ranks {set(range(self.size)) - answers.keys()} give no answer to {task.__name__}")
+            waiting = [end for rank, end in enumerate(self._ends) if rank not in answers]
+            for end in multiprocessing.connection.wait(waiting, timeout=1):
+                answers[self._ends.index(end)] = pickle.loads(end.recv_bytes())
+        for rank, (is_error, value) in answers.items():
+            if is_error:  # the others may wait for this one
+                self.close()
+                raise AssertionError(f"rank {rank}:\n{value}")
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def serve(rank: int, size: int, store: Path, end: Connection) -> None:
+    """One of the processes."""
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    while True:
+        try:
+            task, args, options = pickle.loads(end.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = False, task(*args, **options)
+        except Exception:
+            answer = True, traceback.format_exc()
+        end.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,227 @@
+"""Training runs that go on several ranks and, with the same draws, in one process; and what is known of them after."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from cases import grouped
+from loops import SIGMA, C
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchfil import FILPrivacyEngine, Private, zoo
+from torchfil.engine.loader import FILRankSampler
+from torchfil.questions import Absent, Label, Token
+from torchfil.report import load
+
+DELTA = 1e-5
+Draws = Sequence[Sequence[int]]  # the examples of every step
+
+
+@dataclass
+class Outcome:
+    """All that a run says."""
+
+    weights: list[Tensor]
+    sums: dict[str, Tensor]
+    epsilon: float
+    individual: Tensor
+    columns: dict[str, list[Any]]
+    timeline: dict[str, Any]
+    robustness: Tensor
+    losses: list[float] = field(default_factory=list)
+    draws: list[list[int]] = field(default_factory=list)
+    before: list[dict[str, Tensor]] = field(default_factory=list)  # the weights before every step
+
+
+def digits_case() -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
+    """A perceptron on 61 digits, a number that no number of ranks divides."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits(n_class=3)
+    torch.manual_seed(5)
+    module = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    images = torch.tensor(data.data[:61]).reshape(-1, 8, 8) / 16
+    pooled = nn.functional.avg_pool2d(images, 2).flatten(1)  # 16 coordinates
+    dataset = TensorDataset(pooled, torch.tensor(data.target[:61]))
+    return module, dataset, {"questions": {"member": Absent(), "label": Label(3)}}
+
+
+def text_case() -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
+    """A transformer on 23 texts."""
+    torch.manual_seed(0)
+    module = zoo.token_transformer(3, 20, 6, width=8, depth=1, heads=2).double()
+    dataset = TensorDataset(torch.randint(20, (23, 6)), torch.randint(3, (23,)))
+    return module, dataset, {"private": Private(submodule="embedding"), "questions": {"second": Token(1, [3, 4])}}
+
+
+CASES = {"digits": digits_case, "texts": text_case}
+
+
+@dataclass
+class Made:
+    """A run that is ready to train."""
+
+    engine: FILPrivacyEngine
+    module: nn.Module
+    model: Any
+    optimizer: Any
+    loader: Any
+
+
+def make(case: str, *, batch_size: int = 10, **options: Any) -> Made:
+    """In this process, as one of several ranks where there are any."""
+    module, dataset, settings = CASES[case]()
+    wrapped = DifferentiallyPrivateDistributedDataParallel(module) if dist.is_initialized() else module
+    engine = FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
+    given = {
+        "noise_multiplier": SIGMA,
+        "max_grad_norm": C,
+        "noise_generator": torch.Generator().manual_seed(7),
+        "criterion": nn.CrossEntropyLoss(),
+        "estimator": "exact",
+        "seed": 3,
+        **settings,
+        **options,
+    }
+    plain = DataLoader(dataset, batch_size=batch_size, generator=torch.Generator().manual_seed(2))
+    return Made(engine, module, *engine.make_private(wrapped, optimizer, plain, **grouped(**given)))
+
+
+def take_step(made: Made, x: Tensor, y: Tensor) -> Tensor:
+    made.optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(made.model(x), y)
+    loss.backward()
+    made.optimizer.step()
+    return loss
+
+
+def trained(
+    case: str,
+    folder: str,
+    *,
+    passes: int = 3,
+    step: str = "loop",
+    replayed: Draws | Sequence[Draws] | None = None,
+    reshuffled: bool = False,
+    physical: int | None = None,
+    refreshed: bool = False,
+    **options: Any,
+) -> Outcome:
+    """Train in this process, as one of several ranks where there are any, and tell all of it.
+
+    ``replayed`` are the draws of one process, or those of every rank.
+    """
+    made = make(case, **options)
+    done = Outcome([], {}, 0.0, torch.zeros(0), {}, {}, torch.zeros(0))
+    here = replayed[dist.get_rank()] if replayed is not None and dist.is_initialized() else replayed
+    with replaying(here):  # type: ignore[arg-type]
+        for epoch in range(passes):
+            if reshuffled and dist.is_initialized():
+                made.loader.batch_sampler.set_epoch(epoch)
+            for x, y in noting(batches_of(made.loader, made.optimizer, physical), done.draws):
+                if not made.optimizer.inside_logical_batch:
+                    done.before.append({name: p.detach().clone() for name, p in made.module.named_parameters()})
+                loss = take_step(made, x, y) if step == "loop" else made.engine.train_step(x, y)
+                done.losses.append(loss.item())
+            if refreshed:
+                made.engine.refresh_norms()
+    return outcome(made, folder, done)
+
+
+def batches_of(loader: Any, optimizer: Any, physical: int | None) -> Iterator[Any]:
+    if physical is None:
+        yield from loader
+        return
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer) as batches:
+        yield from batches
+
+
+def noting(batches: Iterator[Any], draws: list[list[int]]) -> Iterator[Any]:
+    for batch in batches:
+        draws.append(list(batch._ids))
+        yield batch
+
+
+@contextmanager
+def replaying(draws: Draws | None) -> Iterator[None]:
+    """In place of chance: the batches of this process, one after the other, also over several passes."""
+    if draws is None:
+        yield
+        return
+    left = iter(draws)
+
+    def replay(sampler: Any) -> Iterator[list[int]]:
+        if isinstance(sampler, FILRankSampler):
+            sampler._on_start()
+        yield from (list(drawn) for drawn in itertools.islice(left, len(sampler)))
+
+    kinds = (UniformWithReplacementSampler, FILRankSampler)
+    with mock.patch.object(kinds[0], "__iter__", replay), mock.patch.object(kinds[1], "__iter__", replay):
+        yield
+
+
+def outcome(made: Made, folder: str, done: Outcome) -> Outcome:
+    """All that the run says now, beside what is known of its steps."""
+    engine = made.engine
+    engine.gather()
+    path = Path(folder) / f"run{dist.get_world_size() if dist.is_initialized() else 1}.fil"
+    engine.save_run(path, delta=DELTA, pictures=0, hash_data=False)
+    is_here = not dist.is_initialized() or dist.get_rank() == 0
+    assert engine.ledger is not None
+    return replace(
+        done,
+        weights=[p.detach().clone() for p in made.module.parameters()],
+        sums=engine.ledger.sums,
+        epsilon=float(engine.get_epsilon(DELTA)),
+        individual=engine.get_individual_epsilon(delta=DELTA).value,
+        columns=engine.leakage_columns()[1],
+        timeline=dict(load(path).history) if is_here else {},
+        robustness=engine.get_reconstruction_robustness([0, 1]).value,
+    )
+
+
+def as_one(parts: Sequence[Draws]) -> list[list[int]]:
+    """The draws of all ranks together, step by step."""
+    return [[i for part in step for i in part] for step in zip(*parts, strict=True)]
+
+
+def assert_same(
+    found: Outcome, expected: Outcome, tolerance: float = 1e-6, *, but: Sequence[str] = (), same_errors: bool = True
+) -> None:
+    """Weights, sums, ε, columns and timeline agree; ``but`` for sums of that ending.
+
+    Without ``same_errors`` only the lower ends of bounds may differ, which hold the error of the run's path.
+    """
+    for ours, theirs in zip(found.weights, expected.weights, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert found.sums.keys() == expected.sums.keys()
+    for name, value in expected.sums.items():
+        if name.endswith(tuple(but)):
+            continue
+        scale = float(expected.sums["trace" if name in ("certain", "variance") else name].abs().max())
+        atol = tolerance * scale if value.is_floating_point() else 0.0
+        torch.testing.assert_close(found.sums[name], value, rtol=tolerance, atol=atol, msg=name)
+    assert found.epsilon == expected.epsilon
+    torch.testing.assert_close(found.individual, expected.individual, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.robustness, expected.robustness, rtol=tolerance, atol=tolerance)
+    for name, column in expected.columns.items():
+        differs = not same_errors and name.endswith(("mse_bound_low", "true_positive_rate"))
+        if not isinstance(column[0], str) and not differs:
+            ours, theirs = torch.tensor(found.columns[name]).double(), torch.tensor(column).double()
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-9, msg=name)
+    for name, points in expected.timeline.items():
+        ours, theirs = torch.as_tensor(found.timeline[name]), torch.as_tensor(points)
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-9, msg=name)

@@ -1,0 +1,41 @@
+"""Runs that are stopped and go on: bit for bit on as many ranks, to rounding on another number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rank_checkpoints import DRAWS, Ended, resumed, unbroken
+from rank_pool import RankPool
+from rank_runs import as_one
+
+
+def assert_close(found: Ended, expected: Ended, tolerance: float) -> None:
+    for a, b in zip(found.weights, expected.weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    assert found.sums.keys() == expected.sums.keys()
+    for name, value in expected.sums.items():
+        if not (tolerance and name.endswith(("_changes", "_last"))):
+            scale = float(expected.sums["trace"].max())
+            torch.testing.assert_close(found.sums[name], value, rtol=tolerance, atol=tolerance * scale, msg=name)
+    torch.testing.assert_close(found.individual, expected.individual, rtol=tolerance, atol=tolerance)
+    assert found.epsilon == expected.epsilon
+    assert found.timeline_steps == expected.timeline_steps
+
+
+def test_as_many_ranks_go_on_bit_for_bit(two_ranks: RankPool, tmp_path: Path) -> None:
+    expected = two_ranks.run(unbroken)
+    two_ranks.run(unbroken, passes=1, path=str(tmp_path / "checkpoint.pt"))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]  # of rank 0, for all
+    for found, whole in zip(two_ranks.run(resumed, str(tmp_path / "checkpoint.pt")), expected, strict=True):
+        assert_close(found, whole, 0.0)
+
+
+def test_another_number_of_ranks_goes_on(two_ranks: RankPool, tmp_path: Path) -> None:
+    of_two, of_one = str(tmp_path / "two.pt"), str(tmp_path / "one.pt")
+    expected = unbroken(draws=as_one(DRAWS))
+    two_ranks.run(unbroken, passes=1, path=of_two, estimator="exact")
+    assert_close(resumed(of_two, draws=as_one(DRAWS)[7:]), expected, 1e-6)
+    unbroken(passes=1, path=of_one, draws=as_one(DRAWS))
+    for found in two_ranks.run(resumed, of_one, estimator="exact", scattered=True):
+        assert_close(found, expected, 1e-6)

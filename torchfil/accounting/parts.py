@@ -1,0 +1,73 @@
+"""A ledger that several processes have kept in parts, each of the examples that it drew, as one.
+
+Sums add up. What depends on the order of an example's participations, the squared changes from one to the next
+(:mod:`torchfil.accounting.path`), was followed within each part. An example that only one part has seen, as where each
+process draws from a part of the data of its own, has all of its changes there. Where parts were dealt out anew in
+between, the last values of the parts stand for the missing neighbours, without the probes' noise taken off: the run's
+error can only come out larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.path import path_state
+
+__all__ = ["Parts", "changes_between", "whole_ledger"]
+
+
+class Parts(Protocol):
+    """How values of the same kind are brought together over all parts; each gives tensors on the CPU."""
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Σ over the parts."""
+        ...
+
+    def maximum(self, value: Tensor) -> Tensor:
+        """The largest over the parts."""
+        ...
+
+    def each(self, value: Tensor) -> list[Tensor]:
+        """One after the other."""
+        ...
+
+
+def whole_ledger(part: Ledger, parts: Parts) -> Ledger:
+    """The ledger of all parts together, on the CPU; the part stays as it is."""
+    whole = Ledger.like(part)
+    for name, value in part.sums.items():
+        whole.sums[name] = parts.maximum(value) if name == "num_coordinates" else parts.sum(value)
+    for quantity in part.quantities:
+        for name in quantity.followed:
+            last, changes = path_state(name)
+            values = parts.each(part.sums[last])
+            measured = parts.each(part.sums[f"{name}_measured"])
+            between, whole.sums[last] = changes_between(values, measured)
+            whole.sums[changes] += between
+    return whole
+
+
+def changes_between(last: Sequence[Tensor], measured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Σ of the squared changes from one part's last value to the next part's, and the last value of all, [n, …] each.
+
+    Args:
+        last: Of each part, the value at the last measured participation.
+        measured: Of each part, how often it was measured; parts with 0 are passed over.
+
+    Example:
+        >>> last, measured = torch.tensor([[1.0, 5.0], [0.0, 0.0], [4.0, 0.0]]), torch.tensor([[2, 1], [0, 0], [1, 0]])
+        >>> changes_between(last.unbind(), measured.unbind())
+        (tensor([9., 0.]), tensor([4., 5.]))
+    """
+    before, seen = torch.zeros_like(last[0]), torch.zeros_like(measured[0], dtype=torch.bool)
+    changes = torch.zeros_like(last[0])
+    for value, count in zip(last, measured, strict=True):
+        here = count > 0
+        changes += torch.where(here & seen, (value - before).square(), 0.0)
+        before, seen = torch.where(here, value, before), seen | here
+    return changes, before

@@ -1,0 +1,93 @@
+"""The state of a run with several ranks: one for all of them, that any number of ranks can go on from.
+
+The sums in it are those of all ranks. Beside them stands who booked each example, so that as many ranks as before take
+up just the rows and the generators that they had, and go on bit for bit where each draws from a part of the data of its
+own. With another number of ranks, rank 0 takes all rows; sums over ranks come out the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.parts import whole_ledger
+from torchfil.engine.ranks import Ranks, derived_seed
+
+__all__ = ["Whole", "take_part"]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What all ranks have booked, as they came together.
+
+    Attributes:
+        steps: That were taken.
+        ledger: The sums of all ranks, on the CPU; None where nobody was drawn yet.
+        test_matrix: Of its sketch, where there is one.
+        parts: What a state holds beside them: the seed, each example's rank, [n], and the ranks' sources of probes.
+    """
+
+    steps: int
+    ledger: Ledger | None
+    test_matrix: Tensor | None
+    parts: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        ranks: Ranks,
+        steps: int,
+        ledger: Ledger | None,
+        test_matrix: Tensor | None,
+        new_ledger: Callable[[int], tuple[Ledger, Tensor | None]],
+        generator: torch.Generator,
+    ) -> Whole:
+        """Bring the parts together (collective).
+
+        Args:
+            ranks: The processes.
+            steps: That were taken.
+            ledger: This rank's; None where it has none.
+            test_matrix: Of its sketch.
+            new_ledger: Gives an empty one for d coordinates.
+            generator: This rank's source of probes.
+        """
+        parts: dict[str, Any] = {"seed": ranks.seed, "generators": ranks.each(generator.get_state())}
+        sizes = [size for size in ranks.objects(None if ledger is None else ledger.laid_out) if size is not None]
+        if not sizes:
+            return cls(steps, None, None, parts)
+        if ledger is None:  # this rank has had empty batches alone
+            ledger, test_matrix = new_ledger(max(sizes))
+        parts["booked_by"] = torch.stack(ranks.each(ledger.sums["participations"])).argmax(dim=0).short()
+        return cls(steps, whole_ledger(ledger, ranks), test_matrix, parts)
+
+
+def take_part(
+    ranks: Ranks, saved: Mapping[str, Any] | None, ledger: Ledger | None, steps: int, generator: torch.Generator
+) -> None:
+    """Leave in a ledger of all ranks the rows that this rank has booked, and set its generator.
+
+    Args:
+        ranks: The processes.
+        saved: ``Whole.parts``; None: the state is a single process's.
+        ledger: With the sums of all ranks; changed in place.
+        steps: That were taken.
+        generator: This rank's source of probes, set to rank 0's state.
+    """
+    ranks.seed, ranks.is_lost = saved["seed"] if saved is not None else ranks.seed, False
+    state = ranks.own(saved["generators"]) if saved is not None else None
+    if state is not None:
+        generator.set_state(state.cpu())
+    elif ranks.rank > 0:
+        generator.manual_seed(derived_seed(ranks.seed, f"probes from step {steps}", ranks.rank))
+    if ledger is not None:
+        is_own = torch.full((ledger.num_examples,), ranks.rank == 0)
+        if saved is not None and state is not None and "booked_by" in saved:
+            is_own = saved["booked_by"].cpu() == ranks.rank
+        for value in ledger.sums.values():
+            value[~is_own.to(value.device)] = 0

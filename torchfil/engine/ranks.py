@@ -1,0 +1,285 @@
+"""Several processes that train one model (``torchrun``): all that the engine knows of ``torch.distributed``.
+
+As in Opacus, every process ("rank") has the model in ``DifferentiallyPrivateDistributedDataParallel``, draws from a
+part of the data and clips; rank 0 adds the noise to its sum, and the sums of all ranks are added up. An example is
+drawn by one rank, which books all that the step tells of it: Fisher information needs no message. What the ranks say to
+each other beside gradients goes through a group of its own (gloo, on the CPU), apart from the training's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+__all__ = ["Ranks", "StepNotTakenError", "check_ranks", "derived_seed"]
+
+_TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # what a rank says of a step
+_BUCKET = 2**24  # numbers that are added up over the ranks at once
+
+
+class StepNotTakenError(RuntimeError):
+    """A step that no rank takes: another rank refused it, or the ranks disagree."""
+
+
+class Ranks:
+    """The processes that train one model together, seen from one of them.
+
+    Made on all of them at once, as it brings them together (collective).
+
+    Args:
+        seed: Of the probes; rank 0's counts.
+        num_examples: n, which must be the same everywhere.
+        secure: Whether batches are drawn by a generator that must not be replaced.
+
+    Attributes:
+        rank: The number of this process.
+        size: How many there are.
+        seed: Of the probes, the same on all ranks.
+        is_lost: Whether a step was refused in the middle of a logical batch, so that ranks are at different ones.
+    """
+
+    def __init__(self, seed: int, num_examples: int, *, secure: bool = False) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo")
+        self._secure = secure
+        told = self.objects((seed, num_examples))
+        self.seed: int = told[0][0]
+        sizes = [size for _, size in told]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"the ranks' data sets have {sizes} examples: give every rank the whole data set, of which each then "
+                "draws from a part of its own"
+            )
+        self.is_lost = False
+
+    # ------------------------------------------------------------------ random numbers
+
+    def probe_generator(self) -> torch.Generator:
+        """The source of this rank's probes: another on each rank, rank 0's that of a single process."""
+        seed = derived_seed(self.seed, "probes", self.rank) if self.rank else self.seed
+        return torch.Generator().manual_seed(seed)
+
+    def common_generator(self, purpose: str, number: int = 0) -> torch.Generator:
+        """A generator that gives the same numbers on all ranks; one for each purpose and number."""
+        return torch.Generator().manual_seed(derived_seed(self.seed, purpose, number))
+
+    def batch_generator(self, generator: torch.Generator | None) -> torch.Generator | None:
+        """The source of this rank's batches in one pass over the data, seeded from the loader's.
+
+        Ranks that were seeded alike must not draw alike: whoever saw one example in a batch would know of those at
+        the same place of the other parts, and no subsampling could be credited.
+        """
+        if self._secure:
+            return generator
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        return torch.Generator().manual_seed(derived_seed(seed, "batches", self.rank))
+
+    # ------------------------------------------------------------------ a step
+
+    def check_together(self) -> None:
+        """Raise where the ranks are no longer at the same logical batch."""
+        if self.is_lost:
+            raise StepNotTakenError(
+                "a step was refused in the middle of a logical batch, so that the ranks are no longer at the same one: "
+                "go on from the last checkpoint. This step was not taken."
+            )
+
+    def agree(self, facts: Mapping[str, float | None]) -> None:
+        """Go on only if all ranks take the step, under the same facts; nothing was released before (collective).
+
+        Args:
+            facts: By name, what must be the same on all ranks; None: this rank does not know it yet.
+
+        Raises:
+            StepNotTakenError: Another rank refuses the step, or the ranks' facts differ.
+        """
+        told = self._told(_TAKES, facts)
+        if told[0] > _TAKES:
+            raise StepNotTakenError(
+                "another rank refused this step (its own error says why), so that no rank has taken it"
+            )
+        for name, high, low in zip(facts, told[1::2], told[2::2], strict=True):
+            if high != -low and high > -torch.inf:
+                raise StepNotTakenError(
+                    f"the ranks disagree on {name}: between {-low:g} and {high:g}. Do the same on every rank (step "
+                    "schedulers, load the same checkpoint). This step was not taken."
+                )
+
+    def refuse(self, facts: Mapping[str, float | None], *, inside: bool) -> None:
+        """Tell the others, who wait in :meth:`agree`, that this rank refuses the step (collective).
+
+        Args:
+            facts: As they are given to :meth:`agree`.
+            inside: Whether the step was refused in the middle of a logical batch: its other parts would then meet the
+                others' next one, so that no further step is taken.
+        """
+        self._told(_IS_LOST if inside else _REFUSES, facts)
+
+    def _told(self, answer: float, facts: Mapping[str, float | None]) -> list[float]:
+        """The largest answer of all ranks, and the largest f and −f of each fact."""
+        ends = [(-torch.inf, -torch.inf) if value is None else (value, -value) for value in facts.values()]
+        told = torch.tensor([answer, *(end for pair in ends for end in pair)], dtype=torch.float64)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+        self.is_lost = bool(told[0] == _IS_LOST)
+        return told.tolist()
+
+    def add_up(self, gradients: Sequence[Tensor], *, mean: bool) -> None:
+        """Replace the gradients by their sum over all ranks, or its mean, as Opacus does (collective)."""
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat)
+            if mean:
+                flat /= self.size
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    # ------------------------------------------------------------------ bringing parts together; on the CPU, collective
+
+    def meet(self) -> None:
+        """Wait until all ranks are here.
+
+        Raises:
+            RuntimeError: Some did not come.
+        """
+        try:
+            dist.monitored_barrier(group=self._group, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"not all ranks came ({error}). Reading a run of several ranks, its state and checkpoints brings "
+                "together what each has booked: call it on all ranks, or engine.gather() on all and then read on one."
+            ) from error
+
+    def own(self, values: Sequence[Any]) -> Any:
+        """This rank's of the values of as many ranks; None where they were more or fewer."""
+        return values[self.rank] if len(values) == self.size else None
+
+    def objects(self, value: Any) -> list[Any]:
+        """The ranks' values, in order; plain numbers and texts only."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Σ over the ranks."""
+        return self._reduced(value, dist.ReduceOp.SUM)
+
+    def maximum(self, value: Tensor) -> Tensor:
+        """The largest over the ranks."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def each(self, value: Tensor) -> list[Tensor]:
+        """The ranks' tensors of one shape, in order."""
+        value = value.cpu().contiguous()
+        values = [torch.empty_like(value) for _ in range(self.size)]
+        dist.all_gather(values, value, group=self._group)
+        return values
+
+    def joined(self, value: Tensor) -> Tensor:
+        """The rows of all ranks' tensors, which may have different numbers of them."""
+        lengths = self.objects(len(value))
+        padded = torch.zeros(max(lengths), *value.shape[1:], dtype=value.dtype)
+        padded[: len(value)] = value.cpu()
+        return torch.cat([part[:length] for part, length in zip(self.each(padded), lengths, strict=True)])
+
+    def _reduced(self, value: Tensor, operation: Any) -> Tensor:
+        value = value.detach().to("cpu", copy=True).contiguous()
+        dist.all_reduce(value, op=operation, group=self._group)
+        return value
+
+
+def derived_seed(seed: int, purpose: str, number: int) -> int:
+    """A seed that has nothing to do with others, of the same seed or of its neighbours.
+
+    Example:
+        >>> derived_seed(0, "probes", 1) == derived_seed(1, "probes", 0)
+        False
+    """
+    digest = hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def check_ranks(
+    module: nn.Module, data_loader: DataLoader[Any], poisson_sampling: bool, steered: float | None
+) -> tuple[nn.Module, bool]:
+    """The user's own module, out of the wrapper for several processes, and whether it was in one.
+
+    The wrapper only brings the weights of all ranks together when it is made; without it, names in state dicts and in
+    ``Private(submodule=…)`` are the same for any number of ranks.
+
+    Args:
+        module: The model.
+        data_loader: The user's.
+        poisson_sampling: Whether batches are drawn by Poisson sampling.
+        steered: The accuracy by which probes and skipped steps are chosen as the run goes (``rel_error``).
+
+    Raises:
+        ValueError: A way to train by several processes that cannot be accounted for.
+    """
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "torch's DistributedDataParallel averages gradients before they are clipped by example. Wrap the model as "
+            "for Opacus: opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model)."
+        )
+    if any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in module.modules()):
+        raise ValueError(
+            "models whose weights are sharded (FSDP) are not supported yet: each example's gradient needs all weights "
+            "of a layer. Use opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model), which keeps a "
+            "copy of the model on every rank."
+        )
+    if not isinstance(module, DifferentiallyPrivateDistributedDataParallel):
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            warnings.warn(
+                f"{dist.get_world_size()} processes run, and each trains a model of its own on all of the data. To "
+                "train one together: opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model).",
+                stacklevel=3,
+            )
+        return module, False
+    if steered is not None:
+        raise ValueError(
+            f"rel_error={steered} chooses probes and steps by what all examples have leaked so far, of which each rank "
+            "knows a part; with several processes say how much to measure: num_probes=, fil_rate="
+        )
+    if not poisson_sampling:
+        _check_shards(data_loader)
+    return module.module, True
+
+
+def _check_shards(data_loader: DataLoader[Any]) -> None:
+    """Raise unless every example is drawn by one rank, as far as a sampler can tell."""
+    sampler = getattr(data_loader.batch_sampler, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        raise ValueError(
+            f"without Poisson sampling each of {dist.get_world_size()} processes would draw from all of the data, and "
+            "an example's gradient could count several times under one draw of noise. Give the DataLoader a "
+            "torch.utils.data.DistributedSampler(dataset, drop_last=True), or use Poisson sampling."
+        )
+    if (sampler.num_replicas, sampler.rank) != (dist.get_world_size(), dist.get_rank()):
+        raise ValueError(
+            f"the DistributedSampler is that of rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
+            f"{dist.get_rank()} of {dist.get_world_size()}; leave out num_replicas= and rank="
+        )
+    if not sampler.drop_last and len(data_loader.dataset) % sampler.num_replicas:  # type: ignore[arg-type]
+        raise ValueError(
+            "the DistributedSampler repeats examples so that all ranks have as many, and a repeated one can count "
+            "twice under one draw of noise; build it with drop_last=True, or use Poisson sampling"
+        )
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The same in pieces of one kind, to be sent together."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for gradient in gradients:
+        bucket = kinds.setdefault((gradient.dtype, gradient.device), [])
+        bucket.append(gradient)
+        if sum(part.numel() for part in bucket) >= _BUCKET:
+            yield kinds.pop((gradient.dtype, gradient.device))
+    yield from kinds.values()
