@@ -140,17 +140,10 @@ def train(run: Run, *, steps: int = 3, way: str = "auto", physical: int | None =
     return run
 
 
-def clipped_and_jacobian(
-    module: nn.Module, begun: Pass, submodule: str | None = None, loss_fn: Callable[..., Tensor] = F.cross_entropy
-) -> tuple[Tensor, Tensor]:
-    """g̃, [batch, p], and ∂g̃/∂z, [batch, p, d], of a pass: one example at a time, within its whole batch.
-
-    Args:
-        module: The model without hooks, in the mode that it was trained in.
-        begun: What the pass began with.
-        submodule: Whose output is private; None: the input.
-        loss_fn: The loop's loss.
-    """
+def clipped_gradient_of_one(
+    module: nn.Module, begun: Pass, submodule: str | None, loss_fn: Callable[..., Tensor]
+) -> tuple[Callable[[Tensor, int], Tensor], Tensor]:
+    """g̃, [p], as a function of z and of the example's place in its batch, and the z of all, [batch, …]."""
     at = copy.deepcopy(module)
     at.load_state_dict(begun.weights)
     parameters = {name: value.detach() for name, value in at.named_parameters() if value.requires_grad}
@@ -172,7 +165,7 @@ def clipped_and_jacobian(
             set_random_state(begun.state)
             at(begun.x)
 
-    def clipped_gradient(z: Tensor, i: int) -> tuple[Tensor, Tensor]:
+    def clipped_gradient(z: Tensor, i: int) -> Tensor:
         moved = torch.cat([private[:i], z[None], private[i + 1 :]])
 
         def loss(parameters: dict[str, Tensor]) -> Tensor:
@@ -189,11 +182,39 @@ def clipped_and_jacobian(
             return loss_fn(outputs[i : i + 1], begun.y[i : i + 1])
 
         g = torch.cat([part.flatten() for part in grad(loss)(parameters).values()])
-        clipped = g / clip.c(g.norm() / clip.threshold(C))
-        return clipped, clipped
+        clipped: Tensor = g / clip.c(g.norm() / clip.threshold(C))
+        return clipped
+
+    return clipped_gradient, private
+
+
+def clipped_gradients(
+    module: nn.Module, begun: Pass, submodule: str | None = None, loss_fn: Callable[..., Tensor] = F.cross_entropy
+) -> Tensor:
+    """g̃ of a pass, [batch, p]; arguments as in :func:`clipped_and_jacobian`."""
+    of_one, private = clipped_gradient_of_one(module, begun, submodule, loss_fn)
+    with random_state_kept(), sdpa_kernel(SDPBackend.MATH):
+        return torch.stack([of_one(row, i) for i, row in enumerate(private)]).detach()
+
+
+def clipped_and_jacobian(
+    module: nn.Module, begun: Pass, submodule: str | None = None, loss_fn: Callable[..., Tensor] = F.cross_entropy
+) -> tuple[Tensor, Tensor]:
+    """g̃, [batch, p], and ∂g̃/∂z, [batch, p, d], of a pass: one example at a time, within its whole batch.
+
+    Args:
+        module: The model without hooks, in the mode that it was trained in.
+        begun: What the pass began with.
+        submodule: Whose output is private; None: the input.
+        loss_fn: The loop's loss.
+    """
+    of_one, private = clipped_gradient_of_one(module, begun, submodule, loss_fn)
+
+    def twice(z: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        return (of_one(z, i),) * 2
 
     with random_state_kept(), sdpa_kernel(SDPBackend.MATH):
-        pairs = [jacrev(clipped_gradient, has_aux=True)(row, i) for i, row in enumerate(private)]
+        pairs = [jacrev(twice, has_aux=True)(row, i) for i, row in enumerate(private)]
     jacobians, values = map(torch.stack, zip(*pairs, strict=True))
     return values.detach(), jacobians.flatten(2).detach()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ConvNeXt, Encoder
-from brute_force import C, Run, clipped_and_jacobian, images, make, texts, train
+from brute_force import C, Run, clipped_gradients, images, make, texts, train
 from cases import DEVICE, grouped, relative_error
 from loops import loader
 from torch import Tensor, nn
@@ -40,13 +40,13 @@ def divergences(run: Run, question: Question, *, q: float | None = None, submodu
         for begun in passes:
             if not begun.ids:
                 continue
-            own = clipped_and_jacobian(run.plain, begun, submodule)[0] / (SIGMA * C)
+            own = clipped_gradients(run.plain, begun, submodule) / (SIGMA * C)
             for k, other in enumerate(question.alternatives(begun.x, begun.y)):
                 # one example changes at a time, among its true companions: their masks must not matter
                 v = torch.zeros_like(own)
                 if other is not None:
                     at = replace(begun, x=other.inputs, y=other.targets)
-                    v = clipped_and_jacobian(run.plain, at, submodule)[0] / (SIGMA * C)
+                    v = clipped_gradients(run.plain, at, submodule) / (SIGMA * C)
                 products = [(a * b).sum(dim=1) for a, b in ((own, own), (v, v), (own, v))]
                 total[begun.ids, k] += (step_divergence(*products, q) / (q or 1)).cpu()
     return total
