@@ -200,3 +200,13 @@ def known_batches() -> tuple[Tensor, list[list[int]]]:
         optimizer.step()
     assert engine.ledger is not None
     return engine.ledger.sums["participations"], drawn
+
+
+def sketched() -> tuple[Tensor, Tensor, Tensor]:
+    """The matrices of all examples, their products with the test matrix, and that one; rank 1 is idle at first."""
+    made = make("digits", questions={}, track=("fim", "sketch"))
+    with replaying(DRAWS[0] if dist.get_rank() == 0 else [[], [], *DRAWS[1]]):
+        for x, y in made.loader:
+            take_step(made, x, y)
+    run = made.engine.state_dict()["run"]
+    return run["ledger"]["sums"]["fim"], run["ledger"]["sums"]["sketch"], run["test_matrix"]
