@@ -7,9 +7,11 @@ paper's Theorem 4 and by Rényi DP (Theorem 1). Theorem 4 takes a second run fro
 
 The weights may be averaged over steps (``--ema``): that is computed from what was released and costs no privacy.
 
-``--equalise`` trains in rounds (:func:`torchfil.equalise`): each spares those whom the round before exposed most, by a
-clip weight of their own, until everybody's bound reaches ``--target``. The curves are those of the first round, without
-weights, and of the last. The weights depend on the data and are held fixed in the bounds.
+``--keep 1`` keeps every digit's bound above 1 in one run: whoever nears it is spared from then on. ``--equalise``
+trains in rounds instead (:func:`torchfil.equalise`): each spares those whom the round before exposed most, by a clip
+weight of their own, until everybody's bound reaches ``--target``. All rounds begin with the same network, and draw
+batches and noise of their own. The curves are those of the first round, without weights, and of the last. Either way
+the weights depend on the data and are held fixed in the bounds.
 
 TORCHFIL_DATA=/path/to/data python examples/mnist_dpsgd.py --device cuda --out out
 """
@@ -22,7 +24,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,7 @@ class Recipe:
         scale: Multiplies them after that.
         clip: The clip function.
         probes: Per step.
+        keep: The bound that everybody's is kept above, by sparing whom it nears; 0: nobody is spared.
         extra_probes: For the few examples that decide the lower end for all together; 0: none.
         seed: Of everything that is random.
     """
@@ -96,6 +99,7 @@ class Recipe:
     clip: str = "rsqrt"
     probes: int = 1
     extra_probes: int = 2
+    keep: float = 0.0
     seed: int = 0
 
 
@@ -139,8 +143,9 @@ def train(
     looks: int,
     max_memory: int,
     weights: Tensor | None = None,
+    draws: int | None = None,
 ) -> tuple[FILPrivacyEngine, dict[str, Any]]:
-    """One private run, with clip weights by example where given; what it gives and how it went.
+    """One private run, with clip weights by example and a seed for batches and noise where given; how it went.
 
     Returns:
         The engine, and "curve": step, accuracy and the bounds so far; "result": those at the end, with their intervals,
@@ -149,6 +154,8 @@ def train(
     torch.manual_seed(recipe.seed)
     device = digits.device
     model = network(recipe).to(device)
+    if draws is not None:
+        torch.manual_seed(draws)
     tested = copy.deepcopy(model)
     plain = torch.optim.SGD(
         model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
@@ -161,7 +168,7 @@ def train(
             digits,
             batch_size=recipe.batch,
             collate_fn=digits.collate,
-            generator=torch.Generator().manual_seed(recipe.seed),
+            generator=torch.Generator().manual_seed(recipe.seed if draws is None else draws),
         ),
         noise_multiplier=recipe.noise_multiplier,
         max_grad_norm=recipe.max_grad_norm,
@@ -172,6 +179,7 @@ def train(
             num_probes=recipe.probes,
             extra_probes=recipe.extra_probes,
             amplification=amplification,
+            min_mse_bound=recipe.keep or None,
             execution=Execution(max_memory=max_memory),
         ),
     )
@@ -206,6 +214,7 @@ def train(
     seconds = time.perf_counter() - start
     result: dict[str, Any] = {"seconds": seconds, "seconds_looking": spent_looking, **final(engine, len(digits))}
     result |= {"accuracy": curve["accuracy"][-1], "sample_rate": loader.sample_rate}
+    weights = engine.clip_weights
     title = TITLES[amplification] + (f", {int((weights < 1).sum())} spared" if weights is not None else "")
     return engine, {"amplification": amplification, "title": title, "curve": curve, "result": result}
 
@@ -215,8 +224,8 @@ def train_in_rounds(recipe: Recipe, target: float, rounds: int, **given: Any) ->
     runs: dict[int, dict[str, Any]] = {}
 
     def trained(weights: Tensor | None) -> tuple[FILPrivacyEngine, float]:
-        seed = recipe.seed + 1000 * len(runs)  # no round repeats the batches and the noise that chose its weights
-        engine, run = train(replace(recipe, seed=seed), amplification="poisson", weights=weights, **given)
+        draws = recipe.seed + 1000 * len(runs)  # no round repeats the batches and the noise that chose its weights
+        engine, run = train(recipe, amplification="poisson", weights=weights, draws=draws, **given)
         report(run, len(given["digits"]))
         runs[id(engine)] = run
         return engine, run["result"]["accuracy"]

@@ -138,8 +138,8 @@ class FILPrivacyEngine(Resuming):
                 item of a tuple, or in a dict or dataclass under a name that begins with "label" or is one of targets,
                 target, y, start_positions and end_positions.
             accounting: How to account; see :class:`Accounting`.
-            **shortcuts: ``num_probes``, ``rel_error``, ``track``, ``questions``, ``views``, ``accumulation_steps`` and
-                ``clip_weights`` of :class:`Accounting`.
+            **shortcuts: ``num_probes``, ``rel_error``, ``track``, ``questions``, ``views``, ``accumulation_steps``,
+                ``clip_weights`` and ``min_mse_bound`` of :class:`Accounting`.
 
         A clip threshold for each example: ``clip_weights`` gives ω_i in (0, 1], in the order of the data set, [n], or
         by id, where ids that are left out have 1. The clipped gradient of example i is multiplied by ω_i, so that its
@@ -153,7 +153,7 @@ class FILPrivacyEngine(Resuming):
         """
         accounting = Accounting.given(accounting).with_shortcuts(shortcuts)
         ghost = grad_sample_mode == "ghost"
-        module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting.rel_error)
+        module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting)
         if ghost:
             criterion = GhostCriterion(criterion, loss_reduction)
         module, criterion = with_views(without_compiler(module), criterion, accounting.views, loss_reduction)

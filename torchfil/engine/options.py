@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,6 +43,7 @@ SHORTCUTS = (  # of Accounting, taken by make_private itself
     "views",
     "accumulation_steps",
     "clip_weights",
+    "min_mse_bound",
 )
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
@@ -142,6 +144,11 @@ class Accounting:
             any number may be accumulated, and this stays 1.
         clip_weights: ω in (0, 1] of every example, by which its clipped gradient is multiplied; None: 1. Held fixed in
             all bounds, see :meth:`FILPrivacyEngine.make_private`.
+        min_mse_bound: Keep every example's MSE bound (unbiased attackers) above this, by estimate: once an example has
+            spent half of the leakage that this allows, its weight ω falls with what is left
+            (:func:`torchfil.accounting.sparing.weights_for_the_rest`), whatever the length of the run. Given what was
+            released before, an example's ω depends on its own data alone, on a grid, and is held fixed in all bounds.
+            Every step must be measured. None: nobody is spared.
 
     Example:
         >>> Accounting(num_probes=1, track=("diagonal",)).needs.quantities
@@ -165,6 +172,7 @@ class Accounting:
     views: Views | None = None
     accumulation_steps: int = 1
     clip_weights: ClipWeights | None = field(default=None, compare=False)
+    min_mse_bound: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track))
@@ -175,6 +183,7 @@ class Accounting:
             raise ValueError(f"num_probes={self.num_probes} must be at least 1")
         self._check_target()
         self._check_extra_probes()
+        self._check_kept_bound()
         if not 0 < self.fil_rate <= 1:
             raise ValueError(f"fil_rate={self.fil_rate} must lie in (0, 1]: it is the probability of measuring a step")
         if self.sketch_rank < 1:
@@ -219,6 +228,17 @@ class Accounting:
         if not self.chosen_estimator.one_pass or self.needs.products:
             able = names_of_estimators(lambda other: other.one_pass)
             raise ValueError(f"extra_probes={self.extra_probes} needs estimator={able}, and no track=('sketch',)")
+
+    def _check_kept_bound(self) -> None:
+        if self.min_mse_bound is None:
+            return
+        if not 0 < self.min_mse_bound < math.inf:
+            raise ValueError(f"min_mse_bound={self.min_mse_bound} must be a positive, finite MSE bound")
+        if self.skips_steps:
+            raise ValueError(
+                f"min_mse_bound={self.min_mse_bound} spares an example by what it has leaked so far, which steps that "
+                "are not measured would not tell; leave out rel_error and fil_rate, and use num_probes=1 if time counts"
+            )
 
     @property
     def needs(self) -> Needs:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from torchfil.engine.options import Accounting
+
 __all__ = ["Ranks", "StepNotTakenError", "check_ranks", "derived_seed"]
 
 _TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # what a rank says of a step
@@ -208,7 +210,7 @@ def derived_seed(seed: int, purpose: str, number: int) -> int:
 
 
 def check_ranks(
-    module: nn.Module, data_loader: DataLoader[Any], poisson_sampling: bool, steered: float | None
+    module: nn.Module, data_loader: DataLoader[Any], poisson_sampling: bool, accounting: Accounting
 ) -> tuple[nn.Module, bool]:
     """The user's own module, out of the wrapper for several processes, and whether it was in one.
 
@@ -219,7 +221,7 @@ def check_ranks(
         module: The model.
         data_loader: The user's.
         poisson_sampling: Whether batches are drawn by Poisson sampling.
-        steered: The accuracy by which probes and skipped steps are chosen as the run goes (``rel_error``).
+        accounting: How to account.
 
     Raises:
         ValueError: A way to train by several processes that cannot be accounted for.
@@ -243,10 +245,15 @@ def check_ranks(
                 stacklevel=3,
             )
         return module, False
-    if steered is not None:
+    if accounting.rel_error is not None:
         raise ValueError(
-            f"rel_error={steered} chooses probes and steps by what all examples have leaked so far, of which each rank "
-            "knows a part; with several processes say how much to measure: num_probes=, fil_rate="
+            f"rel_error={accounting.rel_error} chooses probes and steps by what all examples have leaked so far, of "
+            "which each rank knows a part; with several processes say how much to measure: num_probes=, fil_rate="
+        )
+    if accounting.min_mse_bound is not None:
+        raise ValueError(
+            f"min_mse_bound={accounting.min_mse_bound} spares examples by what they have leaked so far, of which each "
+            "rank knows a part; with several processes choose weights beforehand: torchfil.equalise, clip_weights="
         )
     if not poisson_sampling:
         _check_shards(data_loader)

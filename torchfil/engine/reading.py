@@ -23,6 +23,7 @@ from torchfil.bounds import PopulationBound, Prior, mse_from_rdp, population_mse
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.clip_weights import weights_in_words
 from torchfil.engine.epsilon import individual_epsilon
+from torchfil.engine.options import Accounting
 from torchfil.engine.robustness import everybodys_robustness, individual_robustness, robustness_with_known_batches
 from torchfil.engine.run_view import RunView
 from torchfil.engine.saving import Labels, build_saved_run
@@ -65,8 +66,16 @@ class LeakageReading(PrivacyEngine):
         self._training.run.gather()
 
     @property
+    def accounting(self) -> Accounting:
+        """How the run is accounted for."""
+        return self._training.run.options.accounting
+
+    @property
     def clip_weights(self) -> Tensor | None:
-        """ω of every example in the order of the data set, float64 [n], as given to make_private; None: none were."""
+        """ω of every example in the order of the data set, float64 [n]; None: none were given.
+
+        As given to make_private, and lowered for whom ``min_mse_bound`` spares, as it is now.
+        """
         weights = self._training.run.clip_weights
         return None if weights is None else weights.clone()
 
@@ -281,7 +290,9 @@ class LeakageReading(PrivacyEngine):
         told = None if private.lengths is None else "told"  # functions are told apart by their address alone
         private = replace(private, coordinates=_listed(private.coordinates), lengths=told)
         limits = training.optimizer.max_grad_norms or float(training.optimizer.max_grad_norm)
-        told_weights = weights_in_words(training.run.clip_weights)
+        told_weights = weights_in_words(training.run.first_weights)
+        if options.accounting.min_mse_bound is not None:
+            told_weights += f", bounds kept above {options.accounting.min_mse_bound}"
         clipping = f"C = {limits}, clip {options.clip.name!r}" + (f", {told_weights}" if told_weights else "")
 
         # An amplification may be any object, so that what it does is compared, not what it is called.

@@ -20,6 +20,7 @@ from torchfil.accounting.exposed import exposed_rows
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.sparing import weights_for_the_rest
 from torchfil.accounting.timeline import Timeline
 from torchfil.engine.clip_weights import check_same_weights, weights_by_row
 from torchfil.engine.epsilon import NormHistory
@@ -98,7 +99,8 @@ class Run:
         self.generator = generator
         self._check_memory(NormHistory.bytes_needed(num_examples) + Ledger.bytes_needed(num_examples, 1, (), 1))
         weights = weights_by_row(options.accounting.clip_weights, self.ids)
-        self.clip_weights = None if weights is None else weights.to(device)  # ω, float64 [n]
+        self.first_weights = None if weights is None else weights.to(device)  # ω as given, float64 [n]
+        self.clip_weights = self._present_weights(device)
         self._passes_per_step = expected_batch / num_examples
         self.history = self._empty_history(device)
         self.ledger: Ledger | None = None
@@ -315,6 +317,7 @@ class Run:
             assert self.ledger is not None
             self.ledger.add(staged.contribution)
             self.pace.note(staged.contribution)
+            self._spare(staged.contribution.rows)
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
@@ -344,12 +347,29 @@ class Run:
             if bool(own.any()):  # nobody was drawn yet
                 self.timeline.note(step, trace.to(self.device), own.clamp(min=1).to(self.device))
 
+    def _present_weights(self, device: torch.device) -> Tensor | None:
+        """ω before anybody leaked anything; one for everybody where a bound is kept."""
+        if self.first_weights is not None or self.options.accounting.min_mse_bound is None:
+            return self.first_weights
+        return torch.ones(self.ids.num_examples, dtype=torch.float64, device=device)
+
+    def _spare(self, rows: Tensor) -> None:
+        """Lower the weights of these examples where they near the bound that is to be kept."""
+        kept = self.options.accounting.min_mse_bound
+        if kept is None or self.clip_weights is None or self.ledger is None:
+            return
+        spent = kept * self.ledger.sums["trace"][rows] / self.ledger.own_coordinates[rows]
+        weights = weights_for_the_rest(spent)
+        if self.first_weights is not None:
+            weights = weights * self.first_weights[rows]
+        self.clip_weights = self.clip_weights.index_copy(0, rows, weights)
+
     def _empty_history(self, device: torch.device) -> NormHistory:
         n = self.ids.num_examples
         if self.ranks is None:
-            return NormHistory(n, device, self.clip_weights)
+            return NormHistory(n, device, self.first_weights)
         every = max(1, round(1 / self._passes_per_step))
-        return SharedNormHistory(n, device, self.ranks, every, self.clip_weights)
+        return SharedNormHistory(n, device, self.ranks, every, self.first_weights)
 
     @contextlib.contextmanager
     def generator_kept(self, state: Tensor) -> Iterator[None]:
@@ -383,7 +403,9 @@ class Run:
             "test_matrix": test_matrix,
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
-            "clip_weights": self.clip_weights,
+            "clip_weights": self.first_weights,
+            "min_mse_bound": self.options.accounting.min_mse_bound,
+            "present_weights": self.clip_weights,
         }
         return state if self._whole is None else {**state, "ranks": self._whole.parts}
 
@@ -392,7 +414,10 @@ class Run:
         missing = [key for key in _STATE if key not in state]
         if missing:
             raise ValueError(f"the run's state lacks {missing}; was it saved by another version?")
-        check_same_weights(state.get("clip_weights"), self.clip_weights, self.ids)
+        check_same_weights(state.get("clip_weights"), self.first_weights, self.ids)
+        kept, own = state.get("min_mse_bound"), self.options.accounting.min_mse_bound
+        if kept != own:
+            raise ValueError(f"the saved run keeps min_mse_bound={kept}, this run {own}; pass the same")
         ledger, track = None, self.options.accounting.track
         if state["ledger"] is not None:
             ledger = Ledger.from_state_dict(state["ledger"], self.device)
@@ -416,6 +441,8 @@ class Run:
             take_part(self.ranks, state.get("ranks"), ledger, history.steps, self.generator)
         self.pace.load_state_dict(state["pace"])
         self.ledger, self.history, self.timeline, self._whole = ledger, history, timeline, None
+        present = state.get("present_weights")
+        self.clip_weights = self.first_weights if present is None else present.to(self.device)
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
         self.drop_staged()
