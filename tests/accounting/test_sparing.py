@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchfil.accounting.goal import Exposure, Goal, divergence_of_rate
+from torchfil.accounting.goal import Exposure, Goal
 from torchfil.accounting.sparing import (
     RoundWeights,
     group_factors,
@@ -20,7 +20,6 @@ from torchfil.accounting.sparing import (
     rounded_down,
     smallest_in_cell,
 )
-from torchfil.guessing import largest_true_positive_rate
 
 positive = st.floats(1e-6, 1e6)
 
@@ -126,34 +125,3 @@ def test_groups_must_be_made_of_whole_cells() -> None:
         RoundWeights.starting(None, range(4), [0, 1, 0, 1], [0, 0, 1, 1])
     nested = RoundWeights.starting(None, range(4), [0, 0, 1, 1], [0, 1, 2, 2])
     assert nested.groups is not None
-
-
-@given(st.floats(0.02, 0.99))
-def test_divergence_of_a_rate(rate: float) -> None:
-    found = float(largest_true_positive_rate(divergence_of_rate(rate, 0.01), 0.01))
-    assert found == pytest.approx(rate, abs=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"target": 0.0}, "target=0.0 must be a positive, finite MSE bound"),
-        ({"target": 0.005, "question": "member"}, "target=0.005 must lie between false_positive_rate=0.01 and 1"),
-        ({"target": 1.0, "share": 0.1}, "target=1.0 and share=0.1 both say"),
-        ({"share": 1.0}, "share=1.0 must lie strictly between 0 and 1"),
-        ({"confidence": 0.3}, "confidence=0.3 must lie strictly between 0.5 and 1"),
-        ({"group_ratio": 1.0}, "group_ratio=1.0 must be above 1"),
-        ({"question": "member", "false_positive_rate": 0.0}, "false_positive_rate=0.0 must lie strictly"),
-    ],
-)
-def test_goals_that_are_none(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Goal(**options)  # type: ignore[arg-type]
-
-
-def test_a_share_becomes_a_target() -> None:
-    goal = Goal(share=0.1).settled(exposed(torch.arange(1.0, 101.0)))
-    assert goal.target == pytest.approx(1 / 90)  # ten examples are above 90
-    assert Goal(has_groups=True).settled(exposed([1.0, 2.0])).target is None
-    with pytest.raises(ValueError, match="only 1 of 20 examples leak anything"):
-        Goal(share=0.2).settled(exposed([1.0] + [0.0] * 19))
