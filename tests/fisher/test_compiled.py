@@ -66,10 +66,17 @@ def compare(
         assert relative_error(got[name], want[name]) < tolerance, name
 
 
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was recorded is run as it is. torch.compile reads it anew, which takes most of the time: test_models."""
+    monkeypatch.setattr(torch, "compile", lambda recorded, **_: recorded)
+
+
 TRACED_IN_THEIR_OWN_WAY = [name for name in LAYERS if "conv2d" in name or name == "groupnorm"]
 
 
 @pytest.mark.parametrize("name", [*TRACED_IN_THEIR_OWN_WAY, "linear on few tokens", "layernorm", "conv1d", "prelu"])
+@pytest.mark.usefixtures("without_compiler")
 def test_each_layer_alone(name: str) -> None:
     torch.manual_seed(0)
     make, shape = LAYERS[name]
@@ -113,17 +120,15 @@ def small_network() -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_inductor_gives_the_same() -> None:
-    """Strides and poolings that overlap, and probes worked at together."""
+@pytest.mark.parametrize("convolutions", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_inductor_gives_the_same(convolutions: bool) -> None:
+    """Probes worked at together; and strides and poolings that overlap, whose kernels take a compiler its time."""
     torch.manual_seed(1)
-    convolutions = [
-        nn.Conv2d(1, 4, 3, stride=2, padding=2),
-        nn.Tanh(),
-        nn.AvgPool2d(2, 1),
-        nn.Conv2d(4, 3, 3, stride=2),
-    ]
-    network = nn.Sequential(*convolutions, nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
-    before, after = passes_of(network.double(), (1, 9, 9))
+    network: nn.Module = nn.Linear(4, 3)
+    if convolutions:
+        layers = [nn.Conv2d(1, 4, 3, stride=2, padding=2), nn.Tanh(), nn.AvgPool2d(2, 1), nn.Conv2d(4, 3, 3, stride=2)]
+        network = nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+    before, after = passes_of(network.double(), (1, 9, 9) if convolutions else (4,))
 
     def run(gradients: ExampleGradients, probes: Tensor, at_once: int) -> list[Tensor]:
         jacobian = RecordedJacobian(gradients, MECHANISM.clip, 1.0)
@@ -257,6 +262,7 @@ class _Uncaptured:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's graphs are real")
+@pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize(("wrong", "expected"), [(None, (True, 3)), ("together", (True, 1)), ("always", (False, 1))])
 def test_what_is_compiled_wrongly_is_not_used(
     wrong: str | None, expected: tuple[bool, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
