@@ -24,6 +24,7 @@ from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import RecordedJacobian
+from torchfil.fisher.recording import compiled as compiled_module
 from torchfil.fisher.recording.compiled import CompilationError, CompiledPass
 from torchfil.fisher.rules.products import exact_convolutions
 from torchfil.fisher.rules.tracing import being_traced
@@ -118,17 +119,23 @@ def small_network() -> nn.Module:
     return nn.Sequential(*convolutions, nn.GroupNorm(2, 8), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("convolutions", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_inductor_gives_the_same(convolutions: bool) -> None:
-    """Probes worked at together; and strides and poolings that overlap, whose kernels take a compiler its time."""
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=[pytest.mark.long, NEEDS_COMPILER])]
+)
+def test_inductor_gives_the_same(backend: str) -> None:
+    """Strides and poolings that overlap, and probes worked at together; in short without inductor's C++."""
     torch.manual_seed(1)
-    network: nn.Module = nn.Linear(4, 3)
-    if convolutions:
-        layers = [nn.Conv2d(1, 4, 3, stride=2, padding=2), nn.Tanh(), nn.AvgPool2d(2, 1), nn.Conv2d(4, 3, 3, stride=2)]
-        network = nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
-    before, after = passes_of(network.double(), (1, 9, 9) if convolutions else (4,))
+    convolutions = [
+        nn.Conv2d(1, 4, 3, stride=2, padding=2),
+        nn.Tanh(),
+        nn.AvgPool2d(2, 1),
+        nn.Conv2d(4, 3, 3, stride=2),
+    ]
+    network = nn.Sequential(*convolutions, nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+    before, after = passes_of(network.double(), (1, 9, 9))
 
     def run(gradients: ExampleGradients, probes: Tensor, at_once: int) -> list[Tensor]:
         jacobian = RecordedJacobian(gradients, MECHANISM.clip, 1.0)
@@ -136,9 +143,15 @@ def test_inductor_gives_the_same(convolutions: bool) -> None:
         return [jacobian.norm, jacobian.norm_gradient, rows]
 
     probes = torch.randn(2, 3, before.num_parameters, dtype=torch.float64, device=DEVICE)
-    compiled = CompiledPass(partial(run, at_once=3), before, probes[0])
+    compiled = CompiledPass(partial(run, at_once=3), before, probes[0], backend=backend)
     for found, true in zip(compiled(after, probes[1]), run(after, probes[1], 1), strict=True):
         assert relative_error(found, true) < 1e-9
+
+
+def test_inductor_knows_its_options() -> None:
+    torch.compile(nn.Linear(2, 2), options=compiled_module._options())  # unknown ones are refused before compiling
+    with pytest.raises(RuntimeError, match="no_such_option"):
+        torch.compile(nn.Linear(2, 2), options={"no_such_option": True})
 
 
 @pytest.mark.slow
