@@ -43,7 +43,7 @@ def test_coordinates_and_probes_estimate_the_same() -> None:
     generator = torch.Generator().manual_seed(1)
     columns = paper.column_estimates(gradients, 9, generator)
     for count in (1, 3):
-        drawn = paper.traces(gradients, count, 400, generator)
+        drawn = paper.traces(gradients, count, 400 // count, generator)
         torch.testing.assert_close(drawn.mean(dim=0), columns.mean(dim=0), rtol=0.15, atol=0)
 
 

@@ -24,6 +24,7 @@ from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import RecordedJacobian
+from torchfil.fisher.recording import compiled as compiled_module
 from torchfil.fisher.recording.compiled import CompilationError, CompiledPass
 from torchfil.fisher.rules.products import exact_convolutions
 from torchfil.fisher.rules.tracing import being_traced
@@ -66,10 +67,17 @@ def compare(
         assert relative_error(got[name], want[name]) < tolerance, name
 
 
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was recorded is run as it is. torch.compile reads it anew, which takes most of the time: test_models."""
+    monkeypatch.setattr(torch, "compile", lambda recorded, **_: recorded)
+
+
 TRACED_IN_THEIR_OWN_WAY = [name for name in LAYERS if "conv2d" in name or name == "groupnorm"]
 
 
 @pytest.mark.parametrize("name", [*TRACED_IN_THEIR_OWN_WAY, "linear on few tokens", "layernorm", "conv1d", "prelu"])
+@pytest.mark.usefixtures("without_compiler")
 def test_each_layer_alone(name: str) -> None:
     torch.manual_seed(0)
     make, shape = LAYERS[name]
@@ -111,10 +119,14 @@ def small_network() -> nn.Module:
     return nn.Sequential(*convolutions, nn.GroupNorm(2, 8), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_inductor_gives_the_same() -> None:
-    """Strides and poolings that overlap, and probes worked at together."""
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=[pytest.mark.long, NEEDS_COMPILER])]
+)
+def test_inductor_gives_the_same(backend: str) -> None:
+    """Strides and poolings that overlap, and probes worked at together; in short without inductor's C++."""
     torch.manual_seed(1)
     convolutions = [
         nn.Conv2d(1, 4, 3, stride=2, padding=2),
@@ -131,9 +143,15 @@ def test_inductor_gives_the_same() -> None:
         return [jacobian.norm, jacobian.norm_gradient, rows]
 
     probes = torch.randn(2, 3, before.num_parameters, dtype=torch.float64, device=DEVICE)
-    compiled = CompiledPass(partial(run, at_once=3), before, probes[0])
+    compiled = CompiledPass(partial(run, at_once=3), before, probes[0], backend=backend)
     for found, true in zip(compiled(after, probes[1]), run(after, probes[1], 1), strict=True):
         assert relative_error(found, true) < 1e-9
+
+
+def test_inductor_knows_its_options() -> None:
+    torch.compile(nn.Linear(2, 2), options=compiled_module._options())  # unknown ones are refused before compiling
+    with pytest.raises(RuntimeError, match="no_such_option"):
+        torch.compile(nn.Linear(2, 2), options={"no_such_option": True})
 
 
 @pytest.mark.slow
@@ -257,6 +275,7 @@ class _Uncaptured:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's graphs are real")
+@pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize(("wrong", "expected"), [(None, (True, 3)), ("together", (True, 1)), ("always", (False, 1))])
 def test_what_is_compiled_wrongly_is_not_used(
     wrong: str | None, expected: tuple[bool, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
