@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import multiprocessing.connection
+import os
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 120
+TIMEOUT = 240
+PRELOADED = ["rank_checkpoints", "rank_faults"]  # and with them torchfil
 
 
 class RankPool:
@@ -24,7 +27,7 @@ class RankPool:
 
     def __init__(self, size: int, folder: Path) -> None:
         self.size = size
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self._processes, self._ends = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -62,6 +65,16 @@ class RankPool:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def _context() -> Any:
+    """Where there is no GPU, processes are forked from one that has imported everything, and has done nothing else."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)  # the server reads it
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def serve(rank: int, size: int, store: Path, end: Connection) -> None:

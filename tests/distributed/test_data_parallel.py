@@ -54,7 +54,8 @@ def test_two_ranks_are_one_process_in_other_runs(two_ranks: RankPool, tmp_path: 
 @pytest.mark.parametrize("name", ["digits", "texts"])
 def test_four_ranks_are_one_process(four_ranks: RankPool, tmp_path: Path, name: str) -> None:
     parts = compare(four_ranks, tmp_path, **RUNS[name])
-    assert any(not draw for part in parts for draw in part.draws) or name == "digits"  # empty local batches
+    if name == "texts":  # a rank whose very first batch is empty
+        assert any(not part.draws[0] for part in parts)
 
 
 def scattered(ranks: int, n: int = 61, steps: int = 14) -> list[list[list[int]]]:

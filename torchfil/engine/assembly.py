@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from opacus.data_loader import CollateFnWithEmpty
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
+from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.batches import BatchTracker
 from torchfil.engine.loader import FILDataLoader
 from torchfil.engine.looks import DatasetLooks
@@ -143,6 +145,9 @@ def assemble(
         tracker.begin_pass()
         _check_pass(run, private_optimizer, len(prepared.dataset))  # type: ignore[arg-type]
 
+    if ranks is not None and isinstance(prepared.collate_fn, CollateFnWithEmpty):
+        with generators_kept():  # it learns what batches look like: a rank's first may be empty
+            prepared.collate_fn([prepared.dataset[0]])
     loader = FILDataLoader(prepared, tracker, begin_pass, ranks)
     return PrivateTraining(run, replica, checks, pipeline, looks, private_module, private_optimizer, loader, watcher)
 
