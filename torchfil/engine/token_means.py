@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchfil.fisher.precision import wide
+
 __all__ = ["WEIGHTED_BY_TOKENS", "TokenMean", "uneven"]
 
 WEIGHTED_BY_TOKENS = (
@@ -59,7 +61,7 @@ class TokenMean:
             result: Tensor = self.criterion(outputs, targets)
             return result
         if self.shifted:
-            outputs = outputs[:, :-1]
+            outputs = wide(outputs[:, :-1])  # as language models do it, whatever they are held in
         if self.classes_last:
             outputs = outputs.movedim(-1, 1)
         total: Tensor = self._summed(outputs, self._compared(targets))
