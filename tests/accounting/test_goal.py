@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ def exposed(values: list[float] | Tensor) -> Exposure:
     return Exposure(value, value, torch.ones(len(value), dtype=torch.bool))
 
 
+@settings(deadline=None)
 @given(st.floats(0.02, 0.99))
 def test_divergence_of_a_rate(rate: float) -> None:
     found = float(largest_true_positive_rate(divergence_of_rate(rate, 0.01), 0.01))

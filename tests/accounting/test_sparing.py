@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,6 +34,7 @@ def is_on_grid(weights: Tensor, grid: int) -> bool:
     return bool(((steps - steps.round()).abs() < 1e-6).all())
 
 
+@settings(deadline=None)
 @given(st.lists(positive, min_size=1, max_size=20), positive, st.integers(1, 16), st.floats(1, 3))
 def test_lowered_weights(values: list[float], most: float, grid: int, margin: float) -> None:
     """What is foreseen meets the target with its margin, by less than a step of the grid more than needed."""
@@ -59,6 +60,7 @@ def test_an_unmeasured_example_keeps_its_weight() -> None:
     assert lowered_weights(torch.ones(2), exposure, 1.0)[1] == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1e-3, 1), min_size=1, max_size=20), st.integers(1, 16))
 def test_rounding_down(values: list[float], grid: int) -> None:
     weights = torch.tensor(values, dtype=torch.float64)
