@@ -9,7 +9,6 @@ import numpy as np
 
 from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, QuestionRecord, SavedRun, Texts
 
-
 SPARED = (0, 1, 2)  # their places, the most spared last
 
 

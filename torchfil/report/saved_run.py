@@ -225,9 +225,9 @@ class SavedRun:
                     f"{len(question.answers)} answers"
                 )
         for name, series in (("history", self.history), ("rounds", self.rounds)):
-            shapes = {column: list(values.shape) for column, values in series.items()}
-            if any(len(shape) != 1 for shape in shapes.values()) or len({shape[0] for shape in shapes.values()}) > 1:
-                raise ValueError(f"{name}'s columns must have one length, got shapes {shapes}")
+            lengths = {column: list(values.shape) for column, values in series.items()}
+            if any(len(shape) != 1 for shape in lengths.values()) or len({shape[0] for shape in lengths.values()}) > 1:
+                raise ValueError(f"{name}'s columns must have one length, got shapes {lengths}")
 
     def _check_rows(self) -> None:
         """What has entries for some examples names them by their place, and has one entry each."""
