@@ -11,7 +11,7 @@ import numpy as np
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, count, join, number, percent, table, tag
 from torchfil.report.saved_run import SavedRun
-from torchfil.report.status import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
+from torchfil.report.status import BLANK_WHERE_UNKNOWN, LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = ["render"]
 
@@ -74,24 +74,25 @@ def render(report: Report) -> Markup | None:
 
 def _who(run: SavedRun) -> Markup:
     """The most spared by id, each opening the example's details."""
-    weights, unknown = np.asarray(run.clip_weights, dtype=np.float64), status_of(run) == NOT_MEASURED
+    weights, status = np.asarray(run.clip_weights, dtype=np.float64), status_of(run)
     spared = np.flatnonzero(weights < 1)
 
     # of equal weights, those that leak most come first, and what was not measured last
-    fil = np.where(unknown, -math.inf, np.asarray(run.columns["fil"], dtype=np.float64))
+    fil = np.where(status == NOT_MEASURED, -math.inf, np.asarray(run.columns["fil"], dtype=np.float64))
     order = spared[np.lexsort((-fil[spared], weights[spared]))][:LINES]
+
+    def cell(name: str, row: int) -> str:
+        if status[row] == NOT_MEASURED and name in BLANK_WHERE_UNKNOWN:
+            return "not measured"
+        in_part = ", measured in part" if status[row] == LOWER_BOUND and name == "mse_bound" else ""
+        return number(float(run.columns[name][row]), even=True) + in_part
 
     shown = [(label, name) for label, name in _OF_EXAMPLES if name in run.columns]
     rows = [
         [
             tag("button", str(run.ids[row]), type="button", class_="link", data_row=row, aria_haspopup="dialog"),
-            number(weights[row]),
-            *(
-                "not measured"
-                if unknown[row] and name in BLANK_WHERE_UNKNOWN
-                else number(float(run.columns[name][row]))
-                for _, name in shown
-            ),
+            number(weights[row], even=True),
+            *(cell(name, row) for _, name in shown),
         ]
         for row in order.tolist()
     ]
@@ -130,17 +131,16 @@ def _is_known(values: list[Any]) -> bool:
 
 
 def _aim(report: Report) -> str:
-    """What the rounds aimed at, what the worst is, and, unless redacted, whether it was reached."""
+    """How the weights came about and, unless redacted, what was aimed at, what the worst is and whether it was met."""
+    text = "The weights were chosen in rounds of training, each from the leakage of the round before"
+    if report.summary.redacted:
+        return f"{text}. This version tells how many each round spared, and nothing that rests on single examples."
     question, target = report.about("equalised", "question"), report.about("equalised", "target")
     of = "smallest MSE bound (unbiased attackers)"
     if question is not None:
         of = f"largest true-positive rate on “{question}” (every attacker)"
     aim = "groups that leak alike" if target is None else f"a {of} of {number(target)}"
-    text = (
-        f"The weights were chosen in rounds of training, each from the leakage of the round before; the aim was {aim}."
-    )
-    if report.summary.redacted:
-        return text + " This version tells how many each round spared, and nothing that rests on single examples."
+    text += f"; the aim was {aim}."
     met = report.about("equalised", "met")
     text += "" if met is None else " The aim was met." if met else " The aim was not met."
     text += f" “Worst” is the {of}, estimated from that training alone; random are its batches and noise."
