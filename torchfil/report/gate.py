@@ -51,7 +51,13 @@ def check(run: SavedRun, policy: Policy) -> list[Verdict]:
 
 
 def notes(run: SavedRun) -> list[str]:
-    """What a reader of the verdicts should know and no rule judges: choices made from the data, held fixed."""
+    """What a reader of the verdicts should know and no rule judges: choices that bounds and ε take as given.
+
+    Example:
+        >>> weights = np.array([1.0, 0.5, 1.0])
+        >>> notes(SavedRun(about={}, ids=np.arange(3), columns={"clip_weight": weights}))
+        ['1 example was trained with a smaller weight, of 3: bounds and ε take the weights as fixed']
+    """
     found, count = [], int(is_spared(run).sum())
     if count:
         were = "example was" if count == 1 else "examples were"

@@ -30,7 +30,13 @@ class SparedSummary:
 
 
 def is_spared(run: SavedRun) -> np.ndarray:
-    """Which examples were trained with ω < 1, [n] booleans."""
+    """Which examples were trained with ω < 1, [n] booleans.
+
+    Example:
+        >>> run = SavedRun(about={}, ids=np.arange(3), columns={"clip_weight": np.array([1.0, 0.5, 1.0])})
+        >>> is_spared(run).tolist()
+        [False, True, False]
+    """
     return np.asarray(run.clip_weights, dtype=np.float64) < 1
 
 

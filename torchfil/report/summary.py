@@ -67,8 +67,8 @@ PUBLIC = {
         "loss",
     ),
     "versions": ("torchfil", "torch", "opacus", "python"),
-    # neither how many pilots there were nor whether a target was met, for both rest on the most exposed example; nothing
-    # of what equalising aimed at, for its target may be read off an example
+    # neither how many pilots there were nor whether their target was met: both rest on the most exposed example;
+    # nothing of "equalised", whose target may be read off an example
     "noise_choice": ("target", "confidence"),
 }
 
