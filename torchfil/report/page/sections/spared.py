@@ -26,12 +26,12 @@ _OF_EXAMPLES = (
     ("own ε", "epsilon"),
 )
 _OF_ROUNDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("Worst", "worst", number),
-    ("its conservative end", "worst_end", number),
-    ("Short of the target", "num_below", count),
     ("Spared", "num_spared", count),
-    ("Smallest ω", "smallest_weight", number),
-    ("Groups’ ratio", "group_ratio", number),
+    ("Least ω", "smallest_weight", number),
+    ("Worst", "worst", number),
+    ("its end", "worst_end", number),
+    ("Short", "num_below", count),
+    ("Groups", "group_ratio", number),
     ("Score", "score", lambda score: number(score, 4)),
     ("ε", "epsilon", number),
     ("Seconds", "seconds", lambda seconds: f"{seconds:,.0f}"),
@@ -143,7 +143,14 @@ def _aim(report: Report) -> str:
     text += f"; the aim was {aim}."
     met = report.about("equalised", "met")
     text += "" if met is None else " The aim was met." if met else " The aim was not met."
-    text += f" “Worst” is the {of}, estimated from that training alone; random are its batches and noise."
-    if report.summary.spared is not None and _is_known(report.summary.spared.rounds.get("group_ratio", [])):
-        text += " “Groups’ ratio” is the largest over the smallest of the groups’ arithmetic means."
-    return text + " “Fresh” trainings had their weights beforehand, and nothing was chosen from them."
+    text += (
+        f" “Worst” is the {of}, estimated from that training alone, with the conservative end of its interval; random "
+        "are its batches and noise. “Short” counts the examples that missed the aim."
+    )
+    rounds = report.summary.spared.rounds if report.summary.spared is not None else {}
+    if _is_known(rounds.get("group_ratio", [])):
+        of_groups = "FIL" if question is None else "D"
+        text += f" “Groups” is the largest over the smallest of the groups’ arithmetic means of {of_groups}."
+    if any(rounds.get("fresh", [])):
+        text += " “Fresh” trainings had their weights beforehand, and nothing was chosen from them."
+    return text
