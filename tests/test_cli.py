@@ -89,7 +89,7 @@ class TestInspect:
         assert text.splitlines()[-1].endswith("keep them confidential.")
         data = json.loads(call("inspect", path, "--json", "--top", 2).stdout)
         assert [row["id"] for row in data["most_exposed"]] == [29, 28]
-        assert data["examples"] == {"total": 30, "not_measured": 0, "lower_bounds_only": 0}
+        assert data["examples"] == {"total": 30, "not_measured": 0, "lower_bounds_only": 0, "spared": 0}
 
     def test_a_run_that_measured_nothing(self, tmp_path: Path) -> None:
         empty = {name: np.zeros(30) for name in ("fil", "participations", "missed")}

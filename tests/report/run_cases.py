@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, QuestionRecord, SavedRun, Texts
+
+SPARED = (0, 1, 2)  # their places, the most spared last
 
 
 def _question(n: int) -> QuestionRecord:
@@ -15,7 +18,10 @@ def _question(n: int) -> QuestionRecord:
 
 
 def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: Any) -> SavedRun:
-    """A run with every part filled: two groups, three attributes, four pictures, one attack, one question."""
+    """A run with every part filled: two groups, three attributes, four pictures, one attack, one question.
+
+    Three examples were spared, in two rounds of training.
+    """
     rng = np.random.default_rng(seed)
     fil = rng.lognormal(size=n)
     parts: dict[str, Any] = {
@@ -31,6 +37,14 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
             "seed": 3,
             "created": "2024-01-01T00:00:00+00:00",
             "exact": False,
+            "noise_choice": {
+                "target": "every MSE bound at least 0.1",
+                "confidence": 0.95,
+                "num_pilots": 7,
+                "headroom": 1.25,
+                "measured": "smallest bound 0.13, at least 0.125 (95 %)",
+            },
+            "equalised": {"question": None, "target": 0.1, "met": True, "stopped": "target met"},
         },
         "ids": np.asarray([f"Zoë {i}" for i in range(n)]) if text_ids else np.arange(n),
         "columns": {
@@ -43,6 +57,8 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
             "missed": np.zeros(n, dtype=np.int64),
             "squared_norm": rng.random(n),
             "epsilon": 2.5 * rng.random(n),
+            "clip_weight": np.where(np.isin(np.arange(n), SPARED), 2 ** (-0.25 * (1 + np.arange(n))), 1.0),
+            "fil_before": np.where(np.isin(np.arange(n), SPARED), 3.07, 1.03) * fil,
         },
         "attributes": Attributes(["age", "height", "vkorc1=CT"], ["years", "cm", ""], 1 + rng.random((n, 3))),
         "groups": {"sex": rng.choice(np.asarray(["f", "m"]), size=n), "site": np.asarray(["A"] * n)},
@@ -62,5 +78,17 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
             )
         ],
         "questions": [_question(n)],
+        "rounds": {
+            "worst": np.asarray([0.0123, 0.0987]),
+            "worst_end": np.asarray([0.0112, 0.0876]),
+            "num_below": np.asarray([3, 0]),
+            "num_spared": np.asarray([0, 3]),
+            "smallest_weight": np.asarray([1.0, 0.5946]),
+            "group_ratio": np.asarray([1.871, 1.043]),
+            "score": np.asarray([0.9835, 0.9836]),
+            "epsilon": np.asarray([math.nan, math.nan]),
+            "seconds": np.asarray([61.0, 62.0]),
+            "fresh": np.asarray([False, True]),
+        },
     }
     return SavedRun(**{**parts, **changes})

@@ -10,9 +10,10 @@ import click
 import numpy as np
 
 from torchfil.cli.output import FAILED, Output, number, table, with_output
-from torchfil.report.gate import Verdict, check
+from torchfil.report.gate import Verdict, check, notes
 from torchfil.report.policy import TEMPLATE, load_policy
 from torchfil.report.saved_run import SavedRun, load
+from torchfil.report.spared import is_spared
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 from torchfil.utils.files import write_bytes
 
@@ -66,10 +67,12 @@ def gate(ctx: click.Context, run: Path | None, policy: Path, init: bool, out: Ou
         return
     if run is None:
         raise click.UsageError("name a saved run, or use --init to write a policy", ctx)
-    verdicts = check(load(run), load_policy(policy))
+    saved = load(run)
+    verdicts, remarks = check(saved, load_policy(policy)), notes(saved)
     passed = all(verdict.passed for verdict in verdicts)
     shown = [verdict for verdict in verdicts if not (out.quiet and verdict.passed)]
-    out.result(_verdicts(shown, passed), {"passed": passed, "rules": [asdict(verdict) for verdict in verdicts]})
+    text = "\n".join([_verdicts(shown, passed), *([] if out.quiet else [f"note: {remark}" for remark in remarks])])
+    out.result(text, {"passed": passed, "rules": [asdict(verdict) for verdict in verdicts], "notes": remarks})
     ctx.exit(0 if passed else FAILED)
 
 
@@ -128,6 +131,7 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
             "total": len(run),
             "not_measured": int((status == NOT_MEASURED).sum()),
             "lower_bounds_only": int((status == LOWER_BOUND).sum()),
+            "spared": int(is_spared(run).sum()),
         },
         "fil": dict(zip(("median", "q95", "max"), quantiles, strict=True)),
         "smallest_mse_bound": float(low.min()) if len(low) else None,
@@ -179,6 +183,8 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
         )
     if examples["lower_bounds_only"]:
         lines.append(["in part", f"{examples['lower_bounds_only']:,} examples: some of their steps were not measured"])
+    if examples["spared"]:
+        lines.append(["spared", f"{examples['spared']:,} examples: trained with a smaller weight, held fixed here"])
     if run.groups:
         lines.append(["groups", ", ".join(f"{name} ({count})" for name, count in data["groups"].items())])
     if run.attributes is not None:

@@ -91,6 +91,8 @@ class Equalised:
             different noise with the "gdp" accountant.
         worst_of_all_rounds: The smallest bound (or largest rate), estimates added over all rounds, in that case.
         question: The question that was meant; None: Fisher information.
+        fil_before: η̄ of every example in the first round, [n], NaN where it was not measured; None where that round
+            had weights already.
     """
 
     weights: Tensor
@@ -107,6 +109,7 @@ class Equalised:
     epsilon_of_all_rounds: float | None = None
     worst_of_all_rounds: float | None = None
     question: str | None = None
+    fil_before: Tensor | None = field(default=None, repr=False)
 
     @property
     def num_spared(self) -> int:

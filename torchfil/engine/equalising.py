@@ -155,6 +155,7 @@ def equalise(
         epsilon_of_all_rounds=rounds.epsilon_of_all(),
         worst_of_all_rounds=goal.shown(float(rounds.total_exposure.max())),
         question=question,
+        fil_before=rounds.fil_before,
     )
 
 
@@ -255,6 +256,7 @@ class _Rounds:
         self._missing: list[float] = []
         self.history: list[Round] = []
         self.total_exposure = torch.zeros(())
+        self.fil_before: Tensor | None = None
 
     def train(self, weights: Tensor | None, goal: Goal) -> _Trained:
         """One training with these weights."""
@@ -279,6 +281,9 @@ class _Rounds:
         self._accountants.append(accountant)
         self.total_exposure = self.total_exposure + exposure.value
         worst, worst_end = exposure.largest()
+        if not self.history and bool((values == 1).all()):
+            fil = trained.leakage.get_mse_bound().value.rsqrt().cpu()
+            self.fil_before = fil.masked_fill(~exposure.measured.cpu(), torch.nan)
         self.history.append(
             Round(
                 worst=goal.shown(worst),

@@ -21,8 +21,10 @@ from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison
 from torchfil.bounds import PopulationBound, Prior, mse_from_rdp, population_mse_bound, replace_one_rdp
 from torchfil.engine.assembly import PrivateTraining
+from torchfil.engine.calibration import NoiseChoice
 from torchfil.engine.clip_weights import weights_in_words
 from torchfil.engine.epsilon import individual_epsilon
+from torchfil.engine.equalised import Equalised
 from torchfil.engine.options import Accounting
 from torchfil.engine.robustness import everybodys_robustness, individual_robustness, robustness_with_known_batches
 from torchfil.engine.run_view import RunView
@@ -39,6 +41,7 @@ class LeakageReading(PrivacyEngine):
     """The part of the engine that reads: FIL, bounds, attributes, groups, individual ε, run files."""
 
     _made: PrivateTraining | None
+    _choice: NoiseChoice | None = None
 
     @property
     def _training(self) -> PrivateTraining:
@@ -317,6 +320,7 @@ class LeakageReading(PrivacyEngine):
         texts: Sequence[Sequence[str]] | None = None,
         attacks: Sequence[AttackResult | BoundComparison] = (),
         hash_data: bool = True,
+        equalised: Equalised | None = None,
     ) -> Path:
         """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
 
@@ -342,6 +346,8 @@ class LeakageReading(PrivacyEngine):
             attacks: What attacks on the run achieved (measure "mse"); each is set beside the run's bounds, unless it
                 comes from :func:`torchfil.compare_with_bounds`.
             hash_data: Whether to read through the data set for its checksum.
+            equalised: What :func:`torchfil.equalise` gave, whose ``engine`` this is: the report then tells what each
+                round did, and how groups stood before.
         """
         view = self._view(delta)
         if not self._writes:
@@ -358,6 +364,7 @@ class LeakageReading(PrivacyEngine):
             texts=texts,
             attacks=attacks,
             hash_data=hash_data,
+            equalised=equalised,
         )
         return save(run, path)
 
@@ -410,6 +417,7 @@ class LeakageReading(PrivacyEngine):
             rdp_mse_bound=self.get_rdp_mse_bound,
             plis=partial(looks.plis, optimizer=optimizer, private=True) if run.loss is not None else None,
             clip_weights=run.clip_weights,
+            noise_choice=self._choice,
         )
 
 

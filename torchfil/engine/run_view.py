@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.timeline import Timeline
+from torchfil.engine.calibration import NoiseChoice
 from torchfil.engine.loader import split_batch
 from torchfil.engine.options import RunOptions
 from torchfil.private import as_call
@@ -42,6 +43,7 @@ class RunView:
         rdp_mse_bound: From the range of a coordinate and ``reading=`` to the bound of Theorem 1.
         plis: From row numbers to their PLIS by private tensor, [rows, …]; None before the loss is known.
         clip_weights: ω of every example, [n]; None: none were given.
+        noise_choice: How pilots chose σ; None: it was given.
     """
 
     leakage: Leakage
@@ -63,6 +65,7 @@ class RunView:
     rdp_mse_bound: Callable[..., float]
     plis: Callable[[Sequence[int]], Mapping[Hashable, Tensor]] | None
     clip_weights: Tensor | None = None
+    noise_choice: NoiseChoice | None = None
 
     def inputs(self, rows: Sequence[int]) -> dict[Hashable, Any]:
         """What the model is called with for these examples, by place and by name, [rows, …] each."""

@@ -17,7 +17,14 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
 from torchfil.engine.augmentation import generators_kept
+from torchfil.engine.chosen import (
+    check_trained_with,
+    columns_of_rounds,
+    equalised_in_short,
+    noise_choice_in_short,
+)
 from torchfil.engine.epsilon import epsilon_over_time
+from torchfil.engine.equalised import Equalised
 from torchfil.engine.exposed_words import exposed_words
 from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.robustness import everybodys_robustness
@@ -48,6 +55,7 @@ def build_saved_run(
     texts: Sequence[Sequence[str]] | None = None,
     attacks: Sequence[AttackResult | BoundComparison] = (),
     hash_data: bool = True,
+    equalised: Equalised | None = None,
 ) -> SavedRun:
     """Everything of a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`."""
     _check_parts(pictures, input_range, groups)
@@ -61,6 +69,10 @@ def build_saved_run(
     columns["epsilon"] = run.individual_epsilon.cpu().numpy()
     if run.clip_weights is not None:
         columns["clip_weight"] = run.clip_weights.cpu().numpy()
+    if equalised is not None:
+        check_trained_with(equalised, run)
+        if equalised.fil_before is not None:
+            columns["fil_before"] = equalised.fil_before.double().numpy()
 
     # both read examples of the data set, whose augmentation would move the generators of a run that goes on
     with generators_kept():
@@ -70,6 +82,8 @@ def build_saved_run(
     words = exposed_words(leakage, texts, length, columns["fil"], _MOST_TEXTS) if texts is not None else None
     about["title"] = title if title is not None else f"{about['model']['name']} on {len(columns['fil']):,} examples"
     about["unit_of_inputs"] = unit_of_inputs
+    about["noise_choice"] = noise_choice_in_short(run)
+    about["equalised"] = None if equalised is None else equalised_in_short(equalised)
     about["dataset"]["input_range"] = [float(end) for end in input_range] if input_range is not None else None
 
     return SavedRun(
@@ -84,6 +98,7 @@ def build_saved_run(
         bounds=_bounds(run, input_range),
         attacks=records,
         questions=[_question(leakage, name) for name in leakage.ledger.questions],
+        rounds={} if equalised is None else columns_of_rounds(equalised),
     )
 
 

@@ -14,9 +14,10 @@ import numpy as np
 
 from torchfil.report.policy import Policy, PolicyError, nearest
 from torchfil.report.saved_run import SavedRun
+from torchfil.report.spared import is_spared
 from torchfil.report.status import NOT_MEASURED, status_of
 
-__all__ = ["Verdict", "check"]
+__all__ = ["Verdict", "check", "notes"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,26 @@ def check(run: SavedRun, policy: Policy) -> list[Verdict]:
         PolicyError: It names an attribute that the run does not have.
     """
     return [verdict for rule in _RULES for verdict in rule(run, policy)]
+
+
+def notes(run: SavedRun) -> list[str]:
+    """What a reader of the verdicts should know and no rule judges: choices that bounds and ε take as given.
+
+    Example:
+        >>> weights = np.array([1.0, 0.5, 1.0])
+        >>> notes(SavedRun(about={}, ids=np.arange(3), columns={"clip_weight": weights}))
+        ['1 example was trained with a smaller weight, of 3: bounds and ε take the weights as fixed']
+    """
+    found, count = [], int(is_spared(run).sum())
+    if count:
+        were = "example was" if count == 1 else "examples were"
+        found.append(
+            f"{count:,} {were} trained with a smaller weight, of {len(run):,}: bounds and ε take the weights as fixed"
+        )
+    choice = run.about.get("noise_choice")
+    if choice is not None:
+        found.append(f"σ was chosen by pilots, for this target: {choice.get('target')}; bounds and ε take σ as given")
+    return found
 
 
 def _smallest_bound(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -180,6 +201,16 @@ def _violated_bounds(run: SavedRun, policy: Policy) -> list[Verdict]:
     return [Verdict("max_violated_bounds", broken <= limit, limit, broken, broken, detail)]
 
 
+def _spared(run: SavedRun, policy: Policy) -> list[Verdict]:
+    limit = policy.max_share_spared
+    if limit is None:
+        return []
+    count = int(is_spared(run).sum())
+    share = count / max(1, len(run))
+    detail = "share of examples that were trained with a smaller weight (clip_weights)"
+    return [Verdict("max_share_spared", share <= limit, limit, share, count, detail)]
+
+
 def _not_measured(run: SavedRun, policy: Policy) -> list[Verdict]:
     wrong = int((~_measured(run)).sum())
     share, limit = wrong / max(1, len(run)), policy.max_share_not_measured
@@ -204,6 +235,7 @@ _RULES: tuple[Callable[[SavedRun, Policy], list[Verdict]], ...] = (
     _individual_epsilon,
     _group_disparity,
     _violated_bounds,
+    _spared,
     _not_measured,
     _missed,
 )

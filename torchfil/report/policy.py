@@ -42,11 +42,12 @@ class Policy:
     max_group_disparity: float | None = None
     min_group_size: int = 10
     max_violated_bounds: int = 0
+    max_share_spared: float | None = None
     max_share_not_measured: float = 0.0
     max_examples_missed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_share_of_concern", "max_share_not_measured", "at_false_positive_rate"):
+        for name in ("max_share_of_concern", "max_share_spared", "max_share_not_measured", "at_false_positive_rate"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise PolicyError(f"{name} = {value} must be a share, between 0 and 1")

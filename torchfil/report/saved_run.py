@@ -159,10 +159,11 @@ class SavedRun:
 
     Attributes:
         about: JSON values: title, model, dataset, mechanism, epsilon, delta, accountant, versions, seed, created,
-            exact.
+            exact; noise_choice where pilots chose σ, equalised where torchfil.equalise chose the clip weights.
         ids: The examples' names, [n], int64 or strings.
         columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low, participations, missed,
-            squared_norm, epsilon (individual) where it was computed, and clip_weight where weights were given.
+            squared_norm, epsilon (individual) where it was computed, clip_weight where weights were given, and
+            fil_before, the FIL of a run without them (NaN: not measured), where it was saved.
         attributes: Per-attribute errors, where they were tracked.
         groups: By grouping, [n] labels (strings) each.
         pictures: Some examples as images.
@@ -171,6 +172,8 @@ class SavedRun:
         bounds: JSON values: rdp_mse_bound, rero; may be empty.
         attacks: Results of attacks; may be empty.
         questions: What any attacker could tell; may be empty.
+        rounds: What torchfil.equalise did, by name, [r] numbers each: worst, worst_end, spread, num_below, num_spared,
+            smallest_weight, group_ratio, score, epsilon, seconds, fresh (NaN: not known); may be empty.
     """
 
     about: dict[str, Any]
@@ -184,6 +187,7 @@ class SavedRun:
     attacks: list[AttackRecord] = field(default_factory=list)
     questions: list[QuestionRecord] = field(default_factory=list)
     texts: Texts | None = None
+    rounds: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.about, dict) or not isinstance(self.bounds, dict):
@@ -220,8 +224,10 @@ class SavedRun:
                     f"question {question.name!r} has divergences of shapes {sorted(shapes)} for {n} examples and "
                     f"{len(question.answers)} answers"
                 )
-        if len({len(values) for values in self.history.values()}) > 1:
-            raise ValueError(f"history's columns differ in length: { {k: len(v) for k, v in self.history.items()} }")
+        for name, series in (("history", self.history), ("rounds", self.rounds)):
+            lengths = {column: list(values.shape) for column, values in series.items()}
+            if any(len(shape) != 1 for shape in lengths.values()) or len({shape[0] for shape in lengths.values()}) > 1:
+                raise ValueError(f"{name}'s columns must have one length, got shapes {lengths}")
 
     def _check_rows(self) -> None:
         """What has entries for some examples names them by their place, and has one entry each."""
@@ -269,11 +275,16 @@ _NUMBERS = (
     "mechanism.num_probes",
     "mechanism.fil_rate",
     "mechanism.rel_error",
+    "noise_choice.confidence",
+    "noise_choice.num_pilots",
+    "noise_choice.headroom",
+    "equalised.target",
 )
 _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
-    **dict.fromkeys(("model", "dataset", "mechanism", "versions"), ("a dict", dict)),
+    **dict.fromkeys(("model", "dataset", "mechanism", "versions", "noise_choice", "equalised"), ("a dict", dict)),
     **dict.fromkeys(("title", "accountant", "created", "mechanism.probe_precision"), ("a text", str)),
-    "exact": ("true or false", bool),
+    **dict.fromkeys(("noise_choice.target", "equalised.question", "equalised.stopped"), ("a text", str)),
+    **dict.fromkeys(("exact", "equalised.met"), ("true or false", bool)),
     **dict.fromkeys(_NUMBERS, ("a number", (int, float))),
     "dataset.input_range": ("two numbers", list),
 }
@@ -374,6 +385,7 @@ def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         arrays["ids"] = run.ids.astype(np.int64)
     arrays |= {f"column/{name}": values for name, values in run.columns.items()}
     arrays |= {f"history/{name}": values for name, values in run.history.items()}
+    arrays |= {f"rounds/{name}": values for name, values in run.rounds.items()}
     if run.attributes is not None:
         arrays["attributes/error"] = run.attributes.error
         if run.attributes.error_low is not None:
@@ -412,7 +424,7 @@ def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     attacks = [
         {"name": each.name, "threat_model": each.threat_model, "testable": each.testable} for each in run.attacks
     ]
-    order = {"columns": list(run.columns), "groups": list(run.groups), "history": list(run.history)}
+    order = {kind: list(getattr(run, kind)) for kind in ("columns", "groups", "history", "rounds")}
     questions = [{"name": q.name, "answers": q.answers, "complete": q.complete} for q in run.questions]
     values = {"about": run.about, "bounds": run.bounds, "attacks": attacks, "order": order, "questions": questions}
     header = {key: json.dumps(value) for key, value in values.items()}
@@ -448,6 +460,7 @@ def _unpacked(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> Sa
         pictures=pictures,
         texts=texts,
         history={name: arrays[f"history/{name}"] for name in order["history"]},
+        rounds={name: arrays[f"rounds/{name}"] for name in order.get("rounds", [])},  # earlier files have none
         bounds=json.loads(header["bounds"]),
         attacks=[
             AttackRecord(

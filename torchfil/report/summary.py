@@ -21,6 +21,7 @@ from torchfil.report.aggregates import (
     windows,
 )
 from torchfil.report.saved_run import AttackRecord, Attributes, QuestionRecord, SavedRun
+from torchfil.report.spared import SparedSummary, summarise_spared
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = [
@@ -66,6 +67,9 @@ PUBLIC = {
         "loss",
     ),
     "versions": ("torchfil", "torch", "opacus", "python"),
+    # neither how many pilots there were nor whether their target was met: both rest on the most exposed example;
+    # nothing of "equalised", whose target may be read off an example
+    "noise_choice": ("target", "confidence"),
 }
 
 
@@ -91,6 +95,7 @@ class GroupSummary:
     low: float
     high: float
     compared: str  # "more", "less" or "": whether the interval lies above or below all examples' mean
+    fil_before: float | None = None  # of a run without clip weights; None: not known
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,8 @@ class Grouping:
     groups: list[GroupSummary]
     merged: int  # how many small groups stand together in the last row
     left_out: int  # how many groups are not shown
+    ratio: float | None = None  # of the groups that are shown, the largest η̄ over the smallest
+    ratio_before: float | None = None  # the same of a run without clip weights; None: not known
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,7 @@ class Summary:
     attacks: list[AttackSummary]
     questions: list[QuestionSummary]
     history: dict[str, list[float]]
+    spared: SparedSummary | None = None
 
 
 def blind_guess(about: dict[str, Any]) -> float | None:
@@ -235,10 +243,11 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         },
         epsilon_histogram=histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
         attributes=_attributes(run.attributes, measured, smallest),
-        groupings=[_grouping(name, labels, measured, fil, smallest) for name, labels in run.groups.items()],
+        groupings=[_grouping(run, name, measured, smallest) for name in run.groups],
         attacks=[_attack(attack, smallest) for attack in run.attacks],
         questions=[_question(question, measured, smallest) for question in run.questions],
         history=_history(run.history, redacted),
+        spared=summarise_spared(run, smallest),
     )
 
 
@@ -299,8 +308,9 @@ def _attributes(attributes: Attributes | None, measured: np.ndarray, smallest: i
     ]
 
 
-def _grouping(name: str, labels: np.ndarray, measured: np.ndarray, fil: np.ndarray, smallest: int) -> Grouping:
+def _grouping(run: SavedRun, name: str, measured: np.ndarray, smallest: int) -> Grouping:
     """Geometric means of η̄ by group, with Student's intervals on log η̄, widened for their number (Bonferroni)."""
+    labels = run.groups[name]
     sizes = dict(zip(*np.unique(labels, return_counts=True), strict=True))
     codes, names, merged = np.zeros(0, int), list[str](), 0
     if measured.any():
@@ -308,19 +318,51 @@ def _grouping(name: str, labels: np.ndarray, measured: np.ndarray, fil: np.ndarr
     if merged:
         names = [*names, f"{merged} small groups together" if merged > 1 else "one more group"]
 
-    # log 0 would take a whole group's mean with it: zeros count as the least that was measured
-    floor = fil[fil > 0].min() if (fil > 0).any() else 1.0
-    logs = np.log(np.maximum(fil, floor))
+    logs, logs_before = (_logs(run.columns.get(column), measured) for column in ("fil", "fil_before"))
     overall = float(logs.mean()) if len(logs) else math.nan
 
     rows = []
     for code, group in enumerate(names):
         own = logs[codes == code]
         everyone = len(own) if merged and code == len(names) - 1 else int(sizes[group])
-        rows.append(_group(group, own, everyone, overall, len(names), smallest))
+        before = _typical(logs_before[codes == code], smallest)
+        rows.append(replace(_group(group, own, everyone, overall, len(names), smallest), fil_before=before))
     rows.sort(key=lambda row: -row.fil)
     left_out = len(sizes) - (len(names) - (merged > 0)) - merged + max(len(names) - MOST_GROUPS, 0)
-    return Grouping(name, rounded(math.exp(overall), smallest, 3), rows[:MOST_GROUPS], merged, left_out)
+    shown = rows[:MOST_GROUPS]
+    return Grouping(
+        name,
+        rounded(math.exp(overall), smallest, 3),
+        shown,
+        merged,
+        left_out,
+        _ratio([row.fil for row in shown], smallest),
+        _ratio([row.fil_before for row in shown], smallest),
+    )
+
+
+def _logs(fil: np.ndarray | None, measured: np.ndarray) -> np.ndarray:
+    """log η̄ of the measured examples; NaN where it is not known.
+
+    log 0 would take a whole group's mean with it: zeros count as the least that was measured.
+    """
+    if fil is None:
+        return np.full(int(measured.sum()), math.nan)
+    values = np.asarray(fil, dtype=np.float64)[measured]
+    positive = values[values > 0]
+    return np.log(np.maximum(values, positive.min() if len(positive) else 1.0))
+
+
+def _typical(logs: np.ndarray, smallest: int) -> float | None:
+    """The geometric mean of those that are known; None where they are too few."""
+    logs = logs[~np.isnan(logs)]
+    return rounded(math.exp(float(logs.mean())), smallest, 3) if len(logs) >= smallest else None
+
+
+def _ratio(levels: Sequence[float | None], smallest: int) -> float | None:
+    """The largest over the smallest; None for fewer than two, or where one is not known, 0 or infinite."""
+    known = [level for level in levels if level is not None and 0 < level < math.inf]
+    return rounded(max(known) / min(known), smallest, 3) if len(known) == len(levels) > 1 else None
 
 
 def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: int, smallest: int) -> GroupSummary:

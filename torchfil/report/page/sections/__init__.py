@@ -20,6 +20,7 @@ from torchfil.report.page.sections import (
     history,
     other_bounds,
     questions,
+    spared,
     training,
     words,
 )
@@ -33,6 +34,7 @@ _SECTIONS: list[Section] = [
     Section("distribution", "How closely examples could be rebuilt", distribution.render),
     Section("bounds", "Beside other bounds", other_bounds.render),
     Section("exposed", "The most and the least exposed", exposed.render),
+    Section("spared", "Who was spared", spared.render),
     Section("words", "Which words leak", words.render),
     Section("attributes", "Single attributes", attributes.render),
     Section("questions", "What any attacker can tell", questions.render),

@@ -14,6 +14,7 @@ def render(report: Report) -> Markup | None:
         ("The attacker", _attacker(report)),
         ("The batches", _batches(report)),
         ("Clipping", _clipping(report)),
+        ("Weights", _weights(report)),
         ("Estimates and bounds", _certainty(report)),
         (
             "The model",
@@ -75,6 +76,20 @@ def _clipping(report: Report) -> str | None:
     return (
         f"Each example’s gradient is scaled{how} to a norm of at most {norm:g} before noise is added; "
         "what clipping hides is counted as hidden."
+    )
+
+
+def _weights(report: Report) -> str | None:
+    if report.summary.spared is None:
+        return None
+    return (
+        "Some examples’ gradients were multiplied by a weight of their own, at most 1, after clipping, so that they "
+        "leak less; the noise stayed the same. All numbers here take these weights as fixed: the bounds on unbiased "
+        "attackers, on average over repeated trainings with the same weights and new batches and noise, as well as ε "
+        "and the numbers that hold for every attacker. Weights that were computed from private data, as "
+        "torchfil.equalise does, tell something themselves, for instance that a spared person stood out, and nothing "
+        "here counts it: keep them as confidential as the data. Weights that were set from public attributes alone "
+        "tell nothing."
     )
 
 

@@ -43,9 +43,11 @@ COLUMNS = (
     Column("fil", "FIL η̄", "Fisher information loss; larger is more exposed", narrow=True),
     Column("mse_bound_low", "low end", "of the 95 % interval of the MSE bound: the number to quote"),
     Column("epsilon", "own ε", "the example’s own ε for this run’s outputs; an estimate, no guarantee"),
+    Column("clip_weight", "weight", "ω, by which the example’s clipped gradient was multiplied; below 1 it was spared"),
     Column("participations", "drawn", "how many batches held the example"),
     Column("fil_error", "error", "standard error of FIL from probes and skipped steps alone"),
     Column("sampling_error", "sampling", "how much the random choice of batches could change FIL"),
+    Column("fil_before", "FIL before", "in the run without weights that the weights were chosen from", detail=True),
     Column("missed", "missed", "participations that were not measured", detail=True),
     Column("squared_norm", "Σ‖g̃‖²", "sum of squared clipped gradient norms", detail=True),
 )

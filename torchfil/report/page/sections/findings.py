@@ -24,6 +24,7 @@ def render(report: Report) -> Markup | None:
         *_exposure(report),
         *_short_run(report),
         *_unmeasured(report),
+        *_spared(report),
         *_groups(report),
         *_attacks(report),
     ]
@@ -126,6 +127,19 @@ def _unmeasured(report: Report) -> list[Markup]:
             )
         )
     return items
+
+
+def _spared(report: Report) -> list[Markup]:
+    spared = report.summary.spared
+    if spared is None or spared.examples == 0:
+        return []
+    return [
+        join(
+            tag("b", f"{_some(spared.examples, report.summary)} examples were spared"),
+            ": they were trained with a smaller weight, so that they leak less. The numbers here take the weights as "
+            "fixed; what the weights themselves tell is not counted.",
+        )
+    ]
 
 
 def _groups(report: Report) -> list[Markup]:

@@ -25,11 +25,12 @@ def render(report: Report) -> Markup | None:
         ),
         [_grouping(grouping, report) for grouping in report.summary.groupings],
         paragraph(
-            "What to do about it: a generalised linear model can be reweighted until everybody leaks alike, as far as "
-            "the weights are held fixed (",
+            "What to do about it: train with weights that make the groups leak alike, as far as the weights are held "
+            "fixed (",
+            tag("code", "torchfil.equalise(groups=…)"),
+            "; for generalised linear models ",
             tag("code", "torchfil.glm.iteratively_reweighted_fil"),
-            ", “Linear models” in torchfil’s README). For other models more noise, stronger clipping or fewer "
-            "steps lower everybody’s exposure.",
+            "). More noise, stronger clipping or fewer steps lower everybody’s exposure.",
             class_="note",
         ),
     )
@@ -63,6 +64,8 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
         f"Clearly above all examples: {', '.join(more)}." if more else "No group stands clearly above all examples."
     )
 
+    verdict += _disparity(grouping)
+
     hidden = f" {grouping.left_out} groups are not shown." if grouping.left_out else ""
     return join(
         tag("h3", f"By {grouping.name}"),
@@ -80,9 +83,28 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
     )
 
 
+def _disparity(grouping: Grouping) -> str:
+    """The most over the least exposed group, now and in the run without weights."""
+    if grouping.ratio is None:
+        return ""
+    text = f" The most over the least exposed group: {number(grouping.ratio)}"
+    if grouping.ratio_before is not None:
+        text += f"; before examples were spared, {number(grouping.ratio_before)}"
+    return f"{text} (typical FIL)."
+
+
 def _numbers(grouping: Grouping) -> Markup:
+    before = any(group.fil_before is not None for group in grouping.groups)
     rows = [
-        [g.name, count(g.examples), count(g.measured), number(g.fil), f"{number(g.low)} to {number(g.high)}"]
+        [
+            g.name,
+            count(g.examples),
+            count(g.measured),
+            number(g.fil),
+            f"{number(g.low)} to {number(g.high)}",
+            *([number(g.fil_before)] if before else []),
+        ]
         for g in grouping.groups
     ]
-    return table(["Group", "Examples", "Measured", "FIL η̄", "95 % interval"], rows)
+    head = ["Group", "Examples", "Measured", "FIL η̄", "95 % interval"]
+    return table([*head, *(["FIL η̄ before sparing"] if before else [])], rows)

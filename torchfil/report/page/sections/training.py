@@ -24,6 +24,7 @@ def render(report: Report) -> Markup | None:
         ("Shape of an input", " × ".join(map(str, shape)) if isinstance(shape, list | tuple) else None),
         ("Unit of inputs", report.about("unit_of_inputs")),
         ("Noise multiplier σ", report.about(mechanism, "noise_multiplier")),
+        ("How σ was chosen", _noise_choice(report)),
         ("Clipping norm C", _clipping(report)),
         ("Sampling rate q", report.about(mechanism, "sample_rate")),
         ("Steps T", report.about(mechanism, "steps")),
@@ -43,6 +44,31 @@ def render(report: Report) -> Markup | None:
             class_="note",
         )
     return join(table([], shown, class_="facts"), private)
+
+
+def _noise_choice(report: Report) -> str | None:
+    """What the pilots aimed at; how many they were, and whether the run keeps to it, where examples may be shown."""
+    choice = report.about("noise_choice")
+    if choice is None or choice.get("target") is None:
+        return None
+    confidence = choice.get("confidence")
+    aim = str(choice["target"]) + (f" (confidence {100 * confidence:g} %)" if confidence is not None else "")
+    if report.summary.redacted:
+        return (
+            f"By pilots, trainings of copies on the same data, for this target: {aim}. Whether the run met it rests on "
+            "its most exposed examples and is not part of this version. ε and the bounds take σ as given."
+        )
+    pilots, headroom = choice.get("num_pilots"), choice.get("headroom")
+    many = "pilots" if pilots is None else f"{pilots:g} pilot{'s' * (pilots != 1)}"
+    verdict = "Whether the run met it was not saved"
+    if headroom is not None:
+        short = f"missed it by a factor of {number(1 / headroom)}" if headroom > 0 else "cannot tell whether it met it"
+        verdict = "This run met it" if headroom >= 1 else f"This run {short}"
+        verdict += f" ({choice['measured']})" if choice.get("measured") else ""
+    return (
+        f"By {many}, trainings of copies on the same data, for this target: {aim}. {verdict}. ε and the bounds take σ "
+        "as given and count this run alone: keep the pilots confidential, their number included."
+    )
 
 
 def _epsilon(report: Report) -> str | None:

@@ -1,0 +1,80 @@
+"""How σ and the clip weights of a run were chosen from its data, as a run file keeps it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfil.engine.equalised import Equalised
+from torchfil.engine.run_view import RunView
+
+__all__ = ["check_trained_with", "columns_of_rounds", "equalised_in_short", "noise_choice_in_short"]
+
+_OF_A_ROUND = (
+    "worst",
+    "worst_end",
+    "spread",
+    "num_below",
+    "num_spared",
+    "smallest_weight",
+    "group_ratio",
+    "score",
+    "epsilon",
+    "seconds",
+    "fresh",
+)
+
+
+def noise_choice_in_short(run: RunView) -> dict[str, Any] | None:
+    """How pilots chose σ, and how the run so far keeps to their target (met from a headroom of 1 on).
+
+    None where σ was given.
+    """
+    choice = run.noise_choice
+    if choice is None:
+        return None
+    check = choice.target.check(run.leakage)
+    return {
+        "target": choice.target.wanted,
+        "confidence": choice.target.confidence,
+        "of": choice.target.of,
+        "num_pilots": len(choice.pilots),
+        "headroom": check.headroom,
+        "measured": check.measured,
+    }
+
+
+def check_trained_with(equalised: Equalised, run: RunView) -> None:
+    """Raise where the rounds chose other clip weights than the run was trained with.
+
+    Raises:
+        ValueError: It is not the run that they ended in.
+    """
+    ones = torch.ones(run.leakage.ids.num_examples, dtype=torch.float64)
+    own = ones if run.clip_weights is None else run.clip_weights.cpu()
+    if not torch.equal(own, equalised.weights.double().cpu()):
+        raise ValueError(
+            "equalised= has other clip weights than this run was trained with; save the run that it chose: "
+            "result.engine.save_run(…, equalised=result)"
+        )
+
+
+def equalised_in_short(equalised: Equalised) -> dict[str, Any]:
+    """What the rounds aimed at, and whether they reached it."""
+    return {
+        "question": equalised.question,
+        "target": equalised.target,
+        "met": equalised.met,
+        "stopped": equalised.stopped,
+    }
+
+
+def columns_of_rounds(equalised: Equalised) -> dict[str, np.ndarray]:
+    """The rounds as columns, [rounds] each; NaN where a round does not have the number."""
+    columns = {name: [getattr(each, name) for each in equalised.history] for name in _OF_A_ROUND}
+    return {
+        name: np.asarray([math.nan if value is None else value for value in values]) for name, values in columns.items()
+    }
