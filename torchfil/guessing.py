@@ -24,6 +24,7 @@ from torchfil.fisher.results import Estimate
 __all__ = [
     "Guess",
     "divergence_from_mixture",
+    "divergence_of_rate",
     "expected_log_posterior_bound",
     "expected_posterior_bound",
     "fano_success",
@@ -143,6 +144,18 @@ def largest_true_positive_rate(divergence: Numbers, false_positive_rate: Numbers
     limit, alpha = _checked(divergence, false_positive_rate, "false_positive_rate")
     gain = _largest(lambda gain: _binary_divergence(alpha, gain), 1 - alpha, limit)
     return alpha + gain
+
+
+def divergence_of_rate(rate: float, false_positive_rate: float) -> float:
+    """kl(t ‖ α): the D at which the largest true-positive rate of any attacker at α is t.
+
+    The inverse of :func:`largest_true_positive_rate`.
+
+    Example:
+        >>> round(float(largest_true_positive_rate(divergence_of_rate(0.25, 0.01), 0.01)), 6)
+        0.25
+    """
+    return rate * math.log(rate / false_positive_rate) + (1 - rate) * math.log((1 - rate) / (1 - false_positive_rate))
 
 
 def normal_limit_true_positive_rate(divergence: Numbers, false_positive_rate: Numbers) -> Tensor:

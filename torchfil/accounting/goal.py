@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage
-from torchfil.guessing import largest_true_positive_rate
+from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
 
-__all__ = ["Exposure", "Goal", "divergence_of_rate", "read_exposure"]
+__all__ = ["Exposure", "Goal", "read_exposure"]
 
 _DEFAULT_SHARE = 0.01
 
@@ -167,19 +167,6 @@ def read_exposure(leakage: Leakage, question: str | None, confidence: float | No
             "num_probes=2 or more, or pass confidence=None to go by the estimates of single runs"
         )
     return Exposure(value, torch.where(told, high, value), measured, int((measured & ~told).sum()), power)
-
-
-def divergence_of_rate(rate: float, false_positive_rate: float) -> float:
-    """kl(t ‖ α): the D at which the largest true-positive rate of any attacker at α is t.
-
-    The inverse of :func:`torchfil.guessing.largest_true_positive_rate`.
-
-    Example:
-        >>> from torchfil.guessing import largest_true_positive_rate
-        >>> round(float(largest_true_positive_rate(divergence_of_rate(0.25, 0.01), 0.01)), 6)
-        0.25
-    """
-    return rate * math.log(rate / false_positive_rate) + (1 - rate) * math.log((1 - rate) / (1 - false_positive_rate))
 
 
 def _worst(values: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage
 from torchfil.fisher.results import Estimate, Part
-from torchfil.guessing import largest_true_positive_rate
+from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
 
 __all__ = ["LeakageTarget", "TargetCheck", "mean_of_runs"]
 
@@ -87,7 +87,7 @@ class LeakageTarget:
 
     @property
     def largest_divergence(self) -> float:
-        """D at which the rate is reached: kl(t ‖ α) = t log(t/α) + (1−t) log((1−t)/(1−α)).
+        """D at which the rate is reached.
 
         Example:
             >>> target = LeakageTarget(true_positive_rate=0.2556, question="sex", false_positive_rate=0.05)
@@ -95,8 +95,7 @@ class LeakageTarget:
             0.235
         """
         assert self.true_positive_rate is not None
-        t, alpha = self.true_positive_rate, self.false_positive_rate
-        return t * math.log(t / alpha) + (1 - t) * math.log((1 - t) / (1 - alpha))
+        return divergence_of_rate(self.true_positive_rate, self.false_positive_rate)
 
     def check(self, *runs: Leakage) -> TargetCheck:
         """Whether a run kept to it; of several independent runs with the same noise, whether their mean did.
