@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from brute_force import SIGMA, C, clipped_and_jacobian, images, make, train
@@ -12,6 +14,8 @@ from torch import nn
 
 from torchfil import Accounting
 from torchfil.accounting.sparing import weights_for_the_rest
+from torchfil.report.saved_run import load
+from torchfil.report.writer import write_report
 
 
 def network() -> nn.Module:
@@ -121,3 +125,14 @@ def test_estimates_by_probes_do_not_flatter(free: torch.Tensor) -> None:
 def test_what_cannot_be_kept_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Accounting(**options)
+
+
+def test_run_file_and_report_tell_of_it(free: torch.Tensor, tmp_path: Path) -> None:
+    kept = 2 * float(free.min()) / SIGMA**2
+    spared = run(min_mse_bound=kept, noise_multiplier=1.0)
+    saved = load(spared.engine.save_run(tmp_path / "run.fil", delta=1e-5, pictures=0))
+    assert saved.about["mechanism"]["min_mse_bound"] == kept
+    assert np.array_equal(saved.clip_weights, spared.engine.clip_weights.cpu().numpy())
+    page = write_report(saved, tmp_path / "private").read_text()
+    assert "Weights are those at the end of the run" in page
+    assert "each followed from its own example" in page

@@ -168,6 +168,7 @@ def _mechanism(run: RunView) -> dict[str, Any]:
         "num_probes": None if paced else run.num_probes,
         "probe_precision": accounting.execution.probe_precision_on(next(run.module.parameters()).device),
         "fil_rate": None if paced else accounting.fil_rate,
+        "min_mse_bound": accounting.min_mse_bound,
         "rel_error": accounting.rel_error,
         "loss": run.loss,
     }

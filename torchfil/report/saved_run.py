@@ -275,6 +275,7 @@ _NUMBERS = (
     "mechanism.num_probes",
     "mechanism.fil_rate",
     "mechanism.rel_error",
+    "mechanism.min_mse_bound",
     "noise_choice.confidence",
     "noise_choice.num_pilots",
     "noise_choice.headroom",

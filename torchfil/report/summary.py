@@ -63,6 +63,7 @@ PUBLIC = {
         "probe_precision",
         "fil_rate",
         "rel_error",
+        "min_mse_bound",
         "steps_paused",
         "loss",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchfil.report.page.context import Report, paragraph
-from torchfil.report.page.html import Markup, join, tag
+from torchfil.report.page.html import Markup, join, number, tag
 
 __all__ = ["render"]
 
@@ -82,6 +82,16 @@ def _clipping(report: Report) -> str | None:
 def _weights(report: Report) -> str | None:
     if report.summary.spared is None:
         return None
+    kept = report.about("mechanism", "min_mse_bound")
+    if kept is not None:
+        return (
+            f"To keep every MSE bound above {number(kept)}, the gradient of an example that had used half of what that "
+            "allows was multiplied from then on by a weight that fell with what was left; the noise stayed the same. "
+            "ε holds whatever the weights did, as each followed from its own example, from chance and from what had "
+            "been released. The bounds on unbiased attackers, and what questions tell of every attacker, take the "
+            "weights as fixed. A small weight tells that its example stood out: keep weights as confidential as the "
+            "data."
+        )
     return (
         "Some examples’ gradients were multiplied by a weight of their own, at most 1, after clipping, so that they "
         "leak less; the noise stayed the same. All numbers here take these weights as fixed: the bounds on unbiased "
