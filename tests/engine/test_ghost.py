@@ -185,5 +185,5 @@ class TestCriterion:
 
 
 def test_several_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match="needs several devices"):
+    with pytest.raises(ValueError, match="needs sharded weights"):
         make(FILPrivacyEngine(), network(), data(), grad_sample_mode="ghost_fsdp")

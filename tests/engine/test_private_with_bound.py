@@ -377,7 +377,7 @@ def digits_run(seed: int, **targets: Any) -> FILPrivacyEngine:
     return train(engine, private, 18)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_target_is_met_on_digits_in_four_of_five_seeds() -> None:
     checks = [digits_run(seed, target_mse_bound=1.0).check_bound() for seed in range(5)]
     assert sum(check.met for check in checks) >= 4, "\n".join(map(str, checks))
@@ -385,7 +385,7 @@ def test_the_target_is_met_on_digits_in_four_of_five_seeds() -> None:
     assert min(check.headroom for check in checks) < 4  # and not by far too much noise
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_question_is_kept_to_on_digits_in_four_of_five_seeds() -> None:
     asked = {"target_true_positive_rate": 0.2, "questions": {"member": Absent()}, "num_probes": 1}
     checks = [digits_run(seed, **asked).check_bound() for seed in range(5)]
