@@ -62,9 +62,10 @@ class TokenMean:
             return result
         if self.shifted:
             outputs = wide(outputs[:, :-1])  # as language models do it, whatever they are held in
-        if self.classes_last:
-            outputs = outputs.movedim(-1, 1)
-        total: Tensor = self._summed(outputs, self._compared(targets))
+        compared = self._compared(targets)
+        if self.classes_last:  # token by token: softmax over a dimension that is not the last is slow on GPUs
+            outputs, compared = outputs.flatten(0, -2), compared.flatten()
+        total: Tensor = self._summed(outputs, compared)
         return total if self.criterion.reduction == "sum" else total / self.counted(targets).sum().clamp(min=1)
 
     def counted(self, targets: Tensor) -> Tensor:
