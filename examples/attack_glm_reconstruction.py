@@ -21,7 +21,7 @@ from scipy import stats
 
 import torchfil
 from torchfil.attacks import BiasedBound, GLMReconstruction, biased_bound
-from torchfil.attacks.glm_reconstruction import Label
+from torchfil.attacks.glm_reconstruction import LabelIs
 from torchfil.glm import LogisticRegression
 from torchfil.papers.datasets import DataNotFoundError, mnist_zero_one
 
@@ -29,7 +29,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 RANGE = (0.0, 1.0)  # of pixels
-LABELS: tuple[Label, ...] = ("unknown", "known")
+LABELS: tuple[LabelIs, ...] = ("unknown", "known")
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
         result = attack.run(sigma, trials, rows=rows, seed=options.seed)
         return torchfil.compare_with_bounds(model, result, X=X, y=y)
 
-    in_range: dict[Label, GLMReconstruction] = {}
+    in_range: dict[LabelIs, GLMReconstruction] = {}
     for label in LABELS if intercept else ("known",):
         for value_range in (None, RANGE):
             attack = GLMReconstruction(model, X, y, label=label, value_range=value_range)
@@ -117,7 +117,7 @@ def describe(attack: GLMReconstruction, comparison: torchfil.BoundComparison, se
         )
 
 
-def biased(results: dict[Label, tuple[torchfil.BoundComparison, BiasedBound]], folder: Path) -> None:
+def biased(results: dict[LabelIs, tuple[torchfil.BoundComparison, BiasedBound]], folder: Path) -> None:
     """Some digits against both bounds: that of unbiased attackers, and the one of this attacker's own bias."""
     size = (5 * len(results), 4)
     figure, axes = pyplot.subplots(1, len(results), figsize=size, constrained_layout=True, sharey=True, squeeze=False)

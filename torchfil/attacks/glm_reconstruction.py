@@ -35,9 +35,9 @@ from torchfil.glm.view import GLMView, numbers_at_once
 if TYPE_CHECKING:
     from torchfil.glm import GeneralizedLinearModel
 
-__all__ = ["GLMReconstruction", "Label"]
+__all__ = ["GLMReconstruction", "LabelIs"]
 
-Label = Literal["known", "unknown"]
+LabelIs = Literal["known", "unknown"]
 
 _CHUNK_NUMBERS = 2**20  # examples times releases at a time, in some 40 arrays
 _CHUNK_ARRAYS = 40
@@ -70,7 +70,7 @@ class GLMReconstruction:
         X: Any,
         y: Any,
         *,
-        label: Label = "unknown",
+        label: LabelIs = "unknown",
         value_range: tuple[float, float] | None = None,
         progress: bool = False,
     ) -> None:

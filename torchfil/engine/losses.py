@@ -376,7 +376,7 @@ def _difference(loss: IdentifiedLoss, outputs: Tensor, targets: Tensor, observed
 
 
 def relative_difference(expected: Any, observed: Any) -> float:
-    """max |expected − observed| / max |observed| over all their tensors."""
+    """The largest distance of ``expected`` and ``observed`` over the largest ``observed``, of all their tensors."""
     pairs = list(zip(tensors_of(expected), tensors_of(observed), strict=True))
     largest = max((float(seen.abs().max()) for _, seen in pairs if seen.numel()), default=0.0)
     distance = max((float((want - seen).abs().max()) for want, seen in pairs if seen.numel()), default=0.0)

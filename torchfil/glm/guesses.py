@@ -120,7 +120,7 @@ def guess(
         model: A fitted model of one margin.
         X: The training inputs, [n, d].
         y: The training targets, [n].
-        question: :class:`NominalAttribute`, :class:`Label`, :class:`Shift`, :class:`Absent`, or your own.
+        question: ``NominalAttribute``, ``Label``, ``Shift``, ``Absent`` of :mod:`torchfil.glm.questions`, or your own.
         sigma: σ of the release.
         prior: How likely each answer is before the model is seen, [m] or [n, m]. None: as common as it is among the
             records; "uniform": all alike.
