@@ -80,7 +80,11 @@ def test_a_resumed_run_goes_on_with_its_weights(free: torch.Tensor) -> None:
     state = first.engine._training.run.state_dict()
     other = make(network(), images(), criterion=nn.CrossEntropyLoss(), min_mse_bound=kept)
     other.engine._training.run.load_state_dict(state)
-    assert torch.equal(other.engine.clip_weights, first.engine.clip_weights)
+    before = first.engine.clip_weights
+    assert torch.equal(other.engine.clip_weights, before)
+    train(first, steps=len(first.passes) + 3)
+    assert not torch.equal(first.engine.clip_weights, before)
+    assert torch.equal(other.engine.clip_weights, before), "a state is a copy"
     assert float(other.engine.clip_weights.min()) < 1
     unlike = make(network(), images(), criterion=nn.CrossEntropyLoss(), min_mse_bound=2 * kept)
     with pytest.raises(ValueError, match="keeps min_mse_bound"):

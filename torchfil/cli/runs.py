@@ -125,6 +125,7 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
     fil, low = run.column("fil")[measured], run.column("mse_bound_low")[measured]
     order = measured[np.argsort(-fil, kind="stable")][:top]
     quantiles = np.quantile(fil, [0.5, 0.95, 1.0]).tolist() if len(fil) else [None] * 3
+
     return {
         "about": run.about,
         "examples": {

@@ -281,9 +281,12 @@ class _Rounds:
         self._accountants.append(accountant)
         self.total_exposure = self.total_exposure + exposure.value
         worst, worst_end = exposure.largest()
+
+        # how everybody stood before anybody was spared, for reports
         if not self.history and bool((values == 1).all()):
             fil = trained.leakage.get_mse_bound().value.rsqrt().cpu()
             self.fil_before = fil.masked_fill(~exposure.measured.cpu(), torch.nan)
+
         self.history.append(
             Round(
                 worst=goal.shown(worst),

@@ -207,6 +207,8 @@ class FILOptimizer(DPOptimizer):
                     p.grad = p.summed_grad.clone().view_as(p).to(p.dtype)
                     _mark_as_processed(p.summed_grad)
                 return
+
+        # Opacus's own way where noise is drawn securely, or not at all
         std = self.noise_multiplier * self.max_grad_norm
         if self.secure_mode or std == 0:
             for p in self.params:
@@ -214,6 +216,7 @@ class FILOptimizer(DPOptimizer):
                     p.summed_grad = p.summed_grad.to(p.dtype)
             super().add_noise()
             return
+
         noises = []
         for p in self.params:
             _check_processed_flag(p.summed_grad)

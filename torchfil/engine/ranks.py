@@ -245,6 +245,8 @@ def check_ranks(
                 stacklevel=3,
             )
         return module, False
+
+    # what one process decides by all examples, a rank cannot: it knows those that it drew
     if accounting.rel_error is not None:
         raise ValueError(
             f"rel_error={accounting.rel_error} chooses probes and steps by what all examples have leaked so far, of "

@@ -416,7 +416,7 @@ class LeakageReading(PrivacyEngine):
             epsilon=float(self.get_epsilon(delta)),
             rdp_mse_bound=self.get_rdp_mse_bound,
             plis=partial(looks.plis, optimizer=optimizer, private=True) if run.loss is not None else None,
-            clip_weights=run.clip_weights,
+            clip_weights=self.clip_weights,
             noise_choice=self._choice,
         )
 

@@ -348,9 +348,11 @@ class Run:
                 self.timeline.note(step, trace.to(self.device), own.clamp(min=1).to(self.device))
 
     def _present_weights(self, device: torch.device) -> Tensor | None:
-        """ω before anybody leaked anything; one for everybody where a bound is kept."""
-        if self.first_weights is not None or self.options.accounting.min_mse_bound is None:
+        """ω before anybody leaked anything; for everybody where a bound is kept, apart from those that were given."""
+        if self.options.accounting.min_mse_bound is None:
             return self.first_weights
+        if self.first_weights is not None:
+            return self.first_weights.clone()
         return torch.ones(self.ids.num_examples, dtype=torch.float64, device=device)
 
     def _spare(self, rows: Tensor) -> None:
@@ -362,7 +364,9 @@ class Run:
         weights = weights_for_the_rest(spent)
         if self.first_weights is not None:
             weights = weights * self.first_weights[rows]
-        self.clip_weights = self.clip_weights.index_copy(0, rows, weights)
+        self.clip_weights.index_copy_(
+            0, rows, weights
+        )  # in place: a copy of all would cost each step the data set's size
 
     def _empty_history(self, device: torch.device) -> NormHistory:
         n = self.ids.num_examples
@@ -405,7 +409,7 @@ class Run:
             "pace": self.pace.state_dict(),
             "clip_weights": self.first_weights,
             "min_mse_bound": self.options.accounting.min_mse_bound,
-            "present_weights": self.clip_weights,
+            "present_weights": None if self.clip_weights is None else self.clip_weights.clone(),
         }
         return state if self._whole is None else {**state, "ranks": self._whole.parts}
 
@@ -442,7 +446,7 @@ class Run:
         self.pace.load_state_dict(state["pace"])
         self.ledger, self.history, self.timeline, self._whole = ledger, history, timeline, None
         present = state.get("present_weights")
-        self.clip_weights = self.first_weights if present is None else present.to(self.device)
+        self.clip_weights = self._present_weights(self.device) if present is None else present.to(self.device).clone()
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
         self.drop_staged()

@@ -68,12 +68,16 @@ class StepPipeline(StepStages):
             examples = self._examples(forward)
         except (ValueError, TypeError):  # told at the step, where the loop expects it
             return None
+
+        # on a CPU the live model's own pass is recorded
         gradients = self._in_precision(self.replica.live_gradients(examples, loss), autocast_now(self.replica.device))
         recorded = self.evaluator.recorded_forward(examples, gradients)
         if recorded is not None:
             return examples, recorded
         if self.replica.device.type != "cuda":
             return None
+
+        # on a GPU a graph is replayed, which needs masks and weights beforehand
         drawn = self.replica.masks_again(args, kwargs) if self.replica.drops_now() else ()
         if drawn is None:
             return None
