@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -691,6 +692,22 @@ class Unmappable(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(torch.einsum("bi,ij->bj", x, self.mix)) if bool(x.sum() < 1e9) else x
+
+
+def test_a_trial_leaves_nothing_behind() -> None:
+    """Tanh and softmax keep their own results for their way back, which torch's hooks can turn into a cycle."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Softmax(-1), nn.LayerNorm(5), nn.Linear(5, 2))
+    gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), torch.randn(3, 4), torch.tensor([0, 1, 0]), None)
+
+    def doubles() -> int:
+        gc.collect()
+        return sum(isinstance(value, Tensor) and value.dtype == torch.float64 for value in gc.get_objects())
+
+    assert plan(gradients).fits
+    before = doubles()
+    for _ in range(3):
+        assert plan(gradients).fits
+    assert doubles() == before
 
 
 def test_a_failing_trial_is_a_reason_and_no_crash() -> None:

@@ -18,7 +18,7 @@ from torchfil.fisher.draws import GivenDraws, draw_bits, signs_of
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording import RecordedJacobian, ReleasedGradients
 from torchfil.fisher.recording.compiled import CompilationError, CompiledPass
-from torchfil.fisher.recording.graphs import CapturedPass, signature
+from torchfil.fisher.recording.graphs import CapturedPass, release_memory, signature
 from torchfil.fisher.rules.products import exact_convolutions
 from torchfil.private import Examples
 from torchfil.utils.trees import flattened, map_tensors
@@ -44,7 +44,8 @@ class CapturedPasses:
     """Runs batches through recorded passes that are CUDA graphs.
 
     A graph needs fixed shapes: a batch is padded with copies of its first example to the next multiple of an eighth of
-    the expected batch, and the copies are masked out of the sum. A graph that is used often is compiled, if wanted.
+    the expected batch (:meth:`bucket`), and the copies are masked out of the sum. A graph that is used often is compiled,
+    if wanted.
 
     Args:
         expected_batch: The mean batch size.
@@ -52,12 +53,11 @@ class CapturedPasses:
         probes_at_once: How many probes of a pass that is not compiled are worked at together.
 
     Attributes:
-        bucket: Batches are padded to multiples of it.
         works: Whether capturing has not failed yet.
     """
 
     def __init__(self, expected_batch: int, *, compiled: bool = False, probes_at_once: int = 1) -> None:
-        self.bucket = max(8, -(-expected_batch // BUCKETS))
+        self._expected_batch = expected_batch
         self.compiled = compiled
         self.probes_at_once = probes_at_once
         self.works = True
@@ -67,14 +67,24 @@ class CapturedPasses:
         self._replays = 0
         self._asked: Counter[tuple[Hashable, int]] = Counter()
 
-    def begin(self, gradients: ExampleGradients, mode: Hashable) -> Begun | None:
+    def bucket(self, room: int) -> int:
+        """What batches are padded to multiples of, where the memory holds so many examples.
+
+        Padding costs little where examples are small, and few sizes are few graphs; a copy of a long text costs as much
+        as a text.
+        """
+        return max(-(-self._expected_batch // BUCKETS), min(8, room // 4), 1)
+
+    def begin(self, gradients: ExampleGradients, room: int, mode: Hashable) -> Begun | None:
         """Replay the forward half of a graph that such examples were passed through before; None: there is none.
 
         Args:
             gradients: The examples, with their masks.
+            room: As in :meth:`run`.
             mode: As in :meth:`run`.
         """
-        size = -(-len(gradients) // self.bucket) * self.bucket
+        bucket = self.bucket(room)
+        size = -(-len(gradients) // bucket) * bucket
         own = signature(gradients)
         for (kind, its_size), captured in reversed(self._captured.items()):
             if its_size == size and kind[:2] == (own, mode) and not captured.compiled:  # type: ignore[index]
@@ -103,12 +113,14 @@ class CapturedPasses:
             begun: What :meth:`begin` gave for these examples, where it was called.
         """
         gradients = batch.gradients
-        size = -(-len(gradients) // self.bucket) * self.bucket
+        bucket = self.bucket(room)
+        size = -(-len(gradients) // bucket) * bucket
         kind = (signature(gradients), mode, wanted.kind, batch.mechanism)
         if not self.compiled and self._comes_too_rarely(kind, size):
             return None
 
         # A capture that fails once would fail again, and may have broken the memory that the graphs share.
+        captured, problem = None, ""
         try:
             captured = self._compiled_for(batch, wanted, kind, size, room) if self.compiled else None
             captured = (
@@ -122,10 +134,13 @@ class CapturedPasses:
                 oldest = next(iter(self._captured))
                 del self._captured[oldest], self._uses[oldest]
         except RuntimeError as error:
-            logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", error)
+            captured, problem = None, str(error)
+        if captured is None:  # outside of the handler, whose error holds the pass's tensors
+            logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", problem)
             self.works = False
             self._captured.clear()
             self._pool = None
+            release_memory()
             return None
 
         # The loop's forward pass counts where no other graph has been replayed over what it left.

@@ -160,9 +160,9 @@ class Evaluator:
         tried = self._plans.get(self._key(gradients))
         if tried is None or not tried.fits or not self._uses_graphs(gradients.examples):
             return None
-        graphs = self._captured_passes()
-        fits = len(gradients) + graphs.bucket <= self._room(tried)
-        return graphs.begin(gradients, self.replica.key) if fits else None
+        graphs, room = self._captured_passes(), self._room(tried)
+        fits = len(gradients) + graphs.bucket(room) <= room
+        return graphs.begin(gradients, room, self.replica.key) if fits else None
 
     def runs_in_pieces(self, batch: PrivateBatch) -> bool:
         """Whether a batch is mapped over or cut into chunks, so that the model's forward pass runs more than once."""
@@ -184,7 +184,7 @@ class Evaluator:
         begun, forward = (forward, None) if isinstance(forward, Begun) else (None, forward)
         if forward is None and self._uses_graphs(gradients.examples):
             graphs = self._captured_passes_of_few(count, wanted, room) if few else self._captured_passes()
-            if graphs.works and count + graphs.bucket <= room:
+            if graphs.works and count + graphs.bucket(room) <= room:
                 values = graphs.run(batch, wanted, room, self.replica.key, look, begun)
             else:
                 values = self._captured_in_pieces(graphs, batch, wanted, room, look)
@@ -218,7 +218,7 @@ class Evaluator:
     ) -> StepValues | None:
         """A batch that is too large for one graph, in pieces of one size; None where capturing does not work."""
         count = len(batch.gradients)
-        largest = room // graphs.bucket * graphs.bucket
+        largest = room // graphs.bucket(room) * graphs.bucket(room)
         if not graphs.works or largest == 0 or graphs.compiled:
             return None
         size = -(-count // -(-count // largest))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,9 @@ from torch import Tensor
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.private import Examples
 
-__all__ = ["CapturedPass", "signature"]
+__all__ = ["CapturedPass", "release_memory", "signature"]
+
+_LARGEST_SHARE = 0.5  # of the free memory that graphs keep for themselves: other passes and the loop need some, too
 
 
 def signature(gradients: ExampleGradients) -> Hashable:
@@ -39,7 +42,7 @@ class CapturedPass:
         num_stages: How many there are.
 
     Raises:
-        RuntimeError: A stage cannot be captured.
+        RuntimeError: A stage cannot be captured, or the graphs would keep more than half of the free memory.
     """
 
     def __init__(
@@ -60,8 +63,12 @@ class CapturedPass:
         self._capture(stages(self.gradients), num_stages, pool)
 
     def _warm_up(self, stages: Callable[[ExampleGradients], Iterator[Any]]) -> None:
-        """Run the stages once, on a stream of their own: a capture must not be the first to load a kernel."""
+        """Run the stages once, on a stream of their own: a capture must not be the first to load a kernel.
+
+        That stream begins without memory, so that what it takes is what the graphs will keep.
+        """
         device = self.examples.z.device
+        reserved = torch.cuda.memory_reserved(device)
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -69,7 +76,15 @@ class CapturedPass:
                 pass
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # what that stream has used would stay its own, beside the graphs' memory
+        needed = torch.cuda.memory_reserved(device) - reserved
+
+        release_memory()  # what that stream has used would stay its own, beside the graphs' memory
+        free, _ = torch.cuda.mem_get_info(device)
+        if needed > _LARGEST_SHARE * free:
+            raise RuntimeError(
+                f"graphs over {self.size} examples would keep {needed / 2**30:.1f} GiB, more than half of the "
+                f"{free / 2**30:.1f} GiB that are free"
+            )
 
     def _capture(self, stages: Iterator[Any], num_stages: int, pool: Any) -> None:
         device = self.examples.z.device
@@ -117,6 +132,12 @@ class CapturedPass:
                 static[count:] = given[:1]
         self.graphs[0].replay()
         return self.results[0]
+
+
+def release_memory() -> None:
+    """Give back what passes have left: their autograd graphs are cycles, which hold memory until they are collected."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _filled(value: Tensor, size: int) -> Tensor:
