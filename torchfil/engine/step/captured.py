@@ -44,8 +44,8 @@ class CapturedPasses:
     """Runs batches through recorded passes that are CUDA graphs.
 
     A graph needs fixed shapes: a batch is padded with copies of its first example to the next multiple of an eighth of
-    the expected batch (:meth:`bucket`), and the copies are masked out of the sum. A graph that is used often is compiled,
-    if wanted.
+    the expected batch (:meth:`bucket`), and the copies are masked out of the sum. A graph that is used often is
+    compiled, if wanted.
 
     Args:
         expected_batch: The mean batch size.
