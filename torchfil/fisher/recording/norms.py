@@ -42,44 +42,32 @@ class NormGradient:
 class Held:
     """Bytes that autograd keeps for backward passes, the weights aside.
 
-    While it counts, what a node keeps goes through a box: a node that keeps its own result would otherwise keep itself,
-    for ever, as no garbage collector sees it. :meth:`let_go` empties the boxes.
-
     Attributes:
         total: What is kept together.
     """
 
     def __init__(self, weights: list[Tensor]) -> None:
-        self._weights = weights
-        self._boxes: list[list[Tensor]] = []
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin anew, of the same weights."""
-        self.let_go()
         self.total = 0
-        self._known = {weight.untyped_storage().data_ptr() for weight in self._weights}
+        self._weights = weights
+        self._known = {weight.untyped_storage().data_ptr() for weight in weights}
+
+    def anew(self) -> Held:
+        """Nothing kept yet, of the same weights."""
+        return Held(self._weights)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count what is kept inside."""
 
-        def pack(tensor: Tensor) -> list[Tensor]:
+        def pack(tensor: Tensor) -> Tensor:
             pointer = tensor.untyped_storage().data_ptr()
             if pointer not in self._known:
                 self._known.add(pointer)
                 self.total += min(tensor.untyped_storage().nbytes(), tensor.numel() * tensor.itemsize)
-            self._boxes.append([tensor])
-            return self._boxes[-1]
+            return tensor.detach()  # a node that keeps its own result would keep itself, for ever; torch attaches it
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box[0]):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-
-    def let_go(self) -> None:
-        """Let go of what was kept: graphs that were counted cannot be passed again."""
-        for box in self._boxes:
-            box.clear()
-        self._boxes.clear()
 
     def counted(self, parts: Iterable[Part]) -> Iterator[Part]:
         """The same parts; the largest of them counts, because each is let go before the next."""

@@ -87,14 +87,6 @@ def plan(gradients: ExampleGradients) -> Plan:
 def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
     """The plan from a trial in the gradients' dtype, for passes in ``dtype``; whatever fails in it is raised."""
     held = Held([*gradients.parameters.values(), *gradients.constants.values()])
-    try:
-        return _tried_counting(gradients, dtype, held)
-    finally:
-        held.let_go()
-
-
-def _tried_counting(gradients: ExampleGradients, dtype: torch.dtype, held: Held) -> Plan:
-    """The same; ``held`` counts what the pass keeps."""
     probe = _probe(gradients)
     rows, plain = _telling_rows(gradients, probe)
     part = replace(gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)])
@@ -102,8 +94,7 @@ def _tried_counting(gradients: ExampleGradients, dtype: torch.dtype, held: Held)
     reason = _difference(part, recorded, plain)
     for another_way in (_learn_layouts, _watch_what_is_missing):
         if reason is not None and another_way(part, recorded, plain):
-            held.restart()
-            recorded = _recorded(part, probe, held)
+            recorded = _recorded(part, probe, held := held.anew())
             reason = _difference(part, recorded, plain)
     if reason is None and _some_gradient_vanishes(part, plain):
         reason = _difference_nearby(part, probe)
