@@ -25,8 +25,8 @@ from torchfil.attacks import (
     ideal_inversion,
     prior_inversion,
 )
+from torchfil.datasets import DataNotFoundError, TabularTask, adult, iwpc
 from torchfil.glm import GeneralizedLinearModel, LinearRegression, LogisticRegression, iteratively_reweighted_fil
-from torchfil.papers.datasets import DataNotFoundError, TabularTask, adult, iwpc
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -22,8 +22,8 @@ from scipy import stats
 import torchfil
 from torchfil.attacks import BiasedBound, GLMReconstruction, biased_bound
 from torchfil.attacks.glm_reconstruction import LabelIs
+from torchfil.datasets import DataNotFoundError, mnist_zero_one
 from torchfil.glm import LogisticRegression
-from torchfil.papers.datasets import DataNotFoundError, mnist_zero_one
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

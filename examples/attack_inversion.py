@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torchfil import PLIS
 from torchfil.attacks.inversion import invert_gradients, observed_gradients
 from torchfil.attacks.similarity import haarpsi, require_ssim, ssim
-from torchfil.papers.datasets import DataNotFoundError, chest_xrays
+from torchfil.datasets import DataNotFoundError, chest_xrays
 from torchfil.papers.zoo import mnist_cnn
 
 LOSS = nn.CrossEntropyLoss()

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine
 from torchfil.attacks.membership import MembershipResult, membership_inference, shadow_runs
-from torchfil.papers.datasets import DataNotFoundError, mnist
+from torchfil.datasets import DataNotFoundError, mnist
 
 DELTA = 1e-5
 ATTACKED = 16

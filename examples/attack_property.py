@@ -19,7 +19,7 @@ from torch import nn
 
 from torchfil.attacks.property import Client, federated_gradients, property_inference
 from torchfil.attribution import LayerTable, jacobian_sensitivity, layer_gradients, v_information
-from torchfil.papers.datasets import DataNotFoundError, mnist
+from torchfil.datasets import DataNotFoundError, mnist
 from torchfil.papers.zoo import small_alexnet
 
 

@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader
 
 import torchfil
 from torchfil import Accounting, FILPrivacyEngine
+from torchfil.datasets import DataNotFoundError, ResidentDataset, TabularTask, adult
 from torchfil.engine import Equalised
-from torchfil.papers.datasets import DataNotFoundError, ResidentDataset, TabularTask, adult
 from torchfil.questions import OneHot
 
 ATTRIBUTE, DELTA = "marital-status", 1e-5

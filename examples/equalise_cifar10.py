@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import torchfil
 from torchfil import Accounting, FILPrivacyEngine
-from torchfil.papers.datasets import DataNotFoundError, ResidentDataset, cifar10
+from torchfil.datasets import DataNotFoundError, ResidentDataset, cifar10
 from torchfil.papers.zoo import cifar_cnn
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
+from torchfil.datasets import DataNotFoundError, TabularTask, adult, iwpc
 from torchfil.glm import IRFIL, GeneralizedLinearModel, LinearRegression, LogisticRegression, iteratively_reweighted_fil
-from torchfil.papers.datasets import DataNotFoundError, TabularTask, adult, iwpc
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -12,8 +12,8 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
+from torchfil.datasets import DataNotFoundError, cifar_plane_car, mnist_zero_one
 from torchfil.glm import IRFIL, GeneralizedLinearModel, LinearRegression, LogisticRegression, iteratively_reweighted_fil
-from torchfil.papers.datasets import DataNotFoundError, cifar_plane_car, mnist_zero_one
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

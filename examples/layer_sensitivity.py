@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from torchfil.attribution import LayerTable, jacobian_sensitivity, layer_gradients, v_information
-from torchfil.papers.datasets import DataNotFoundError, data_folder
+from torchfil.datasets import DataNotFoundError, data_folder
 from torchfil.papers.zoo import small_alexnet
 
 TRAINED, SENSITIVITY_EXAMPLES, ATTACKED = 2500, 100, 300

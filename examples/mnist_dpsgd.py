@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from torchfil import Accounting, Execution, FILPrivacyEngine, equalise
-from torchfil.papers.datasets import DataNotFoundError, ResidentDataset, mnist
+from torchfil.datasets import DataNotFoundError, ResidentDataset, mnist
 from torchfil.papers.zoo import mnist_cnn
 from torchfil.utils.files import replaced_when_complete
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import PLIS, FILPrivacyEngine, viz
 from torchfil.attribution.exposure import AUROC, auroc
-from torchfil.papers.datasets import DataNotFoundError, chest_xrays, mnist
+from torchfil.datasets import DataNotFoundError, chest_xrays, mnist
 from torchfil.papers.zoo import mnist_cnn
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing")

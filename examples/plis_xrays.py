@@ -17,7 +17,7 @@ from plis_mnist import DELTA, MAX_GRAD_NORM, number, train, train_privately
 from torch import Tensor, nn
 
 from torchfil import PLIS, viz
-from torchfil.papers.datasets import DataNotFoundError, chest_xrays
+from torchfil.datasets import DataNotFoundError, chest_xrays
 from torchfil.papers.zoo import mnist_cnn
 
 DIAGNOSES = ("healthy", "pneumonia")

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.attacks import best_guess
+from torchfil.datasets import DataNotFoundError, TabularTask, iwpc
 from torchfil.guessing import Guess, fano_success, largest_true_positive_rate
-from torchfil.papers.datasets import DataNotFoundError, TabularTask, iwpc
 from torchfil.questions import OneHot
 
 ATTRIBUTE, HIDDEN, LEARNING_RATE, THRESHOLD = "vkorc1", 8, 2.0, 1.0

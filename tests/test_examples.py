@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_datasets import IWPC, write, write_adult
+from test_datasets import IWPC, idx, write, write_adult
 
 from torchfil.fisher.results import Estimate
 
@@ -69,8 +69,8 @@ def write_mnist(folder: Path, train: int, test: int) -> None:
         labels = torch.arange(count, dtype=torch.uint8) % 10
         images = torch.zeros(count, 28, 28, dtype=torch.uint8)
         images[torch.arange(count), 4 + 2 * labels.long()] = 255
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(bytes(16) + images.numpy().tobytes())
-        (raw / f"{name}-labels-idx1-ubyte").write_bytes(bytes(8) + labels.numpy().tobytes())
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(idx(images.numpy()))
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(idx(labels.numpy()))
 
 
 def test_private_training_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
