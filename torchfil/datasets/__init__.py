@@ -10,6 +10,7 @@ from torchfil.datasets.downloads import download
 from torchfil.datasets.folders import DataFormatError, DataNotFoundError, data_folder
 from torchfil.datasets.photographs import cifar10, cifar_plane_car
 from torchfil.datasets.pickles import load_plain_pickle
+from torchfil.datasets.readers import Readers, is_at_hand, real_or_stand_in
 from torchfil.datasets.resident import ResidentDataset
 from torchfil.datasets.sources import SOURCES, Source, SourceFile, source
 from torchfil.datasets.tasks import BinaryTask, TabularTask
@@ -21,6 +22,7 @@ __all__ = [
     "BinaryTask",
     "DataFormatError",
     "DataNotFoundError",
+    "Readers",
     "ResidentDataset",
     "Source",
     "SourceFile",
@@ -31,10 +33,12 @@ __all__ = [
     "cifar_plane_car",
     "data_folder",
     "download",
+    "is_at_hand",
     "iwpc",
     "load_plain_pickle",
     "mnist",
     "mnist_zero_one",
     "read_idx",
+    "real_or_stand_in",
     "source",
 ]
