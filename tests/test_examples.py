@@ -19,10 +19,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 # how each runs in a second or two; {out} is a folder
 QUICK = {
     "attack_glm_attributes": "--out {out} --rounds 1 --trials 3",
-    "attack_glm_reconstruction": "--out {out} --trials 5 --sample 2 --sample-trials 10 --device cpu",
+    "attack_glm_reconstruction": "--out {out} --trials 20 --sample 2 --sample-trials 200 --device cpu",
     "attack_informed": "--out {out} --runs 20 --noise 0.01",
     "attack_inversion": "--out {out} --images 6 --noisy-images 3 --steps 2 --chunk 4 --resamples 5",
-    "attack_membership": "--out {out} --runs 4 --examples 40 --steps 5",
+    "attack_membership": "--out {out} --runs 24 --examples 12 --steps 2",
     "attack_property": "--out {out} --rounds 4 --examples 40 --measured 24",
     "digits_leakage": "--epochs 1",
     "digits_one_step": "",
@@ -37,7 +37,7 @@ QUICK = {
     "plis_mnist": "--out {out}",
     "plis_regression": "--out {out} --seeds 1",
     "plis_xrays": "--out {out}",
-    "questions_iwpc": "--out {out} --steps 3",
+    "questions_iwpc": "--out {out} --steps 6 --rate 0.5",
     "text_leakage": "--out {out} --notes 40 --epochs 1 --batch 12",
 }
 NEEDS = {"attack_inversion": "torchmetrics", "huggingface_leakage": "transformers", "lightning_leakage": "lightning"}

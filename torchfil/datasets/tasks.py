@@ -103,6 +103,13 @@ def one_hot(
     return tuple(columns), attributes, np.concatenate(parts, axis=1)
 
 
+def _principal(centred: np.ndarray) -> np.ndarray:
+    """The principal directions of rows [n, d] as columns, largest first; those of few rows by their own products."""
+    if len(centred) < centred.shape[1]:
+        return np.linalg.svd(centred, full_matrices=False)[2].T
+    return np.linalg.eigh(centred.T @ centred)[1][:, ::-1]
+
+
 def projected(
     inputs: np.ndarray,
     targets: np.ndarray,
@@ -128,6 +135,6 @@ def projected(
     if components is not None:
         mean = inputs.mean(axis=0)
         centred = inputs - mean
-        directions = np.linalg.eigh(centred.T @ centred)[1][:, ::-1][:, :components]
+        directions = _principal(centred)[:, :components]
         inputs, test_inputs = centred @ directions, (test_inputs - mean) @ directions
     return BinaryTask(inputs, targets, test_inputs, test_targets)
