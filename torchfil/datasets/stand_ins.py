@@ -5,6 +5,7 @@ Numbers from a stand-in say nothing about the data set it stands in for.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ __all__ = [
     "mnist",
     "mnist_zero_one",
     "small_digits",
+    "small_digits_in_words",
 ]
 
 DESCRIPTIONS = {
@@ -50,6 +52,13 @@ def small_digits() -> tuple[Tensor, Tensor]:
         return _drawn_digits(1797)
     data = load_digits()
     return torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+
+
+def small_digits_in_words() -> str:
+    """Which digits :func:`small_digits` gives here."""
+    if find_spec("sklearn") is None:
+        return "1,797 digits drawn by rule (scikit-learn, which has handwritten ones, is not installed)"
+    return "scikit-learn's 1,797 handwritten digits"
 
 
 def _drawn_digits(count: int) -> tuple[Tensor, Tensor]:
