@@ -34,7 +34,7 @@ class DigitsRun:
         return self.engine.save_run(
             path,
             delta=DELTA,
-            title="Handwritten digits, trained privately",
+            title="Small digits, trained privately",
             attribute_names=[f"pixel {row},{column}" for row in range(8) for column in range(8)],
             attribute_units=["grey value"] * 64,
             unit_of_inputs="grey value, 0 to 1",
