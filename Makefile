@@ -11,7 +11,7 @@ PYTEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PARALLEL = -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-all bench lint test-vision test-opacus test-integrations models docs format clean
+.PHONY: help demo test test-long test-all bench lint test-vision test-opacus test-integrations models docs wheel format clean
 
 help:
 	@echo "make demo         train privately on handwritten digits and write the leakage report"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-integrations  the tests that need Lightning, Hugging Face and timm (0.2 GB more to install); docs/models.md"
 	@echo "make models       write docs/models.md: the models people train, each compared with brute force"
 	@echo "make docs         the guide and the API reference, as HTML in build/docs"
+	@echo "make wheel        sdist and wheel in dist/, the wheel tried in an empty environment (needs the build package)"
 	@echo "make format       let ruff format and fix the code"
 	@echo "make clean        remove the virtual environments and caches"
 
@@ -95,6 +96,15 @@ models: $(VISION_PACKAGES)/.installed
 docs: $(VENV)/.docs-installed
 	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs
 	@echo "build/docs/index.html"
+
+# The wheel alone, in an environment and a folder of its own: what a newcomer has after `pip install torchfil`.
+wheel: $(VENV)/.installed
+	rm -rf dist build/empty build/lib build/bdist*
+	$(VENV)/bin/python -m pip install --quiet build
+	$(VENV)/bin/python -m build --outdir dist .
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd build/empty && bin/torchfil --version && bin/torchfil demo --epochs 1 -o demo
 
 format: $(VENV)/.installed
 	$(VENV)/bin/python -m ruff format .

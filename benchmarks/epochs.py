@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from benchmarks.loops import digits
 from benchmarks.measuring import synchronize
 from torchfil import Accounting, Execution, FILPrivacyEngine, zoo
-from torchfil.papers.datasets import ResidentDataset
+from torchfil.datasets import ResidentDataset
 
 __all__ = ["whole_run"]
 

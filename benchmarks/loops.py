@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import Accounting, Execution, FILPrivacyEngine, Private, zoo
-from torchfil.papers.datasets import DataNotFoundError, cifar10, mnist
+from torchfil.datasets import DataNotFoundError, cifar10, mnist
 from torchfil.questions import Change
 
 __all__ = ["MODELS", "UNIT", "Loop", "Model", "Variant", "variants"]

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from torchfil import Accounting, FILPrivacyEngine, zoo
 from torchfil.cli.digits import digits
-from torchfil.papers.datasets import ResidentDataset, mnist
+from torchfil.datasets import ResidentDataset, mnist
 from torchfil.questions import Absent
 from torchfil.utils.files import replaced_when_complete
 

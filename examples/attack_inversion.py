@@ -10,6 +10,8 @@ The reading of PLIS that counts is that of one plain gradient, without clipping 
 attacker sees: ‖∂‖g‖²/∂x‖ at the attacked weights and the true label. Beside it: ‖g‖² itself, and ‖∂ log ‖g‖²/∂x‖,
 because the attack looks at the gradient's direction only.
 
+Without the data's files it runs on a small stand-in and says so (examples/README.md).
+
 TORCHFIL_DATA=/path/to/data python examples/attack_inversion.py --out out    # two minutes on one CPU core
 """
 
@@ -31,7 +33,7 @@ from torch import Tensor, nn
 from torchfil import PLIS
 from torchfil.attacks.inversion import invert_gradients, observed_gradients
 from torchfil.attacks.similarity import haarpsi, require_ssim, ssim
-from torchfil.papers.datasets import DataNotFoundError, chest_xrays
+from torchfil.datasets import real_or_stand_in
 from torchfil.papers.zoo import mnist_cnn
 
 LOSS = nn.CrossEntropyLoss()
@@ -182,10 +184,7 @@ def main() -> None:
         parser.error(f"--noisy-images {options.noisy_images} must lie between 3 and --images {options.images}")
     require_ssim()
 
-    try:
-        images, labels = chest_xrays()
-    except DataNotFoundError as error:
-        raise SystemExit(f"skipped: {error}") from None
+    images, labels = real_or_stand_in("pneumoniamnist").chest_xrays()
     torch.backends.cudnn.allow_tf32 = False  # gradients of ten bits would be another, weaker attack
     rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(options.seed))[: options.images]
     images, labels = images[rows].to(options.device), labels[rows].to(options.device)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine
 from torchfil.cli.digits import DELTA, digits, digits_network
+from torchfil.datasets.stand_ins import small_digits_in_words
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
 SHADES = " .:-=+*#%@"
@@ -36,6 +37,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     images, labels = digits()  # [1797, 1, 8, 8] in [0, 1], [1797]
+    print(f"Data: {small_digits_in_words()}; nothing is downloaded.")
     loader = DataLoader(TensorDataset(images, labels), batch_size=128)
     model = digits_network().to(options.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)

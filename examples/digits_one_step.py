@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from torchfil import bounds, fisher
+from torchfil.datasets.stand_ins import small_digits, small_digits_in_words
 
 SIGMA, C, Q = 1.0, 1.0, 0.05
 
@@ -28,12 +28,11 @@ def train(model: nn.Module, images: Tensor, labels: Tensor) -> None:
 def main() -> None:
     """Print the table."""
     torch.manual_seed(0)
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16  # [1797, 1, 8, 8], pixels in [0, 1]
-    labels = torch.tensor(digits.target)
+    images, labels = small_digits()  # [1797, 1, 8, 8], pixels in [0, 1]
+    print(f"Data: {small_digits_in_words()}; nothing is downloaded.")
     model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 10))
     train(model, images, labels)
-    print(f"One step of DP-SGD on scikit-learn's digits: noise multiplier {SIGMA}, gradients clipped to {C}.")
+    print(f"One step of DP-SGD on small digits: noise multiplier {SIGMA}, gradients clipped to {C}.")
     print(f"The model gets {100 * (model(images).argmax(1) == labels).float().mean():.0f} % of them right.\n")
 
     batch, targets = images[:200], labels[:200]

@@ -10,8 +10,10 @@ marital status can be told better than others'. ``torchfil.equalise`` trains aga
 
 The weights depend on the data and are held fixed in the bounds, as in IRFIL.
 
+Without the data's files it runs on a small stand-in and says so (examples/README.md).
+
 TORCHFIL_DATA=/path/to/data python examples/equalise_adult.py --out out
-python examples/equalise_adult.py --quick --out out    # a minute; made-up records where there are no files
+TORCHFIL_DATA=/path/to/data python examples/equalise_adult.py --quick --out out    # a minute
 """
 
 from __future__ import annotations
@@ -30,30 +32,11 @@ from torch.utils.data import DataLoader
 
 import torchfil
 from torchfil import Accounting, FILPrivacyEngine
+from torchfil.datasets import ResidentDataset, TabularTask, real_or_stand_in
 from torchfil.engine import Equalised
-from torchfil.papers.datasets import DataNotFoundError, ResidentDataset, TabularTask, adult
 from torchfil.questions import OneHot
 
 ATTRIBUTE, DELTA = "marital-status", 1e-5
-
-
-def made_up(rows: int = 600) -> TabularTask:
-    """Records with the columns that are needed here, and incomes that hang on them."""
-    generator = np.random.default_rng(0)
-    sex, married = generator.random((2, 2 * rows)) < np.array([[0.67], [0.47]])
-    race = generator.choice(2, 2 * rows, p=[0.15, 0.85])
-    age, education = generator.standard_normal((2, 2 * rows))
-    income = 1.5 * married + 0.7 * sex + education + 0.4 * age - 2.2 + generator.logistic(size=2 * rows) > 0
-    inputs = np.stack([age, education, 1.0 - married, race == 0, 1.0 - sex], axis=1).astype(float)
-    return TabularTask(
-        inputs[:rows],
-        income[:rows].astype(float),
-        inputs[rows:],
-        income[rows:].astype(float),
-        ("age", "education-num", f"{ATTRIBUTE}=unmarried", "race=Black", "sex=Female"),
-        {"age": (0,), "education-num": (1,), ATTRIBUTE: (2,), "race": (3,), "sex": (4,)},
-        {ATTRIBUTE: ("unmarried", "married"), "race": ("Black", "White"), "sex": ("Female", "Male")},
-    )
 
 
 class Training:
@@ -157,7 +140,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
-    parser.add_argument("--quick", action="store_true", help="few records and steps; made-up ones without files")
+    parser.add_argument("--quick", action="store_true", help="few people and steps, as without files")
     parser.add_argument("--examples", type=int, default=30162)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=512)
@@ -170,16 +153,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    if options.quick:
+    data = real_or_stand_in("adult")
+    if options.quick or data.made:
         options.examples, options.steps, options.batch = min(options.examples, 600), min(options.steps, 40), 60
-    try:
-        task = adult()
-    except DataNotFoundError as error:
-        if not options.quick:
-            raise SystemExit(f"skipped: {error}") from None
-        task = made_up()
 
-    train = Training(task, options)
+    train = Training(data.adult(), options)
     common = {"max_rounds": options.rounds, "delta": DELTA}
     goals: dict[str, Callable[[], Equalised]] = {
         "sex": lambda: torchfil.equalise(train, groups=train.group("sex"), **common),

@@ -3,6 +3,8 @@
 The sensitivity of every layer's gradient to the target, before and after training, and what an attacker who sees the
 gradient of one x-ray learns from each layer about a diagnosis the network was never asked for (Mo et al. 2021).
 
+Without the data's files it runs on a small stand-in and says so (examples/README.md).
+
 TORCHFIL_DATA=/path/to/data python examples/layer_sensitivity.py --out out
 """
 
@@ -17,17 +19,15 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from torchfil.attribution import LayerTable, jacobian_sensitivity, layer_gradients, v_information
-from torchfil.papers.datasets import DataNotFoundError, data_folder
+from torchfil.datasets import Readers, real_or_stand_in
 from torchfil.papers.zoo import small_alexnet
 
 TRAINED, SENSITIVITY_EXAMPLES, ATTACKED = 2500, 100, 300
 
 
-def xrays(path: Path, split: str) -> tuple[Tensor, Tensor, Tensor]:
+def xrays(data: Readers, split: str) -> tuple[Tensor, Tensor, Tensor]:
     """Images [n, 1, 28, 28] in [0, 1], half of them mirrored; which are mirrored; which show pneumonia."""
-    with np.load(path) as archive:
-        images = torch.tensor(archive[f"{split}_images"], dtype=torch.float32)[:, None] / 255
-        pneumonia = torch.tensor(archive[f"{split}_labels"][:, 0], dtype=torch.long)
+    images, pneumonia = data.chest_xrays(split)
     order = torch.randperm(len(images))  # the file is sorted by diagnosis
     images, pneumonia = images[order], pneumonia[order]
     mirrored = torch.randint(2, (len(images),))
@@ -49,16 +49,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"))
     options = parser.parse_args()
-    try:
-        path = data_folder() / "pneumoniamnist" / "pneumoniamnist.npz"
-    except DataNotFoundError as error:
-        raise SystemExit(f"skipped: {error}") from None
-    if not path.exists():
-        raise SystemExit(f"skipped: {path} does not exist")
+    data = real_or_stand_in("pneumoniamnist")
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    images, mirrored, _ = xrays(path, "train")
-    test_images, test_mirrored, pneumonia = xrays(path, "test")
+    images, mirrored, _ = xrays(data, "train")
+    test_images, test_mirrored, pneumonia = xrays(data, "test")
     model, loss_fn = small_alexnet(2, 1, 28), nn.CrossEntropyLoss()
 
     def measure() -> tuple[LayerTable, LayerTable]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from torchfil.datasets.stand_ins import small_digits, small_digits_in_words
 from torchfil.integrations.lightning import FILCallback
 
 DELTA = 1e-4
@@ -51,11 +51,11 @@ def main() -> None:
     parser.add_argument("--path", default=None, help="where to write the table, as CSV (confidential)")
     options = parser.parse_args()
 
+    print(f"Data: {small_digits_in_words()}; nothing is downloaded.")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     pl.seed_everything(0)
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16  # pixels in [0, 1]
-    loader = DataLoader(TensorDataset(images, torch.tensor(digits.target)), batch_size=128)
+    images, labels = small_digits()  # [1797, 1, 8, 8], pixels in [0, 1]
+    loader = DataLoader(TensorDataset(images, labels), batch_size=128)
 
     callback = FILCallback(noise_multiplier=options.noise, path=options.path, delta=DELTA)
     trainer = pl.Trainer(

@@ -13,6 +13,8 @@ weight of their own, until everybody's bound reaches ``--target``. All rounds be
 batches and noise of their own. The curves are those of the first round, without weights, and of the last. Either way
 the weights depend on the data and are held fixed in the bounds.
 
+Without the data's files it runs on a small stand-in and says so (examples/README.md).
+
 TORCHFIL_DATA=/path/to/data python examples/mnist_dpsgd.py --device cuda --out out
 """
 
@@ -33,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from torchfil import Accounting, Execution, FILPrivacyEngine, equalise
-from torchfil.papers.datasets import DataNotFoundError, ResidentDataset, mnist
+from torchfil.datasets import Readers, ResidentDataset, real_or_stand_in
 from torchfil.papers.zoo import mnist_cnn
 from torchfil.utils.files import replaced_when_complete
 
@@ -322,8 +324,8 @@ def save_figure(runs: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def options_and_recipe() -> tuple[argparse.Namespace, Recipe]:
-    """From the command line; every field of the recipe is an option."""
+def options_and_recipe() -> tuple[argparse.Namespace, Recipe, Readers]:
+    """From the command line, and the data; every field of the recipe is an option."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("out"))
@@ -334,12 +336,16 @@ def options_and_recipe() -> tuple[argparse.Namespace, Recipe]:
     parser.add_argument("--rounds", type=int, default=3, help="with --equalise: trainings at most")
     parser.add_argument("--looks", type=int, default=None, help="points of the curve: 40, or 6 with --quick")
     parser.add_argument("--max-memory", type=int, default=None, help="bytes; 32 GiB on a GPU, else 1 GiB")
-    parser.add_argument("--quick", action="store_true", help="2,000 digits, 60 steps: for a look on a CPU")
+    parser.add_argument(
+        "--quick", action="store_true", help="2,000 digits, 60 steps: for a look on a CPU, as without files"
+    )
     choices = {"activation": list(ACTIVATIONS), "schedule": ["cosine", "constant"], "clip": ["gelu", "rsqrt", "hard"]}
     for name, default in asdict(Recipe()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(default), default=None, choices=choices.get(name), help=f"{default}")
     options = parser.parse_args()
+    data = real_or_stand_in("mnist")
+    options.quick = options.quick or bool(data.made)
     values: dict[str, Any] = {"batch": 250, "steps": 60, "noise_multiplier": 1.0, "lr": 0.5} if options.quick else {}
     values |= {name: given for name in asdict(Recipe()) if (given := getattr(options, name)) is not None}
     options.looks = options.looks or (6 if options.quick else 40)
@@ -347,18 +353,15 @@ def options_and_recipe() -> tuple[argparse.Namespace, Recipe]:
         options.examples = min(options.examples, 2000)
     if options.max_memory is None:
         options.max_memory = 2**35 if options.device.startswith("cuda") else 2**30
-    return options, Recipe(**values)
+    return options, Recipe(**values), data
 
 
 def main() -> None:
     """Train, print, save the curves and the picture."""
-    options, recipe = options_and_recipe()
-    try:
-        train_set, test_set = mnist(), mnist("test")
-    except DataNotFoundError as error:
-        raise SystemExit(f"skipped: {error}") from None
-    images, labels = (part[: options.examples].to(options.device) for part in train_set)
-    test = test_set[0].to(options.device), test_set[1].to(options.device)
+    options, recipe, data = options_and_recipe()
+    images, labels = (part[: options.examples].to(options.device) for part in data.mnist())
+    test_images, test_labels = (part.to(options.device) for part in data.mnist("test"))
+    test = test_images, test_labels
     options.out.mkdir(parents=True, exist_ok=True)
     digits = ResidentDataset(images, labels)
     given = {"digits": digits, "test": test, "looks": options.looks, "max_memory": options.max_memory}

@@ -8,6 +8,8 @@ beside that, one drawn at random (which is the predicted one in a tenth of the c
 In the private model PLIS has two readings: of the norm of the plain gradient, and of the clipped one. An outlier's
 gradient is clipped, what is released no longer depends on its norm, and the second reading is nearly 0 for it.
 
+Without the data's files it runs on a small stand-in and says so (examples/README.md).
+
 TORCHFIL_DATA=/path/to/data python examples/plis_mnist.py --out out
 """
 
@@ -27,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import PLIS, FILPrivacyEngine, viz
 from torchfil.attribution.exposure import AUROC, auroc
-from torchfil.papers.datasets import DataNotFoundError, chest_xrays, mnist
+from torchfil.datasets import real_or_stand_in
 from torchfil.papers.zoo import mnist_cnn
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
@@ -207,10 +209,8 @@ def main() -> None:
     parser.add_argument("--activation", choices=("gelu", "tanh"), default="gelu")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="trainings; pictures are of the first")
     options = parser.parse_args()
-    try:
-        digits, test, (xrays, _) = mnist(), mnist("test"), chest_xrays()
-    except DataNotFoundError as error:
-        raise SystemExit(f"skipped: {error}") from None
+    data = real_or_stand_in("mnist", "pneumoniamnist")
+    digits, test, (xrays, _) = data.mnist(), data.mnist("test"), data.chest_xrays()
     options.out.mkdir(parents=True, exist_ok=True)
 
     results = []

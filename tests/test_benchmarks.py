@@ -17,8 +17,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import __main__ as command
 from benchmarks import comparison, large, loops, matched, measuring, paper, targets
 from benchmarks.tables import number, page
+from torchfil.datasets import DataNotFoundError
 from torchfil.fisher.operator import ClippedJacobian
-from torchfil.papers.datasets import DataNotFoundError
 
 
 def tiny() -> loops.Model:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from torchfil.datasets import DataNotFoundError, TabularTask, adult, cifar10, cifar_plane_car, data_folder, iwpc
 from torchfil.glm import LinearRegression, SingularHessianError
-from torchfil.papers.datasets import DataNotFoundError, TabularTask, adult, cifar10, cifar_plane_car, data_folder, iwpc
 
 IWPC = """race,age,height,weight,amiodarone,decr,cyp2c9,vkorc1,dose
 white,0.5,2.0,1.5,0,0,11,CT,1.1
@@ -56,6 +56,12 @@ ADULT_COLUMNS = (
 def write(path: Path, text: str, *, packed: bool = False) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+
+
+def idx(array: np.ndarray) -> bytes:
+    """An array of bytes in the IDX format."""
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return header + array.astype(np.uint8).tobytes()
 
 
 def write_adult(folder: Path, test: str = ADULT_TEST) -> None:
@@ -133,7 +139,7 @@ def test_photographs_pixel_by_pixel(tmp_path: Path) -> None:
         files.append(np.frombuffer(file.getvalue(), dtype=np.uint8))
     (tmp_path / "cifar10").mkdir()
     for split in ("train", "test"):
-        with pytest.raises(DataNotFoundError, match=f"{split}.npz does not exist"):
+        with pytest.raises(DataNotFoundError, match=f"{split}.npz exists"):
             cifar10(split, tmp_path)
         np.savez(
             tmp_path / "cifar10" / f"{split}.npz",

@@ -1,4 +1,4 @@
-"""Examples run from end to end on small files."""
+"""Examples run from end to end: every one without any data, some on small files with what they print looked at."""
 
 from __future__ import annotations
 
@@ -9,11 +9,74 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_datasets import IWPC, write, write_adult
+from test_datasets import IWPC, idx, write, write_adult
 
+from torchfil.datasets import stand_ins
 from torchfil.fisher.results import Estimate
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+# how each runs in a second or two; {out} is a folder
+QUICK = {
+    "attack_glm_attributes": "--out {out} --rounds 1 --trials 3",
+    "attack_glm_reconstruction": "--out {out} --trials 20 --sample 2 --sample-trials 200 --device cpu",
+    "attack_informed": "--out {out} --runs 20 --noise 0.01",
+    "attack_inversion": "--out {out} --images 6 --noisy-images 3 --steps 2 --chunk 4 --resamples 5",
+    "attack_membership": "--out {out} --runs 24 --examples 12 --steps 2",
+    "attack_property": "--out {out} --rounds 4 --examples 40 --measured 24",
+    "digits_leakage": "--epochs 1",
+    "digits_one_step": "",
+    "equalise_adult": "--out {out} --steps 4 --examples 80 --rounds 1 --only sex",
+    "equalise_cifar10": "--examples 20 --test-examples 20 --steps 1 --rounds 1",
+    "glm_iwpc": "--out {out} --rounds 1",
+    "glm_table1": "--out {out}",
+    "huggingface_leakage": "--epochs 1 --examples 40",
+    "layer_sensitivity": "--out {out}",
+    "lightning_leakage": "--epochs 1",
+    "mnist_dpsgd": "--out {out} --device cpu --batch 20 --steps 3 --looks 2 --amplifications poisson",
+    "plis_mnist": "--out {out}",
+    "plis_regression": "--out {out} --seeds 1",
+    "plis_xrays": "--out {out}",
+    "questions_iwpc": "--out {out} --steps 6 --rate 0.5",
+    "text_leakage": "--out {out} --notes 40 --epochs 1 --batch 12",
+}
+NEEDS = {"attack_inversion": "torchmetrics", "huggingface_leakage": "transformers", "lightning_leakage": "lightning"}
+
+
+def test_every_example_is_in_the_list_and_in_the_readme() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert set(QUICK) == names
+    readme = (EXAMPLES / "README.md").read_text()
+    assert {name for name in names if f"[{name}]({name}.py)" not in readme} == set()
+
+
+@pytest.fixture
+def few_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins of few rows: what is learned is not looked at here."""
+    for name, count in (("mnist", 120), ("chest_xrays", 60), ("cifar10", 80)):
+        whole = getattr(stand_ins, name)
+        monkeypatch.setattr(stand_ins, name, lambda *args, w=whole, n=count: tuple(part[:n] for part in w(*args)))
+
+
+@pytest.mark.filterwarnings("ignore:An input array is constant")  # so few rounds
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.UndefinedMetricWarning")
+@pytest.mark.usefixtures("few_made_up")
+@pytest.mark.parametrize("name", QUICK)
+def test_every_example_runs_without_data(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In an empty folder, without files: the first line says which data it is."""
+    for package in ("matplotlib", "pandas", NEEDS.get(name, "sklearn")):
+        pytest.importorskip(package)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("TORCHFIL_DATA", str(tmp_path / "empty"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [name, *QUICK[name].format(out=tmp_path / "out").split()])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("Data: ")
+    assert "stand-in for" in first or "nothing is downloaded" in first
 
 
 def test_attribute_leakage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,8 +132,8 @@ def write_mnist(folder: Path, train: int, test: int) -> None:
         labels = torch.arange(count, dtype=torch.uint8) % 10
         images = torch.zeros(count, 28, 28, dtype=torch.uint8)
         images[torch.arange(count), 4 + 2 * labels.long()] = 255
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(bytes(16) + images.numpy().tobytes())
-        (raw / f"{name}-labels-idx1-ubyte").write_bytes(bytes(8) + labels.numpy().tobytes())
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(idx(images.numpy()))
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(idx(labels.numpy()))
 
 
 def test_private_training_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

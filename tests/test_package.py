@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import configparser
+import re
 import subprocess
 import sys
+import tarfile
+import zipfile
 from importlib import resources
 from pathlib import Path
+
+import pytest
 
 import torchfil
 
@@ -35,3 +41,85 @@ def test_the_core_imports_neither_opacus_nor_optional_packages() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def extras() -> dict[str, list[str]]:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return {name: lines.split() for name, lines in config["options.extras_require"].items()}
+
+
+def test_extras_that_people_guess() -> None:
+    """Extras that stand for others name existing ones, and "all" reaches all that a user can need."""
+    lists = extras()
+    assert {"all", "hf", "glm", "report", "data"} <= set(lists)
+
+    def reached(name: str) -> set[str]:
+        found = set()
+        for line in lists[name]:
+            inner = re.fullmatch(r"torchfil\[(.*)\]", line)
+            found |= set().union(*map(reached, inner[1].split(","))) if inner else {line}
+        return found
+
+    assert reached("all") == set().union(*(reached(name) for name in set(lists) - {"vision", "docs", "dev"}))
+
+
+def test_what_errors_tell_to_install_can_be_installed() -> None:
+    named = set()
+    for path in (ROOT / "torchfil").rglob("*.py"):
+        named |= set(re.findall(r"torchfil\[(\w+)\]", path.read_text()))
+    assert named
+    assert named <= set(extras())
+
+
+def test_files_that_github_reads() -> None:
+    yaml = pytest.importorskip("yaml")
+    workflows = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
+    assert {"lint", "tests", "docs", "wheel"} <= set(workflows)
+    assert workflows["tests"]["jobs"]["tests"]["strategy"]["matrix"]["python-version"] == [
+        "3.10",
+        "3.11",
+        "3.12",
+        "3.13",
+    ]
+    for workflow in workflows.values():
+        assert workflow["permissions"] == {"contents": "read"}
+    for form in (ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"):
+        assert {"name", "description", "body"} <= set(yaml.safe_load(form.read_text())), form.name
+    assert yaml.safe_load((ROOT / ".github/dependabot.yml").read_text())["version"] == 2
+    assert yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == torchfil.__version__
+    assert citation["license"] == "Apache-2.0"
+
+
+@pytest.mark.slow
+def test_sdist_and_wheel_hold_what_they_must(tmp_path: Path) -> None:
+    """Built from a copy of the files that git knows; no network is needed."""
+    listed = subprocess.run(["git", "ls-files", "-z", "-c", "-o", "--exclude-standard"], cwd=ROOT, capture_output=True)
+    if listed.returncode:
+        pytest.skip("this is no git checkout")
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "tree" / name).write_bytes((ROOT / name).read_bytes())
+    code = "from setuptools import build_meta as b; b.build_sdist({0!r}); b.build_wheel({0!r})".format(str(tmp_path))
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "tree", capture_output=True, check=True)
+
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (name for name in names if name.endswith("METADATA"))
+        text = archive.read(metadata).decode()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"torchfil"}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "torchfil").rglob("*.py")}
+    assert modules <= names
+    assert {"torchfil/py.typed", "torchfil/report/assets/page.html"} <= names
+    assert "Provides-Extra: all" in text
+    assert f"Version: {torchfil.__version__}" in text
+
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"examples/README.md", "tests/test_package.py", "docs/index.md", "SECURITY.md", "CITATION.cff"} <= packed
+    assert modules <= packed
+    assert not [name for name in packed if name.startswith("changes-") or "__pycache__" in name]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchfil.papers.datasets import DataNotFoundError, chest_xrays, mnist
+from torchfil.datasets import DataNotFoundError, chest_xrays, mnist
 from torchfil.papers.zoo import mnist_cnn
 
 pytest.importorskip("matplotlib")

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # A module imports from its own folder and from rows above; what stands in one row does not know of each other.
 ROWS = (
     {"_version", "utils"},
-    {"private", "clipping", "viz", "papers"},
+    {"private", "clipping", "viz", "papers", "datasets"},
     {"fisher", "smoothness", "questions"},
     {"guessing"},
     {"accounting", "bounds", "glm"},

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cases import DEVICE
+from test_datasets import idx
 from test_examples import write_mnist
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -40,8 +41,8 @@ def test_informed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_membership(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Pixels drawn at random: what the overfitted networks get right, they have memorised."""
     write_mnist(tmp_path, 40, 10)
-    pixels = np.random.default_rng(0).integers(256, size=40 * 28 * 28, dtype=np.uint8)
-    (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte").write_bytes(bytes(16) + pixels.tobytes())
+    pixels = np.random.default_rng(0).integers(256, size=(40, 28, 28), dtype=np.uint8)
+    (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte").write_bytes(idx(pixels))
     run(
         "attack_membership",
         tmp_path,

@@ -23,6 +23,7 @@ from torchfil.attacks.comparison import compare_with_bounds
 from torchfil.attacks.glm_bias import biased_bound
 from torchfil.attacks.glm_reconstruction import GLMReconstruction
 from torchfil.attacks.glm_slopes import believed_margins
+from torchfil.datasets import DataNotFoundError, iwpc, mnist_zero_one
 from torchfil.glm import (
     GeneralizedLinearModel,
     LinearRegression,
@@ -32,7 +33,6 @@ from torchfil.glm import (
     iteratively_reweighted_fil,
 )
 from torchfil.glm.view import GLMView, numbers_at_once
-from torchfil.papers.datasets import DataNotFoundError, iwpc, mnist_zero_one
 
 COLUMNS = [1, 2]
 CODES = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])

@@ -80,6 +80,13 @@ def test_a_response_of_the_square_needs_one_round(unit: Tensor) -> None:
     assert torch.equal(result.next_weights, result.weights)
 
 
+def test_rounds_are_counted_where_asked_for(unit: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
+    torchfil.equalise(Trainer(unit), target=1.0, confidence=None)
+    assert capsys.readouterr().err == ""
+    torchfil.equalise(Trainer(unit), target=1.0, confidence=None, progress=True)
+    assert "rounds" in capsys.readouterr().err
+
+
 def test_a_weaker_response_takes_more_rounds(unit: Tensor) -> None:
     result = torchfil.equalise(Trainer(unit, power=1.2), target=1.0, confidence=None, max_rounds=8)
     assert result.met

@@ -66,6 +66,17 @@ def test_the_target_is_met_and_told(trained: FILPrivacyEngine) -> None:
     assert trained.bound_target == LeakageTarget(2.0, of="probes")
 
 
+def test_pilots_show_how_far_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """A bar each, of all steps; none unless asked for."""
+    engine = FILPrivacyEngine()
+    engine.make_private_with_bound(**start(target_mse_bound=2.0), progress=True)
+    shown = capsys.readouterr().err
+    assert "pilot 1, σ = " in shown
+    assert "9/9" in shown
+    FILPrivacyEngine().make_private_with_bound(**start(target_mse_bound=2.0))
+    assert "pilot" not in capsys.readouterr().err
+
+
 def test_the_pilots_are_kept_and_told(trained: FILPrivacyEngine) -> None:
     choice = trained.pilot
     assert isinstance(choice, NoiseChoice)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import ndtr, ndtri
 
+from torchfil.datasets import DataNotFoundError, TabularTask, iwpc
 from torchfil.glm import (
     Absent,
     GeneralizedLinearModel,
@@ -20,7 +21,6 @@ from torchfil.glm import (
 )
 from torchfil.glm.refits import minimiser_changes
 from torchfil.glm.view import GLMView
-from torchfil.papers.datasets import DataNotFoundError, TabularTask, iwpc
 
 SIGMAS = (1e-5, 1e-4, 1e-3, 1e-2)  # of the published attack
 COUNTS = {3: (0.29, 0.37, 0.34), 6: (0.75, 0.13, 0.09, 0.01, 0.01, 0.01)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from torchfil.datasets import BinaryTask, DataNotFoundError, cifar_plane_car, data_folder, mnist_zero_one
 from torchfil.glm import LinearRegression, LogisticRegression, iteratively_reweighted_fil
-from torchfil.papers.datasets import BinaryTask, DataNotFoundError, cifar_plane_car, data_folder, mnist_zero_one
 
 try:
     data_folder()

@@ -20,9 +20,11 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.path import FEWEST_PARTICIPATIONS, run_variance
 from torchfil.accounting.quantities import Reading, TrackedQuantity
+from torchfil.accounting.summary import LeakageSummary, summarise
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.fisher.spectral import largest_eigenvalue
 from torchfil.guessing import Guess
+from torchfil.utils.notebook import html_table
 
 __all__ = ["Conditions", "Leakage", "as_table"]
 
@@ -201,6 +203,21 @@ class Leakage:
         """
         susceptibility: Tensor = self.get("plis", example_ids)
         return susceptibility
+
+    def summary(self) -> LeakageSummary:
+        """The run in a few numbers, over all measured examples; for a log, ``summary().metrics()``."""
+        return summarise(self)
+
+    def __repr__(self) -> str:
+        return "Leakage: " + "; ".join(f"{name} {text}" for name, text in self._lines())
+
+    def _repr_html_(self) -> str:
+        return html_table("Leakage (confidential)", self._lines())
+
+    def _lines(self) -> list[tuple[str, str]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is missing stands beside the numbers
+            return self.summary().lines()
 
     def get_guess(self, question: str, example_ids: Iterable[Hashable] | Tensor | None = None) -> Guess:
         """How well any attacker can tell the true answer of an example from others, [ids, answers].

@@ -1,4 +1,4 @@
-"""The demonstration: private training on scikit-learn's handwritten digits, watched by the engine."""
+"""The demonstration: private training on small digits, watched by the engine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil.accounting.ledger import Track
+from torchfil.datasets.stand_ins import small_digits
 from torchfil.engine import FILPrivacyEngine
 
 __all__ = ["DELTA", "DigitsRun", "digits", "digits_network", "train_on_digits"]
@@ -33,7 +34,7 @@ class DigitsRun:
         return self.engine.save_run(
             path,
             delta=DELTA,
-            title="Handwritten digits, trained privately",
+            title="Small digits, trained privately",
             attribute_names=[f"pixel {row},{column}" for row in range(8) for column in range(8)],
             attribute_units=["grey value"] * 64,
             unit_of_inputs="grey value, 0 to 1",
@@ -49,19 +50,8 @@ class DigitsRun:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's 1,797 handwritten digits: images [1797, 1, 8, 8] in [0, 1] and labels [1797].
-
-    Raises:
-        ImportError: scikit-learn is not installed.
-    """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError(
-            "the digits come with scikit-learn, which is not installed: pip install 'torchfil[glm]'"
-        ) from error
-    data = load_digits()
-    return torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+    """scikit-learn's 1,797 handwritten digits, or drawn ones without it: [1797, 1, 8, 8] in [0, 1], labels [1797]."""
+    return small_digits()
 
 
 def digits_network() -> nn.Sequential:
@@ -78,7 +68,7 @@ def train_on_digits(
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     after_epoch: Callable[[int, DigitsRun], None] | None = None,
 ) -> DigitsRun:
-    """An ordinary Opacus loop with the engine in it; needs scikit-learn.
+    """An ordinary Opacus loop with the engine in it.
 
     Args:
         epochs: Over 1,797 digits in batches of 128 on average.

@@ -41,11 +41,13 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
       torchfil demo --epochs 20 --noise 0.7 -o /tmp/digits
     """
     from torchfil.cli.digits import DELTA, train_on_digits
+    from torchfil.datasets.stand_ins import small_digits_in_words
     from torchfil.report.saved_run import load
     from torchfil.report.writer import write_report
 
     _check_device(device)
     directory.mkdir(parents=True, exist_ok=True)
+    out.say(f"Data: {small_digits_in_words()}; nothing is downloaded.")
 
     def after_epoch(done: int, run: DigitsRun) -> None:
         epsilon = run.engine.get_epsilon(DELTA)

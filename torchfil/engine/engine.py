@@ -274,6 +274,7 @@ class FILPrivacyEngine(Resuming):
         grid: float = 2**0.25,
         max_noise_multiplier: float = 64.0,
         train: Train | None = None,
+        progress: bool = False,
         accounting: Accounting | None = None,
         **options: Any,
     ) -> tuple[Any, ...]:
@@ -307,6 +308,7 @@ class FILPrivacyEngine(Resuming):
             max_noise_multiplier: The largest σ that is tried.
             train: Your loop, train(engine, model, optimizer, loader), for all epochs, where pilots are to train in
                 another way than by :meth:`train_step` (a learning-rate schedule, say); None: ``criterion`` is needed.
+            progress: Whether pilots show bars (those that ``train`` runs do not).
             accounting: How to account.
             **options: Of :meth:`make_private`.
 
@@ -331,7 +333,7 @@ class FILPrivacyEngine(Resuming):
             of,
         )
         search = NoiseSearch(margin, grid, max_pilots, max_noise_multiplier)
-        pilots = Pilots(FILPrivacyEngine, module, optimizer, data_loader, epochs, accounting, options, train)
+        pilots = Pilots(FILPrivacyEngine, module, optimizer, data_loader, epochs, accounting, options, train, progress)
         check_participations(
             target,
             accounting,

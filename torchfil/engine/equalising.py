@@ -33,6 +33,7 @@ from torchfil.accounting.sparing import RoundWeights
 from torchfil.clipping import check_clip_weights
 from torchfil.engine.equalised import HELD_FIXED, Equalised, Round, Stopped
 from torchfil.engine.reading import LeakageReading
+from torchfil.utils.progress import with_progress
 
 __all__ = ["equalise"]
 
@@ -61,6 +62,7 @@ def equalise(
     grid: int = 4,
     weights: Tensor | None = None,
     delta: float | None = None,
+    progress: bool = False,
 ) -> Equalised:
     """Train in rounds, each with clip weights from the round before, until the most exposed are safe enough.
 
@@ -105,6 +107,7 @@ def equalise(
         grid: Weights are powers of 2^(−1/grid): coarse, so that they are constant for almost every change of the data.
         weights: To begin with, [n]: ``next_weights`` of an earlier result. None: the first round is without.
         delta: With it the history has ε.
+        progress: Whether to show a bar of the rounds; there may be fewer than ``max_rounds``.
 
     Returns:
         The weights, the engine that was trained with them, the history and the cost; ``print`` it.
@@ -117,7 +120,7 @@ def equalise(
     best: _Booked | None = None
     idle, stopped = 0, None
 
-    for _ in range(max_rounds):
+    for _ in with_progress(range(max_rounds), progress, "rounds"):
         # the first round tells which examples there are and, where it is a share of them, the target
         trained = rounds.train(weights if current is None else current.values, goal)
         if current is None:

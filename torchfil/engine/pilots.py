@@ -25,6 +25,7 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.engine.checkpoint import random_state, set_random_state
 from torchfil.engine.loader import split_batch
 from torchfil.engine.options import Accounting
+from torchfil.utils.progress import with_progress
 
 __all__ = ["Pilots", "Train", "numbers_apart"]
 
@@ -47,6 +48,7 @@ class Pilots:
         options: Others of ``make_private``, but for the noise.
         train: A loop of the user's: called with the engine and what ``make_private`` returns, it trains for all epochs.
             None: ``engine.train_step`` on each batch.
+        progress: Whether each pilot shows a bar with the time that is left; not for a loop of the user's.
     """
 
     new_engine: Callable[[], Any]
@@ -57,6 +59,7 @@ class Pilots:
     accounting: Accounting
     options: Mapping[str, Any]
     train: Train | None = None
+    progress: bool = False
 
     def __post_init__(self) -> None:
         if self.train is not None:
@@ -102,7 +105,8 @@ class Pilots:
             if self.train is not None:
                 self.train(engine, *made)
             else:
-                self._train(engine, made[-1], self.epochs if epochs is None else epochs)
+                title = f"pilot {number + 1}, σ = {noise_multiplier:.4g}"
+                self._train(engine, made[-1], self.epochs if epochs is None else epochs, title)
             leakage: Leakage = engine.totals
             engine.detach()
 
@@ -113,14 +117,14 @@ class Pilots:
             torch.cuda.empty_cache()
         return leakage
 
-    def _train(self, engine: Any, loader: Any, epochs: int) -> None:
+    def _train(self, engine: Any, loader: Any, epochs: int, title: str) -> None:
         by_itself = self.options.get("criterion") is None  # the model computes its loss from the whole batch
-        for _ in range(epochs):
-            for batch in loader:
-                if by_itself or not isinstance(batch, Mapping):
-                    engine.train_step(batch)
-                else:
-                    engine.train_step(*split_batch(batch, self.options.get("batch_to_inputs")))
+        batches = (batch for _ in range(epochs) for batch in loader)
+        for batch in with_progress(batches, self.progress, title, epochs * len(loader)):
+            if by_itself or not isinstance(batch, Mapping):
+                engine.train_step(batch)
+            else:
+                engine.train_step(*split_batch(batch, self.options.get("batch_to_inputs")))
 
     def _generators(self) -> list[torch.Generator]:
         """All that the options name, and that the loader, its samplers and its data set draw from; each once."""

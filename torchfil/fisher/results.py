@@ -11,11 +11,14 @@ import torch
 from scipy import special, stats
 from torch import Tensor
 
+from torchfil.utils.notebook import html_table
+
 __all__ = ["Estimate", "Kind", "Part"]
 
 Kind = Literal["exact", "estimate", "lower bound", "upper bound"]
 Part = Literal["run", "probes"]
 _SHOWN = 4  # entries, in a text
+_ROWS = 10  # of a table in a notebook
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -198,6 +201,15 @@ class Estimate:
         text = ", ".join(entries) if self.value.ndim == 0 else f"[{', '.join(entries)}]"
         shape = f", shape {tuple(self.value.shape)}" if values.numel() > _SHOWN or self.value.ndim > 1 else ""
         return f"Estimate({text}, {self.kind}{shape})"
+
+    def _repr_html_(self) -> str:
+        if self.value.ndim != 1:
+            return html_table(repr(self), [])
+        pairs = zip(self.value[:_ROWS].tolist(), self.standard_error[:_ROWS].tolist(), strict=True)
+        rows = [(str(place), f"{value:.4g}", f"± {error:.2g}") for place, (value, error) in enumerate(pairs)]
+        if len(self) > _ROWS:
+            rows.append(("…", f"{len(self):,} in all", ""))
+        return html_table(f"Estimate ({self.kind})", rows, ("", "value", "standard error"))
 
     @staticmethod
     def _part(value: Any, index: Any) -> Any:

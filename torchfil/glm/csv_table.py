@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchfil.papers.datasets import levels_of, one_hot
+from torchfil.datasets.tasks import levels_of, one_hot
 
 __all__ = ["EncodedTable", "check_column", "encode", "is_complete", "read_rows"]
 

@@ -18,8 +18,8 @@ from torchfil.glm.refits import Alternative
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
+    from torchfil.datasets import TabularTask
     from torchfil.glm.view import GLMView
-    from torchfil.papers.datasets import TabularTask
 
 __all__ = ["Absent", "Asked", "Label", "NominalAttribute", "Question", "Shift"]
 

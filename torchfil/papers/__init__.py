@@ -1,1 +1,1 @@
-"""The papers' networks and data; the library itself needs neither."""
+"""The networks of the papers; the library itself does not need them."""

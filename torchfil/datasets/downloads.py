@@ -1,0 +1,76 @@
+"""Downloads that somebody asked for, each checked against a checksum before it is kept."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from torchfil.datasets.folders import DataFormatError, Folder, data_folder, unpacked
+from torchfil.datasets.sources import SourceFile, source
+
+__all__ = ["checksum_of", "download"]
+
+
+def download(name: str, folder: Folder = None, *, progress: bool = False) -> Path:
+    """Put the files of a data set into the data folder, those that are not there yet; needs pooch.
+
+    Args:
+        name: One of :data:`torchfil.datasets.SOURCES`.
+        folder: As for :func:`torchfil.datasets.data_folder`; made where it is missing.
+        progress: A progress bar for each file.
+
+    Returns:
+        The data folder.
+
+    Raises:
+        ValueError: Some file has no address or no checksum that is known for sure; the message names the page.
+        DataFormatError: What came is not what its checksum says; it is removed again.
+        ImportError: pooch is not installed.
+    """
+    origin = source(name)
+    if not origin.downloadable:
+        raise ValueError(
+            f"{origin.name} is not downloaded by itself: get {', '.join(file.path for file in origin.files)} from "
+            f"{origin.page} into {folder if folder is not None else 'the data folder'} ({origin.note})"
+        )
+    root = data_folder(folder, create=True)
+    for file in origin.files:
+        if not (root / file.path).exists():
+            _download_file(file, root, progress)
+    return root
+
+
+def _download_file(file: SourceFile, root: Path, progress: bool) -> None:
+    """Download beside its place and move there once the checksum is right, so that a wrong file is never found."""
+    pooch = _pooch()
+    target = root / file.path
+    arriving = target.with_name(f"{target.name}.part")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    arriving.unlink(missing_ok=True)  # of a download that was broken off
+    try:
+        pooch.retrieve(file.url, known_hash=None, fname=arriving.name, path=arriving.parent, progressbar=progress)
+        arrived = checksum_of(arriving, file)
+        if arrived != file.checksum:
+            raise DataFormatError(
+                f"{file.url} gave a file with {arrived}, not {file.checksum}: it was changed on its way or by its "
+                "publisher, and is not kept"
+            )
+        arriving.replace(target)
+    finally:
+        arriving.unlink(missing_ok=True)
+
+
+def checksum_of(path: Path, file: SourceFile) -> str:
+    """The checksum of a file at hand, of the kind that ``file`` has (sha256 where it has none)."""
+    kind = "sha256" if file.checksum is None else file.checksum.partition(":")[0]
+    digest = hashlib.new(kind, unpacked(path) if file.checksum_of == "content" else path.read_bytes())
+    return f"{kind}:{digest.hexdigest()}"
+
+
+def _pooch() -> Any:
+    try:
+        import pooch
+    except ImportError as error:
+        raise ImportError("downloads need pooch, which is not installed: pip install 'torchfil[data]'") from error
+    return pooch

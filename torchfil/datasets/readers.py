@@ -1,0 +1,96 @@
+"""The data sets that an example asks for: the real ones where their files are at hand, small stand-ins elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from torchfil.datasets import census, digits, photographs, stand_ins, warfarin, xrays
+from torchfil.datasets.folders import DataNotFoundError, Folder, data_folder
+from torchfil.datasets.sources import source
+from torchfil.datasets.tasks import BinaryTask, TabularTask
+
+__all__ = ["Readers", "is_at_hand", "real_or_stand_in"]
+
+Images = Callable[..., tuple[Tensor, Tensor]]
+
+# one of these paths is there where the data set is
+_MARKS = {
+    "mnist": ("MNIST/raw/train-images-idx3-ubyte", "MNIST/raw/train-images-idx3-ubyte.gz"),
+    "cifar10": ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10/train.npz"),
+    "pneumoniamnist": ("pneumoniamnist/pneumoniamnist.npz", "pneumoniamnist.npz"),
+    "adult": ("adult/adult.data", "adult/adult.data.gz"),
+    "iwpc": ("iwpc/iwpc-scaled.csv", "iwpc/iwpc-scaled.csv.gz", "iwpc/PS206767-553247439.xls"),
+}
+_REAL: dict[str, tuple[Any, ...]] = {
+    "mnist": (digits.mnist, digits.mnist_zero_one),
+    "cifar10": (photographs.cifar10, photographs.cifar_plane_car),
+    "pneumoniamnist": (xrays.chest_xrays,),
+    "adult": (census.adult,),
+    "iwpc": (warfarin.iwpc,),
+}
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The functions of :mod:`torchfil.datasets`, each reading the real data or making its stand-in.
+
+    Attributes:
+        made: The names of the data sets that are stand-ins.
+    """
+
+    mnist: Images
+    mnist_zero_one: Callable[..., BinaryTask]
+    cifar10: Images
+    cifar_plane_car: Callable[..., BinaryTask]
+    chest_xrays: Images
+    adult: Callable[..., TabularTask]
+    iwpc: Callable[..., TabularTask]
+    made: frozenset[str]
+
+
+def is_at_hand(name: str, folder: Folder = None) -> bool:
+    """Whether the data folder has a data set's files, or at least some of them."""
+    source(name)  # a name that does not exist is refused
+    try:
+        root = data_folder(folder)
+    except DataNotFoundError:
+        return False
+    return any((root / mark).exists() for mark in _MARKS[name])
+
+
+def real_or_stand_in(*names: str, folder: Folder = None, say: Callable[[str], None] = print) -> Readers:
+    """Readers of these data sets, and one line for each that says which data it is.
+
+    Args:
+        names: Of :data:`torchfil.datasets.SOURCES`.
+        folder: As for :func:`torchfil.datasets.data_folder`.
+        say: Takes the lines.
+
+    Example:
+        >>> data = real_or_stand_in("iwpc", folder="/nowhere")
+        Data: a stand-in for IWPC (warfarin doses): 1,000 patients made up by rule. ...
+        >>> data.iwpc().train_inputs.shape
+        (800, 14)
+    """
+    made = frozenset(name for name in names if not is_at_hand(name, folder))
+    functions = {}
+    for name in _REAL:
+        for function in _REAL[name]:
+            stand_in = getattr(stand_ins, function.__name__)
+            functions[function.__name__] = stand_in if name in made else partial(function, folder=folder)
+
+    for name in names:
+        origin = source(name)
+        if name in made:
+            say(
+                f"Data: a stand-in for {origin.name}: {stand_ins.DESCRIPTIONS[name]}. Its numbers are not the papers'; "
+                f"for those, get the files from {origin.page} and set TORCHFIL_DATA."
+            )
+        else:
+            say(f"Data: {origin.name}, from {data_folder(folder)}.")
+    return Readers(**functions, made=made)

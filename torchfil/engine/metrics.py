@@ -1,0 +1,45 @@
+"""What an engine says of itself, in a text and in a notebook."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torchfil.accounting.leakage import Leakage
+from torchfil.utils.notebook import html_table
+
+__all__ = ["engine_lines", "engine_table", "engine_text"]
+
+
+def engine_lines(accountant: str, optimizer: Any, ranks: Any, totals: Callable[[], Leakage]) -> list[tuple[str, str]]:
+    """What is known of a run, as (name, text).
+
+    Args:
+        accountant: Its name.
+        optimizer: The run's; None: there is no run yet.
+        ranks: Where several processes train; reading then needs all of them, so that nothing is read here.
+        totals: Reads the run; raises RuntimeError before the first step.
+    """
+    if optimizer is None:
+        return [("accountant", accountant), ("run", "none yet: call make_private")]
+    noise = f"σ = {float(optimizer.noise_multiplier):g}, C = {float(optimizer.max_grad_norm):g}"
+    lines = [("accountant", accountant), ("noise and clipping", noise)]
+    if ranks is not None:
+        return [*lines, ("run", f"rank {ranks.rank}; call metrics() on all ranks to read it")]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that steps were paused stands beside the numbers
+            return [*lines, *totals().summary().lines()]
+    except RuntimeError:
+        return [*lines, ("run", "no step yet")]
+
+
+def engine_text(name: str, lines: list[tuple[str, str]]) -> str:
+    """Name and lines, one a line."""
+    return "\n".join([name, *(f"  {title}: {text}" for title, text in lines)])
+
+
+def engine_table(name: str, lines: list[tuple[str, str]]) -> str:
+    """The same as HTML."""
+    return html_table(f"{name} (confidential)", lines)
