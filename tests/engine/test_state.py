@@ -16,6 +16,7 @@ from torch import nn
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.leakage import Leakage
 from torchfil.fisher import NoAmplification, PoissonAmplification, estimators, register_estimator
+from torchfil.utils.errors import CheckpointError
 
 OPTIONS: dict[str, Any] = {
     "noise_multiplier": SIGMA,
@@ -120,11 +121,11 @@ class TestResume:
         assert same(engine.state_dict(), before)
 
     def test_unsafe_files_are_refused(self, tmp_path: Path) -> None:
-        import pickle
-
         engine, model, *_ = start()
         torch.save({"fil_engine_state_dict": Leakage}, tmp_path / "evil.pt")
-        with pytest.raises(pickle.UnpicklingError):
+        with pytest.raises(
+            CheckpointError, match=r"evil.pt .*cannot be unpickled safely.*tensors and plain values only"
+        ):
             engine.load_checkpoint(path=tmp_path / "evil.pt", module=model)
 
 

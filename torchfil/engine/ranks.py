@@ -8,7 +8,9 @@ each other beside gradients goes through a group of its own (gloo, on the CPU), 
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +27,7 @@ from torchfil.engine.options import Accounting
 __all__ = ["Ranks", "StepNotTakenError", "check_ranks", "derived_seed"]
 
 _TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # what a rank says of a step
+_PATIENCE = datetime.timedelta(seconds=1)  # after which a rank that waits says so
 _BUCKET = 2**24  # numbers that are added up over the ranks at once
 
 
@@ -51,7 +54,9 @@ class Ranks:
 
     def __init__(self, seed: int, num_examples: int, *, secure: bool = False) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo")
+        self._timeout = _timeout_of_training()
+        self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._calls = 0  # of the other ranks, the same number on all
         self._secure = secure
         told = self.objects((seed, num_examples))
         self.seed: int = told[0][0]
@@ -130,9 +135,48 @@ class Ranks:
         """The largest answer of all ranks, and the largest f and −f of each fact."""
         ends = [(-torch.inf, -torch.inf) if value is None else (value, -value) for value in facts.values()]
         told = torch.tensor([answer, *(end for pair in ends for end in pair)], dtype=torch.float64)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+        work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._wait_for_all(work, facts.get("the number of steps"))
         self.is_lost = bool(told[0] == _IS_LOST)
         return told.tolist()
+
+    def _wait_for_all(self, work: Any, steps: float | None) -> None:
+        """Wait for the others; whoever waits for long says so, so that those who are missing can be named.
+
+        Raises:
+            StepNotTakenError: A rank did not come in time, or has ended.
+        """
+        self._calls += 1
+        begun = time.monotonic()
+        try:
+            try:
+                work.wait(min(_PATIENCE, self._timeout / 4))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                self._store.set(self._mark(self.rank), "waits")
+                work.wait()
+        except RuntimeError as error:
+            waited = time.monotonic() - begun
+            in_time = waited < self._timeout.total_seconds()  # then a connection has ended, whose is not told
+            missing = [] if in_time else [str(k) for k in range(self.size) if not self._store.check([self._mark(k)])]
+            who = f"rank {', '.join(missing)} (of {self.size})" if missing else "another rank"
+            step = "this step" if steps is None else f"step {int(steps) + 1}"
+            raise StepNotTakenError(
+                f"{who} did not come to the end of {step}, for which rank {self.rank} has waited {waited:.0f} s: it "
+                f"hangs, is slow, or has ended ({str(error).rpartition('] ')[2]}). Its own output tells why. No rank "
+                "has taken this step: start all of them again from the last checkpoint. Where a rank is slow, let the "
+                "others wait longer: init_process_group(timeout=…)."
+            ) from error
+
+    @property
+    def _store(self) -> Any:
+        """What ranks can read and write without each other."""
+        return dist.distributed_c10d._get_default_store()
+
+    def _mark(self, rank: int) -> str:
+        """Under which name a rank says that it waits."""
+        return f"torchfil/{self._group.group_name}/{self._calls}/{rank}"
 
     def add_up(self, gradients: Sequence[Tensor], *, mean: bool) -> None:
         """Replace the gradients by their sum over all ranks, or its mean, as Opacus does (collective)."""
@@ -196,6 +240,13 @@ class Ranks:
         value = value.detach().to("cpu", copy=True).contiguous()
         dist.all_reduce(value, op=operation, group=self._group)
         return value
+
+
+def _timeout_of_training() -> datetime.timedelta:
+    """How long the ranks wait for each other in the group that they train in."""
+    group: Any = dist.group.WORLD
+    timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
+    return max(timeouts, default=datetime.timedelta(minutes=30))
 
 
 def derived_seed(seed: int, purpose: str, number: int) -> int:

@@ -8,13 +8,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
-import torch
 from torch import Tensor, nn, optim
 
 from torchfil.engine.checkpoint import random_state, set_random_state
 from torchfil.engine.reading import LeakageReading
 from torchfil.engine.step.batch_checks import nothing
-from torchfil.utils.files import replaced_when_complete
+from torchfil.engine.whole_file import MARK, load_whole, sealed_when_complete
 
 __all__ = ["Resuming"]
 
@@ -99,7 +98,7 @@ class Resuming(LeakageReading):
                 generator.set_state(saved[key].cpu())
 
     def save_checkpoint(self, *, path: str | os.PathLike[str] | IO[bytes], **options: Any) -> None:
-        """As in Opacus, with the accounting and torch's random state; a file is replaced only when complete.
+        """As in Opacus, with the accounting, torch's random state and a checksum; replaces a file only when complete.
 
         With several processes all ranks must call it (or :meth:`gather` before), and rank 0 writes the file, which all
         ranks then load.
@@ -109,11 +108,8 @@ class Resuming(LeakageReading):
         extra[_RANDOM_KEY] = random_state()
         if not self._writes:
             return
-        if not isinstance(path, (str, os.PathLike)):
-            super().save_checkpoint(path=path, checkpoint_dict=extra, **options)
-            return
-        with replaced_when_complete(path) as temporary:
-            super().save_checkpoint(path=temporary, checkpoint_dict=extra, **options)
+        with sealed_when_complete(path) as file:
+            super().save_checkpoint(path=file, checkpoint_dict={**extra, **MARK}, **options)
 
     def load_checkpoint(
         self,
@@ -131,8 +127,11 @@ class Resuming(LeakageReading):
 
         A run that is stopped between epochs and resumed so goes on bit for bit as if it had not been stopped;
         ``restore_random_state=False`` leaves torch's global random state alone.
+
+        Raises:
+            CheckpointError: The file is damaged or cut short; nothing was changed.
         """
-        checkpoint: dict[str, Any] = torch.load(path, weights_only=True, **(torch_load_kwargs or {}))
+        checkpoint = load_whole(path, **(torch_load_kwargs or {}))
         if _STATE_KEY not in checkpoint:
             raise ValueError(f"{path} holds no Fisher accounting; it was not saved by FILPrivacyEngine.save_checkpoint")
         kwargs = module_load_dict_kwargs or {}

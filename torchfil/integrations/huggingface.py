@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from torchfil.engine import FILPrivacyEngine
+from torchfil.engine.whole_file import MARK, load_whole, sealed_when_complete
 from torchfil.fisher.models import check_unweighted_mean
 from torchfil.integrations.model_loss import ModelLoss
 from torchfil.integrations.optimizer import OptimizerOfTheLoop
 from torchfil.integrations.table import write_table
-from torchfil.utils.files import replaced_when_complete
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -209,12 +209,12 @@ class FILTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         state = {"engine": self.engine.state_dict(), "pass_start": self._pass.start}
-        with replaced_when_complete(Path(output_dir) / STATE_FILE) as temporary:
-            torch.save(state, temporary)
+        with sealed_when_complete(Path(output_dir) / STATE_FILE) as file:
+            torch.save({**state, **MARK}, file)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            state = torch.load(Path(checkpoint) / STATE_FILE, weights_only=True)
+            state = load_whole(Path(checkpoint) / STATE_FILE)
             self.engine.load_state_dict(state["engine"])
             self._pass.resumed_start = state["pass_start"]
         super()._load_optimizer_and_scheduler(checkpoint)

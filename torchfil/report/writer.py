@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +19,7 @@ from torchfil.report.page.context import Report
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.summary import summarise
 from torchfil.report.tables import write_leakage_csv, write_parquet
-from torchfil.utils.files import flush
+from torchfil.utils.files import flush, lack_of_space_told, sha256, temporary_beside
 
 __all__ = ["write_report"]
 
@@ -97,8 +94,8 @@ def _replaced_folder(target: Path) -> Iterator[Path]:
     if not target.parent.is_dir():
         raise FileNotFoundError(f"the folder {target.parent} does not exist; create it or choose another place")
     _check_replaceable(target)
-    beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp"))
-    try:
+    with lack_of_space_told(target), temporary_beside(target, folder=True) as temporary:
+        beside = Path(temporary)
         new = beside / "new"
         new.mkdir(mode=0o700)
         yield new
@@ -116,8 +113,6 @@ def _replaced_folder(target: Path) -> Iterator[Path]:
             if (beside / "old").exists():
                 (beside / "old").rename(target)
             raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _check_replaceable(target: Path) -> None:
@@ -140,11 +135,8 @@ def _check_replaceable(target: Path) -> None:
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return sha256(file)
 
 
 def _json_ready(value: Any) -> Any:

@@ -6,7 +6,7 @@ import sys
 from functools import cache
 from typing import Any
 
-__all__ = ["RunFileError", "UnsupportedModuleError"]
+__all__ = ["CheckpointError", "RunFileError", "UnsupportedModuleError"]
 
 
 class UnsupportedModuleError(ValueError):
@@ -37,3 +37,7 @@ def _also(ours: type[Any], theirs: type[ValueError]) -> type[Any]:
 
 class RunFileError(ValueError):
     """A file is not a saved run, is damaged, or was written by another version."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint file is damaged or cut short, or was not written by torchfil."""

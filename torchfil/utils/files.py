@@ -1,14 +1,27 @@
-"""Files that are replaced only when complete."""
+"""Files and folders that are replaced only when complete, whatever happens while they are written."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
-__all__ = ["flush", "replaced_when_complete", "write_bytes"]
+try:
+    import fcntl
+except ImportError:  # not on Windows, where leftovers stay
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["flush", "lack_of_space_told", "replaced_when_complete", "sha256", "temporary_beside", "write_bytes"]
+
+_SUFFIX = ".torchfil-tmp"
+_BLOCK = 2**20  # bytes that are read at once
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -19,30 +32,80 @@ def replaced_when_complete(path: str | os.PathLike[str]) -> Iterator[str]:
         * ``path`` holds the old content or the whole new one at any time, also where several processes write it.
         * Only the owner may read the file (mode 0600).
         * The content is on the disk before the name is.
-        * An ``OSError`` about the temporary file names ``path`` instead.
+        * An ``OSError`` about the temporary file, or about a lack of space, names ``path`` instead.
+        * What a process that was killed here has left behind is removed by the next one that writes into the folder.
+    """
+    with lack_of_space_told(path), temporary_beside(path) as temporary:
+        try:
+            yield temporary
+            flush(temporary)
+            os.replace(temporary, path)
+        except OSError as error:
+            if error.filename != temporary:
+                raise
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextlib.contextmanager
+def temporary_beside(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[str]:
+    """A new hidden file, or folder, beside ``path``, which is gone at the end unless it was moved away.
+
+    It is locked while it is in use: those that nobody holds were left by processes that were killed, and are removed
+    first. Of a folder "old" holds what stood at ``path``; it goes back there where the process died between both moves.
     """
     target = Path(path)
+    _remove_leftovers(target.parent)
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        handle, temporary = _new_temporary(target, folder)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-    os.close(handle)
     try:
         yield temporary
-        flush(temporary)
-        os.replace(temporary, target)
-    except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        if isinstance(error, OSError) and error.filename == temporary:
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-        raise
+    finally:
+        _remove(temporary)
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def lack_of_space_told(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors inside that come from a full disk, a quota or a limit on files name ``path`` and the space that is left.
+
+    Libraries raise errors of their own over the operating system's: ``torch.save`` a ``RuntimeError``.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = _number_of_no_space(error)
+        if number is None:
+            raise
+        free = shutil.disk_usage(Path(path).absolute().parent).free
+        raise OSError(
+            number,
+            f"{os.strerror(number)}; {free / 2**20:,.1f} MiB are free on that disk. What stood there before is still "
+            "whole, and nothing of the new is left. Free some space or name another place, and save again",
+            os.fspath(path),
+        ) from error
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file by :func:`replaced_when_complete`."""
     with replaced_when_complete(path) as temporary, open(temporary, "wb") as file:
         file.write(content)
+
+
+def sha256(file: IO[bytes], length: int | None = None) -> str:
+    """The SHA-256, in hexadecimal digits, of what follows in a file; ``length``: of so many bytes of it.
+
+    Example:
+        >>> import io
+        >>> sha256(io.BytesIO(b"abc"))[:8], sha256(io.BytesIO(b"abcd"), 3)[:8]
+        ('ba7816bf', 'ba7816bf')
+    """
+    digest = hashlib.sha256()
+    while block := file.read(_BLOCK if length is None else min(_BLOCK, length)):
+        digest.update(block)
+        length = None if length is None else length - len(block)
+    return digest.hexdigest()
 
 
 def flush(path: str | os.PathLike[str]) -> None:
@@ -52,3 +115,55 @@ def flush(path: str | os.PathLike[str]) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _number_of_no_space(error: BaseException | None) -> int | None:
+    """The operating system's number of a lack of space, of the error itself or of one that it came from."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            return error.errno
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _new_temporary(target: Path, folder: bool) -> tuple[int, str]:
+    """An open handle that holds the lock, and the path."""
+    while True:
+        if folder:
+            path = tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=_SUFFIX)
+            handle = os.open(path, os.O_RDONLY)
+        else:
+            handle, path = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=_SUFFIX)
+        with contextlib.suppress(OSError):  # a file system without locks, where leftovers stay
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.path.exists(path):  # nobody took it for a leftover before it was locked
+            return handle, path
+        os.close(handle)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the temporaries of processes that are gone: nobody holds their locks."""
+    if fcntl is None or not folder.is_dir():
+        return
+    for name in os.listdir(folder):
+        if not (name.startswith(".") and name.endswith(_SUFFIX)):
+            continue
+        with contextlib.suppress(OSError):  # in use, gone meanwhile, or another user's
+            handle = os.open(folder / name, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                replaced, target = folder / name / "old", folder / name[1:].rsplit(".", 2)[0]
+                if replaced.exists() and not target.exists():
+                    replaced.rename(target)
+                _remove(folder / name)
+            finally:
+                os.close(handle)
+
+
+def _remove(path: str | os.PathLike[str]) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

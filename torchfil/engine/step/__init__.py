@@ -5,6 +5,7 @@ loss_inside    models that compute their loss themselves: labels apart, the loss
 asking         the batch with other answers to the run's questions
 values         what a pass over a batch gives: losses, norms, clipped sums, what the ledger adds
 captured       that pass as a CUDA graph, compiled where it pays
+memory         passes that run out of memory: repeated in smaller pieces
 evaluation     which pass serves a batch: recorded, or mapped over examples
 batch_checks   is it the batch that was read, each example in a row of its own
 rows           whether inputs were made from several rows of a batch

@@ -12,11 +12,14 @@ import torch
 from torchfil.engine.replica import Replica
 from torchfil.engine.step.captured import BUCKETS, Begun, CapturedPasses, OutputLook
 from torchfil.engine.step.checks import check_copy
+from torchfil.engine.step.forwards import ForwardPass
+from torchfil.engine.step.memory import PassMemory, is_recorded, passes_within, ran_out, recorded_pass_within
 from torchfil.engine.step.values import StepValues, Wanted, joined, values_of
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
 from torchfil.fisher.estimators import get_estimator
 from torchfil.fisher.gradients import ExampleGradients
+from torchfil.fisher.masks import RandomWatch
 from torchfil.fisher.recording import (
     Plan,
     RecordedForward,
@@ -61,7 +64,7 @@ class Evaluator:
         recorded: bool = True,
     ) -> None:
         self.replica = replica
-        self.max_memory = max_memory
+        self.memory = PassMemory(max_memory)
         self._expected_batch, self._compiled = expected_batch, compiled
         self._graphs_wanted, self._recorded_wanted = cuda_graphs, recorded
         self._graphs: CapturedPasses | None = None
@@ -107,23 +110,47 @@ class Evaluator:
         batch: PrivateBatch,
         wanted: Wanted,
         look: OutputLook | None = None,
-        forward: RecordedForward | Begun | None = None,
+        forward: ForwardPass | None = None,
         *,
         few: bool = False,
     ) -> StepValues:
         """What is wanted of a batch of at least one example; the next such pass may overwrite it.
 
+        Where a pass runs out of memory, it is repeated with half of the examples at once.
+
         Args:
             batch: The examples, with their plan.
             wanted: What to compute.
             look: Is given the gradients at the model's outputs, where the pass has them, as early as possible.
-            forward: The forward half of a recorded pass over the same examples that ran before.
+            forward: The loop's call of the model with these examples; its graph is used up.
             few: Whether these are some examples of a batch that was evaluated just before, always as many.
+
+        Raises:
+            torch.OutOfMemoryError: Not even one example fits.
         """
-        if not _fits(batch):
-            return self._mapped(batch, wanted)
-        if batch.plan is not None and wanted.questions:  # an alternative's pass stands beside the examples' own
+        if batch.plan is not None and wanted.questions:
+            # an alternative's pass stands beside the examples' own
             batch = replace(batch, plan=replace(batch.plan, bytes_per_example=2 * batch.plan.bytes_per_example))
+
+        def attempt() -> StepValues:
+            begun = None
+            if forward is not None:  # which a repeated pass must not hold in memory
+                begun, forward.recorded = forward.recorded, None
+            return self._evaluated(batch, wanted, look, begun, few=few)
+
+        return self.memory.repeated(attempt, lambda limit: passes_within(limit, batch, wanted))
+
+    def _evaluated(
+        self,
+        batch: PrivateBatch,
+        wanted: Wanted,
+        look: OutputLook | None,
+        forward: RecordedForward | Begun | None,
+        *,
+        few: bool,
+    ) -> StepValues:
+        if not is_recorded(batch):
+            return self._mapped(batch, wanted)
         one_pass = get_estimator(wanted.estimator).one_pass and wanted.test_matrix is None
         recorded = wanted if one_pass or not wanted.seeds else replace(wanted, seeds=())
         if recorded is not wanted and not wanted.summed:
@@ -149,11 +176,20 @@ class Evaluator:
         if self._uses_graphs(examples) or len(examples) > self._room(tried):
             return None
         run_alike(self.replica.live, self.replica.template)
+        drawn = RandomWatch(self.replica.device)
+        reason = ""
         try:
             return forward_pass(gradients, examples.z.detach().requires_grad_(), once=True)
         except UnsupportedCallError:
             self._not_recorded_live.add(key)
-            return None
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            reason = str(error)
+        if reason:
+            self.memory.halve(lambda limit: [recorded_pass_within(limit, len(examples), tried)], reason)
+        drawn.rewind()  # the loop's pass runs plainly, from the same random numbers
+        return None
 
     def begun_forward(self, gradients: ExampleGradients) -> Begun | None:
         """The forward half of a CUDA graph over the examples, with their masks; None where there is no such graph."""
@@ -166,7 +202,7 @@ class Evaluator:
 
     def runs_in_pieces(self, batch: PrivateBatch) -> bool:
         """Whether a batch is mapped over or cut into chunks, so that the model's forward pass runs more than once."""
-        return not _fits(batch) or len(batch.gradients) > self._room(batch.plan or Plan(None, 1))
+        return not is_recorded(batch) or len(batch.gradients) > self._room(batch.plan or Plan(None, 1))
 
     def _recorded(
         self,
@@ -192,8 +228,8 @@ class Evaluator:
                 return values
 
         parts: list[StepValues] = []
-        at_once = batch.probes_at_once(len(wanted.seeds), self.max_memory)
-        chunks: Any = batch.chunks(self.max_memory, 1, one_pass=True, measured=bool(wanted.seeds))
+        at_once = batch.probes_at_once(len(wanted.seeds), self.memory.limit)
+        chunks: Any = batch.chunks(self.memory.limit, 1, one_pass=True, measured=bool(wanted.seeds))
         if forward is not None:
             live = replace(gradients, model=self.replica.live)
             kind = RecordedJacobian if wanted.seeds else ReleasedGradients
@@ -237,9 +273,9 @@ class Evaluator:
 
     def _mapped(self, batch: PrivateBatch, wanted: Wanted) -> StepValues:
         """By gradients that are mapped over examples, in chunks."""
-        columns, vectors = batch.working_vectors(wanted.estimator, self.max_memory)
+        columns, vectors = batch.working_vectors(wanted.estimator, self.memory.limit)
         parts = []
-        for rows, jacobian in batch.chunks(self.max_memory, vectors):
+        for rows, jacobian in batch.chunks(self.memory.limit, vectors):
             draws = Draws(wanted.seeds, rows, len(batch.gradients), columns)
             parts.append(values_of(batch, jacobian, wanted, draws, wanted.rate))
         return joined(parts)
@@ -270,7 +306,7 @@ class Evaluator:
 
     def _room(self, tried: Plan) -> int:
         """How many examples a pass may hold at once."""
-        return max(1, self.max_memory // max(1, tried.bytes_per_example))
+        return self.memory.room(tried.bytes_per_example)
 
     def _give_up(self, gradients: ExampleGradients, reason: str) -> Plan:
         """From now on such examples are mapped over."""
@@ -286,10 +322,6 @@ class Evaluator:
         public = gradients.examples.public
         kinds = tuple((leaf.ndim, leaf.dtype) for leaf in tensors_of(public))
         return kinds, form_of(public), self.replica.key, tuple(gradients.parameters), gradients.autocast
-
-
-def _fits(batch: PrivateBatch) -> bool:
-    return batch.plan is not None and batch.plan.fits
 
 
 def _tell(tried: Plan, autocast: torch.dtype | None) -> None:

@@ -306,6 +306,8 @@ class HookedForward:
         self._masks, self._watch = [], None
         if not (module.training and torch.is_grad_enabled()):
             return
+        if all(forward.went_backward for forward in self.observer.pending):
+            _forget_failed_passes(module)
         self._watch = RandomWatch(self.replica.device)
         self._open = [without_checkpoints()]  # Opacus's hooks would see a layer twice
         if self._draws or self.replica.drops_now():
@@ -326,6 +328,23 @@ class HookedForward:
         autocast = autocast_now(self.replica.device)
         self.observer.watch(call, apart, masks=tuple(self._masks), autocast=autocast)
         return apart
+
+
+def _forget_failed_passes(module: nn.Module) -> None:
+    """Make Opacus's hooks forget passes that ended half-way, in an error.
+
+    They count the forward passes whose backward pass is to come; after one that never comes, a parameter's gradients
+    would not be handed over any more.
+    """
+    counted = [p for p in module.parameters() if getattr(p, "_forward_counter", 0)]
+    for p in counted:
+        p._forward_counter = 0  # type: ignore[attr-defined]
+        if hasattr(p, "_current_grad_sample"):
+            del p._current_grad_sample
+    for part in module.modules() if counted else ():
+        activations = part.__dict__.get("activations")
+        if isinstance(activations, list):
+            activations.clear()
 
 
 def _recorder(forward: ForwardPass, k: int) -> Callable[[Tensor], None]:

@@ -159,7 +159,7 @@ class StepStages:
             confirmations.append(confirm)
 
         wanted = self._wanted(setting, measured, questions, summed=summed)
-        values = self.evaluator.evaluate(batch, wanted, look if from_loop else None, forward.recorded)
+        values = self.evaluator.evaluate(batch, wanted, look if from_loop else None, forward)
         if measured:
             values = self._measured_anew(batch, values, wanted, forward.ids or [])
         if from_loop and not confirmations:  # a mapped pass has no gradients at outputs, but the same losses

@@ -1,0 +1,221 @@
+"""A pass that runs out of memory is repeated in smaller pieces: the same draws, noise and numbers; said once."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from cases import DEVICE, grouped
+from hunger import Device, room_for
+from loops import assert_same_run, data, loader, network
+from test_state import same
+from torch import nn
+
+from torchfil import FILPrivacyEngine
+from torchfil.engine.step.memory import PassMemory
+from torchfil.questions import Label
+
+WAYS = {
+    "recorded": {},
+    "train_step": {},
+    "dropout": {"module": nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 3))},
+    "exact": {"estimator": "exact"},
+    "input probes": {"estimator": "input-probes", "num_probes": 2},
+    "a sketch": {"track": ("diagonal", "sketch"), "num_probes": 3},
+    "questions": {"questions": {"label": Label(3)}},
+    "skipped steps": {"fil_rate": 0.5},
+    "few anew": {"extra_probes": 4},
+    "per layer": {"clipping": "per_layer", "max_grad_norm": [0.4] * 4},
+    "hooks": {"grad_sample_mode": "hooks"},
+}
+
+
+class Run:
+    """A run of which single steps can be taken."""
+
+    def __init__(self, way: str = "recorded", **more: Any) -> None:
+        torch.manual_seed(0)
+        options = {"noise_multiplier": 0.9, "max_grad_norm": 0.8, "seed": 3, **WAYS[way], **more}
+        module = copy.deepcopy(options.pop("module", network())).double().to(DEVICE)
+        self.way, self.module, self.engine = way, module, FILPrivacyEngine()
+        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.5)
+        noise = torch.Generator(device=DEVICE).manual_seed(8)
+        given = grouped(criterion=nn.CrossEntropyLoss(), noise_generator=noise, **options)
+        made = self.engine.make_private(module, optimizer, loader(data(60), 16), **given)
+        self.model, self.optimizer, self.loader = made
+        self.batches = self.all_batches()
+
+    def all_batches(self) -> Any:
+        while True:
+            yield from self.loader
+
+    def step(self, batch: Any = None) -> None:
+        x, y = next(self.batches) if batch is None else batch
+        if self.way == "train_step":
+            self.engine.train_step(x, y)
+            return
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(x.to(DEVICE)), y.to(DEVICE)).backward()
+        self.optimizer.step()
+
+    @property
+    def state(self) -> dict[int, Any]:
+        weights = {name: value.clone() for name, value in self.module.state_dict().items()}
+        return dict(enumerate((copy.deepcopy(self.engine.state_dict()), weights)))
+
+
+def run_twice(way: str, most: int, steps: int = 4, skipped: int = 0) -> tuple[Run, Run, Device, list[str]]:
+    whole, cut = Run(way), Run(way)
+    for _ in range(3):
+        whole.step()
+        cut.step()
+    for _ in range(steps):
+        whole.step()
+    state = torch.get_rng_state()
+    torch.manual_seed(1)  # other random numbers in between
+    torch.set_rng_state(state)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with room_for(most, skipped) as device:
+            for _ in range(steps):
+                cut.step()
+    return whole, cut, device, [str(warning.message) for warning in told if "out of memory" in str(warning.message)]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "dropout"])
+def test_the_same_numbers_as_without(way: str) -> None:
+    whole, cut, device, told = run_twice(way, most=4)
+    assert device.refused
+    assert max(device.served) <= 4
+    assert_same_run((cut.engine, cut.module), (whole.engine, whole.module), 1e-9)
+    assert len(told) == 1
+    assert "is repeated with" in told[0]
+    assert "GPU 0 has" not in told[0], "one line"
+    assert "Execution(max_memory=" in told[0]
+
+
+def test_masks_are_drawn_once() -> None:
+    """The loop's own forward pass runs again from the same random numbers."""
+
+    def run(most: int) -> Run:
+        run = Run("dropout")
+        for _ in range(3):
+            run.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with room_for(most) as device:
+                for _ in range(6):
+                    run.step()
+        assert bool(device.refused) == (most < 60)
+        return run
+
+    whole, cut = run(60), run(3)
+    assert_same_run((cut.engine, cut.module), (whole.engine, whole.module), 1e-9)
+
+
+@pytest.mark.parametrize("skipped", [1, 2, 4, 7])
+def test_at_any_call(skipped: int) -> None:
+    """Also in the middle of a step whose first pieces had succeeded."""
+    whole, cut, device, _ = run_twice("input probes", most=2, steps=4, skipped=skipped)
+    assert device.refused
+    assert_same_run((cut.engine, cut.module), (whole.engine, whole.module), 1e-9)
+
+
+def test_pieces_are_halves() -> None:
+    run = Run("train_step")
+    run.step()
+    batch = next(run.batches)
+    count = len(batch[0])
+    with room_for(2) as device, pytest.warns(UserWarning, match=f"a pass over {count} examples ran out of memory"):
+        run.step(batch)
+    expected = [count]
+    while expected[-1] // 2 > 2:
+        expected.append(expected[-1] // 2)
+    assert device.refused == expected
+
+
+@pytest.mark.parametrize("way", ["recorded", "train_step", "input probes", "per layer", "hooks"])
+def test_where_one_example_does_not_fit_the_step_is_not_taken(way: str) -> None:
+    run, whole = Run(way), Run(way)
+    for each in (run, whole):
+        each.step()
+        each.step()
+    before, batch = run.state, next(run.batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with (
+            room_for(0),
+            pytest.raises(torch.OutOfMemoryError, match=r"one example ran out .* step was not taken"),
+        ):
+            run.step(batch)
+    after = run.state
+    for state in (before[0], after[0]):  # a batch was drawn
+        state["generators"].pop("loader")
+    assert same(after, before)
+
+    # with memory again, it is as if nothing had been
+    run.step(batch)
+    whole.step()
+    for _ in range(3):
+        run.step()
+        whole.step()
+    assert_same_run((run.engine, run.module), (whole.engine, whole.module), 1e-12)
+
+
+class Eating(torch.autograd.Function):
+    """The identity, that runs out of memory on its way back where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, hungry: Any) -> torch.Tensor:
+        ctx.hungry = hungry
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.hungry.at == "backward":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return gradient, None
+
+
+class Hungry(nn.Module):
+    """A layer that runs out of memory in passes of the user's own, where it is told to."""
+
+    at = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.at == "forward":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return Eating.apply(x, self) if self.at else x
+
+
+@pytest.mark.parametrize(("mode", "at"), [("auto", "forward"), ("hooks", "forward"), ("hooks", "backward")])
+def test_an_error_in_the_users_own_pass_comes_through(mode: str, at: str) -> None:
+    """Nothing is lost: the step is repeated once there is memory."""
+    module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), Hungry(), nn.Linear(6, 3))
+    run, whole = (Run(module=module, grad_sample_mode=mode) for _ in range(2))
+    for each in (run, whole):
+        each.step()
+        each.step()
+    batch = next(run.batches)
+    before = run.state
+    run.module[2].at = at
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        run.step(batch)
+    assert same(run.state, before)
+    run.module[2].at = ""
+    run.step(batch)
+    whole.step()
+    for _ in range(2):
+        run.step()
+        whole.step()
+    assert_same_run((run.engine, run.module), (whole.engine, whole.module), 1e-12)
+
+
+def test_other_errors_come_through() -> None:
+    memory = PassMemory(100)
+    with pytest.raises(RuntimeError, match="shapes"):
+        memory.repeated(lambda: (_ for _ in ()).throw(RuntimeError("shapes")), lambda limit: [(limit, 1)])
+    assert memory.limit == 100

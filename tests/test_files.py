@@ -1,0 +1,181 @@
+"""Files and folders on a full disk, of processes that were killed, and of several that write at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "engine"))
+
+from loops import data, train
+
+from torchfil.utils.files import replaced_when_complete, temporary_beside, write_bytes
+
+
+@contextlib.contextmanager
+def killed_while_writing(path: Path, *, folder: bool = False) -> Iterator[None]:
+    """Inside, another process is in the middle of writing ``path`` (a folder: has moved it away); then it is killed."""
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with temporary_beside(path, folder=folder) as temporary:
+            if folder:
+                os.rename(path, temporary + "/old")
+            os.write(tell, b"1")
+            time.sleep(60)
+        os._exit(1)
+    try:
+        assert os.read(ready, 1) == b"1"
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(tell)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class TestLeftovers:
+    def test_of_a_killed_process_go_with_the_next_file_in_the_folder(self, tmp_path: Path) -> None:
+        with killed_while_writing(tmp_path / "run.pt"):
+            write_bytes(tmp_path / "other.pt", b"new")
+            assert len(names(tmp_path)) == 2, "what a living process writes is left alone"
+        assert len(names(tmp_path)) == 2
+        write_bytes(tmp_path / "other.pt", b"newer")
+        assert names(tmp_path) == ["other.pt"]
+
+    def test_a_folder_that_was_being_replaced_comes_back(self, tmp_path: Path) -> None:
+        (tmp_path / "report.v1").mkdir()
+        (tmp_path / "report.v1" / "index.html").write_text("old")
+        with killed_while_writing(tmp_path / "report.v1", folder=True):
+            assert not (tmp_path / "report.v1").exists()
+        write_bytes(tmp_path / "other", b"")
+        assert names(tmp_path) == ["other", "report.v1"]
+        assert (tmp_path / "report.v1" / "index.html").read_text() == "old"
+
+    def test_other_hidden_files_are_left_alone(self, tmp_path: Path) -> None:
+        for name in (".x.tmp", "x.torchfil-tmp"):
+            (tmp_path / name).write_text("somebody's")
+        write_bytes(tmp_path / "run.pt", b"")
+        assert names(tmp_path) == [".x.tmp", "run.pt", "x.torchfil-tmp"]
+
+    def test_one_that_is_taken_before_it_is_locked_is_made_anew(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from torchfil.utils import files
+
+        taken = []
+
+        class Taking:
+            LOCK_EX, LOCK_NB = files.fcntl.LOCK_EX, files.fcntl.LOCK_NB
+
+            @staticmethod
+            def flock(handle: int, how: int) -> None:
+                if not taken:
+                    taken.extend(names(tmp_path))
+                    os.unlink(tmp_path / taken[0])
+
+        monkeypatch.setattr(files, "fcntl", Taking)
+        write_bytes(tmp_path / "run.pt", b"whole")
+        assert taken
+        assert names(tmp_path) == ["run.pt"]
+
+
+class TestErrors:
+    def test_they_name_the_file_and_not_the_temporary(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError) as found:
+            write_bytes(tmp_path / "nowhere" / "run.pt", b"")
+        assert found.value.filename == str(tmp_path / "nowhere" / "run.pt")
+        (tmp_path / "folder").mkdir()
+        with pytest.raises(OSError, match="folder") as error:
+            write_bytes(tmp_path / "folder", b"")
+        assert error.value.filename == str(tmp_path / "folder")
+        assert names(tmp_path) == ["folder"]
+
+    def test_others_come_through(self, tmp_path: Path) -> None:
+        with pytest.raises(KeyError), replaced_when_complete(tmp_path / "run.pt"):
+            raise KeyError("x")
+        with pytest.raises(PermissionError), temporary_beside(tmp_path / "run.pt"):
+            raise PermissionError(13, "no", "elsewhere")
+        assert names(tmp_path) == []
+
+
+def check_nothing_is_lost(folder: Path, full: Callable[[Path], contextlib.AbstractContextManager[None]]) -> None:
+    """Save everything twice, the second time on a full disk."""
+    run = train(data(60), steps=2)
+    engine, parts = run.engine, {"module": run.model, "optimizer": run.optimizer}
+    about: dict[str, Any] = {"delta": 1e-5, "pictures": 0, "hash_data": False}
+    saves: dict[str, Callable[[Path], Any]] = {
+        "run.pt": lambda path: engine.save_checkpoint(path=path, **parts),
+        "run.fil": lambda path: engine.save_run(path, **about),
+        "report": lambda path: engine.report(path, **about),
+    }
+    for name, save in saves.items():
+        save(folder / name)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    with full(folder):
+        for name, save in saves.items():
+            with pytest.raises(
+                OSError, match="MiB are free on that disk. What stood there before is still whole"
+            ) as no:
+                save(folder / name)
+            assert no.value.filename == str(folder / name)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    engine.load_checkpoint(path=folder / "run.pt", **parts)
+
+
+@contextlib.contextmanager
+def limited(folder: Path) -> Iterator[None]:
+    """No file may be longer than a page."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def filled(folder: Path) -> Iterator[None]:
+    """The disk has a page left."""
+    room = os.statvfs(folder)
+    (folder / "filler").write_bytes(bytes(room.f_bavail * room.f_frsize - 4096))
+    yield
+    (folder / "filler").unlink()
+
+
+def test_a_limit_on_files_keeps_what_stood_there(tmp_path: Path) -> None:
+    check_nothing_is_lost(tmp_path, limited)
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_what_stood_there(tmp_path: Path) -> None:
+    """A tmpfs of 4 MiB, where one may be mounted."""
+    mount = f"mount -t tmpfs -o size=4m tmpfs {tmp_path}"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    code = f"import test_files as t; t.check_nothing_is_lost(t.Path({str(tmp_path)!r}), t.filled)"
+    root = Path(__file__).parents[1]
+    paths = [str(root), str(root / "tests"), str(root / "tests" / "engine")]
+    ended = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr

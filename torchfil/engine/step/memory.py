@@ -1,0 +1,151 @@
+"""Passes that run out of memory: nothing is kept of them, and they are repeated in pieces of half the size."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from torchfil.engine.step.values import Wanted
+from torchfil.fisher.batch import PrivateBatch
+from torchfil.fisher.estimators import get_estimator
+from torchfil.fisher.recording import Plan
+
+__all__ = ["PassMemory", "is_recorded", "passes_within", "ran_out", "recorded_pass_within"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Passes = Sequence[tuple[int, int]]  # over one batch: how many examples at once, and the bytes of one
+Cut = Callable[[int], Passes]  # from a limit in bytes
+
+_TEXTS = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+class PassMemory:
+    """The bytes that a pass over examples may hold at once; fewer once a pass has run out of memory.
+
+    Guarantees:
+        * A pass that ran out of memory leaves nothing behind: it gives no number and books nothing. Its probes are
+          those of its seeds, so that the repeated pass gives the same numbers, but for rounding.
+        * Where not even one example fits, the limit stays as it was, and the error says so.
+
+    Args:
+        limit: The bytes.
+
+    Attributes:
+        limit: The bytes now.
+
+    Example:
+        >>> memory = PassMemory(1000)
+        >>> memory.room(100), memory.room(4000)
+        (10, 1)
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._told = False
+
+    def room(self, bytes_per_example: int) -> int:
+        """How many examples a pass may hold at once."""
+        return max(1, self.limit // max(1, bytes_per_example))
+
+    def repeated(self, attempt: Callable[[], T], cut: Cut) -> T:
+        """What ``attempt()`` gives, called again with half of the examples at once as long as it runs out of memory.
+
+        Args:
+            attempt: Passes over a batch, within the limit of the time it is called.
+            cut: How a limit cuts that batch.
+
+        Raises:
+            torch.OutOfMemoryError: The batch cannot be cut further.
+        """
+        before = self.limit
+        while True:
+            try:
+                return attempt()
+            except RuntimeError as error:
+                if not ran_out(error):
+                    raise
+                reason = str(error)
+            # only here is the error gone, whose traceback has held all that the pass had allocated
+            if not self.halve(cut, reason):
+                self.limit = before
+                raise torch.OutOfMemoryError(
+                    f"the pass over one example ran out of memory ({_shortened(reason)}). Nothing was booked, and the "
+                    "step was not taken. Free memory on that device, track less (track=()), or take fewer probes "
+                    "(num_probes=)."
+                )
+
+    def halve(self, cut: Cut, reason: str) -> bool:
+        """Let a pass hold half of what it held; False where it held one example.
+
+        Args:
+            cut: How a limit cuts the batch that ran out of memory.
+            reason: What the device said.
+        """
+        held = cut(self.limit)
+        limit = min(self.limit, max(examples * size for examples, size in held)) // 2
+        pieces = cut(limit)
+        if pieces == held:
+            return False
+        self.limit = limit
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+        # the first time is told loudly, as it costs time at every step from now on
+        was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
+        text = f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at once"
+        logger.info(text)
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"{text}, as later ones will be. The step gives the same numbers, but for rounding; "
+                f"Execution(max_memory={limit}) begins so.",
+                stacklevel=2,
+            )
+        return True
+
+
+def ran_out(error: RuntimeError) -> bool:
+    """Whether a device had no memory left.
+
+    Example:
+        >>> ran_out(torch.OutOfMemoryError("CUDA out of memory.")), ran_out(RuntimeError("shapes differ"))
+        (True, False)
+    """
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _TEXTS)
+
+
+def passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
+    """The passes that serve a batch within so many bytes: recorded, mapped over examples, or one of each."""
+    passes = []
+    if is_recorded(batch):
+        assert batch.plan is not None
+        passes.append(recorded_pass_within(limit, len(batch.gradients), batch.plan))
+    if not passes or not get_estimator(wanted.estimator).one_pass or wanted.test_matrix is not None:
+        gradients = batch.gradients
+        vectors = batch.working_vectors(wanted.estimator, limit)[1]
+        size = vectors * gradients.num_parameters * gradients.dtype.itemsize
+        passes.append((min(len(gradients), max(1, limit // size)), size))
+    return passes
+
+
+def recorded_pass_within(limit: int, count: int, tried: Plan) -> tuple[int, int]:
+    """How many of ``count`` examples a recorded pass holds at once within so many bytes, and the bytes of one."""
+    size = max(1, tried.bytes_per_example)
+    return min(count, max(1, limit // size)), size
+
+
+def is_recorded(batch: PrivateBatch) -> bool:
+    """Whether a recorded pass serves the batch."""
+    return batch.plan is not None and batch.plan.fits
+
+
+def _shortened(reason: str) -> str:
+    return reason.partition("\n")[0][:200]

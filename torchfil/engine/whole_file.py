@@ -1,0 +1,118 @@
+"""Checkpoint files are read only where they are whole: a damaged one is named, and no number of it is used.
+
+Behind what ``torch.save`` has written stands the SHA-256 of all of it, where ``torch.load`` does not look. Files of
+earlier versions have none, and are read as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from typing import IO, Any
+
+import torch
+
+from torchfil.utils.errors import CheckpointError
+from torchfil.utils.files import replaced_when_complete, sha256
+
+__all__ = ["MARK", "load_whole", "sealed_when_complete"]
+
+MARK = {"torchfil_checksum": "sha256"}  # in the content: a file that has lost its checksum is not an earlier version's
+_SEAL = b"torchfil-sha256:"
+_LENGTH = len(_SEAL) + 64
+
+
+@contextlib.contextmanager
+def sealed_when_complete(path: str | os.PathLike[str] | IO[bytes]) -> Iterator[IO[bytes]]:
+    """An open file for a content with :data:`MARK`, which gets its checksum and takes the place of ``path`` at the end.
+
+    See :func:`torchfil.utils.files.replaced_when_complete`.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        content = io.BytesIO()
+        yield content
+        path.write(content.getvalue() + _seal_of(content))
+        return
+    with replaced_when_complete(path) as temporary:
+        with open(temporary, "wb") as file:  # of our own: torch's errors do not tell of a full disk
+            yield file
+        with open(temporary, "rb+") as file:
+            seal = _seal_of(file)
+            file.seek(0, os.SEEK_END)
+            file.write(seal)
+
+
+def load_whole(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict[str, Any]:
+    """What ``torch.save`` has written to a file, tensors and plain values only; safe on files from others.
+
+    Guarantees:
+        * A file that was cut short, or of which any bit has changed, is refused; so is one that holds anything but
+          tensors and plain values.
+
+    Args:
+        path: The file.
+        **options: Of ``torch.load``.
+
+    Raises:
+        OSError: The file cannot be read.
+        CheckpointError: It is damaged, or no checkpoint.
+
+    Example:
+        >>> import io
+        >>> file = io.BytesIO()
+        >>> with sealed_when_complete(file) as content:
+        ...     torch.save({"step": 3, **MARK}, content)
+        >>> load_whole(io.BytesIO(file.getvalue()))
+        {'step': 3}
+        >>> load_whole(io.BytesIO(file.getvalue()[:-1]))
+        Traceback (most recent call last):
+        ...
+        torchfil.utils.errors.CheckpointError: the checkpoint is damaged or cut short (its checksum is missing)...
+    """
+    is_named = isinstance(path, (str, os.PathLike))
+    named = str(path) if is_named else "the checkpoint"
+    with open(path, "rb") if is_named else io.BytesIO(path.read()) as file:  # type: ignore[arg-type,union-attr]
+        sealed = _check_seal(file, named)
+        try:
+            content = torch.load(path if is_named else file, **{"weights_only": True, **options})
+        except MemoryError:
+            raise
+        except Exception as error:  # of torch, pickle and zipfile, which raise many kinds
+            unsafe = isinstance(error, pickle.UnpicklingError)  # whose text advises to run what it holds
+            reason = "it cannot be unpickled safely" if unsafe else str(error).partition("\n")[0][:200]
+            raise CheckpointError(_refusal(named, reason)) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(_refusal(named, f"it holds a {type(content).__name__}"))
+    marked = [content.pop(key, None) == value for key, value in MARK.items()]
+    if any(marked) and not sealed:
+        raise CheckpointError(_refusal(named, "its checksum is missing"))
+    return content
+
+
+def _seal_of(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return _SEAL + sha256(file).encode()
+
+
+def _check_seal(file: IO[bytes], named: str) -> bool:
+    """Whether the file has a checksum, which fits; left at its start."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _LENGTH))
+    seal = file.read()
+    file.seek(0)
+    if not seal.startswith(_SEAL):
+        return False
+    if _SEAL + sha256(file, size - _LENGTH).encode() != seal:
+        raise CheckpointError(_refusal(named, "its checksum does not fit its content"))
+    file.seek(0)
+    return True
+
+
+def _refusal(named: str, reason: str) -> str:
+    return (
+        f"{named} is damaged or cut short ({reason}), or it is no checkpoint of torchfil, which holds tensors and "
+        "plain values only. Nothing was loaded: copy the file again, or go on from an earlier checkpoint."
+    )
