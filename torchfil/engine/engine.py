@@ -35,6 +35,7 @@ from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs, RunOpt
 from torchfil.engine.pilots import Pilots, Train
 from torchfil.engine.ranks import Ranks, check_ranks
 from torchfil.engine.resuming import Resuming
+from torchfil.engine.sharded import without_shards
 from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
@@ -173,7 +174,8 @@ class FILPrivacyEngine(Resuming):
             batch_to_inputs=batch_to_inputs,
         )
         self._check_noise(noise_multiplier, noise_generator)
-        self._check_model(module, criterion)
+        whole = without_shards(module)
+        self._check_model(whole, criterion)
 
         prepared = self._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed, rand_on_empty=rand_on_empty
@@ -206,6 +208,7 @@ class FILPrivacyEngine(Resuming):
                 "generator": self.secure_rng if self.secure_mode else noise_generator,
                 "secure_mode": self.secure_mode,
             },
+            whole,
             ranks,
         )
         self._begin(training, limit, sample_rate, poisson_sampling=poisson_sampling)
@@ -526,7 +529,8 @@ class FILPrivacyEngine(Resuming):
     def refresh_norms(self) -> None:
         """Look up every example's gradient norm at the present weights, for :meth:`get_individual_epsilon`."""
         training = self._training
-        training.looks.refresh_norms(training.optimizer)
+        with training.replica.gathered():
+            training.looks.refresh_norms(training.optimizer)
 
 
 def _asked_question(question: str | None, rate: float | None, accounting: Accounting) -> str | None:

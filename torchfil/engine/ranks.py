@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader, DistributedSampler
 
 from torchfil.engine.options import Accounting
+from torchfil.engine.sharded import check_sharded, is_sharded
 
-__all__ = ["Ranks", "StepNotTakenError", "check_ranks", "derived_seed"]
+__all__ = ["Ranks", "StepNotTakenError", "check_ranks", "derived_seed", "part_of_sum"]
 
 _TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # what a rank says of a step
 _BUCKET = 2**24  # numbers that are added up over the ranks at once
@@ -198,6 +199,17 @@ class Ranks:
         return value
 
 
+def part_of_sum(summed: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of Σ over the ranks (collective).
+
+    Args:
+        summed: This rank's term, whole.
+        like: A weight of that shape, sharded as the sum is to be.
+    """
+    terms = DTensor.from_local(summed, like.device_mesh, [Partial()] * like.device_mesh.ndim, run_check=False)
+    return terms.redistribute(placements=like.placements)
+
+
 def derived_seed(seed: int, purpose: str, number: int) -> int:
     """A seed that has nothing to do with others, of the same seed or of its neighbours.
 
@@ -231,13 +243,10 @@ def check_ranks(
             "torch's DistributedDataParallel averages gradients before they are clipped by example. Wrap the model as "
             "for Opacus: opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model)."
         )
-    if any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in module.modules()):
-        raise ValueError(
-            "models whose weights are sharded (FSDP) are not supported yet: each example's gradient needs all weights "
-            "of a layer. Use opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model), which keeps a "
-            "copy of the model on every rank."
-        )
-    if not isinstance(module, DifferentiallyPrivateDistributedDataParallel):
+    sharded = is_sharded(module)
+    if sharded:
+        check_sharded(module, dist.get_world_size())
+    elif not isinstance(module, DifferentiallyPrivateDistributedDataParallel):
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 f"{dist.get_world_size()} processes run, and each trains a model of its own on all of the data. To "
@@ -259,7 +268,7 @@ def check_ranks(
         )
     if not poisson_sampling:
         _check_shards(data_loader)
-    return module.module, True
+    return module if sharded else module.module, True
 
 
 def _check_shards(data_loader: DataLoader[Any]) -> None:
