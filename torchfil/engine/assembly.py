@@ -23,7 +23,7 @@ from torchfil.engine.options import RunOptions
 from torchfil.engine.ranks import Ranks
 from torchfil.engine.replica import Replica
 from torchfil.engine.run import Run
-from torchfil.engine.sharded import ShardedReplica
+from torchfil.engine.sharded import ShardedReplica, is_sharded
 from torchfil.engine.step.checks import StepChecks
 from torchfil.engine.step.evaluation import Evaluator
 from torchfil.engine.step.forwards import HookedForward, LoopForward, Observer
@@ -78,7 +78,6 @@ def assemble(
     with_hooks: Callable[[], Any] | None,
     wrapper_settings: dict[str, Any],
     optimizer_settings: dict[str, Any],
-    whole: nn.Module,
     ranks: Ranks | None = None,
 ) -> PrivateTraining:
     """The parts of a run, each made from the ones before.
@@ -95,12 +94,12 @@ def assemble(
         with_hooks: Gives the module under Opacus's hooks; None: mode "auto", where none are needed.
         wrapper_settings: Of the private model in mode "auto".
         optimizer_settings: Of Opacus's optimizer; ``expected_batch_size`` is that of all ranks together.
-        whole: The module, or of a sharded one its copy without shards.
         ranks: The processes that train together; None: a single one.
     """
     num_examples = len(prepared.dataset)  # type: ignore[arg-type]
     loss = IdentifiedLoss.of(criterion) if criterion is not None else None
-    replica = Replica(module) if whole is module else ShardedReplica(module, whole)
+    sharded = is_sharded(module)
+    replica = ShardedReplica(module) if sharded else Replica(module)
     tracker = BatchTracker()
     tracker.parts = options.accounting.accumulation_steps
     observer = Observer(tracker)
@@ -118,7 +117,7 @@ def assemble(
         replica,
         expected_batch,
         options.max_memory,
-        cuda_graphs=execution.cuda_graphs and whole is module,  # a graph reads weights where they once lay
+        cuda_graphs=execution.cuda_graphs and not sharded,  # a graph reads weights where they once lay
         compiled=execution.compile,
         recorded=options.shares is None,
     )

@@ -174,8 +174,7 @@ class FILPrivacyEngine(Resuming):
             batch_to_inputs=batch_to_inputs,
         )
         self._check_noise(noise_multiplier, noise_generator)
-        whole = without_shards(module)
-        self._check_model(whole, criterion)
+        self._check_model(module, criterion)
 
         prepared = self._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed, rand_on_empty=rand_on_empty
@@ -208,7 +207,6 @@ class FILPrivacyEngine(Resuming):
                 "generator": self.secure_rng if self.secure_mode else noise_generator,
                 "secure_mode": self.secure_mode,
             },
-            whole,
             ranks,
         )
         self._begin(training, limit, sample_rate, poisson_sampling=poisson_sampling)
@@ -431,6 +429,7 @@ class FILPrivacyEngine(Resuming):
         """Raise for models and losses that mix examples."""
         if criterion is not None:
             check_unweighted_mean(criterion)
+        module = without_shards(module)  # layers of the classes that are looked for
         check_modules(module, allow_dropout=True)
         self.validate(module=module, optimizer=None, data_loader=None)
 

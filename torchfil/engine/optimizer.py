@@ -241,7 +241,7 @@ class FILOptimizer(DPOptimizer):
         if self._ranks is not None:
             mean = self.loss_reduction == "mean"
             self._ranks.add_up([p.grad for p in self.params if not isinstance(p, DTensor)], mean=mean)
-            sharded = [p.grad for p in self.params if isinstance(p, DTensor)]  # added up before
+            sharded: Any = [p.grad for p in self.params if isinstance(p, DTensor)]  # added up before
             if mean and sharded:
                 torch._foreach_div_(sharded, self._ranks.size)
 

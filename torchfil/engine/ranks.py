@@ -1,9 +1,10 @@
 """Several processes that train one model (``torchrun``): all that the engine knows of ``torch.distributed``.
 
-As in Opacus, every process ("rank") has the model in ``DifferentiallyPrivateDistributedDataParallel``, draws from a
-part of the data and clips; rank 0 adds the noise to its sum, and the sums of all ranks are added up. An example is
-drawn by one rank, which books all that the step tells of it: Fisher information needs no message. What the ranks say to
-each other beside gradients goes through a group of its own (gloo, on the CPU), apart from the training's.
+As in Opacus, every process ("rank") has the model in ``DifferentiallyPrivateDistributedDataParallel``, or a part of
+each of its weights (:mod:`torchfil.engine.sharded`), draws from a part of the data and clips; rank 0 adds the noise to
+its sum, and the sums of all ranks are added up. An example is drawn by one rank, which books all that the step tells of
+it: Fisher information needs no message. What the ranks say to each other beside gradients goes through a group of its
+own (gloo, on the CPU), apart from the training's.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def derived_seed(seed: int, purpose: str, number: int) -> int:
 def check_ranks(
     module: nn.Module, data_loader: DataLoader[Any], poisson_sampling: bool, accounting: Accounting
 ) -> tuple[nn.Module, bool]:
-    """The user's own module, out of the wrapper for several processes, and whether it was in one.
+    """The user's own module, out of the wrapper for several processes, and whether several train it together.
 
     The wrapper only brings the weights of all ranks together when it is made; without it, names in state dicts and in
     ``Private(submodule=…)`` are the same for any number of ranks.
@@ -243,10 +244,12 @@ def check_ranks(
             "torch's DistributedDataParallel averages gradients before they are clipped by example. Wrap the model as "
             "for Opacus: opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model)."
         )
-    sharded = is_sharded(module)
-    if sharded:
+    together = isinstance(module, DifferentiallyPrivateDistributedDataParallel)
+    if isinstance(module, DifferentiallyPrivateDistributedDataParallel):
+        module = module.get_submodule("module")
+    if is_sharded(module):
         check_sharded(module, dist.get_world_size())
-    elif not isinstance(module, DifferentiallyPrivateDistributedDataParallel):
+    elif not together:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 f"{dist.get_world_size()} processes run, and each trains a model of its own on all of the data. To "
@@ -268,7 +271,7 @@ def check_ranks(
         )
     if not poisson_sampling:
         _check_shards(data_loader)
-    return module if sharded else module.module, True
+    return module, True
 
 
 def _check_shards(data_loader: DataLoader[Any]) -> None:

@@ -53,8 +53,13 @@ def check_sharded(module: nn.Module, num_ranks: int) -> None:
     """
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         raise ValueError(
-            "FullyShardedDataParallel (FSDP1) lays the weights of several layers out as one tensor, of which no layer "
-            "can be told apart. Use FSDP2: torch.distributed.fsdp.fully_shard(block) for each block, then for the model."
+            "FullyShardedDataParallel (FSDP1) lays the weights of several layers out as one tensor, in which no layer "
+            "can be told apart. Use FSDP2: torch.distributed.fsdp.fully_shard for each block, then for the model."
+        )
+    if not any(_fsdp_modules(module)):
+        raise ValueError(
+            "the model's weights are sharded, and not by FSDP: tensor parallel ranks share their examples, while here "
+            "each rank draws its own. Use torch.distributed.fsdp.fully_shard(model)."
         )
     for part in _fsdp_modules(module):
         policy = part._get_fsdp_state()._mp_policy
@@ -82,9 +87,9 @@ def _check_placement(name: str, value: Tensor, num_ranks: int) -> None:
     others = [placement for placement in placements if not isinstance(placement, Shard | Replicate)]
     if mesh.size() != num_ranks or others or len(shards) > 1 or (mesh.ndim > 1 and type(placements[0]) is Shard):
         raise ValueError(
-            f"{name} lies as {placements} on {mesh}, and there are {num_ranks} ranks: tensor or pipeline parallel "
-            "ranks share their examples, while here each rank draws its own. Call fully_shard without mesh=, or with a "
-            "mesh of all ranks (several dimensions: all but the last replicate)."
+            f"{name} lies as {placements} on {mesh}, and there are {num_ranks} ranks, each of which draws examples of "
+            "its own (tensor or pipeline parallel ranks would share theirs). Call fully_shard without mesh=, or with "
+            "one of all ranks, of which all dimensions but the last replicate."
         )
     if value.device.type != mesh.device_type:
         raise ValueError(
@@ -115,7 +120,9 @@ def without_shards(module: nn.Module) -> nn.Module:
     parts = list(module.modules())
     for part in parts:
         kind = type(part)
-        memo[id(part)] = object.__new__(kind.__mro__[kind._orig_cls_mro_index] if _is_fsdp(part) else kind)
+        if issubclass(kind, FSDPModule):  # a class of FSDP's making, of which the user's is a base
+            kind = kind.__mro__[kind._orig_cls_mro_index]
+        memo[id(part)] = object.__new__(kind)
 
     # all modules are in the memo, so that attributes that name one name its copy
     for part in parts:
@@ -129,10 +136,6 @@ def without_shards(module: nn.Module) -> nn.Module:
         vars(memo[id(part)]).update(own, _buffers=part._buffers)
     whole: nn.Module = memo[id(module)]
     return whole
-
-
-def _is_fsdp(part: nn.Module) -> bool:
-    return isinstance(part, FSDPModule)
 
 
 def _own_hooks(hooks: dict[int, Any]) -> Iterator[tuple[int, Any]]:
@@ -152,10 +155,10 @@ class ShardedReplica(Replica):
 
     Args:
         module: The user's module.
-        whole: What :func:`without_shards` made of it.
     """
 
-    def __init__(self, module: nn.Module, whole: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        whole = without_shards(module)
         super().__init__(whole)
         self._sharded = module
         self._weights_here = False
@@ -168,8 +171,10 @@ class ShardedReplica(Replica):
 
     def gather(self) -> bool:
         """Bring all weights here, and the modules to where the user's are (collective unless they are here)."""
-        for part, own in self._twins:
-            vars(own).update({name: value for name, value in vars(part).items() if is_plain(value)})
+        for module, copied in self._twins:
+            for name, value in vars(module).items():
+                if is_plain(value) and not name.startswith(_OF_FSDP):
+                    vars(copied)[name] = value
         if self._weights_here:
             return False
         self._reshard()
