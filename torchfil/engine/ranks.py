@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 from torchfil.engine.options import Accounting
@@ -54,6 +55,8 @@ class Ranks:
     def __init__(self, seed: int, num_examples: int, *, secure: bool = False) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo")
+        self._saving_group: dist.ProcessGroup | None = None
+        self._mesh: DeviceMesh | None = None
         self._secure = secure
         told = self.objects((seed, num_examples))
         self.seed: int = told[0][0]
@@ -193,6 +196,30 @@ class Ranks:
         padded = torch.zeros(max(lengths), *value.shape[1:], dtype=value.dtype)
         padded[: len(value)] = value.cpu()
         return torch.cat([part[:length] for part, length in zip(self.each(padded), lengths, strict=True)])
+
+    def dealt(self, value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """By rank its rows of this rank's block; rank r's block has ``sizes[r]`` rows, [sizes[rank], …] each."""
+        own = sizes[self.rank]
+        received = torch.empty(self.size * own, *value.shape[1:], dtype=value.dtype)
+        dist.all_to_all_single(
+            received, value.detach().cpu().contiguous(), [own] * self.size, list(sizes), group=self._group
+        )
+        return list(received.split([own] * self.size))
+
+    def as_blocks(self, block: Tensor, num_rows: int) -> DTensor:
+        """Tensors [block, …] of all ranks as one, [num_rows, …], of which each rank holds its block."""
+        if self._mesh is None:
+            self._mesh = DeviceMesh.from_group(self._group, "cpu")
+        shape = torch.Size([num_rows, *block.shape[1:]])
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(block, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    @property
+    def saving_group(self) -> dist.ProcessGroup:
+        """For what is said about checkpoints, which may be written while steps are taken."""
+        if self._saving_group is None:
+            self._saving_group = dist.new_group(backend="gloo")
+        return self._saving_group
 
     def _reduced(self, value: Tensor, operation: Any) -> Tensor:
         value = value.detach().to("cpu", copy=True).contiguous()
