@@ -62,6 +62,14 @@ def test_from_a_folder_another_number_of_ranks_goes_on(two_ranks: RankPool, tmp_
         assert_close(found, expected, 1e-6)
 
 
+def test_a_sharded_model_goes_on_from_a_file(two_ranks: RankPool, tmp_path: Path) -> None:
+    file = str(tmp_path / "one.pt")
+    expected = unbroken(draws=as_one(DRAWS))
+    unbroken(passes=1, path=file, draws=as_one(DRAWS))
+    for found in two_ranks.run(resumed, file, estimator="exact", scattered=True, sharded=True):
+        assert_close(found, expected, 1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_four_ranks_go_on_from_the_folder_of_two(

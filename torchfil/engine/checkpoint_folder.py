@@ -24,9 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
 from torchfil.engine.ranks import Ranks
@@ -44,8 +47,10 @@ _SUMS = ".crc32"  # the ending of the file with another's checksum
 _PART = "tensor by the name of"  # stands for a tensor in the rest
 _KINDS = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
 _OF_METADATA = {  # all that may stand in it, by module
-    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata "
-    "ChunkStorageMetadata BytesStorageMetadata _MEM_FORMAT_ENCODING".split(),
+    "torch.distributed.checkpoint.metadata": [
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+    ],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
     "torch.serialization": ["_get_layout"],
     "torch": ["Size", *_KINDS],
@@ -71,7 +76,7 @@ def is_folder(path: Any) -> bool:
 
 def write_folder(
     path: str | os.PathLike[str], tree: Mapping[str, Any], ranks: Ranks | None, *, asynchronous: bool
-) -> Future[Any] | None:
+) -> Future[None] | None:
     """Write a tree of tensors and plain values as a folder's latest checkpoint (collective).
 
     Args:
@@ -99,20 +104,18 @@ def write_folder(
     options["process_group"] = None if ranks is None else ranks.saving_group
     if asynchronous:
         copies = {key: value.detach().clone() for key, value in tensors.items()}
-        saved: Any = dcp.async_save(copies, **options)
-        saved = getattr(saved, "upload_completion", saved)
-        saved.add_done_callback(writer.ended)
-        return saved  # type: ignore[no-any-return]
+        saved: Any = async_save(copies, **options)
+        return writer.ended(getattr(saved, "upload_completion", saved))
     try:
         with _without_a_group_said():
-            dcp.save(tensors, **options)
+            save(tensors, **options)
     except BaseException as error:
         writer.remove()
         raise _as_plain(error, path) from error
     return None
 
 
-class _FolderWriter(dcp.FileSystemWriter):
+class _FolderWriter(FileSystemWriter):
     """Writes a new checkpoint beside the last, and makes it the latest when all ranks are done.
 
     Args:
@@ -155,11 +158,21 @@ class _FolderWriter(dcp.FileSystemWriter):
         if self._removes:
             shutil.rmtree(self._folder / self._name, ignore_errors=True)
 
-    def ended(self, saved: Future[Any]) -> None:
-        """Tell where the writing behind the caller's back has failed, and remove what is left of it."""
-        if saved.exception() is not None:
-            logger.error("the checkpoint in %s was not written: %s", self._folder, saved.exception())
+    def ended(self, saved: Future[Any]) -> Future[None]:
+        """Ends when a checkpoint is written, or was given up: what is left of it is then gone, and the log tells it."""
+        told: Future[None] = Future()
+
+        def tell(saved: Future[Any]) -> None:
+            error = saved.exception()
+            if error is None:
+                told.set_result(None)
+                return
             self.remove()
+            logger.error("the checkpoint in %s was not written: %s", self._folder, _as_plain(error, self._folder))
+            told.set_exception(_as_plain(error, self._folder))
+
+        saved.add_done_callback(tell)
+        return told
 
 
 def _taken_apart(tree: Any, key: str, tensors: dict[str, Tensor]) -> Any:
@@ -208,7 +221,7 @@ def read_folder(
     tree, problem = None, None
     try:
         tree = _read(Path(path), like, without)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # which is no Exception
         problem = _as_plain(error, path)
     told = [None if problem is None else str(problem)] if ranks is None else ranks.objects(problem and str(problem))
     if problem is not None:
@@ -232,10 +245,13 @@ def _read(folder: Path, like: Callable[[str], Tensor | None], without: tuple[str
             kind = kinds[key]
             if not isinstance(kind, TensorStorageMetadata):
                 raise ValueError(f"{key!r} is no tensor")
-            part = like(key)
-            values[key] = torch.empty(kind.size, dtype=kind.properties.dtype) if part is None else _room(part, kind)
+            part, dtype = like(key), kind.properties.dtype
+            if part is None or part.shape != kind.size:
+                values[key] = torch.empty(kind.size, dtype=dtype)
+            else:
+                values[key] = torch.empty_like(part, dtype=dtype)
         with _without_a_group_said():
-            dcp.load(values, storage_reader=reader, no_dist=True)  # what each rank needs, it finds by itself
+            load(values, storage_reader=reader, no_dist=True)  # what each rank needs, it finds by itself
         return values
 
     rest = read([_REST])[_REST]
@@ -247,10 +263,6 @@ def _read(folder: Path, like: Callable[[str], Tensor | None], without: tuple[str
     values = read(names)
     whole: dict[str, Any] = _put_together(tree, values.__getitem__)
     return whole
-
-
-def _room(part: Tensor, kind: TensorStorageMetadata) -> Tensor:
-    return torch.empty_like(part, dtype=kind.properties.dtype)
 
 
 def _put_together(tree: Any, tensor: Callable[[str], Any]) -> Any:
@@ -279,7 +291,7 @@ def _latest(folder: Path) -> str | None:
     return name
 
 
-class _FolderReader(dcp.FileSystemReader):
+class _FolderReader(FileSystemReader):
     """Reads files whose checksums are right, and metadata without running what it says."""
 
     def __init__(self, folder: Path) -> None:

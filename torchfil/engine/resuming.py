@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchfil.engine.checkpoint import random_state, set_random_state
 from torchfil.engine.checkpoint_folder import is_folder, read_folder, write_folder
 from torchfil.engine.reading import LeakageReading
-from torchfil.engine.sharded import is_sharded
+from torchfil.engine.sharded import in_parts, is_sharded
 from torchfil.engine.step.batch_checks import nothing
 from torchfil.utils.files import replaced_when_complete
 
@@ -32,7 +32,7 @@ class Resuming(LeakageReading):
     """The part of the engine that keeps its state: state dicts and checkpoints."""
 
     _collected: tuple[int, list[dict[str, Any]]] | None = None  # by rank what is random, and after how many steps
-    _saving: Future[Any] | None = None  # a checkpoint that is being written
+    _saving: Future[None] | None = None  # a checkpoint that is being written
 
     def state_dict(self) -> dict[str, Any]:
         """The accounting's state: DP accountant, ledger, norm history, generators; tensors and plain values only.
@@ -111,7 +111,7 @@ class Resuming(LeakageReading):
 
     def save_checkpoint(
         self, *, path: str | os.PathLike[str] | IO[bytes], asynchronous: bool = False, **options: Any
-    ) -> Future[Any] | None:
+    ) -> Future[None] | None:
         """As in Opacus, with the accounting and torch's random state; the last one is replaced only by a complete one.
 
         With several processes all ranks must call it. A file is written by rank 0 from what all have, which all then
@@ -142,7 +142,7 @@ class Resuming(LeakageReading):
             super().save_checkpoint(path=temporary, checkpoint_dict=extra, **options)
         return None
 
-    def _save_folder(self, path: Any, options: dict[str, Any], *, asynchronous: bool) -> Future[Any] | None:
+    def _save_folder(self, path: Any, options: dict[str, Any], *, asynchronous: bool) -> Future[None] | None:
         """What a file would hold, with rows, weights and optimizer state in parts."""
         if options.pop("torch_save_kwargs", None):
             raise TypeError(f"torch_save_kwargs= is for files, and path={path!r} is a folder; leave it out")
@@ -219,12 +219,6 @@ class Resuming(LeakageReading):
         self, path: Any, module: nn.Module, optimizer: Any, torch_load_kwargs: dict[str, Any] | None
     ) -> dict[str, Any]:
         """What was saved, in the form of a file; sharded weights and their optimizer's state in the same parts."""
-        if not is_folder(path):
-            checkpoint: dict[str, Any] = torch.load(path, weights_only=True, **(torch_load_kwargs or {}))
-            return checkpoint
-        if torch_load_kwargs:
-            raise TypeError(f"torch_load_kwargs={torch_load_kwargs} is for files; a folder's tensors come to the CPU")
-        self._wait_for_saving()
         weights = {f"/{_MODULE}/{name}": value for name, value in module.state_dict().items()}
         groups = [] if optimizer is None else optimizer.param_groups
         trained = [p for group in groups for p in group["params"]]
@@ -236,7 +230,15 @@ class Resuming(LeakageReading):
                 value = trained[int(of_optimizer[1])]
             return value if isinstance(value, DTensor) else None
 
-        return read_folder(path, like, () if optimizer is not None else (_OPTIMIZER,), self._training.run.ranks)
+        if not is_folder(path):
+            saved: dict[str, Any] = torch.load(path, weights_only=True, **(torch_load_kwargs or {}))
+            return in_parts(saved, like) if is_sharded(module) else saved
+        if torch_load_kwargs:
+            raise TypeError(f"torch_load_kwargs={torch_load_kwargs} is for files; a folder's tensors come to the CPU")
+        self._wait_for_saving()
+        without = () if optimizer is not None else (_OPTIMIZER,)
+        saved = read_folder(path, like, without, self._training.run.ranks)
+        return in_parts(saved, like) if is_sharded(module) else saved  # small ones were read whole
 
     def _own_random_state(self, saved: Any, accounting: Mapping[str, Any]) -> Any:
         """Torch's random state of this rank, where as many ranks have saved theirs."""

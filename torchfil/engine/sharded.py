@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torchfil.engine.replica import Replica, is_plain
 
-__all__ = ["ShardedReplica", "check_sharded", "is_sharded", "without_shards"]
+__all__ = ["ShardedReplica", "check_sharded", "in_parts", "is_sharded", "without_shards"]
 
 _CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_STATE_DICTS = (
@@ -148,6 +148,22 @@ def _own_hooks(hooks: dict[int, Any]) -> Iterator[tuple[int, Any]]:
 def _nothing(value: Tensor) -> Tensor:
     """NaN in the shape of a tensor, without its memory."""
     return torch.full((), float("nan"), dtype=value.dtype, device=value.device).expand(value.shape)
+
+
+def in_parts(tree: Any, like: Callable[[str], Tensor | None], key: str = "") -> Any:
+    """The tree with whole tensors cut as others are: each rank keeps its part.
+
+    Args:
+        tree: Nested dicts, alike on all ranks.
+        like: Gives by a tensor's name, its keys from the outside with / before each, a DTensor of its kind, or None.
+        key: The name of the tree.
+    """
+    if isinstance(tree, Mapping):
+        return {name: in_parts(part, like, f"{key}/{name}") for name, part in tree.items()}
+    part = like(key) if isinstance(tree, Tensor) and not isinstance(tree, DTensor) else None
+    if not isinstance(part, DTensor) or part.shape != tree.shape:
+        return tree
+    return distribute_tensor(tree.to(part.device), part.device_mesh, part.placements, src_data_rank=None)
 
 
 class ShardedReplica(Replica):
