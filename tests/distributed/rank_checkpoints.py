@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_runs import Draws, Made, make, replaying, take_step
+import torch.distributed.checkpoint as dcp
+from rank_runs import Draws, Made, make, replaying, take_step, whole
 from torch import Tensor
 
 DRAWS: list[list[list[int]]] = [
@@ -39,7 +44,7 @@ def train(made: Made, draws: Draws, passes: int) -> Ended:
     engine.gather()
     assert engine.ledger is not None
     return Ended(
-        [p.detach().clone() for p in made.module.parameters()],
+        [whole(p) for p in made.optimizer.params],
         engine.ledger.sums,
         engine.get_individual_epsilon(delta=1e-5).value,
         float(engine.get_epsilon(1e-5)),
@@ -47,18 +52,22 @@ def train(made: Made, draws: Draws, passes: int) -> Ended:
     )
 
 
-def made_with(estimator: str | None) -> Made:
+def made_with(estimator: str | None, **options: Any) -> Made:
     """Probes, which must go on as well, where nothing else is said and there are several ranks."""
     several = dist.is_initialized()
     chosen = estimator or ("weight-probes" if several else "exact")
-    return make("digits", questions={}, estimator=chosen, num_probes=2)
+    return make("digits", questions={}, estimator=chosen, num_probes=2, **options)
 
 
 def unbroken(
-    passes: int = 2, path: str | None = None, draws: Draws | None = None, estimator: str | None = None
+    passes: int = 2,
+    path: str | None = None,
+    draws: Draws | None = None,
+    estimator: str | None = None,
+    **options: Any,
 ) -> Ended:
     """Both passes, or the first and then a checkpoint."""
-    made = made_with(estimator)
+    made = made_with(estimator, **options)
     ended = train(made, own(draws), passes)
     if path is not None:
         made.engine.save_checkpoint(path=path, module=made.model, optimizer=made.optimizer)
@@ -67,12 +76,47 @@ def unbroken(
     return ended
 
 
-def resumed(path: str, draws: Draws | None = None, estimator: str | None = None, scattered: bool = False) -> Ended:
+def saved_meanwhile(path: str, draws: Draws | None = None) -> Ended:
+    """The first pass, and a checkpoint that is written while the second goes on."""
+    made = made_with("exact")
+    with slow_disk():
+        train(made, own(draws), 1)
+        saving = made.engine.save_checkpoint(path=path, module=made.model, optimizer=made.optimizer, asynchronous=True)
+        assert saving is not None
+        assert not saving.done()
+        ended = train(made, own(draws, 7) if draws is None else draws[7:], 1)
+    saving.result()
+    return ended
+
+
+@contextmanager
+def slow_disk() -> Iterator[None]:
+    """Nothing is written before a second has passed."""
+    plain = dcp.FileSystemWriter.prepare_local_plan
+
+    def later(*args: Any) -> Any:
+        time.sleep(1)
+        return plain(*args)
+
+    with mock.patch.object(dcp.FileSystemWriter, "prepare_local_plan", later):
+        yield
+
+
+def resumed(
+    path: str, draws: Draws | None = None, estimator: str | None = None, scattered: bool = False, **options: Any
+) -> Ended:
     """The second pass, from a checkpoint, after a wrong start; ``scattered``: the ranks change places."""
-    made = made_with(estimator)
+    made = made_with(estimator, **options)
     with torch.no_grad():
         for p in made.module.parameters():
             p.add_(1.0)
     made.engine.load_checkpoint(path=path, module=made.model, optimizer=made.optimizer)
-    here = DRAWS[1 - dist.get_rank()][7:] if scattered else own(draws, 7)
-    return train(made, here, 1)
+    return train(made, elsewhere()[7:] if scattered else own(draws, 7), 1)
+
+
+def elsewhere() -> Draws:
+    """The draws of two ranks, on others or on four."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 2:
+        return DRAWS[1 - rank]
+    return [draw[rank // 2 :: 2] for draw in DRAWS[1 - rank % 2]]

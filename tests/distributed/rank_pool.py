@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = 240
-PRELOADED = ["rank_checkpoints", "rank_faults", "killed_runs"]  # and with them torchfil
+PRELOADED = ["rank_checkpoints", "rank_faults", "rank_sharded", "killed_runs"]  # and with them torchfil
 
 
 class RankPool:

@@ -18,6 +18,8 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine, Private, zoo
@@ -66,7 +68,31 @@ def text_case() -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
     return module, dataset, {"private": Private(submodule="embedding"), "questions": {"second": Token(1, [3, 4])}}
 
 
-CASES = {"digits": digits_case, "texts": text_case}
+class LoRA(nn.Module):
+    """A frozen linear layer with a trained product of two small ones beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapter_case() -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
+    """A frozen transformer of four layers with adapters at its attention, on 23 texts."""
+    torch.manual_seed(0)
+    module = zoo.token_transformer(3, 20, 6, width=8, depth=4, heads=2).requires_grad_(False)
+    for layer in module.encoder.layers:  # type: ignore[union-attr]
+        layer.queries_keys_values = LoRA(layer.queries_keys_values)
+        layer.attention_output = LoRA(layer.attention_output)
+    _, dataset, settings = text_case()
+    return module.double(), dataset, settings
+
+
+CASES = {"digits": digits_case, "texts": text_case, "adapters": adapter_case}
 
 
 @dataclass
@@ -80,12 +106,26 @@ class Made:
     loader: Any
 
 
-def make(case: str, *, batch_size: int = 10, **options: Any) -> Made:
+def shard(module: nn.Module) -> nn.Module:
+    """FSDP2, block by block."""
+    for part in module.modules():
+        if part is not module and any(True for _ in part.parameters(recurse=False)):
+            fully_shard(part)
+    for layer in getattr(getattr(module, "encoder", None), "layers", ()):
+        fully_shard(layer)
+    return fully_shard(module)
+
+
+def make(case: str, *, batch_size: int = 10, sharded: bool = False, **options: Any) -> Made:
     """In this process, as one of several ranks where there are any."""
     module, dataset, settings = CASES[case]()
-    wrapped = DifferentiallyPrivateDistributedDataParallel(module) if dist.is_initialized() else module
+    several = dist.is_initialized()
+    if sharded and several:
+        shard(module)
+    wrapped = DifferentiallyPrivateDistributedDataParallel(module) if several and not sharded else module
     engine = FILPrivacyEngine()
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer: Any = torch.optim.SGD(trained, lr=0.5, momentum=0.5)
     given = {
         "noise_multiplier": SIGMA,
         "max_grad_norm": C,
@@ -133,12 +173,17 @@ def trained(
                 made.loader.batch_sampler.set_epoch(epoch)
             for x, y in noting(batches_of(made.loader, made.optimizer, physical), done.draws):
                 if not made.optimizer.inside_logical_batch:
-                    done.before.append({name: p.detach().clone() for name, p in made.module.named_parameters()})
+                    done.before.append({name: whole(p) for name, p in made.module.named_parameters()})
                 loss = take_step(made, x, y) if step == "loop" else made.engine.train_step(x, y)
                 done.losses.append(loss.item())
             if refreshed:
                 made.engine.refresh_norms()
     return outcome(made, folder, done)
+
+
+def whole(value: Tensor) -> Tensor:
+    """A copy of a weight, gathered where it is sharded."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 def batches_of(loader: Any, optimizer: Any, physical: int | None) -> Iterator[Any]:
@@ -183,7 +228,7 @@ def outcome(made: Made, folder: str, done: Outcome) -> Outcome:
     assert engine.ledger is not None
     return replace(
         done,
-        weights=[p.detach().clone() for p in made.module.parameters()],
+        weights=[whole(p) for p in made.module.parameters()],
         sums=engine.ledger.sums,
         epsilon=float(engine.get_epsilon(DELTA)),
         individual=engine.get_individual_epsilon(delta=DELTA).value,

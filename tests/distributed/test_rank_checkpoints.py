@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
-from rank_checkpoints import DRAWS, Ended, resumed, unbroken
+from rank_checkpoints import DRAWS, Ended, resumed, saved_meanwhile, unbroken
 from rank_pool import RankPool
 from rank_runs import as_one
 
@@ -39,3 +40,50 @@ def test_another_number_of_ranks_goes_on(two_ranks: RankPool, tmp_path: Path) ->
     unbroken(passes=1, path=of_one, draws=as_one(DRAWS))
     for found in two_ranks.run(resumed, of_one, estimator="exact", scattered=True):
         assert_close(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_from_a_folder_as_many_ranks_go_on_bit_for_bit(two_ranks: RankPool, tmp_path: Path, sharded: bool) -> None:
+    expected = two_ranks.run(unbroken, sharded=sharded)
+    folder = f"{tmp_path}/run/"
+    two_ranks.run(unbroken, passes=1, path=folder, sharded=sharded)
+    for found, whole in zip(two_ranks.run(resumed, folder, sharded=sharded), expected, strict=True):
+        assert_close(found, whole, 0.0)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_from_a_folder_another_number_of_ranks_goes_on(two_ranks: RankPool, tmp_path: Path, sharded: bool) -> None:
+    of_two, of_one = f"{tmp_path}/two/", f"{tmp_path}/one/"
+    expected = unbroken(draws=as_one(DRAWS))
+    two_ranks.run(unbroken, passes=1, path=of_two, estimator="exact", sharded=sharded)
+    assert_close(resumed(of_two, draws=as_one(DRAWS)[7:]), expected, 1e-6)
+    unbroken(passes=1, path=of_one, draws=as_one(DRAWS))
+    for found in two_ranks.run(resumed, of_one, estimator="exact", scattered=True, sharded=sharded):
+        assert_close(found, expected, 1e-6)
+
+
+def test_a_sharded_model_goes_on_from_a_file(two_ranks: RankPool, tmp_path: Path) -> None:
+    file = str(tmp_path / "one.pt")
+    expected = unbroken(draws=as_one(DRAWS))
+    unbroken(passes=1, path=file, draws=as_one(DRAWS))
+    for found in two_ranks.run(resumed, file, estimator="exact", scattered=True, sharded=True):
+        assert_close(found, expected, 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_four_ranks_go_on_from_the_folder_of_two(
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, sharded: bool
+) -> None:
+    folder = f"{tmp_path}/two/"
+    expected = unbroken(draws=as_one(DRAWS))
+    two_ranks.run(unbroken, passes=1, path=folder, estimator="exact", sharded=sharded)
+    for found in four_ranks.run(resumed, folder, estimator="exact", scattered=True, sharded=sharded):
+        assert_close(found, expected, 1e-6)
+
+
+def test_a_checkpoint_that_is_written_meanwhile_holds_one_state(two_ranks: RankPool, tmp_path: Path) -> None:
+    folder = f"{tmp_path}/run/"
+    expected = two_ranks.run(saved_meanwhile, folder)
+    for found, whole in zip(two_ranks.run(resumed, folder, estimator="exact"), expected, strict=True):
+        assert_close(found, whole, 0.0)

@@ -302,7 +302,7 @@ def test_data_without_numbered_examples_is_refused() -> None:
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be positive"),
         ({"clipping": "adaptive"}, "counting factors below 1"),
         ({"clipping": "per_layer"}, "needs max_grad_norm as a list of 4 numbers"),
-        ({"grad_sample_mode": "ghost_fsdp"}, "needs sharded weights"),
+        ({"grad_sample_mode": "ghost_fsdp"}, "takes sharded weights, which .auto. and .ghost. take as well"),
         ({"clip": "gelu-paper"}, "lets gradients exceed max_grad_norm by a factor of 1.11522"),
         ({"clip": "soft"}, "is not a registered clip function"),
         (

@@ -23,6 +23,7 @@ from torchfil.engine.options import RunOptions
 from torchfil.engine.ranks import Ranks
 from torchfil.engine.replica import Replica
 from torchfil.engine.run import Run
+from torchfil.engine.sharded import ShardedReplica, is_sharded
 from torchfil.engine.step.checks import StepChecks
 from torchfil.engine.step.evaluation import Evaluator
 from torchfil.engine.step.forwards import HookedForward, LoopForward, Observer
@@ -97,7 +98,8 @@ def assemble(
     """
     num_examples = len(prepared.dataset)  # type: ignore[arg-type]
     loss = IdentifiedLoss.of(criterion) if criterion is not None else None
-    replica = Replica(module)
+    sharded = is_sharded(module)
+    replica = ShardedReplica(module) if sharded else Replica(module)
     tracker = BatchTracker()
     tracker.parts = options.accounting.accumulation_steps
     observer = Observer(tracker)
@@ -115,7 +117,7 @@ def assemble(
         replica,
         expected_batch,
         options.max_memory,
-        cuda_graphs=execution.cuda_graphs,
+        cuda_graphs=execution.cuda_graphs and not sharded,  # a graph reads weights where they once lay
         compiled=execution.compile,
         recorded=options.shares is None,
     )

@@ -23,6 +23,7 @@ from torchfil.engine.loader import is_target_name, split_batch
 from torchfil.engine.losses import IdentifiedLoss, LossMismatchError, likely_loss
 from torchfil.engine.options import Accounting, RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
+from torchfil.engine.sharded import is_sharded
 from torchfil.engine.step.checks import StepChecks
 from torchfil.engine.step.evaluation import Evaluator
 from torchfil.engine.step.forwards import ForwardPass
@@ -101,6 +102,8 @@ def check(
     """
     if num_probes < 1 or repeats < 1:
         raise ValueError(f"num_probes={num_probes} and repeats={repeats} must be at least 1")
+    if is_sharded(model):
+        raise ValueError("the model is sharded (fully_shard): check it before, in one process; a run does the same")
     accounting = Accounting(num_probes=num_probes)
     device = next(model.parameters()).device
     replica, options = Replica(model), _options(accounting, device, private, batch_to_inputs)

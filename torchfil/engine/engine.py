@@ -35,6 +35,7 @@ from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs, RunOpt
 from torchfil.engine.pilots import Pilots, Train
 from torchfil.engine.ranks import Ranks, check_ranks
 from torchfil.engine.resuming import Resuming
+from torchfil.engine.sharded import without_shards
 from torchfil.engine.step.loss_inside import NO_TARGETS
 from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
@@ -430,6 +431,7 @@ class FILPrivacyEngine(Resuming):
         """Raise for models and losses that mix examples."""
         if criterion is not None:
             check_unweighted_mean(criterion)
+        module = without_shards(module)  # layers of the classes that are looked for
         check_modules(module, allow_dropout=True)
         self.validate(module=module, optimizer=None, data_loader=None)
 
@@ -528,7 +530,8 @@ class FILPrivacyEngine(Resuming):
     def refresh_norms(self) -> None:
         """Look up every example's gradient norm at the present weights, for :meth:`get_individual_epsilon`."""
         training = self._training
-        training.looks.refresh_norms(training.optimizer)
+        with training.replica.gathered():
+            training.looks.refresh_norms(training.optimizer)
 
 
 def _asked_question(question: str | None, rate: float | None, accounting: Accounting) -> str | None:

@@ -76,7 +76,8 @@ class RecordedModule(AbstractGradSampleModule):
         _in_training.add(m)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._note(name))
-            for name, p in m.named_parameters()
+            for part in {m, loop_forward.replica.live}  # two where the module is sharded
+            for name, p in part.named_parameters()
             if p.requires_grad
         ]
 

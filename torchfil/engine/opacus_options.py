@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn, optim
 
+from torchfil.engine.sharded import is_sharded
 from torchfil.engine.views import ManyViews
 
 __all__ = ["WHY_NOT_ADAPTIVE", "check_accumulation", "check_modes", "check_optimizer", "thresholds"]
@@ -22,7 +23,8 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
         reason = WHY_NOT_ADAPTIVE if clipping == "adaptive" else "it is not known"
         raise ValueError(f"clipping={clipping!r} cannot be accounted for: {reason}. Use 'flat' or 'per_layer'.")
     if grad_sample_mode not in MODES:
-        reason = "needs sharded weights, which are not supported yet" if "fsdp" in grad_sample_mode else "is not known"
+        sharded = "takes sharded weights, which 'auto' and 'ghost' take as well"
+        reason = sharded if "fsdp" in grad_sample_mode else "is not known"
         raise ValueError(
             f"grad_sample_mode={grad_sample_mode!r} {reason}. Use 'auto', which forms no per-example gradients, or one "
             f"of {', '.join(map(repr, MODES[1:]))}."
@@ -33,6 +35,11 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
         raise ValueError(
             f"views= needs grad_sample_mode='auto' and wrap_model=True: {mode!r} forms one gradient a view, not one an "
             "example"
+        )
+    if mode != "auto" and is_sharded(module):
+        raise ValueError(
+            f"the model is sharded (fully_shard), and {mode!r} keeps each example's gradient of whole weights on it; "
+            "use grad_sample_mode='auto' with wrap_model=True"
         )
     if not batch_first:
         raise ValueError(

@@ -7,16 +7,17 @@ Noise is added here and nowhere else: ``step()`` is clip and accumulate → nois
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from opacus.optimizers import DPOptimizer
-from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from torch import Tensor, optim
+from torch.distributed.tensor import DTensor
 
 from torchfil.clipping import ClipFunction
-from torchfil.engine.ranks import Ranks, StepNotTakenError
+from torchfil.engine.ranks import Ranks, StepNotTakenError, part_of_sum
 from torchfil.fisher.precision import wide_dtype
 
 __all__ = ["FILOptimizer", "GradSampleOptimizer", "StepSource"]
@@ -66,6 +67,10 @@ class StepSource(Protocol):
 
     def give_up(self) -> None:
         """The logical batch is not released."""
+        ...
+
+    def refused(self) -> None:
+        """This process has refused a step."""
         ...
 
 
@@ -135,7 +140,7 @@ class FILOptimizer(DPOptimizer):
     @property
     def grad_samples(self) -> list[Tensor]:
         """None are formed: each parameter has an empty one."""
-        return [p.new_zeros(0) for p in self.params]
+        return [torch.zeros(0, dtype=p.dtype, device=p.device) for p in self.params]
 
     @property
     def accumulated_iterations(self) -> int:
@@ -189,6 +194,7 @@ class FILOptimizer(DPOptimizer):
         except Exception:
             if not self._answered:
                 self._ranks.refuse(self._facts(), inside=self.inside_logical_batch or bool(self._step_skip_queue))
+            self._source.refused()
             raise
 
     def _facts(self) -> dict[str, float | None]:
@@ -202,29 +208,30 @@ class FILOptimizer(DPOptimizer):
             self._answered = True
             self._ranks.agree(self._facts())
             if self._ranks.rank > 0:
-                for p in self.params:
-                    _check_processed_flag(p.summed_grad)
-                    p.grad = p.summed_grad.clone().view_as(p).to(p.dtype)
-                    _mark_as_processed(p.summed_grad)
+                self._set_gradients([p.summed_grad.clone() for p in self.params])
                 return
 
         # Opacus's own way where noise is drawn securely, or not at all
         std = self.noise_multiplier * self.max_grad_norm
         if self.secure_mode or std == 0:
-            for p in self.params:
-                if p.summed_grad is not None and p.summed_grad.dtype != p.dtype:
-                    p.summed_grad = p.summed_grad.to(p.dtype)
-            super().add_noise()
+            sums = [p.summed_grad.to(p.dtype) for p in self.params]
+            options = {"generator": self.generator, "secure_mode": self.secure_mode}
+            self._set_gradients([summed + _generate_noise(std, summed, **options) for summed in sums])
             return
 
         noises = []
         for p in self.params:
-            _check_processed_flag(p.summed_grad)
             noise = torch.empty_like(p.summed_grad, memory_format=torch.contiguous_format)
             noises.append(noise.normal_(0, std, generator=self.generator))
         torch._foreach_add_(noises, [p.summed_grad for p in self.params])
-        for p, noise in zip(self.params, noises, strict=True):
-            p.grad = noise.view_as(p).to(p.dtype)  # sums and noise of a model held in bfloat16 are float32
+        self._set_gradients(noises)
+
+    def _set_gradients(self, noisy_sums: Sequence[Tensor]) -> None:
+        """Let ``p.grad`` be these, which are of this rank; of a sharded weight this rank's part of all (collective)."""
+        for p, noisy in zip(self.params, noisy_sums, strict=True):
+            _check_processed_flag(p.summed_grad)
+            gradient = noisy.view(p.shape).to(p.dtype)  # sums and noise of a model held in bfloat16 are float32
+            p.grad = part_of_sum(gradient, p) if isinstance(p, DTensor) else gradient
             _mark_as_processed(p.summed_grad)
 
     def scale_grad(self) -> None:
@@ -232,13 +239,17 @@ class FILOptimizer(DPOptimizer):
         if self.loss_reduction == "mean" and self.params:
             torch._foreach_div_([p.grad for p in self.params], self.expected_batch_size * self.accumulated_iterations)
         if self._ranks is not None:
-            self._ranks.add_up([p.grad for p in self.params], mean=self.loss_reduction == "mean")
+            mean = self.loss_reduction == "mean"
+            self._ranks.add_up([p.grad for p in self.params if not isinstance(p, DTensor)], mean=mean)
+            sharded: Any = [p.grad for p in self.params if isinstance(p, DTensor)]  # added up before
+            if mean and sharded:
+                torch._foreach_div_(sharded, self._ranks.size)
 
     def _by_parameter(self, sums: Mapping[str, Tensor] | None) -> list[Tensor]:
         """The sums for each of ``params``; 0 where there are none."""
         if sums is None:
-            return [torch.zeros_like(p) for p in self.params]
-        return [sums[self._names[id(p)]].view_as(p) for p in self.params]
+            return [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in self.params]
+        return [sums[self._names[id(p)]].view(p.shape) for p in self.params]
 
     def release(self, sums: Mapping[str, Tensor] | None) -> None:
         """Take a whole step from given sums of clipped gradients by parameter name: noise, scale, update."""

@@ -9,16 +9,61 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.parts import whole_ledger
+from torchfil.accounting.parts import Parts, whole_ledger
 from torchfil.engine.ranks import Ranks, derived_seed
+from torchfil.utils.trees import map_tensors
 
-__all__ = ["Whole", "take_part"]
+__all__ = ["RowBlocks", "Whole", "take_part"]
+
+
+class RowBlocks:
+    """What the ranks have of all n rows, brought together in blocks: each rank has one (:class:`Parts`, collective).
+
+    No rank ever holds more than n rows of one tensor. Blocks are those of ``torch.chunk``.
+
+    Args:
+        ranks: The processes.
+        num_rows: n.
+    """
+
+    def __init__(self, ranks: Ranks, num_rows: int) -> None:
+        self._ranks, self._num_rows = ranks, num_rows
+        longest = -(-num_rows // ranks.size)
+        ends = [min(num_rows, longest * rank) for rank in range(ranks.size + 1)]
+        self._sizes = [end - start for start, end in pairwise(ends)]
+        self._own = slice(ends[ranks.rank], ends[ranks.rank + 1])
+
+    def each(self, value: Tensor) -> list[Tensor]:
+        """The ranks' rows of this rank's block, one after the other."""
+        return self._ranks.dealt(value, self._sizes)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Σ over the ranks, [block, …]."""
+        return torch.stack(self.each(value)).sum(dim=0)
+
+    def maximum(self, value: Tensor) -> Tensor:
+        """The largest over the ranks, [block, …]."""
+        return torch.stack(self.each(value)).amax(dim=0)
+
+    def together(self, block: Tensor) -> Tensor:
+        """One tensor of the blocks of all ranks, [n, …]."""
+        return self._ranks.as_blocks(block, self._num_rows)
+
+    def shared(self, tree: Any) -> Any:
+        """The same, with tensors [n, …] that all ranks have alike held in blocks."""
+
+        def share(leaf: Tensor) -> Tensor:
+            is_by_row = leaf.ndim > 0 and len(leaf) == self._num_rows
+            return self.together(leaf[self._own].cpu().clone()) if is_by_row else leaf
+
+        return map_tensors(share, tree)
 
 
 @dataclass(frozen=True)
@@ -46,6 +91,7 @@ class Whole:
         test_matrix: Tensor | None,
         new_ledger: Callable[[int], tuple[Ledger, Tensor | None]],
         generator: torch.Generator,
+        blocks: Parts | None = None,
     ) -> Whole:
         """Bring the parts together (collective).
 
@@ -56,6 +102,7 @@ class Whole:
             test_matrix: Of its sketch.
             new_ledger: Gives an empty one for d coordinates.
             generator: This rank's source of probes.
+            blocks: Where each rank is to have a block of the rows; None: each has all.
         """
         parts: dict[str, Any] = {"seed": ranks.seed, "generators": ranks.each(generator.get_state())}
         sizes = [size for size in ranks.objects(None if ledger is None else ledger.laid_out) if size is not None]
@@ -63,8 +110,9 @@ class Whole:
             return cls(steps, None, None, parts)
         if ledger is None:  # this rank has had empty batches alone
             ledger, test_matrix = new_ledger(max(sizes))
-        parts["booked_by"] = torch.stack(ranks.each(ledger.sums["participations"])).argmax(dim=0).short()
-        return cls(steps, whole_ledger(ledger, ranks), test_matrix, parts)
+        rows = ranks if blocks is None else blocks
+        parts["booked_by"] = torch.stack(rows.each(ledger.sums["participations"])).argmax(dim=0).short()
+        return cls(steps, whole_ledger(ledger, rows), test_matrix, parts)
 
 
 def take_part(

@@ -1,9 +1,10 @@
 """Several processes that train one model (``torchrun``): all that the engine knows of ``torch.distributed``.
 
-As in Opacus, every process ("rank") has the model in ``DifferentiallyPrivateDistributedDataParallel``, draws from a
-part of the data and clips; rank 0 adds the noise to its sum, and the sums of all ranks are added up. An example is
-drawn by one rank, which books all that the step tells of it: Fisher information needs no message. What the ranks say to
-each other beside gradients goes through a group of its own (gloo, on the CPU), apart from the training's.
+As in Opacus, every process ("rank") has the model in ``DifferentiallyPrivateDistributedDataParallel``, or a part of
+each of its weights (:mod:`torchfil.engine.sharded`), draws from a part of the data and clips; rank 0 adds the noise to
+its sum, and the sums of all ranks are added up. An example is drawn by one rank, which books all that the step tells of
+it: Fisher information needs no message. What the ranks say to each other beside gradients goes through a group of its
+own (gloo, on the CPU), apart from the training's.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 from torchfil.engine.options import Accounting
+from torchfil.engine.sharded import check_sharded, is_sharded
 
-__all__ = ["Ranks", "StepNotTakenError", "check_ranks", "derived_seed"]
+__all__ = ["Ranks", "StepNotTakenError", "check_ranks", "derived_seed", "part_of_sum"]
 
 _TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # what a rank says of a step
 _PATIENCE = datetime.timedelta(seconds=1)  # after which a rank that waits says so
@@ -57,6 +60,8 @@ class Ranks:
         self._timeout = _timeout_of_training()
         self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._calls = 0  # of the other ranks, the same number on all
+        self._saving_group: dist.ProcessGroup | None = None
+        self._mesh: DeviceMesh | None = None
         self._secure = secure
         told = self.objects((seed, num_examples))
         self.seed: int = told[0][0]
@@ -236,6 +241,30 @@ class Ranks:
         padded[: len(value)] = value.cpu()
         return torch.cat([part[:length] for part, length in zip(self.each(padded), lengths, strict=True)])
 
+    def dealt(self, value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """By rank its rows of this rank's block; rank r's block has ``sizes[r]`` rows, [sizes[rank], …] each."""
+        own = sizes[self.rank]
+        received = torch.empty(self.size * own, *value.shape[1:], dtype=value.dtype)
+        dist.all_to_all_single(
+            received, value.detach().cpu().contiguous(), [own] * self.size, list(sizes), group=self._group
+        )
+        return list(received.split([own] * self.size))
+
+    def as_blocks(self, block: Tensor, num_rows: int) -> DTensor:
+        """Tensors [block, …] of all ranks as one, [num_rows, …], of which each rank holds its block."""
+        if self._mesh is None:
+            self._mesh = DeviceMesh.from_group(self._group, "cpu")
+        shape = torch.Size([num_rows, *block.shape[1:]])
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(block, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    @property
+    def saving_group(self) -> dist.ProcessGroup:
+        """For what is said about checkpoints, which may be written while steps are taken."""
+        if self._saving_group is None:
+            self._saving_group = dist.new_group(backend="gloo")
+        return self._saving_group
+
     def _reduced(self, value: Tensor, operation: Any) -> Tensor:
         value = value.detach().to("cpu", copy=True).contiguous()
         dist.all_reduce(value, op=operation, group=self._group)
@@ -247,6 +276,17 @@ def _timeout_of_training() -> datetime.timedelta:
     group: Any = dist.group.WORLD
     timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
     return max(timeouts, default=datetime.timedelta(minutes=30))
+
+
+def part_of_sum(summed: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of Σ over the ranks (collective).
+
+    Args:
+        summed: This rank's term, whole.
+        like: A weight of that shape, sharded as the sum is to be.
+    """
+    terms = DTensor.from_local(summed, like.device_mesh, [Partial()] * like.device_mesh.ndim, run_check=False)
+    return terms.redistribute(placements=like.placements)
 
 
 def derived_seed(seed: int, purpose: str, number: int) -> int:
@@ -263,7 +303,7 @@ def derived_seed(seed: int, purpose: str, number: int) -> int:
 def check_ranks(
     module: nn.Module, data_loader: DataLoader[Any], poisson_sampling: bool, accounting: Accounting
 ) -> tuple[nn.Module, bool]:
-    """The user's own module, out of the wrapper for several processes, and whether it was in one.
+    """The user's own module, out of the wrapper for several processes, and whether several train it together.
 
     The wrapper only brings the weights of all ranks together when it is made; without it, names in state dicts and in
     ``Private(submodule=…)`` are the same for any number of ranks.
@@ -282,13 +322,12 @@ def check_ranks(
             "torch's DistributedDataParallel averages gradients before they are clipped by example. Wrap the model as "
             "for Opacus: opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model)."
         )
-    if any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in module.modules()):
-        raise ValueError(
-            "models whose weights are sharded (FSDP) are not supported yet: each example's gradient needs all weights "
-            "of a layer. Use opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model), which keeps a "
-            "copy of the model on every rank."
-        )
-    if not isinstance(module, DifferentiallyPrivateDistributedDataParallel):
+    together = isinstance(module, DifferentiallyPrivateDistributedDataParallel)
+    if isinstance(module, DifferentiallyPrivateDistributedDataParallel):
+        module = module.get_submodule("module")
+    if is_sharded(module):
+        check_sharded(module, dist.get_world_size())
+    elif not together:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 f"{dist.get_world_size()} processes run, and each trains a model of its own on all of the data. To "
@@ -310,7 +349,7 @@ def check_ranks(
         )
     if not poisson_sampling:
         _check_shards(data_loader)
-    return module.module, True
+    return module, True
 
 
 def _check_shards(data_loader: DataLoader[Any]) -> None:

@@ -166,7 +166,8 @@ class LeakageReading(PrivacyEngine):
         """
         training = self._training
         rows = training.run.ids.rows(example_ids)[1].tolist()
-        maps = training.looks.plis(rows, training.optimizer, private=private)
+        with training.replica.gathered():
+            maps = training.looks.plis(rows, training.optimizer, private=private)
         return next(iter(maps.values())) if len(maps) == 1 else maps
 
     def get_individual_epsilon(
@@ -389,22 +390,23 @@ class LeakageReading(PrivacyEngine):
                 round did, and how groups stood before.
         """
         view = self._view(delta)
-        if not self._writes:
-            return Path(path)
-        run = build_saved_run(
-            view,
-            title=title,
-            attribute_names=attribute_names,
-            attribute_units=attribute_units,
-            unit_of_inputs=unit_of_inputs,
-            input_range=input_range,
-            groups=groups,
-            pictures=pictures,
-            texts=texts,
-            attacks=attacks,
-            hash_data=hash_data,
-            equalised=equalised,
-        )
+        with self._training.replica.gathered():  # pictures are shown with their PLIS
+            if not self._writes:
+                return Path(path)
+            run = build_saved_run(
+                view,
+                title=title,
+                attribute_names=attribute_names,
+                attribute_units=attribute_units,
+                unit_of_inputs=unit_of_inputs,
+                input_range=input_range,
+                groups=groups,
+                pictures=pictures,
+                texts=texts,
+                attacks=attacks,
+                hash_data=hash_data,
+                equalised=equalised,
+            )
         return save(run, path)
 
     def report(
@@ -422,9 +424,11 @@ class LeakageReading(PrivacyEngine):
 
         writing = {name: options.pop(name) for name in ("min_group",) if name in options}
         view = self._view(delta)
-        if not self._writes:
-            return Path(directory) / PAGE
-        return write_report(build_saved_run(view, **options), directory, redacted=redacted, **writing)
+        with self._training.replica.gathered():
+            if not self._writes:
+                return Path(directory) / PAGE
+            run = build_saved_run(view, **options)
+        return write_report(run, directory, redacted=redacted, **writing)
 
     @property
     def _writes(self) -> bool:

@@ -32,7 +32,7 @@ from torchfil.private import (
 )
 from torchfil.utils.trees import kind_of, map_tensors, tensors_of
 
-__all__ = ["Replica", "buffers_kept"]
+__all__ = ["Replica", "buffers_kept", "is_plain"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,23 @@ class Replica:
     def key(self) -> Hashable:
         """What a recorded pass has built in of the modules: their modes and plain attributes."""
         return self._flags, self.changes
+
+    def gather(self) -> bool:
+        """Bring all weights to this process, and tell whether any came; all are here unless the model is sharded."""
+        return False
+
+    def let_go(self) -> None:
+        """Free weights that were gathered."""
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, all weights are here (collective where the model is sharded)."""
+        came = self.gather()
+        try:
+            yield
+        finally:
+            if came:
+                self.let_go()
 
     def drops_now(self) -> bool:
         """Whether a dropout layer is active."""
@@ -240,18 +257,18 @@ class Replica:
 
     def _take_over(self, live: dict[str, Any], copied: dict[str, Any]) -> tuple[bool, bool]:
         """Set one module's plain attributes; whether one changed that is no integer, and whether an integer did."""
-        gone = [name for name, value in copied.items() if _is_plain(value) and name not in live]
+        gone = [name for name, value in copied.items() if is_plain(value) and name not in live]
         for name in gone:
             del copied[name]
 
         changed, counted = bool(gone), False
         for name, value in live.items():
             kind, own = type(value), copied.get(name, copied)
-            if _is_plain(value) and own is not value and (type(own) is not kind or own != value):
+            if is_plain(value) and own is not value and (type(own) is not kind or own != value):
                 changed = changed or (kind is not int and name != "training")
                 counted = counted or kind is int
                 copied[name] = value
-            elif not _is_plain(value) and _is_plain(own):
+            elif not is_plain(value) and is_plain(own):
                 self.opaque_changes += 1
         return changed, counted
 
@@ -323,17 +340,17 @@ def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str
     return places
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether a copy may have the very same: a number, a flag, a text, or a function that can be imported.
 
     Hugging Face's models are given the function that checkpoints them as an attribute, when that is turned on.
 
     Example:
-        >>> _is_plain(1.5), _is_plain(partial(nn.functional.relu, inplace=False)), _is_plain(nn.Tanh().forward)
+        >>> is_plain(1.5), is_plain(partial(nn.functional.relu, inplace=False)), is_plain(nn.Tanh().forward)
         (True, True, False)
     """
     if isinstance(value, partial):
-        return all(map(_is_plain, (value.func, *value.args, *value.keywords.values())))
+        return all(map(is_plain, (value.func, *value.args, *value.keywords.values())))
     if isinstance(value, FunctionType):
         return getattr(sys.modules.get(value.__module__), value.__qualname__, None) is value
     return type(value) in _PLAIN
@@ -343,7 +360,7 @@ def _attributes(module: nn.Module) -> _Attributes:
     """A module's own attributes: where they lie, how many there are, and those that are plain, others as _OPAQUE."""
     live = module.__dict__
     own = [(name, value) for name, value in live.items() if name not in _OF_MODULES]
-    return live, len(live), [(name, value if _is_plain(value) else _OPAQUE) for name, value in own]
+    return live, len(live), [(name, value if is_plain(value) else _OPAQUE) for name, value in own]
 
 
 def _are_as(attributes_of_modules: Sequence[_Attributes]) -> bool:
@@ -353,6 +370,6 @@ def _are_as(attributes_of_modules: Sequence[_Attributes]) -> bool:
             return False
         for name, before in attributes:
             now = live.get(name, live)
-            if now is not before and (before is not _OPAQUE or _is_plain(now)):
+            if now is not before and (before is not _OPAQUE or is_plain(now)):
                 return False
     return True

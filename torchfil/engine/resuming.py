@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import IO, Any
 
 from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
 
 from torchfil.engine.checkpoint import random_state, set_random_state
+from torchfil.engine.checkpoint_folder import is_folder, read_folder, write_folder
 from torchfil.engine.reading import LeakageReading
+from torchfil.engine.sharded import in_parts, is_sharded
 from torchfil.engine.step.batch_checks import nothing
 from torchfil.engine.whole_file import MARK, load_whole, sealed_when_complete
 
@@ -19,12 +24,14 @@ __all__ = ["Resuming"]
 
 _STATE_KEY = "fil_engine_state_dict"
 _RANDOM_KEY = "random_state"
+_MODULE, _OPTIMIZER = "module_state_dict", "optimizer_state_dict"
 
 
 class Resuming(LeakageReading):
     """The part of the engine that keeps its state: state dicts and checkpoints."""
 
     _collected: tuple[int, list[dict[str, Any]]] | None = None  # by rank what is random, and after how many steps
+    _saving: Future[None] | None = None  # a checkpoint that is being written
 
     def state_dict(self) -> dict[str, Any]:
         """The accounting's state: DP accountant, ledger, norm history, generators; tensors and plain values only.
@@ -32,10 +39,14 @@ class Resuming(LeakageReading):
         With several processes it is that of all of them, on every rank, and any number of ranks can go on from it; all
         ranks must call it, or :meth:`gather` before.
         """
+        return self._state()
+
+    def _state(self, *, in_blocks: bool = False) -> dict[str, Any]:
+        """The accounting's state; ``in_blocks``: with a block of the rows on each rank."""
         run, optimizer = self._training.run, self._training.optimizer
         return {
             "accountant": dict(self.accountant.state_dict()),
-            "run": run.state_dict(),
+            "run": run.state_dict(in_blocks=in_blocks),
             "generators": self._generator_states(),
             "noise": {name: float(getattr(optimizer, name)) for name in optimizer.initial_noise},
             "initial_noise": dict(optimizer.initial_noise),
@@ -97,19 +108,61 @@ class Resuming(LeakageReading):
             if generator is not None and key in saved:
                 generator.set_state(saved[key].cpu())
 
-    def save_checkpoint(self, *, path: str | os.PathLike[str] | IO[bytes], **options: Any) -> None:
-        """As in Opacus, with the accounting, torch's random state and a checksum; replaces a file only when complete.
+    def save_checkpoint(
+        self, *, path: str | os.PathLike[str] | IO[bytes], asynchronous: bool = False, **options: Any
+    ) -> Future[None] | None:
+        """As in Opacus, with the accounting, torch's random state and checksums; only a complete one replaces the last.
 
-        With several processes all ranks must call it (or :meth:`gather` before), and rank 0 writes the file, which all
-        ranks then load.
+        With several processes all ranks must call it. A file is written by rank 0 from what all have, which all then
+        load (after :meth:`gather`, rank 0 may save alone). In a folder every rank writes its part, by
+        ``torch.distributed.checkpoint``. Any number of processes goes on from either.
+
+        Args:
+            path: A file, or a folder: one that is there, or a name with a slash at its end.
+            asynchronous: Whether to write into the folder while training goes on, from a copy in memory.
+            **options: As in Opacus: ``module``, ``optimizer``, ``checkpoint_dict`` and others.
+
+        Returns:
+            With ``asynchronous`` a future, whose ``result()`` waits until the checkpoint is on the disk and raises what
+            went wrong; the next save and load wait for it, too.
         """
+        if is_folder(path):
+            return self._save_folder(path, options, asynchronous=asynchronous)
+        _check_file(path, options.get("module"), asynchronous=asynchronous)
         extra = dict(options.pop("checkpoint_dict", None) or {})
         extra[_STATE_KEY] = self.state_dict()
         extra[_RANDOM_KEY] = random_state()
         if not self._writes:
-            return
+            return None
         with sealed_when_complete(path) as file:
             super().save_checkpoint(path=file, checkpoint_dict={**extra, **MARK}, **options)
+        return None
+
+    def _save_folder(self, path: Any, options: dict[str, Any], *, asynchronous: bool) -> Future[None] | None:
+        """What a file would hold, with rows, weights and optimizer state in parts."""
+        if options.pop("torch_save_kwargs", None):
+            raise TypeError(f"torch_save_kwargs= is for files, and path={path!r} is a folder; leave it out")
+        self._wait_for_saving()
+        checkpoint = dict(options.pop("checkpoint_dict", None) or {})
+        checkpoint[_MODULE] = options.pop("module").state_dict(**options.pop("module_state_dict_kwargs", None) or {})
+        for name in ("optimizer", "noise_scheduler", "grad_clip_scheduler"):
+            part = options.pop(name, None)
+            if part is not None:
+                checkpoint[f"{name}_state_dict"] = part.state_dict()
+        if options:
+            raise TypeError(f"save_checkpoint has no option {', '.join(options)}")
+
+        # the accountant's state is in the accounting's
+        checkpoint[_STATE_KEY] = self._state(in_blocks=True)
+        checkpoint[_RANDOM_KEY] = random_state()
+        self._saving = write_folder(path, checkpoint, self._training.run.ranks, asynchronous=asynchronous)
+        return self._saving
+
+    def _wait_for_saving(self) -> None:
+        """Wait until a checkpoint is written that was begun before; raise what went wrong."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def load_checkpoint(
         self,
@@ -126,19 +179,20 @@ class Resuming(LeakageReading):
         """As in Opacus, but loads tensors and plain values only (``weights_only=True``): safe on files from others.
 
         A run that is stopped between epochs and resumed so goes on bit for bit as if it had not been stopped;
-        ``restore_random_state=False`` leaves torch's global random state alone.
+        ``restore_random_state=False`` leaves torch's global random state alone. ``path`` is a file or a folder that
+        :meth:`save_checkpoint` wrote, of any number of processes.
 
         Raises:
             CheckpointError: The file is damaged or cut short; nothing was changed.
         """
-        checkpoint = load_whole(path, **(torch_load_kwargs or {}))
+        checkpoint = self._read(path, module, optimizer, torch_load_kwargs)
         if _STATE_KEY not in checkpoint:
             raise ValueError(f"{path} holds no Fisher accounting; it was not saved by FILPrivacyEngine.save_checkpoint")
         kwargs = module_load_dict_kwargs or {}
-        _refuse_other_module(module, checkpoint["module_state_dict"], strict=kwargs.get("strict", True))
+        _refuse_other_module(module, checkpoint[_MODULE], strict=kwargs.get("strict", True))
         accounting = checkpoint.pop(_STATE_KEY)
         parts = {
-            "optimizer_state_dict": optimizer,
+            _OPTIMIZER: optimizer,
             "noise_scheduler_state_dict": noise_scheduler,
             "grad_clip_scheduler_state_dict": grad_clip_scheduler,
         }
@@ -146,7 +200,7 @@ class Resuming(LeakageReading):
         # A part that cannot be loaded takes the others back with it.
         loaded = [(part.state_dict, part.load_state_dict) for part in (module, *parts.values()) if part is not None]
         with _all_or_nothing(*loaded, (random_state, set_random_state)):
-            module.load_state_dict(checkpoint["module_state_dict"], **kwargs)
+            module.load_state_dict(checkpoint[_MODULE], **kwargs)
             for key, part in parts.items():
                 state = checkpoint.pop(key, None)
                 if part is not None and state:
@@ -159,6 +213,31 @@ class Resuming(LeakageReading):
             if scheduler is not None:
                 self._go_on_with(name, accounting)
         return checkpoint
+
+    def _read(
+        self, path: Any, module: nn.Module, optimizer: Any, torch_load_kwargs: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """What was saved, in the form of a file; sharded weights and their optimizer's state in the same parts."""
+        weights = {f"/{_MODULE}/{name}": value for name, value in module.state_dict().items()}
+        groups = [] if optimizer is None else optimizer.param_groups
+        trained = [p for group in groups for p in group["params"]]
+
+        def like(name: str) -> Tensor | None:
+            value = weights.get(name)
+            of_optimizer = re.fullmatch(f"/{_OPTIMIZER}/state/([0-9]+)/.*", name)
+            if of_optimizer is not None and int(of_optimizer[1]) < len(trained):
+                value = trained[int(of_optimizer[1])]
+            return value if isinstance(value, DTensor) else None
+
+        if not is_folder(path):
+            saved = load_whole(path, **(torch_load_kwargs or {}))
+            return in_parts(saved, like) if is_sharded(module) else saved
+        if torch_load_kwargs:
+            raise TypeError(f"torch_load_kwargs={torch_load_kwargs} is for files; a folder's tensors come to the CPU")
+        self._wait_for_saving()
+        without = () if optimizer is not None else (_OPTIMIZER,)
+        saved = read_folder(path, like, without, self._training.run.ranks)
+        return in_parts(saved, like) if is_sharded(module) else saved  # small ones were read whole
 
     def _own_random_state(self, saved: Any, accounting: Mapping[str, Any]) -> Any:
         """Torch's random state of this rank, where as many ranks have saved theirs."""
@@ -187,6 +266,15 @@ def _all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> I
         for set_state, state in before:
             set_state(state)
         raise
+
+
+def _check_file(path: Any, module: nn.Module | None, *, asynchronous: bool) -> None:
+    """Raise where a file would not do."""
+    remedy = f"give a folder: path='{path}/'" if isinstance(path, str | os.PathLike) else "give the path of a folder"
+    if asynchronous:
+        raise ValueError(f"asynchronous=True writes folders, and path={path!r} is a file; {remedy}")
+    if module is not None and is_sharded(module):
+        raise ValueError(f"the model is sharded, and a file would hold the weights of rank 0 alone; {remedy}")
 
 
 def _refuse_other_module(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:

@@ -27,7 +27,7 @@ from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import RunOptions
-from torchfil.engine.rank_state import Whole, take_part
+from torchfil.engine.rank_state import RowBlocks, Whole, take_part
 from torchfil.engine.ranks import Ranks
 from torchfil.engine.shared_norms import SharedNormHistory
 from torchfil.engine.step.forwards import ForwardPass
@@ -395,14 +395,45 @@ class Run:
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Ledger, norm history, timeline, test matrix, the examples' weights and the probes' generator (collective)."""
+    def state_dict(self, *, in_blocks: bool = False) -> dict[str, Any]:
+        """Ledger, norm history, timeline, test matrix, the examples' weights and the probes' generator (collective).
+
+        Args:
+            in_blocks: Whether each of several ranks is to hold a block of the rows, as one tensor of all (DTensor).
+        """
         if self._staged:
             raise RuntimeError("the state can be saved only between logical batches; finish the batch first")
-        ledger, test_matrix = self.whole_ledger
+        if in_blocks and self.ranks is not None:
+            return self._state_in_blocks(self.ranks)
+        self.gather()
+        return self._state(self._whole)
+
+    def _state_in_blocks(self, ranks: Ranks) -> dict[str, Any]:
+        """The state, with a block of the rows on each rank."""
+        assert isinstance(self.history, SharedNormHistory)
+        ranks.meet()
+        self.history.enter()
+        blocks = RowBlocks(ranks, self.ids.num_examples)
+        mine = self.ledger, self.test_matrix
+        whole = Whole.of(ranks, self.history.steps, *mine, self.new_ledger, self.generator, blocks)
+        state = self._state(whole)
+
+        # the ledger was brought together in blocks; what else goes by rows is the same on all ranks
+        for name in ("history", "clip_weights", "present_weights"):
+            state[name] = blocks.shared(state[name])
+        ledger, parts = state["ledger"], state["ranks"]
+        if ledger is not None:
+            ledger["num_coordinates"] = max(ranks.objects(ledger["num_coordinates"]))
+            ledger["sums"] = {name: blocks.together(value) for name, value in ledger["sums"].items()}
+            parts["booked_by"] = blocks.together(parts["booked_by"])
+        return state
+
+    def _state(self, whole: Whole | None) -> dict[str, Any]:
+        """The state, with what all ranks have booked; None: a single process."""
+        ledger, test_matrix = (self.ledger, self.test_matrix) if whole is None else (whole.ledger, whole.test_matrix)
         state = {
             "ledger": ledger.state_dict() if ledger is not None else None,
-            "history": self.whole_history.state_dict(),
+            "history": self.history.state_dict(),
             "timeline": self.timeline.state_dict(),
             "test_matrix": test_matrix,
             "generator": self.generator.get_state(),
@@ -411,7 +442,7 @@ class Run:
             "min_mse_bound": self.options.accounting.min_mse_bound,
             "present_weights": None if self.clip_weights is None else self.clip_weights.clone(),
         }
-        return state if self._whole is None else {**state, "ranks": self._whole.parts}
+        return state if whole is None else {**state, "ranks": dict(whole.parts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`; checks everything before it changes anything."""

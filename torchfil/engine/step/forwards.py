@@ -237,6 +237,7 @@ class LoopForward:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the loop receives: the outputs as the start of a graph that ends here."""
+        self.replica.gather()
         make_current((args, kwargs))  # a batch that the model itself will read
 
         # With a graph, a loss that uses more of the model than its outputs shows at the parameters.

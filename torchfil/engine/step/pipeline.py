@@ -100,6 +100,7 @@ class StepPipeline(StepStages):
             norms: ‖g‖ of the per-example gradients that Opacus has formed, [batch]; None: the sums are wanted.
             clipped_norms: ‖g̃‖ of them, [batch].
         """
+        self.replica.gather()  # first: a rank that refuses would leave the others waiting
         if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
             self.run.drop_staged()  # of a logical batch that was given up
         self.checks.check_last_norms()
@@ -125,6 +126,7 @@ class StepPipeline(StepStages):
         every = self.options.accounting.norm_refresh
         if every is not None and self.run.loss is not None and self.run.history.steps % every == 0:
             self.looks.refresh_norms(optimizer)
+        self.replica.let_go()
 
     def forget(self) -> None:
         """Gradients were thrown away."""
@@ -148,6 +150,11 @@ class StepPipeline(StepStages):
     def give_up(self) -> None:
         """The logical batch is not released."""
         self.run.drop_staged()
+        self.replica.let_go()
+
+    def refused(self) -> None:
+        """This process has refused a step, which a single one may mend."""
+        self.replica.let_go()
 
     def close(self) -> None:
         """No further step is taken."""
@@ -206,6 +213,7 @@ class StepPipeline(StepStages):
 
     def train_step(self, optimizer: FILOptimizer, inputs: Any, targets: Any = NO_TARGETS) -> Tensor:
         """A whole private step on the current batch; see :meth:`FILPrivacyEngine.train_step`."""
+        self.replica.gather()
         if self._closed:
             raise RuntimeError("the engine was taken off the model (detach), so no further step can be taken")
         if self.observer.tracker.parts > 1:

@@ -1,0 +1,214 @@
+"""Models whose weights are sharded over the ranks (FSDP2, ``fully_shard``): the whole model, for the time of a step.
+
+Each rank keeps its part of every weight, of its gradient and of the optimizer's state. An example's Fisher information
+goes twice through all layers, which FSDP's hooks do not let it do (they free a layer's weights after the first backward
+pass). So all passes of the engine run on a copy of the model without FSDP, whose weights are gathered when a step
+begins and let go when it ends. Sums of clipped gradients are added up over the ranks, each of which keeps its part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from torchfil.engine.replica import Replica, is_plain
+
+__all__ = ["ShardedReplica", "check_sharded", "in_parts", "is_sharded", "without_shards"]
+
+_CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_STATE_DICTS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_OF_FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether weights of the module lie in parts on several ranks.
+
+    Example:
+        >>> is_sharded(nn.Linear(2, 1))
+        False
+    """
+    return any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in module.modules()) or any(
+        isinstance(value, DTensor) for value in module.parameters()
+    )
+
+
+def check_sharded(module: nn.Module, num_ranks: int) -> None:
+    """Raise for ways to shard a model in which a step would not be the one that is accounted for.
+
+    Args:
+        module: A model of which :func:`is_sharded` holds.
+        num_ranks: How many processes there are, each of which draws examples of its own.
+    """
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        raise ValueError(
+            "FullyShardedDataParallel (FSDP1) lays the weights of several layers out as one tensor, in which no layer "
+            "can be told apart. Use FSDP2: torch.distributed.fsdp.fully_shard for each block, then for the model."
+        )
+    if not any(_fsdp_modules(module)):
+        raise ValueError(
+            "the model's weights are sharded, and not by FSDP: tensor parallel ranks share their examples, while here "
+            "each rank draws its own. Use torch.distributed.fsdp.fully_shard(model)."
+        )
+    for part in _fsdp_modules(module):
+        policy = part._get_fsdp_state()._mp_policy
+        if policy.param_dtype is not None or policy.output_dtype is not None:
+            raise ValueError(
+                f"mp_policy={policy} casts weights and inputs inside FSDP's hooks, which the passes that are accounted "
+                "for do not run. Leave it out and call the model under torch.autocast(dtype=torch.bfloat16)."
+            )
+        part.reshard()  # a pass without a gradient leaves the outermost weights gathered
+    for name, value in module.named_parameters():
+        _check_placement(name, value, num_ranks)
+
+
+def _check_placement(name: str, value: Tensor, num_ranks: int) -> None:
+    """Raise unless a weight is sharded over all ranks, or the same on all of them and frozen."""
+    if not isinstance(value, DTensor):
+        if value.requires_grad:
+            raise ValueError(
+                f"{name} is trained and not sharded, so that nothing keeps it the same on all ranks: call fully_shard "
+                "on the whole model after its blocks, without ignored_params=, or freeze it (requires_grad_(False))"
+            )
+        return
+    mesh, placements = value.device_mesh, value.placements
+    shards = [placement for placement in placements if type(placement) is Shard]
+    others = [placement for placement in placements if not isinstance(placement, Shard | Replicate)]
+    if mesh.size() != num_ranks or others or len(shards) > 1 or (mesh.ndim > 1 and type(placements[0]) is Shard):
+        raise ValueError(
+            f"{name} lies as {placements} on {mesh}, and there are {num_ranks} ranks, each of which draws examples of "
+            "its own (tensor or pipeline parallel ranks would share theirs). Call fully_shard without mesh=, or with "
+            "one of all ranks, of which all dimensions but the last replicate."
+        )
+    if value.device.type != mesh.device_type:
+        raise ValueError(
+            f"{name} lies on {value.device} while the model runs on {mesh.device_type} (CPUOffloadPolicy?): a step "
+            "gathers weights where they lie. Leave out offload_policy=."
+        )
+
+
+def _fsdp_modules(module: nn.Module) -> Iterator[Any]:
+    yield from (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def without_shards(module: nn.Module) -> nn.Module:
+    """The module itself, or of a sharded one a copy of its structure without FSDP, whose weights are not there yet.
+
+    The copy has the modules' own classes and the user's hooks, and shares buffers and weights that are not sharded. A
+    sharded weight is a parameter of the whole shape that holds NaN and takes no memory.
+
+    Args:
+        module: Any module; a sharded one with its weights in parts.
+    """
+    if not is_sharded(module):
+        return module
+    memo: dict[int, Any] = {id(value): value for value in (*module.parameters(), *module.buffers())}
+    for value in module.parameters():
+        if isinstance(value, DTensor):
+            memo[id(value)] = nn.Parameter(_nothing(value), value.requires_grad)
+    parts = list(module.modules())
+    for part in parts:
+        kind = type(part)
+        if issubclass(kind, FSDPModule):  # a class of FSDP's making, of which the user's is a base
+            kind = kind.__mro__[kind._orig_cls_mro_index]
+        memo[id(part)] = object.__new__(kind)
+
+    # all modules are in the memo, so that attributes that name one name its copy
+    for part in parts:
+        own = {
+            name: copy.deepcopy(value, memo)
+            for name, value in vars(part).items()
+            if name not in (*_CALLED, *_OF_STATE_DICTS, "_buffers") and not name.startswith(_OF_FSDP)
+        }
+        own |= {name: OrderedDict(_own_hooks(getattr(part, name))) for name in _CALLED}
+        own |= {name: OrderedDict() for name in _OF_STATE_DICTS}
+        vars(memo[id(part)]).update(own, _buffers=part._buffers)
+    whole: nn.Module = memo[id(module)]
+    return whole
+
+
+def _own_hooks(hooks: dict[int, Any]) -> Iterator[tuple[int, Any]]:
+    """Those that FSDP did not register."""
+    for key, hook in hooks.items():
+        if not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
+            yield key, hook
+
+
+def _nothing(value: Tensor) -> Tensor:
+    """NaN in the shape of a tensor, without its memory."""
+    return torch.full((), float("nan"), dtype=value.dtype, device=value.device).expand(value.shape)
+
+
+def in_parts(tree: Any, like: Callable[[str], Tensor | None], key: str = "") -> Any:
+    """The tree with whole tensors cut as others are: each rank keeps its part.
+
+    Args:
+        tree: Nested dicts, alike on all ranks.
+        like: Gives by a tensor's name, its keys from the outside with / before each, a DTensor of its kind, or None.
+        key: The name of the tree.
+    """
+    if isinstance(tree, Mapping):
+        return {name: in_parts(part, like, f"{key}/{name}") for name, part in tree.items()}
+    part = like(key) if isinstance(tree, Tensor) and not isinstance(tree, DTensor) else None
+    if not isinstance(part, DTensor) or part.shape != tree.shape:
+        return tree
+    return distribute_tensor(tree.to(part.device), part.device_mesh, part.placements, src_data_rank=None)
+
+
+class ShardedReplica(Replica):
+    """A :class:`Replica` of a sharded module; ``live`` is the copy without FSDP, which has weights during a step.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        whole = without_shards(module)
+        super().__init__(whole)
+        self._sharded = module
+        self._weights_here = False
+        self._twins = list(zip(module.modules(), whole.modules(), strict=True))
+        self._shards = [
+            (part, own)
+            for part, own in zip(module.parameters(), whole.parameters(), strict=True)
+            if isinstance(part, DTensor)
+        ]
+
+    def gather(self) -> bool:
+        """Bring all weights here, and the modules to where the user's are (collective unless they are here)."""
+        for module, copied in self._twins:
+            for name, value in vars(module).items():
+                if is_plain(value) and not name.startswith(_OF_FSDP):
+                    vars(copied)[name] = value
+        if self._weights_here:
+            return False
+        self._reshard()
+        with torch.no_grad():
+            for part, own in self._shards:
+                own.data = part.full_tensor()
+                own.requires_grad_(part.requires_grad)
+        self._weights_here = True
+        return True
+
+    def let_go(self) -> None:
+        """Free the weights; each rank keeps its part."""
+        for part, own in self._shards:
+            own.data, own.grad = _nothing(part), None
+        self._weights_here = False
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Free what FSDP itself has gathered for passes without a gradient, of which it would not see the update."""
+        for part in _fsdp_modules(self._sharded):
+            part.reshard()
