@@ -64,6 +64,10 @@ class StepSource(Protocol):
         """What must be the same on all ranks, by name; None: not known yet."""
         ...
 
+    def settle_ids(self) -> None:
+        """Raise, on all ranks alike, where two of them have the same example in this step (collective)."""
+        ...
+
     def give_up(self) -> None:
         """The logical batch is not released."""
         ...
@@ -201,6 +205,7 @@ class FILOptimizer(DPOptimizer):
         if self._ranks is not None:
             self._answered = True
             self._ranks.agree(self._facts())
+            self._source.settle_ids()
             if self._ranks.rank > 0:
                 for p in self.params:
                     _check_processed_flag(p.summed_grad)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from torchfil.engine.options import Accounting
 
@@ -257,7 +257,7 @@ def check_ranks(
             f"min_mse_bound={accounting.min_mse_bound} spares examples by what they have leaked so far, of which each "
             "rank knows a part; with several processes choose weights beforehand: torchfil.equalise, clip_weights="
         )
-    if not poisson_sampling:
+    if not poisson_sampling and not isinstance(data_loader.dataset, IterableDataset):  # a stream's ids are compared
         _check_shards(data_loader)
     return module.module, True
 
