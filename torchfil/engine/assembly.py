@@ -12,7 +12,7 @@ from opacus.data_loader import CollateFnWithEmpty
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
-from torchfil.accounting.ids import ExampleIds
+from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.batches import BatchTracker
 from torchfil.engine.loader import FILDataLoader
@@ -28,7 +28,7 @@ from torchfil.engine.step.checks import StepChecks
 from torchfil.engine.step.evaluation import Evaluator
 from torchfil.engine.step.forwards import HookedForward, LoopForward, Observer
 from torchfil.engine.step.pipeline import StepPipeline
-from torchfil.engine.streams import FILStreamLoader, IdOf
+from torchfil.engine.streams import FILStreamLoader
 
 __all__ = ["PrivateTraining", "assemble"]
 
@@ -80,7 +80,7 @@ def assemble(
     wrapper_settings: dict[str, Any],
     optimizer_settings: dict[str, Any],
     ranks: Ranks | None = None,
-    id_of: IdOf | None = None,
+    id_of: Any = None,
 ) -> PrivateTraining:
     """The parts of a run, each made from the ones before.
 
@@ -97,8 +97,9 @@ def assemble(
         wrapper_settings: Of the private model in mode "auto".
         optimizer_settings: Of Opacus's optimizer; ``expected_batch_size`` is that of all ranks together.
         ranks: The processes that train together; None: a single one.
-        id_of: Where a batch of a stream has its ids; None: the examples are numbered.
+        id_of: Where a batch of a stream has its ids.
     """
+    stream = isinstance(ids, GrowingIds)
     loss = IdentifiedLoss.of(criterion) if criterion is not None else None
     replica = Replica(module)
     tracker = BatchTracker()
@@ -111,7 +112,7 @@ def assemble(
         optimizer_settings = {**optimizer_settings, "expected_batch_size": whole_batch / ranks.size}
     whole_batch *= tracker.parts
     run = Run(options, loss, ids, replica.device, generator, accounted_rate, whole_batch, ranks)
-    looks = DatasetLooks(run, replica, prepared.dataset if id_of is None else None, prepared.collate_fn)
+    looks = DatasetLooks(run, replica, None if stream else prepared.dataset, prepared.collate_fn)
     checks = StepChecks(replica, options, tracker)
     execution = options.accounting.execution
     evaluator = Evaluator(
@@ -146,13 +147,13 @@ def assemble(
 
     def begin_pass() -> None:
         tracker.begin_pass()
-        _check_pass(run, private_optimizer, None if id_of is not None else len(prepared.dataset))  # type: ignore[arg-type]
+        _check_pass(run, private_optimizer, None if stream else len(prepared.dataset))  # type: ignore[arg-type]
 
     if ranks is not None and isinstance(prepared.collate_fn, CollateFnWithEmpty):
         with generators_kept():  # it learns what batches look like: a rank's first may be empty
             prepared.collate_fn([prepared.dataset[0]])
     loader: FILDataLoader | FILStreamLoader
-    if id_of is not None:
+    if stream:
         loader = FILStreamLoader(prepared, tracker, begin_pass, id_of, ranks)
     else:
         loader = FILDataLoader(prepared, tracker, begin_pass, ranks)

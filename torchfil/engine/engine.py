@@ -159,9 +159,7 @@ class FILPrivacyEngine(Resuming):
             :class:`FILDataLoader`; with "ghost" or ``views`` model, optimizer, criterion and loader.
         """
         accounting = Accounting.given(accounting).with_shortcuts(shortcuts)
-        ghost, stream = grad_sample_mode == "ghost", is_stream(data_loader)
-        if stream:
-            check_stream(data_loader, accounting, id_of, poisson_sampling=poisson_sampling)
+        ghost = grad_sample_mode == "ghost"
         module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting)
         if ghost:
             criterion = GhostCriterion(criterion, loss_reduction)
@@ -174,6 +172,7 @@ class FILPrivacyEngine(Resuming):
             optimizer,
             data_loader,
             accounting,
+            id_of,
             clip=get_clip(clip or ("hard" if ghost else DEFAULT_CLIP)),
             shares=shares,
             private=private,
@@ -187,29 +186,23 @@ class FILPrivacyEngine(Resuming):
         prepared = self._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed, rand_on_empty=rand_on_empty
         )
-        sampler = prepared.batch_sampler
-        if isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
-            options = replace(options, sample_rate=accounting.accumulation_steps * float(sampler.sample_rate))
+        options = _with_rate(options, prepared)
         options.mechanism(noise_multiplier, limit)  # raises for numbers that are none
-        count = 0 if stream else len(data_loader.dataset)  # type: ignore[arg-type]
-        sample_rate = 1.0 if stream else 1 / len(prepared)
-        expected_batch = int(count * sample_rate)
-        ranks = Ranks(accounting.generator().initial_seed(), count, secure=self.secure_mode) if distributed else None
-        if stream:  # of all ranks together
-            expected_batch = data_loader.batch_size * (1 if ranks is None else ranks.size)  # type: ignore[operator]
+        ids, seed = _names(data_loader, id_of), accounting.generator().initial_seed()
+        ranks = Ranks(seed, ids.num_examples, secure=self.secure_mode) if distributed else None
+        sample_rate, expected_batch = _drawn_by_a_step(prepared, ids.num_examples, ranks)
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+        with_hooks = partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
         training = assemble(
             module,
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
             prepared,
             options,
             criterion,
-            GrowingIds() if stream else _numbered(count, id_of),
+            ids,
             accounting.generator(),
             self._accounted_rate,
-            partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
-            if mode != "auto"
-            else None,
+            with_hooks if mode != "auto" else None,
             wrapper,
             {
                 "noise_multiplier": noise_multiplier,
@@ -220,7 +213,7 @@ class FILPrivacyEngine(Resuming):
                 "secure_mode": self.secure_mode,
             },
             ranks,
-            id_of if stream else None,  # type: ignore[arg-type]
+            id_of,
         )
         self._begin(training, limit, sample_rate, poisson_sampling=poisson_sampling)
         criteria = (criterion,) if ghost or accounting.views is not None else ()
@@ -407,6 +400,7 @@ class FILPrivacyEngine(Resuming):
         optimizer: optim.Optimizer,
         data_loader: DataLoader[Any],
         accounting: Accounting,
+        id_of: Any,
         *,
         poisson_sampling: bool,
         **options: Any,
@@ -419,7 +413,9 @@ class FILPrivacyEngine(Resuming):
                 "the model is private already (make_private was called on it); pass the plain module, or its _module"
             )
         check_optimizer(module, optimizer)
-        if not is_stream(data_loader):
+        if is_stream(data_loader):
+            check_stream(data_loader, accounting, id_of, poisson_sampling=poisson_sampling)
+        else:
             check_sampler(data_loader, poisson_sampling=poisson_sampling)
         run_options = RunOptions(
             accounting,
@@ -559,9 +555,29 @@ class FILPrivacyEngine(Resuming):
         training.looks.refresh_norms(training.optimizer)
 
 
-def _numbered(count: int, id_of: Any) -> ExampleIds:
-    """The names of numbered examples."""
+def _with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
+    """With the rate at which Poisson sampling draws; as they are where a loader draws otherwise."""
+    sampler = prepared.batch_sampler
+    if not isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
+        return options
+    return replace(options, sample_rate=options.accounting.accumulation_steps * float(sampler.sample_rate))
+
+
+def _names(data_loader: DataLoader[Any], id_of: Any) -> ExampleIds:
+    """The examples' names; of a stream nobody's yet."""
+    if is_stream(data_loader):
+        return GrowingIds()
+    count = len(data_loader.dataset)  # type: ignore[arg-type]
     return ExampleIds(count, [id_of(i) for i in range(count)] if callable(id_of) else id_of)
+
+
+def _drawn_by_a_step(loader: DataLoader[Any], num_examples: int, ranks: Ranks | None) -> tuple[float, int]:
+    """The accountant's sampling rate, and the expected size of all ranks' batches together, as in Opacus."""
+    if is_stream(loader):
+        assert loader.batch_size is not None
+        return 1.0, loader.batch_size * (1 if ranks is None else ranks.size)
+    sample_rate = 1 / len(loader)
+    return sample_rate, int(num_examples * sample_rate)
 
 
 def _asked_question(question: str | None, rate: float | None, accounting: Accounting) -> str | None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from torchfil.engine.options import Accounting
 
-__all__ = ["Ranks", "StepNotTakenError", "check_ranks", "derived_seed"]
+__all__ = ["Ranks", "StepNotTakenError", "check_ranks", "derived_seed", "shared_by"]
 
 _TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # what a rank says of a step
 _BUCKET = 2**24  # numbers that are added up over the ranks at once
@@ -207,6 +207,11 @@ def derived_seed(seed: int, purpose: str, number: int) -> int:
     """
     digest = hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def shared_by(size: int, module: nn.Module) -> nn.Module:
+    """The module as one that so many processes train together, with rank 0's weights; itself for one (collective)."""
+    return module if size == 1 else DifferentiallyPrivateDistributedDataParallel(module)
 
 
 def check_ranks(

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from torchfil.engine import FILPrivacyEngine
+from torchfil.engine.ranks import shared_by
 from torchfil.fisher.models import check_unweighted_mean
 from torchfil.integrations.model_loss import ModelLoss
 from torchfil.integrations.optimizer import OptimizerOfTheLoop
@@ -145,10 +145,9 @@ class FILTrainer(Trainer):
         )
 
         self.model.train()
-        model = DifferentiallyPrivateDistributedDataParallel(self.model) if several else self.model
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.privacy else "make_private"
         _, optimizer, private_loader = getattr(self.engine, prepare)(
-            model,
+            shared_by(self.args.world_size, self.model),
             self.create_optimizer(),
             loader,
             max_grad_norm=self.args.max_grad_norm,

@@ -10,12 +10,12 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.loader import split_batch
+from torchfil.engine.ranks import shared_by
 from torchfil.integrations.redirected import Redirected
 from torchfil.integrations.table import write_table
 from torchfil.integrations.training_step import StepRedirected, private_but_targets
@@ -112,8 +112,7 @@ class FILCallback(pl.Callback):
 
         # Torch's wrapper has given all ranks the same weights, which is all that is wanted of it.
         trainer.strategy.model = pl_module
-        several = trainer.world_size > 1
-        model = DifferentiallyPrivateDistributedDataParallel(redirected.twin) if several else redirected.twin
+        model = shared_by(trainer.world_size, redirected.twin)
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.options else "make_private"
         private, optimizer, loader = getattr(self.engine, prepare)(model, optimizer, loader, **options)
         self._started, self._redirected = True, redirected
