@@ -10,7 +10,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ PRELOADED = ["rank_checkpoints", "rank_faults", "rank_sharded", "killed_runs"]  
 class RankPool:
     """So many processes; a task runs in all of them at once, and what each returns comes back as a list."""
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, folder: Path, preloaded: Sequence[str] = PRELOADED) -> None:
         self.size = size
-        context = _context()
+        context = _context(preloaded)
         self._processes, self._ends = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -67,13 +67,13 @@ class RankPool:
         self.close()
 
 
-def _context() -> Any:
+def _context(preloaded: Sequence[str]) -> Any:
     """Where there is no GPU, processes are forked from one that has imported everything, and has done nothing else."""
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)  # the server reads it
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(list(preloaded))
     return context
 
 

@@ -291,7 +291,7 @@ def test_data_without_numbered_examples_is_refused() -> None:
         def __iter__(self) -> Any:
             yield from data(8)
 
-    with pytest.raises(ValueError, match="gives no example ids"):
+    with pytest.raises(ValueError, match="Pass poisson_sampling=False and id_of="):
         make(DataLoader(Stream(), batch_size=4))
 
 

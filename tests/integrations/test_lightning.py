@@ -183,7 +183,7 @@ def test_a_checkpoint_without_accounting_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "ddp", "devices": 1}, "distributed training"),
+        ({"strategy": pl.strategies.DDPStrategy(ddp_comm_hook=print), "devices": 1}, "ddp_comm_hook"),
         ({"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1"),
     ],

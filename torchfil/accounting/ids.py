@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["ExampleIds", "plain_key"]
+__all__ = ["ExampleIds", "GrowingIds", "plain_key"]
 
 
 class ExampleIds:
@@ -18,6 +19,8 @@ class ExampleIds:
         num_examples: n.
         keys: n distinct keys; None: 0 … n−1.
     """
+
+    known_as = "the keys of id_of"
 
     def __init__(self, num_examples: int, keys: Sequence[Hashable] | None = None) -> None:
         self.num_examples = num_examples
@@ -54,9 +57,59 @@ class ExampleIds:
             unknown = [key for key in wanted if not (type(key) is int and 0 <= key < self.num_examples)]
             rows = [key for key in wanted if type(key) is int] if not unknown else []
         if unknown:
-            valid = "the keys of id_of" if self.keys is not None else f"0 to {self.num_examples - 1}"
+            valid = f"{self.known_as}" if self.keys is not None else f"0 to {self.num_examples - 1}"
             raise KeyError(f"unknown example ids {unknown[:5]}{' …' if len(unknown) > 5 else ''}; ids are {valid}")
         return wanted, torch.tensor(rows, dtype=torch.long)
+
+
+class GrowingIds(ExampleIds):
+    """The names of the examples of a stream, in the order in which they first took part.
+
+    Args:
+        keys: Of those that did already.
+        participations: How often each did; None: never.
+
+    Attributes:
+        most: How often the example that took part most often did.
+
+    Example:
+        >>> ids = GrowingIds()
+        >>> ids.enter(["a", "b"]), ids.enter(["c", "a"])
+        ([0, 1], [2, 0])
+        >>> ids.all(), ids.most, ids.most_after(["a", "b"])
+        (['a', 'b', 'c'], 2, 3)
+    """
+
+    known_as = "those that took part"
+
+    def __init__(self, keys: Sequence[Hashable] = (), participations: Sequence[int] | None = None) -> None:
+        self.num_examples = len(keys)
+        self.keys: list[Hashable] = list(keys)
+        self._row_of = {key: row for row, key in enumerate(keys)}
+        self._participations = array("l", participations if participations is not None else [0] * len(keys))
+        self.most = max(self._participations, default=0)
+
+    def count_new(self, keys: Iterable[Hashable]) -> int:
+        """How many of these never took part."""
+        return sum(key not in self._row_of for key in keys)
+
+    def most_after(self, keys: Iterable[Hashable]) -> int:
+        """:attr:`most` once these, distinct ones, have taken part."""
+        before = (self._participations[self._row_of[key]] if key in self._row_of else 0 for key in keys)
+        return max(self.most, *(count + 1 for count in before), 0)
+
+    def enter(self, keys: Sequence[Hashable]) -> list[int]:
+        """The rows of these, distinct ones, which take part now; new ones get the next rows."""
+        self.most = self.most_after(keys)
+        for key in keys:
+            if self._row_of.setdefault(key, len(self.keys)) == len(self.keys):
+                self.keys.append(key)
+                self._participations.append(0)
+        rows = [self._row_of[key] for key in keys]
+        for row in rows:
+            self._participations[row] += 1
+        self.num_examples = len(self.keys)
+        return rows
 
 
 def plain_key(key: Hashable) -> Hashable:

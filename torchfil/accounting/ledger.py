@@ -16,6 +16,7 @@ from torchfil.accounting.contributions import Contribution
 from torchfil.accounting.divergences import Asked, Divergence
 from torchfil.accounting.path import follow, path_state
 from torchfil.accounting.quantities import OWN_SUMS, Sum, Track, TrackedQuantity, tracked
+from torchfil.utils.growing import grow_rows
 
 __all__ = ["Ledger", "Track"]
 
@@ -131,6 +132,12 @@ class Ledger:
                 f"{' and '.join(self.by_coordinate)} is summed by coordinate. Declare the longest text, "
                 "private=Private(max_length=…), so that all are laid out alike; or pad to one length, or track less"
             )
+
+    def grow(self, num_examples: int) -> None:
+        """Make room for so many examples; the new ones have taken part in nothing."""
+        for value in self.sums.values():
+            grow_rows(value, num_examples)
+        self.num_examples = max(self.num_examples, num_examples)
 
     def add(self, contribution: Contribution) -> None:
         """Add what one batch contributes; each example occurs at most once in it."""

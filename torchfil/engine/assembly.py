@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from opacus.data_loader import CollateFnWithEmpty
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
+from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.batches import BatchTracker
 from torchfil.engine.loader import FILDataLoader
@@ -28,6 +29,7 @@ from torchfil.engine.step.checks import StepChecks
 from torchfil.engine.step.evaluation import Evaluator
 from torchfil.engine.step.forwards import HookedForward, LoopForward, Observer
 from torchfil.engine.step.pipeline import StepPipeline
+from torchfil.engine.streams import FILStreamLoader
 
 __all__ = ["PrivateTraining", "assemble"]
 
@@ -55,7 +57,7 @@ class PrivateTraining:
     looks: DatasetLooks
     module: Any
     optimizer: FILOptimizer
-    loader: FILDataLoader
+    loader: FILDataLoader | FILStreamLoader
     watcher: HookedForward | None
 
     def detach(self) -> None:
@@ -72,13 +74,14 @@ def assemble(
     prepared: DataLoader[Any],
     options: RunOptions,
     criterion: Callable[[Any, Any], torch.Tensor] | None,
-    keys: Sequence[Hashable] | None,
+    ids: ExampleIds,
     generator: torch.Generator,
     accounted_rate: Callable[[], float],
     with_hooks: Callable[[], Any] | None,
     wrapper_settings: dict[str, Any],
     optimizer_settings: dict[str, Any],
     ranks: Ranks | None = None,
+    id_of: Any = None,
 ) -> PrivateTraining:
     """The parts of a run, each made from the ones before.
 
@@ -88,15 +91,16 @@ def assemble(
         prepared: The loader as Opacus has prepared it.
         options: How to account.
         criterion: The loss; None: to be identified.
-        keys: The examples' own ids.
+        ids: The examples' names.
         generator: Source of the probes.
         accounted_rate: Gives the sampling rate of the DP accountant's last step.
         with_hooks: Gives the module under Opacus's hooks; None: mode "auto", where none are needed.
         wrapper_settings: Of the private model in mode "auto".
         optimizer_settings: Of Opacus's optimizer; ``expected_batch_size`` is that of all ranks together.
         ranks: The processes that train together; None: a single one.
+        id_of: Where a batch of a stream has its ids.
     """
-    num_examples = len(prepared.dataset)  # type: ignore[arg-type]
+    stream = isinstance(ids, GrowingIds)
     loss = IdentifiedLoss.of(criterion) if criterion is not None else None
     sharded = is_sharded(module)
     replica = ShardedReplica(module) if sharded else Replica(module)
@@ -109,8 +113,8 @@ def assemble(
         expected_batch = math.ceil(whole_batch / ranks.size)
         optimizer_settings = {**optimizer_settings, "expected_batch_size": whole_batch / ranks.size}
     whole_batch *= tracker.parts
-    run = Run(options, loss, num_examples, keys, replica.device, generator, accounted_rate, whole_batch, ranks)
-    looks = DatasetLooks(run, replica, prepared.dataset, prepared.collate_fn)
+    run = Run(options, loss, ids, replica.device, generator, accounted_rate, whole_batch, ranks)
+    looks = DatasetLooks(run, replica, None if stream else prepared.dataset, prepared.collate_fn)
     checks = StepChecks(replica, options, tracker)
     execution = options.accounting.execution
     evaluator = Evaluator(
@@ -145,12 +149,16 @@ def assemble(
 
     def begin_pass() -> None:
         tracker.begin_pass()
-        _check_pass(run, private_optimizer, len(prepared.dataset))  # type: ignore[arg-type]
+        _check_pass(run, private_optimizer, None if stream else len(prepared.dataset))  # type: ignore[arg-type]
 
     if ranks is not None and isinstance(prepared.collate_fn, CollateFnWithEmpty):
         with generators_kept():  # it learns what batches look like: a rank's first may be empty
             prepared.collate_fn([prepared.dataset[0]])
-    loader = FILDataLoader(prepared, tracker, begin_pass, ranks)
+    loader: FILDataLoader | FILStreamLoader
+    if stream:
+        loader = FILStreamLoader(prepared, tracker, begin_pass, id_of, ranks)
+    else:
+        loader = FILDataLoader(prepared, tracker, begin_pass, ranks)
     return PrivateTraining(run, replica, checks, pipeline, looks, private_module, private_optimizer, loader, watcher)
 
 
@@ -158,9 +166,9 @@ class UnfinishedBatchError(RuntimeError, ValueError):
     """A pass over the loader was left in the middle of a logical batch; a ValueError, too, as Opacus has it."""
 
 
-def _check_pass(run: Run, optimizer: FILOptimizer, dataset_length: int) -> None:
-    """A new pass over the loader starts: refuse leftovers of the last one."""
-    if dataset_length != run.ids.num_examples:
+def _check_pass(run: Run, optimizer: FILOptimizer, dataset_length: int | None) -> None:
+    """A new pass over the loader starts: refuse leftovers of the last one, and another length where there is one."""
+    if dataset_length is not None and dataset_length != run.ids.num_examples:
         raise ValueError(
             f"the data set had {run.ids.num_examples} examples when make_private was called and has "
             f"{dataset_length} now; the ids would shift. Make a new engine for the new data set."

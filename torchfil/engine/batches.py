@@ -19,7 +19,9 @@ from typing import Any
 
 from torch.utils.data._utils.pin_memory import pin_memory
 
-__all__ = ["BatchTracker", "can_remember", "make_current", "plain", "remembering", "tracker_of"]
+from torchfil.utils.trees import map_tensors
+
+__all__ = ["BatchTracker", "can_remember", "emptied", "make_current", "plain", "remembering", "tracker_of"]
 
 _TRACKERS: weakref.WeakValueDictionary[int, BatchTracker] = weakref.WeakValueDictionary()
 _TOKENS = itertools.count()
@@ -34,7 +36,7 @@ class BatchTracker:
     """Remembers the batch that the training loop read last: its ids and its content.
 
     Attributes:
-        ids: The examples' numbers; None: no batch was read.
+        ids: The examples' numbers, or keys of a stream; None: no batch was read.
         earlier: The content of the two batches before.
         parts: In how many batches each draw of the sampler is handed out.
         draws: The examples of each such draw in the present pass over the data, where they are several.
@@ -42,7 +44,7 @@ class BatchTracker:
 
     def __init__(self) -> None:
         self.token = next(_TOKENS)
-        self.ids: list[int] | None = None
+        self.ids: list[Any] | None = None
         self.earlier: deque[Any] = deque(maxlen=2)
         self.parts = 1
         self.draws: set[frozenset[int]] = set()
@@ -62,7 +64,7 @@ class BatchTracker:
             self.draws.add(frozenset(drawn))
         return (drawn[part :: self.parts] for part in range(self.parts))
 
-    def take(self, ids: list[int], batch: Any) -> None:
+    def take(self, ids: list[Any], batch: Any) -> None:
         """Make this the current batch."""
         if self._thread is not None and self._thread != threading.get_ident():
             return
@@ -114,7 +116,7 @@ class _Remembering:
     read to make it stays the current one.
     """
 
-    _ids: Sequence[int] = ()
+    _ids: Sequence[Any] = ()
     _token: int = -1  # no tracker
 
     def _touch(self) -> None:
@@ -208,7 +210,7 @@ def can_remember(batch: Any) -> bool:
     return type(batch) in _REMEMBERING or named or holds
 
 
-def remembering(batch: Any, ids: Sequence[int], token: int) -> Any:
+def remembering(batch: Any, ids: Sequence[Any], token: int) -> Any:
     """The batch with its ids, which makes itself the current one of the tracker with that token when it is read."""
     kind = type(batch)
     if kind not in _REMEMBERING:
@@ -226,6 +228,17 @@ def remembering(batch: Any, ids: Sequence[int], token: int) -> Any:
     object.__setattr__(made, "_ids", ids)
     object.__setattr__(made, "_token", token)
     return made
+
+
+def emptied(batch: Any) -> Any:
+    """A batch of the same kind, for the same tracker, that holds nobody.
+
+    Example:
+        >>> import torch
+        >>> emptied(remembering([torch.ones(2, 3)], [4, 7], token=-1))
+        [tensor([], size=(0, 3))]
+    """
+    return remembering(map_tensors(lambda part: part[:0], _content(batch)), [], batch._token)
 
 
 def _kind_that_remembers(kind: type) -> type:

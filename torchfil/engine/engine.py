@@ -22,6 +22,7 @@ from opacus.validators.errors import UnsupportedModuleError as OpacusUnsupported
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
+from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.accounting.targets import LeakageTarget, TargetCheck
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine.assembly import PrivateTraining, assemble
@@ -35,8 +36,10 @@ from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs, RunOpt
 from torchfil.engine.pilots import Pilots, Train
 from torchfil.engine.ranks import Ranks, check_ranks
 from torchfil.engine.resuming import Resuming
+from torchfil.engine.run import Run
 from torchfil.engine.sharded import without_shards
 from torchfil.engine.step.loss_inside import NO_TARGETS
+from torchfil.engine.streams import check_stream, is_stream
 from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
@@ -101,7 +104,7 @@ class FILPrivacyEngine(Resuming):
         rand_on_empty: bool = False,
         clip: str | ClipFunction | None = None,
         private: Private | None = None,
-        id_of: Callable[[int], Hashable] | Sequence[Hashable] | None = None,
+        id_of: Callable[[Any], Any] | Sequence[Hashable] | int | None = None,
         batch_to_inputs: BatchToInputs | None = None,
         accounting: Accounting | None = None,
         **shortcuts: Any,
@@ -111,7 +114,8 @@ class FILPrivacyEngine(Resuming):
         Args:
             module: The model, in training mode, smooth in its inputs (see ``SmoothnessValidator``).
             optimizer: Any torch optimizer over its parameters that takes one gradient a step (LBFGS does not).
-            data_loader: Draws from a data set with numbered examples.
+            data_loader: Draws from a data set with numbered examples; or a stream (``IterableDataset``), with ``id_of``
+                and ``poisson_sampling=False``.
             noise_multiplier: σ, as in Opacus; with 0 the run trains, but every FIL is infinite.
             max_grad_norm: C > 0, as in Opacus; with ``clipping="per_layer"`` a list, C_l of every trainable parameter
                 in the optimizer's order.
@@ -119,7 +123,8 @@ class FILPrivacyEngine(Resuming):
                 or as the one that the model computes itself.
             batch_first: Must be True.
             loss_reduction: "mean" or "sum": what the loop's loss does over the batch.
-            poisson_sampling: As in Opacus.
+            poisson_sampling: As in Opacus. With a stream it must be False; then ε counts how often an example took
+                part, and no subsampling is credited (:mod:`torchfil.engine.streams`).
             clipping: "flat", or "per_layer" as in Opacus: each parameter's gradient is clipped by itself, noise is
                 σ‖C‖, and the accounting differentiates just that (:mod:`torchfil.fisher.layerwise`), by ``vmap``.
             noise_generator: As in Opacus.
@@ -134,7 +139,9 @@ class FILPrivacyEngine(Resuming):
                 the threshold), "gelu" (Guo et al.), "rsqrt", "hard". None: "smooth"; "hard" with ghost clipping.
             private: What is private; None: every floating-point input, and where there is none, the output of the
                 embedding that takes the integers.
-            id_of: The examples' own ids: a function of the number in the data set, or a column of n keys.
+            id_of: The examples' own ids: a function of the number in the data set, or a column of n keys. Of a stream:
+                where a batch has them, a name or a place, which is then left out of the batch; or a function from a
+                batch to its ids.
             batch_to_inputs: Maps a batch of the loader to (inputs, targets); needed where the targets are not the last
                 item of a tuple, or in a dict or dataclass under a name that begins with "label" or is one of targets,
                 target, y, start_positions and end_positions.
@@ -166,6 +173,7 @@ class FILPrivacyEngine(Resuming):
             optimizer,
             data_loader,
             accounting,
+            id_of,
             clip=get_clip(clip or ("hard" if ghost else DEFAULT_CLIP)),
             shares=shares,
             private=private,
@@ -179,35 +187,34 @@ class FILPrivacyEngine(Resuming):
         prepared = self._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed, rand_on_empty=rand_on_empty
         )
-        sampler = prepared.batch_sampler
-        if isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
-            options = replace(options, sample_rate=accounting.accumulation_steps * float(sampler.sample_rate))
+        options = _with_rate(options, prepared)
         options.mechanism(noise_multiplier, limit)  # raises for numbers that are none
-        count, sample_rate = len(data_loader.dataset), 1 / len(prepared)  # type: ignore[arg-type]
-        ranks = Ranks(accounting.generator().initial_seed(), count, secure=self.secure_mode) if distributed else None
+        ids, seed = _names(data_loader, id_of), accounting.generator().initial_seed()
+        ranks = Ranks(seed, ids.num_examples, secure=self.secure_mode) if distributed else None
+        sample_rate, expected_batch = _drawn_by_a_step(prepared, ids.num_examples, ranks)
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+        with_hooks = partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
         training = assemble(
             module,
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
             prepared,
             options,
             criterion,
-            [id_of(i) for i in range(count)] if callable(id_of) else id_of,
+            ids,
             accounting.generator(),
             self._accounted_rate,
-            partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
-            if mode != "auto"
-            else None,
+            with_hooks if mode != "auto" else None,
             wrapper,
             {
                 "noise_multiplier": noise_multiplier,
                 "max_grad_norm": limit,
-                "expected_batch_size": int(count * sample_rate),
+                "expected_batch_size": expected_batch,
                 "loss_reduction": loss_reduction,
                 "generator": self.secure_rng if self.secure_mode else noise_generator,
                 "secure_mode": self.secure_mode,
             },
             ranks,
+            id_of,
         )
         self._begin(training, limit, sample_rate, poisson_sampling=poisson_sampling)
         criteria = (criterion,) if ghost or accounting.views is not None else ()
@@ -245,7 +252,9 @@ class FILPrivacyEngine(Resuming):
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            sample_rate=options.get("accumulation_steps", accounting.accumulation_steps) / len(data_loader),
+            sample_rate=1.0  # of a stream: an epoch is one participation of every example
+            if is_stream(data_loader)
+            else options.get("accumulation_steps", accounting.accumulation_steps) / len(data_loader),
             epochs=epochs,
             accountant=self.accountant.mechanism(),
             epsilon_tolerance=epsilon_tolerance,
@@ -394,6 +403,7 @@ class FILPrivacyEngine(Resuming):
         optimizer: optim.Optimizer,
         data_loader: DataLoader[Any],
         accounting: Accounting,
+        id_of: Any,
         *,
         poisson_sampling: bool,
         **options: Any,
@@ -406,7 +416,10 @@ class FILPrivacyEngine(Resuming):
                 "the model is private already (make_private was called on it); pass the plain module, or its _module"
             )
         check_optimizer(module, optimizer)
-        check_sampler(data_loader, poisson_sampling=poisson_sampling)
+        if is_stream(data_loader):
+            check_stream(data_loader, accounting, id_of, poisson_sampling=poisson_sampling)
+        else:
+            check_sampler(data_loader, poisson_sampling=poisson_sampling)
         run_options = RunOptions(
             accounting,
             amplification=accounting.amplification_for(poisson_sampling=poisson_sampling),
@@ -414,7 +427,8 @@ class FILPrivacyEngine(Resuming):
             max_memory=accounting.execution.memory_on(next(module.parameters()).device),
             **options,
         )
-        check_reads_alike(data_loader.dataset, data_loader.collate_fn, run_options)
+        if not is_stream(data_loader):
+            check_reads_alike(data_loader.dataset, data_loader.collate_fn, run_options)
         return run_options
 
     def _begin(self, training: PrivateTraining, limit: float, sample_rate: float, *, poisson_sampling: bool) -> None:
@@ -424,8 +438,20 @@ class FILPrivacyEngine(Resuming):
         logger.info("gradients are clipped to %g by the clip function %r%s", limit, options.clip.name, parts)
         if poisson_sampling:
             training.module.forbid_grad_accumulation()
-        training.optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
+        hook = self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate)
+        if isinstance(training.run.ids, GrowingIds):
+            hook = partial(self._account_participations, training.run)
+        training.optimizer.attach_step_hook(hook)
         self._made = training
+
+    def _account_participations(self, run: Run, optimizer: DPOptimizer) -> None:
+        """Let the accountant know as many releases as the example of a stream has that took part most often.
+
+        Each is one of the whole batch (q = 1), under the smallest noise so far: at least what any example's own steps
+        cost, whatever the order in which they came.
+        """
+        sigmas = [sigma for sigma, *_ in self.accountant.history]
+        self.accountant.history = [(min([*sigmas, optimizer.noise_multiplier]), 1.0, run.most_participations())]
 
     def _check_model(self, module: nn.Module, criterion: Callable[[Any, Any], Tensor] | None) -> None:
         """Raise for models and losses that mix examples."""
@@ -532,6 +558,31 @@ class FILPrivacyEngine(Resuming):
         training = self._training
         with training.replica.gathered():
             training.looks.refresh_norms(training.optimizer)
+
+
+def _with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
+    """With the rate at which Poisson sampling draws; as they are where a loader draws otherwise."""
+    sampler = prepared.batch_sampler
+    if not isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
+        return options
+    return replace(options, sample_rate=options.accounting.accumulation_steps * float(sampler.sample_rate))
+
+
+def _names(data_loader: DataLoader[Any], id_of: Any) -> ExampleIds:
+    """The examples' names; of a stream nobody's yet."""
+    if is_stream(data_loader):
+        return GrowingIds()
+    count = len(data_loader.dataset)  # type: ignore[arg-type]
+    return ExampleIds(count, [id_of(i) for i in range(count)] if callable(id_of) else id_of)
+
+
+def _drawn_by_a_step(loader: DataLoader[Any], num_examples: int, ranks: Ranks | None) -> tuple[float, int]:
+    """The accountant's sampling rate, and the expected size of all ranks' batches together, as in Opacus."""
+    if is_stream(loader):
+        assert loader.batch_size is not None
+        return 1.0, loader.batch_size * (1 if ranks is None else ranks.size)
+    sample_rate = 1 / len(loader)
+    return sample_rate, int(num_examples * sample_rate)
 
 
 def _asked_question(question: str | None, rate: float | None, accounting: Accounting) -> str | None:

@@ -3,8 +3,9 @@
 A step of a Gaussian mechanism whose sensitivity to example i is ‖g̃_i‖ ≤ C has, for i, the RDP of noise multiplier
 σC/‖g̃_i‖ (Feldman & Zrnic 2021; Yu et al. 2022). Norms are rounded up to a grid, so that the numbers are computed
 once per grid value at the end. Between participations the last seen norm stands in, C where none was seen yet, so that
-``norm_refresh`` is recommended. The result is **output-specific** (Yu et al. 2022): the norms depend on what this run
-released. It is an estimate; a guarantee needs a filter (Feldman & Zrnic 2021; Koskela et al. 2023).
+``norm_refresh`` is recommended; of a stream, whose batches are known, only the steps that used the example count. The
+result is **output-specific** (Yu et al. 2022): the norms depend on what this run released. It is an estimate; a
+guarantee needs a filter (Feldman & Zrnic 2021; Koskela et al. 2023).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
 from torch import Tensor
 
+from torchfil.utils.growing import grow_rows
+
 __all__ = ["NormHistory", "epsilon_over_time", "individual_epsilon"]
 
 _RATIO = 1.05  # between neighbouring noise multipliers of the grid
@@ -33,11 +36,18 @@ class NormHistory:
         num_examples: n.
         device: Where the n×96 table of counts (int32) lives.
         clip_weights: The most that ‖g̃‖/C can be of each example, [n]; None: 1.
+        own_steps: Whether only steps that used an example count for it, as where its batches are known: a stream.
     """
 
     def __init__(
-        self, num_examples: int, device: torch.device | str = "cpu", clip_weights: Tensor | None = None
+        self,
+        num_examples: int,
+        device: torch.device | str = "cpu",
+        clip_weights: Tensor | None = None,
+        *,
+        own_steps: bool = False,
     ) -> None:
+        self._own_steps = own_steps
         self.anchor = 0.0  # the noise multiplier of the first step; the grid is anchor · 1.05^k
         self.lowest = math.inf
         self.noiseless = False  # whether a step was released without noise
@@ -69,7 +79,14 @@ class NormHistory:
         self.lowest = min(self.lowest, noise_multiplier)
         self.sample_rate = max(self.sample_rate, sample_rate)
         self.set_ratios(rows, ratio)
+        if self._own_steps:
+            self._count(rows, torch.ones_like(rows, dtype=self.counts.dtype))
         self.steps += 1
+
+    def grow(self, num_examples: int) -> None:
+        """Make room for so many examples, where only their own steps count."""
+        for value, fill in ((self.counts, 0), (self.ratio, 1), (self.since, 0)):
+            grow_rows(value, num_examples, fill)
 
     def replace(self, rows: Tensor, ratio: Tensor) -> None:
         """How a refresh pass reports."""
@@ -83,6 +100,8 @@ class NormHistory:
     def counts_of(self, rows: Tensor) -> Tensor:
         """The counts of these examples with the open stretch included, [rows, levels]."""
         counts = self.counts[rows].clone()
+        if self._own_steps:
+            return counts
         open_steps = (self.steps - self.since[rows]).to(counts.dtype)
         counts.scatter_add_(1, self._level(rows)[:, None], open_steps[:, None])
         return counts
@@ -118,12 +137,15 @@ class NormHistory:
 
     def _settle(self, rows: Tensor) -> None:
         """Book the steps since these examples' norms were last set."""
-        if len(rows) == 0 or self.steps == 0:
+        if len(rows) == 0 or self.steps == 0 or self._own_steps:
             return
-        open_steps = (self.steps - self.since[rows]).to(self.counts.dtype)
-        places = torch.add(self._level(rows), rows, alpha=_LEVELS)
-        self.counts.view(-1).index_add_(0, places, open_steps)
+        self._count(rows, (self.steps - self.since[rows]).to(self.counts.dtype))
         self.since.index_fill_(0, rows, self.steps)
+
+    def _count(self, rows: Tensor, steps: Tensor) -> None:
+        """Book so many steps at these examples' present norms."""
+        places = torch.add(self._level(rows), rows, alpha=_LEVELS)
+        self.counts.view(-1).index_add_(0, places, steps)
 
 
 @lru_cache(maxsize=64)

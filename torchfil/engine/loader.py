@@ -277,7 +277,8 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         raise ValueError(
             "the loader must draw batches from a data set with numbered examples; an IterableDataset, or "
-            "batch_size=None, gives no example ids"
+            "batch_size=None, gives none. With make_private(poisson_sampling=False, id_of=…) an IterableDataset is "
+            "accounted for by the ids in its batches."
         )
 
     # Poisson sampling takes the place of a sampler, whose choice of examples would be lost.

@@ -32,7 +32,7 @@ class DatasetLooks:
     Args:
         run: Whose examples they are.
         replica: The model.
-        dataset: The user's data set.
+        dataset: The user's data set; None: a stream, of which nothing can be read again.
         collate_fn: Makes a batch of its items.
     """
 
@@ -78,6 +78,11 @@ class DatasetLooks:
 
     def _batches(self, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], ExampleGradients]]:
         loss = self.run.loss
+        if self.dataset is None:
+            raise RuntimeError(
+                "the examples of a stream cannot be read again, so that their gradients cannot be looked at outside "
+                "steps; this needs a data set with numbered examples"
+            )
         if loss is None:
             raise RuntimeError("the loss is not known before the first step; pass criterion= to make_private")
         for start in range(0, len(rows), _BATCH):

@@ -65,6 +65,10 @@ class StepSource(Protocol):
         """What must be the same on all ranks, by name; None: not known yet."""
         ...
 
+    def settle_ids(self) -> None:
+        """Raise, on all ranks alike, where two of them have the same example in this step (collective)."""
+        ...
+
     def give_up(self) -> None:
         """The logical batch is not released."""
         ...
@@ -207,6 +211,7 @@ class FILOptimizer(DPOptimizer):
         if self._ranks is not None:
             self._answered = True
             self._ranks.agree(self._facts())
+            self._source.settle_ids()
             if self._ranks.rank > 0:
                 self._set_gradients([p.summed_grad.clone() for p in self.params])
                 return

@@ -22,12 +22,12 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from torchfil.engine.options import Accounting
 from torchfil.engine.sharded import check_sharded, is_sharded
 
-__all__ = ["Ranks", "StepNotTakenError", "check_ranks", "derived_seed", "part_of_sum"]
+__all__ = ["Ranks", "StepNotTakenError", "check_ranks", "derived_seed", "part_of_sum", "shared_by"]
 
 _TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # what a rank says of a step
 _PATIENCE = datetime.timedelta(seconds=1)  # after which a rank that waits says so
@@ -300,6 +300,11 @@ def derived_seed(seed: int, purpose: str, number: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+def shared_by(size: int, module: nn.Module) -> nn.Module:
+    """The module as one that so many processes train together, with rank 0's weights; itself for one (collective)."""
+    return module if size == 1 else DifferentiallyPrivateDistributedDataParallel(module)
+
+
 def check_ranks(
     module: nn.Module, data_loader: DataLoader[Any], poisson_sampling: bool, accounting: Accounting
 ) -> tuple[nn.Module, bool]:
@@ -347,7 +352,7 @@ def check_ranks(
             f"min_mse_bound={accounting.min_mse_bound} spares examples by what they have leaked so far, of which each "
             "rank knows a part; with several processes choose weights beforehand: torchfil.equalise, clip_weights="
         )
-    if not poisson_sampling:
+    if not poisson_sampling and not isinstance(data_loader.dataset, IterableDataset):  # a stream's ids are compared
         _check_shards(data_loader)
     return module, True
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from torchfil.accounting.contributions import Contribution
 from torchfil.accounting.exposed import exposed_rows
-from torchfil.accounting.ids import ExampleIds
+from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.sparing import weights_for_the_rest
@@ -28,7 +29,7 @@ from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import RunOptions
 from torchfil.engine.rank_state import RowBlocks, Whole, take_part
-from torchfil.engine.ranks import Ranks
+from torchfil.engine.ranks import Ranks, StepNotTakenError
 from torchfil.engine.shared_norms import SharedNormHistory
 from torchfil.engine.step.forwards import ForwardPass
 
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 _LOOKS_PER_PASS = 8  # how often the pace is set anew and the leakage so far is noted
 _FIRST_PASSES = 16  # over the data, in which most examples are learned, and many leak most of what they ever will
 _EXPOSED = 1 / 64  # of a batch
+_OF_A_STREAM = 1 / 128  # steps in a pass of a stream, whose length nobody knows
 _STATE = ("ledger", "history", "timeline", "test_matrix", "generator", "pace")  # what a saved state must have
 
 
@@ -59,9 +61,9 @@ class Noise:
 class Staged:
     """A physical batch whose logical batch has not been released yet."""
 
-    contribution: Contribution
+    contribution: Contribution  # of a stream without rows, which new examples get when they are booked
     ratio: Tensor  # ‖g̃‖/C, [batch]
-    ids: frozenset[int]
+    ids: Sequence[Any]
     noise: Noise
 
 
@@ -71,8 +73,7 @@ class Run:
     Args:
         options: How to account.
         loss: The loss; None: to be identified at the first step.
-        num_examples: n.
-        keys: The examples' own ids, or None.
+        ids: The examples' names; of a stream those that took part so far.
         device: Where sums live.
         generator: Source of the probes.
         accounted_rate: Gives the sampling rate of the DP accountant's last step.
@@ -84,8 +85,7 @@ class Run:
         self,
         options: RunOptions,
         loss: IdentifiedLoss | None,
-        num_examples: int,
-        keys: Sequence[Hashable] | None,
+        ids: ExampleIds,
         device: torch.device,
         generator: torch.Generator,
         accounted_rate: Callable[[], float],
@@ -95,13 +95,13 @@ class Run:
         self.options = options
         self.ranks = ranks
         self.loss = loss
-        self.ids = ExampleIds(num_examples, keys)
+        self.ids = ids
         self.generator = generator
-        self._check_memory(NormHistory.bytes_needed(num_examples) + Ledger.bytes_needed(num_examples, 1, (), 1))
+        self._check_memory(NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1, (), 1))
         weights = weights_by_row(options.accounting.clip_weights, self.ids)
         self.first_weights = None if weights is None else weights.to(device)  # ω as given, float64 [n]
         self.clip_weights = self._present_weights(device)
-        self._passes_per_step = expected_batch / num_examples
+        self._passes_per_step = expected_batch / ids.num_examples if not self._grows else _OF_A_STREAM
         self.history = self._empty_history(device)
         self.ledger: Ledger | None = None
         self._whole: Whole | None = None  # what all ranks have booked, as they last came together
@@ -113,6 +113,7 @@ class Run:
         self.paused = False
         self._accounted_rate = accounted_rate
         self._staged: list[Staged] = []
+        self._keys_of_step: list[Hashable] | None = None  # of all ranks; None: they have not been told yet
         self._measure_this_step: bool | None = None  # chosen by chance once for a logical batch
 
     # ------------------------------------------------------------------ reading
@@ -185,7 +186,7 @@ class Run:
     def drop_staged(self) -> None:
         """Forget what was staged for a logical batch that was given up."""
         self._staged.clear()
-        self._measure_this_step = None
+        self._measure_this_step = self._keys_of_step = None
 
     def check_noise(self, optimizer: FILOptimizer) -> Noise:
         """σ and C, refused where they have changed within a logical batch, whose release has one noise."""
@@ -231,6 +232,8 @@ class Run:
                 "an example occurs twice under one draw of noise: its gradient would count twice. Check the sampler "
                 "(no replacement within a batch), do not accumulate gradients over passes that share examples."
             )
+        if isinstance(self.ids, GrowingIds):
+            self._check_room(self.ids.count_new(together))
         return ids
 
     def chooses_to_measure(self) -> bool:
@@ -258,6 +261,8 @@ class Run:
     def exposed_rows(self, ids: Sequence[int], clipped_norm: Tensor) -> Tensor | None:
         """The rows of a batch to measure anew, with more probes; None: the present step has none."""
         if not self.options.accounting.extra_probes or not self._past_first_passes or self.ledger is None:
+            return None
+        if self._grows:  # an example may have no row yet
             return None
         rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
         sums = self.ledger.sums
@@ -306,13 +311,17 @@ class Run:
         self._measure_this_step = measure
         if not ids:
             return
-        rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
+        rows = self._rows([] if self._grows else ids)
         squares = clipped_norm.square()
         contribution = Contribution(rows, squares, not self.paused, added or {}, num_coordinates)
-        self._staged.append(Staged(contribution, clipped_norm / noise.max_grad_norm, frozenset(ids), noise))
+        self._staged.append(Staged(contribution, clipped_norm / noise.max_grad_norm, tuple(ids), noise))
+
+    def _rows(self, rows: Sequence[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.long).to(self.device, non_blocking=True)
 
     def book(self, optimizer: FILOptimizer) -> None:
         """The logical batch has been released: enter what was staged."""
+        self._enter_ids()
         for staged in self._staged:
             assert self.ledger is not None
             self.ledger.add(staged.contribution)
@@ -333,6 +342,66 @@ class Run:
         self.drop_staged()
         if self.ledger is not None and self.history.steps % self._steps_between_looks == 0:
             self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
+
+    # ------------------------------------------------------------------ a stream's examples
+
+    @property
+    def _grows(self) -> bool:
+        """Whether the run is on a stream, of which new examples come."""
+        return isinstance(self.ids, GrowingIds)
+
+    def settle_ids(self) -> None:
+        """Tell all ranks which examples of their streams take part in this step (collective there).
+
+        Raises:
+            StepNotTakenError: On all ranks, where two of them have the same example.
+        """
+        own = [key for staged in self._staged for key in staged.ids]
+        if not self._grows or self.ranks is None:
+            self._keys_of_step = own
+            return
+        by_rank = self.ranks.objects(own)
+        self._keys_of_step = [key for keys in by_rank for key in keys]
+        if len(set(self._keys_of_step)) < len(self._keys_of_step):
+            twice = next(key for key, count in Counter(self._keys_of_step).items() if count > 1)
+            raise StepNotTakenError(
+                f"example {twice!r} is in this step's batches of ranks "
+                f"{[rank for rank, keys in enumerate(by_rank) if twice in keys]}: its gradient would count twice under "
+                "one draw of noise. Give every rank shards of its own. This step was not taken."
+            )
+
+    def _settled(self) -> list[Hashable]:
+        """Who takes part in this step, on all ranks, which have told each other before it is released."""
+        if self._keys_of_step is None:
+            self.settle_ids()
+        assert self._keys_of_step is not None
+        return self._keys_of_step
+
+    def most_participations(self) -> int:
+        """How often the example of a stream that took part most often did, the present step included."""
+        assert isinstance(self.ids, GrowingIds)
+        return self.ids.most_after(self._settled())
+
+    def _enter_ids(self) -> None:
+        """Give the new examples of a stream their rows, the same on all ranks, and what is staged the rows."""
+        if not isinstance(self.ids, GrowingIds):
+            return
+        keys = self._settled()
+        row_of = dict(zip(keys, self.ids.enter(keys), strict=True))
+        self.history.grow(self.ids.num_examples)
+        if self.ledger is not None:
+            self.ledger.grow(self.ids.num_examples)
+        self._staged = [
+            replace(staged, contribution=replace(staged.contribution, rows=self._rows([row_of[k] for k in staged.ids])))
+            for staged in self._staged
+        ]
+
+    def _check_room(self, new: int) -> None:
+        """Raise where so many more examples do not fit into memory."""
+        n, ledger = self.ids.num_examples + new, self.ledger
+        if ledger is not None:
+            each = Ledger.bytes_needed(1, ledger.laid_out, ledger.track, ledger.sketch_rank, ledger.questions)
+            self._check_memory(n * each + NormHistory.bytes_needed(n))
 
     def _note_leakage(self, step: int) -> None:
         """Note the leakage so far, of all ranks, where it is this step's turn (collective then)."""
@@ -371,9 +440,9 @@ class Run:
     def _empty_history(self, device: torch.device) -> NormHistory:
         n = self.ids.num_examples
         if self.ranks is None:
-            return NormHistory(n, device, self.first_weights)
+            return NormHistory(n, device, self.first_weights, own_steps=self._grows)
         every = max(1, round(1 / self._passes_per_step))
-        return SharedNormHistory(n, device, self.ranks, every, self.first_weights)
+        return SharedNormHistory(n, device, self.ranks, every, self.first_weights, own_steps=self._grows)
 
     @contextlib.contextmanager
     def generator_kept(self, state: Tensor) -> Iterator[None]:
@@ -431,7 +500,7 @@ class Run:
     def _state(self, whole: Whole | None) -> dict[str, Any]:
         """The state, with what all ranks have booked; None: a single process."""
         ledger, test_matrix = (self.ledger, self.test_matrix) if whole is None else (whole.ledger, whole.test_matrix)
-        state = {
+        state: dict[str, Any] = {
             "ledger": ledger.state_dict() if ledger is not None else None,
             "history": self.history.state_dict(),
             "timeline": self.timeline.state_dict(),
@@ -442,6 +511,8 @@ class Run:
             "min_mse_bound": self.options.accounting.min_mse_bound,
             "present_weights": None if self.clip_weights is None else self.clip_weights.clone(),
         }
+        if self._grows:
+            state["keys"] = self.ids.all()
         return state if whole is None else {**state, "ranks": dict(whole.parts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -456,7 +527,7 @@ class Run:
         ledger, track = None, self.options.accounting.track
         if state["ledger"] is not None:
             ledger = Ledger.from_state_dict(state["ledger"], self.device)
-            if ledger.num_examples != self.ids.num_examples:
+            if not self._grows and ledger.num_examples != self.ids.num_examples:
                 raise ValueError(
                     f"the saved ledger has {ledger.num_examples} examples, the data set {self.ids.num_examples}"
                 )
@@ -467,7 +538,10 @@ class Run:
                 raise ValueError(
                     f"the saved ledger has the questions {ledger.questions}, this run {asked}; pass the same questions="
                 )
+        ids = self._loaded_ids(state.get("keys"), ledger)
         history = self._empty_history(self.device)
+        if self._grows:
+            history.grow(ids.num_examples)
         history.load_state_dict(state["history"])
         timeline = Timeline.from_state_dict(state["timeline"], self.device)
 
@@ -475,12 +549,21 @@ class Run:
         if self.ranks is not None:
             take_part(self.ranks, state.get("ranks"), ledger, history.steps, self.generator)
         self.pace.load_state_dict(state["pace"])
-        self.ledger, self.history, self.timeline, self._whole = ledger, history, timeline, None
+        self.ids, self.ledger, self.history, self.timeline, self._whole = ids, ledger, history, timeline, None
         present = state.get("present_weights")
         self.clip_weights = self._present_weights(self.device) if present is None else present.to(self.device).clone()
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
         self.drop_staged()
+
+    def _loaded_ids(self, keys: Sequence[Hashable] | None, ledger: Ledger | None) -> ExampleIds:
+        """The examples' names of a saved run: a stream's are in its state."""
+        if self._grows != (keys is not None):
+            kinds = "a stream", "a data set with numbered examples"
+            raise ValueError(f"the saved run was on {kinds[keys is None]}, this one is on {kinds[not self._grows]}")
+        if keys is None:
+            return self.ids
+        return GrowingIds(keys, None if ledger is None else ledger.sums["participations"].tolist())
 
 
 def _joined(parts: list[Tensor], empty: Tensor) -> Tensor:

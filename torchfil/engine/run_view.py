@@ -27,7 +27,7 @@ class RunView:
         leakage: The ledger, with the examples' ids.
         timeline: η̄ over training time.
         module: The user's module.
-        dataset: The user's data set, whose examples are numbered from 0.
+        dataset: The user's data set, whose examples are numbered from 0; None: a stream.
         collate_fn: From a list of its examples to a batch.
         options: How the run is accounted for.
         noise_multiplier: σ.

@@ -77,6 +77,7 @@ def build_saved_run(
     # both read examples of the data set, whose augmentation would move the generators of a run that goes on
     with generators_kept():
         about = _about(run, hash_data)
+        pictures = pictures if run.dataset is not None else 0  # nothing of a stream can be read again
         shown = thumbnails(run, columns["fil"], columns["participations"], pictures) if pictures else None
     length = run.options.private.max_length if run.options.private is not None else None
     words = exposed_words(leakage, texts, length, columns["fil"], _MOST_TEXTS) if texts is not None else None
@@ -125,15 +126,16 @@ def _attack_record(attack: AttackResult | BoundComparison, leakage: Leakage) -> 
 
 def _about(run: RunView, hash_data: bool) -> dict[str, Any]:
     leakage, module = run.leakage, run.module
-    shapes = [list(leaf.shape[1:]) for leaf in tensors_of(list(run.inputs([0]).values()))]
+    inputs = run.inputs([0]) if run.dataset is not None else {}
+    shapes = [list(leaf.shape[1:]) for leaf in tensors_of(list(inputs.values()))]
     return {
         "model": {"name": type(module).__name__, "num_parameters": sum(p.numel() for p in module.parameters())},
         "dataset": {
             "num_examples": leakage.ids.num_examples,
             # the length of the longest text is one example's, so that a redacted report must not show it
             ("num_coordinates" if leakage.same_coordinates else "most_coordinates"): leakage.num_coordinates,
-            "input_shape": shapes[0] if len(shapes) == 1 else shapes,
-            "data_sha256": data_sha256(run.dataset) if hash_data else None,
+            "input_shape": shapes[0] if len(shapes) == 1 else shapes or None,
+            "data_sha256": data_sha256(run.dataset) if hash_data and run.dataset is not None else None,
         },
         "mechanism": _mechanism(run),
         "epsilon": run.epsilon,
@@ -163,6 +165,7 @@ def _mechanism(run: RunView) -> dict[str, Any]:
         "steps": ledger.steps,
         "steps_paused": ledger.missed_steps,
         "poisson": run.options.sample_rate is not None,
+        "stream": run.dataset is None,
         "amplification": name_of_amplification(options.amplification),
         "estimator": accounting.estimator,
         "num_probes": None if paced else run.num_probes,

@@ -28,6 +28,7 @@ class SharedNormHistory(NormHistory):
         ranks: The processes.
         every: After how many steps all enter what was noted.
         clip_weights: As in :class:`NormHistory`.
+        own_steps: As in :class:`NormHistory`.
 
     Attributes:
         steps: All that were taken, also where they are not entered yet.
@@ -40,8 +41,10 @@ class SharedNormHistory(NormHistory):
         ranks: Ranks,
         every: int,
         clip_weights: Tensor | None = None,
+        *,
+        own_steps: bool = False,
     ) -> None:
-        super().__init__(num_examples, device, clip_weights)
+        super().__init__(num_examples, device, clip_weights, own_steps=own_steps)
         self._ranks, self._every = ranks, every
         self._entered = 0
         self._releases: list[tuple[float, float]] = []  # σ and q of each step that is not entered

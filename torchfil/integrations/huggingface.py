@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from torchfil.engine import FILPrivacyEngine
+from torchfil.engine.ranks import shared_by
 from torchfil.engine.whole_file import MARK, load_whole, sealed_when_complete
 from torchfil.fisher.models import check_unweighted_mean
 from torchfil.integrations.model_loss import ModelLoss
@@ -53,6 +54,9 @@ class FILTrainer(Trainer):
     ``per_device_train_batch_size`` · ``gradient_accumulation_steps``; it is computed in pieces that fit into
     ``Execution(max_memory=…)``, so that accumulation costs no memory.
 
+    Several devices, by ``torchrun`` or ``accelerate launch``: as in ``Trainer``, that many of every device. The table
+    and checkpoints are written by rank 0. Before reading on one rank, call ``trainer.engine.gather()`` on all.
+
     The loss is the model's own, on each example alone (:class:`ModelLoss`): by ``config.problem_type``, per token where
     labels are tokens, with ``label_smoothing_factor``. That is checked on examples of the first batch.
 
@@ -60,13 +64,14 @@ class FILTrainer(Trainer):
     of the noisy gradient that was released.
 
     Guarantees:
-        * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`.
+        * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`, on several devices
+          with ``DifferentiallyPrivateDistributedDataParallel``. Gradients meet once, clipped and noisy.
         * Batches of an evaluation are not accounted for.
         * Checkpoints hold the accounting (:data:`STATE_FILE`, as confidential as the table). A run that is resumed from
           one has the weights, ε and ledger of an uninterrupted run, bit for bit where collating draws no random
           numbers; one without it is refused.
-        * fp16, several devices, compiled models, ``compute_loss_func`` and an overridden ``compute_loss`` raise at
-          construction.
+        * fp16, several GPUs in one process, sharded models (FSDP, DeepSpeed), compiled models, ``compute_loss_func``
+          and an overridden ``compute_loss`` raise at construction.
         * After ``train()`` the model is a plain module again.
 
     Args:
@@ -117,7 +122,7 @@ class FILTrainer(Trainer):
             result = super().train(resume_from_checkpoint=checkpoint, **options)
         self.engine.detach()
         if self.leakage_path is not None:
-            write_table(self.engine, self.leakage_path, self.delta)
+            write_table(self.engine, self.leakage_path, self.delta, here=self.is_world_process_zero())
         return result
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -125,9 +130,10 @@ class FILTrainer(Trainer):
         # The same loader, but for batches as plain dicts and for random numbers of its own, which a checkpoint holds.
         plain = super().get_train_dataloader()
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
+        several = self.args.world_size > 1
         loader: DataLoader[Any] = DataLoader(
             plain.dataset,
-            batch_sampler=plain.batch_sampler,
+            batch_sampler=self._batches_of_ranks(plain.dataset, seed) if several else plain.batch_sampler,
             collate_fn=_AsDict(plain.collate_fn),
             num_workers=plain.num_workers,
             pin_memory=plain.pin_memory,
@@ -141,7 +147,7 @@ class FILTrainer(Trainer):
         self.model.train()
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.privacy else "make_private"
         _, optimizer, private_loader = getattr(self.engine, prepare)(
-            self.model,
+            shared_by(self.args.world_size, self.model),
             self.create_optimizer(),
             loader,
             max_grad_norm=self.args.max_grad_norm,
@@ -155,6 +161,20 @@ class FILTrainer(Trainer):
         # Opacus learns from the first batch what an empty one looks like.
         private_loader.plain_collate_fn([private_loader.plain_dataset[0]])
         return private_loader
+
+    def _batches_of_ranks(self, dataset: Any, seed: int) -> BatchSampler:
+        """What this rank draws; with Poisson sampling it only tells the size of all ranks' batches together."""
+        size, drop_last = self._train_batch_size, self.args.dataloader_drop_last
+        if self.privacy.get("poisson_sampling", True):
+            return BatchSampler(RandomSampler(dataset), self.args.world_size * size, drop_last)
+        return BatchSampler(DistributedSampler(dataset, seed=seed, drop_last=True), size, drop_last)
+
+    def _prepare_for_training(self, *args: Any, **options: Any) -> tuple[Any, Any]:
+        """As in ``Trainer``, without torch's wrapper: a step is never taken through it, and its memory is wanted."""
+        model, loader = super()._prepare_for_training(*args, **options)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = self.model_wrapped = model.module
+        return model, loader
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """A whole private step; the trainer's own ``optimizer.step()`` does nothing after it.
@@ -208,7 +228,9 @@ class FILTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        state = {"engine": self.engine.state_dict(), "pass_start": self._pass.start}
+        state = {"engine": self.engine.state_dict(), "pass_start": self._pass.start}  # of all ranks
+        if not self.args.should_save:
+            return
         with sealed_when_complete(Path(output_dir) / STATE_FILE) as file:
             torch.save({**state, **MARK}, file)
 
@@ -263,6 +285,8 @@ class _PassOverData(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note the generator's state, or go back to it where a pass was left in the middle."""
         generator = self.loader.generator
+        if isinstance(getattr(self.loader.batch_sampler, "sampler", None), DistributedSampler):
+            self.loader.batch_sampler.sampler.set_epoch(int(state.epoch or 0))
         left_in_the_middle = state.global_step % len(self.loader) > 0 and not args.ignore_data_skip
         if self.resumed_start is not None and not self._began and left_in_the_middle:
             generator.set_state(self.resumed_start)
@@ -336,10 +360,13 @@ def _check_trainer(trainer: Any) -> None:
             f"mixed precision {trainer.accelerator.mixed_precision!r} cannot be accounted for: its scale and the steps "
             "that it skips tell of the examples without noise. Use bf16=True, which needs no scale."
         )
-    if args.world_size > 1 or args.n_gpu > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+    sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    if args.n_gpu > 1 or sharded or getattr(trainer.accelerator, "parallelism_config", None) is not None:
         raise ValueError(
-            f"distributed training ({args.world_size} processes, {args.n_gpu} GPUs in this one) is not supported by "
-            "FILPrivacyEngine yet; train on one device (CUDA_VISIBLE_DEVICES=0)"
+            f"distributed training of this kind ({args.world_size} processes, {args.n_gpu} GPUs in this one"
+            f"{', sharded' if sharded else ''}) cannot be accounted for: each example's gradient needs the whole "
+            "model, in a process of its own. Start one process a GPU (torchrun --nproc-per-node 8, accelerate launch "
+            "--multi_gpu), or train on one device (CUDA_VISIBLE_DEVICES=0)."
         )
 
     reasons = {

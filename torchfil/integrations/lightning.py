@@ -5,15 +5,17 @@ Needs ``lightning`` (or ``pytorch-lightning``): ``pip install 'torchfil[lightnin
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.loader import split_batch
+from torchfil.engine.ranks import shared_by
 from torchfil.integrations.redirected import Redirected
 from torchfil.integrations.table import write_table
 from torchfil.integrations.training_step import StepRedirected, private_but_targets
@@ -43,10 +45,16 @@ class FILCallback(pl.Callback):
     ``training_step`` stays as it is. Checkpoints of the trainer hold the accounting, too: with ``fit(ckpt_path=…)`` it
     goes on. They are then as confidential as the table. The losses and metrics that are logged are not private.
 
+    Several devices: ``Trainer(devices=8, strategy="ddp")``. As in Lightning, a step has ``batch_size`` examples of
+    every device; the table is written by rank 0. Before reading on one rank, call ``callback.engine.gather()`` on all.
+
     Guarantees:
-        * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`.
-        * Gradient accumulation, float16, several devices, several optimizers or training loaders, gradient
-          clipping by the trainer and reloaded loaders raise when the fit starts.
+        * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`, on several devices
+          with ``DifferentiallyPrivateDistributedDataParallel``.
+        * Gradients meet once, clipped and noisy: the module is taken out of torch's ``DistributedDataParallel``, which
+          would average them before.
+        * float16, sharded models (FSDP, DeepSpeed), several optimizers or training loaders, gradient clipping by the
+          trainer and reloaded loaders raise when the fit starts.
         * After the fit the model is a plain module again.
 
     Args:
@@ -94,12 +102,19 @@ class FILCallback(pl.Callback):
                 "from the table. Resume from a checkpoint of a fit with FILCallback, or load only public weights."
             )
 
-        trainer.fit_loop.setup_data()
-        loader = self._accumulated_loader(trainer, _only_loader(trainer))
+        # Poisson sampling draws for all ranks by itself; other samplers are made a rank's own by Lightning.
+        poisson = self.options.get("poisson_sampling", True)
+        with _samplers_kept(trainer) if poisson else contextlib.nullcontext():
+            trainer.fit_loop.setup_data()
+        loader = self._loader_of_whole_steps(trainer, _only_loader(trainer), poisson_sampling=poisson)
         (optimizer,) = trainer.strategy.optimizers
         redirected, options = self._redirection(pl_module, loader)
+
+        # Torch's wrapper has given all ranks the same weights, which is all that is wanted of it.
+        trainer.strategy.model = pl_module
+        model = shared_by(trainer.world_size, redirected.twin)
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.options else "make_private"
-        private, optimizer, loader = getattr(self.engine, prepare)(redirected.twin, optimizer, loader, **options)
+        private, optimizer, loader = getattr(self.engine, prepare)(model, optimizer, loader, **options)
         self._started, self._redirected = True, redirected
         redirected.to(private)
         if self._restored:
@@ -116,12 +131,13 @@ class FILCallback(pl.Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log ε."""
         if self.delta is not None:
-            pl_module.log("epsilon", float(self.engine.get_epsilon(self.delta)))
+            epsilon = float(self.engine.get_epsilon(self.delta))  # the same on all ranks
+            pl_module.log("epsilon", epsilon, sync_dist=trainer.world_size > 1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write the table."""
+        """Write the table, on one rank."""
         if self.path is not None:
-            write_table(self.engine, self.path, self.delta)
+            write_table(self.engine, self.path, self.delta, here=trainer.is_global_zero)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the hooks off the model."""
@@ -138,23 +154,27 @@ class FILCallback(pl.Callback):
         """Keep a checkpoint's accounting until the fit starts."""
         self._restored = state_dict
 
-    def _accumulated_loader(self, trainer: Any, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """The loader of batches as large as those that the fit accumulates; each is then a step of its own.
+    def _loader_of_whole_steps(
+        self, trainer: Any, loader: DataLoader[Any], *, poisson_sampling: bool
+    ) -> DataLoader[Any]:
+        """The loader of batches as large as those that a step of the fit has, over accumulation and devices.
 
         Poisson batches cannot be accumulated: several draws under one noise would be another mechanism.
         """
         self._accumulated = trainer.accumulate_grad_batches
-        if self._accumulated == 1:
+        draws_for_all = poisson_sampling and not isinstance(loader.sampler, DistributedSampler)
+        size = self._accumulated * (trainer.world_size if draws_for_all else 1)
+        if size == 1:
             return loader
         if loader.batch_size is None:
             raise ValueError(
-                f"accumulate_grad_batches={self._accumulated} with a batch_sampler of your own: let it draw batches of "
-                "the accumulated size, and leave accumulate_grad_batches out"
+                f"accumulate_grad_batches={self._accumulated} on {trainer.world_size} devices with a batch_sampler of "
+                "your own: pass batch_size= instead, from which the size of a step follows"
             )
         trainer.accumulate_grad_batches = 1
         return DataLoader(
             loader.dataset,
-            batch_size=self._accumulated * loader.batch_size,
+            batch_size=size * loader.batch_size,
             sampler=loader.sampler,
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
@@ -192,7 +212,19 @@ def _set_loader(trainer: Any, loader: DataLoader[Any]) -> None:
     fit = trainer.fit_loop
     fit._data_source = type(fit._data_source)(loader, "train_dataloader")
     fit._combined_loader = None
-    fit.setup_data()
+    with _samplers_kept(trainer):
+        fit.setup_data()
+
+
+@contextlib.contextmanager
+def _samplers_kept(trainer: Any) -> Iterator[None]:
+    """Inside, no loader's sampler is replaced by one for a part of the data."""
+    connector = trainer._accelerator_connector
+    before, connector.use_distributed_sampler = connector.use_distributed_sampler, False
+    try:
+        yield
+    finally:
+        connector.use_distributed_sampler = before
 
 
 def _only_loader(trainer: Any) -> DataLoader[Any]:
@@ -203,17 +235,18 @@ def _only_loader(trainer: Any) -> DataLoader[Any]:
             f"the fit has {len(loaders)} training loaders ({', '.join(type(part).__name__ for part in loaders)}); one "
             "torch DataLoader is needed, whose examples are numbered"
         )
+    if type(loaders[0].sampler).__name__ == "DistributedSamplerWrapper":
+        raise ValueError(
+            "Lightning deals out what each rank's own sampler draws, so that two ranks can draw the same "
+            "example for one step. Leave the sampler out, give the loader a DistributedSampler(dataset, "
+            "drop_last=True), or use Poisson sampling."
+        )
     return loaders[0]
 
 
 def _check_trainer(trainer: Any) -> None:
     """Raise for fits whose steps the accounting would not describe."""
-    strategies = [base.__name__ for base in type(trainer.strategy).__mro__]
-    if trainer.world_size > 1 or "SingleDeviceStrategy" not in strategies:
-        raise ValueError(
-            f"distributed training ({strategies[0]}, {trainer.world_size} processes) is not supported by "
-            "FILPrivacyEngine yet; pass Trainer(devices=1, strategy='auto')"
-        )
+    _check_strategy(trainer)
     if trainer.precision not in ("32-true", "64-true", "bf16-mixed", "bf16-true"):
         raise ValueError(
             f"precision={trainer.precision!r} cannot be accounted for: a scale of the loss and skipped steps tell of "
@@ -236,6 +269,23 @@ def _check_trainer(trainer: Any) -> None:
             f"configure_optimizers returns {len(trainer.strategy.optimizers)} optimizers; one is needed, over all "
             "parameters that are trained"
         )
+
+
+def _check_strategy(trainer: Any) -> None:
+    """Raise for ways to train on several devices that cannot be accounted for."""
+    kinds = [base.__name__ for base in type(trainer.strategy).__mro__]
+    is_parallel = "DDPStrategy" in kinds and isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
+    if not is_parallel and "SingleDeviceStrategy" not in kinds:
+        raise ValueError(
+            f"distributed training by {kinds[0]} ({trainer.world_size} processes) cannot be accounted for: each "
+            "example's gradient needs the whole model. Pass Trainer(strategy='ddp'), or devices=1."
+        )
+    for name in ("_ddp_comm_hook", "_model_averager"):
+        if getattr(trainer.strategy, name, None) is not None:
+            raise ValueError(
+                f"{kinds[0]} has {name.removeprefix('_')}={getattr(trainer.strategy, name)!r}, which would change how "
+                "gradients or weights meet; they are added up as in Opacus. Pass strategy='ddp'."
+            )
 
 
 def _check_accumulation(trainer: Any) -> None:

@@ -13,10 +13,20 @@ if TYPE_CHECKING:
 __all__ = ["write_table"]
 
 
-def write_table(engine: FILPrivacyEngine, path: str | os.PathLike[str], delta: float | None = None) -> None:
+def write_table(
+    engine: FILPrivacyEngine, path: str | os.PathLike[str], delta: float | None = None, *, here: bool = True
+) -> None:
     """Write :meth:`FILPrivacyEngine.leakage` as CSV, one row per example.
 
     The file is confidential: only its owner may read it. It is replaced only when complete.
+
+    Args:
+        engine: Of the run; all of its ranks must call this (collective).
+        path: The file.
+        delta: δ of the individual ε; None: without.
+        here: Whether this rank writes.
     """
-    names, columns = engine.leakage_columns(delta=delta)
-    write_csv(path, {"id": names, **columns})
+    engine.gather()
+    if here:
+        names, columns = engine.leakage_columns(delta=delta)
+        write_csv(path, {"id": names, **columns})

@@ -57,6 +57,7 @@ PUBLIC = {
         "sample_rate",
         "steps",
         "poisson",
+        "stream",
         "amplification",
         "estimator",
         "num_probes",

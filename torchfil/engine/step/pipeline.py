@@ -147,6 +147,10 @@ class StepPipeline(StepStages):
         size = ledger.laid_out if ledger is not None and ledger.by_coordinate else None
         return {"the number of steps": self.run.history.steps, "the number of private coordinates": size}
 
+    def settle_ids(self) -> None:
+        """See :meth:`Run.settle_ids`."""
+        self.run.settle_ids()
+
     def give_up(self) -> None:
         """The logical batch is not released."""
         self.run.drop_staged()

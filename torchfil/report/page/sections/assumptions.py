@@ -54,6 +54,12 @@ def _batches(report: Report) -> str | None:
     poisson, amplification = report.about("mechanism", "poisson"), report.about("mechanism", "amplification")
     if poisson is None:
         return None
+    if report.about("mechanism", "stream"):
+        return (
+            "The examples came as a stream, in an order that the attacker is taken to know; nothing was drawn by "
+            "chance, and no subsampling is credited. ε is that of as many releases as the example has that took part "
+            "most often, beside a run in which its gradient is left out and all others keep their places."
+        )
     if not poisson:
         return (
             "Batches were not drawn independently (no Poisson sampling), while the accountant’s ε assumes that they "

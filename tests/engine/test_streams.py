@@ -1,0 +1,329 @@
+"""Streams: ids from the batch, rows that grow, no subsampling credited; against brute force in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import grouped
+from loops import SIGMA, C, Step, Trained, data, loader, network, truth
+from opacus.accountants import RDPAccountant, create_accountant
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from torchfil import FILPrivacyEngine
+from torchfil.engine.streams import ids_of_batch
+from torchfil.fisher import reference
+from torchfil.report import load
+
+DELTA = 1e-5
+N = 23
+
+
+class Shards(IterableDataset):
+    """Examples in shards, of which each worker reads its own; no length, no random access."""
+
+    def __init__(self, order: Sequence[int] | None = None, *, kind: str = "tuple", shard: int = 4) -> None:
+        self.tensors = data(N).tensors
+        self.order, self.kind, self.shard = list(range(N)) if order is None else list(order), kind, shard
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        for place, row in enumerate(self.order):
+            if worker is None or place // self.shard % worker.num_workers == worker.id:
+                x, y, key = self.tensors[0][row], self.tensors[1][row], f"person {row}"
+                yield (x, y, key) if self.kind == "tuple" else {"x": x, "y": y, "key": key}
+
+
+def made(stream: Any = None, *, workers: int = 0, **options: Any) -> Trained:
+    """A run that is ready to train."""
+    stream, module = Shards() if stream is None else stream, network()
+    plain = DataLoader(stream, batch_size=5, num_workers=workers)
+    settings = {"noise_multiplier": SIGMA, "max_grad_norm": C, "estimator": "exact", "seed": 3, "id_of": 2}
+    settings |= {"poisson_sampling": False, "noise_generator": torch.Generator().manual_seed(7), **options}
+    engine = FILPrivacyEngine(accountant=settings.pop("accountant", "rdp"))
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
+    private = engine.make_private(module, optimizer, plain, **grouped(**settings))
+    return Trained(engine, *private, [])
+
+
+def take(run: Trained, x: Tensor, y: Tensor) -> None:
+    run.steps.append(Step({name: p.detach().clone() for name, p in run.model._module.named_parameters()}, [x], [y]))
+    run.optimizer.zero_grad()
+    nn.functional.cross_entropy(run.model(x), y).backward()
+    run.optimizer.step()
+
+
+def trained(stream: Any = None, *, passes: int = 1, **options: Any) -> Trained:
+    run = made(stream, **options)
+    for _ in range(passes):
+        for x, y in run.loader:
+            take(run, x, y)
+    return run
+
+
+def rows_of(run: Trained) -> list[int]:
+    """The number in the data set of each of the ledger's rows."""
+    return [int(str(key).split()[1]) for key in run.engine.leakage_columns()[0]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_ledger_is_the_truth_without_amplification(workers: int) -> None:
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(1)).tolist()
+    run = trained(Shards(order), passes=2, workers=workers, track=("fim",))
+    ledger, rows = run.engine.ledger, rows_of(run)
+    assert sorted(rows) == list(range(N))
+    assert workers or rows == order
+    fim, participations = truth(run, data(N), q=None, module=network())
+    assert ledger.num_examples == N
+    assert torch.equal(ledger.sums["participations"], participations[rows])
+    torch.testing.assert_close(ledger.sums["fim"], fim[rows], rtol=1e-9, atol=1e-12)
+    assert run.engine.get_fil(["person 3"]).value.shape == (1,)
+
+
+def test_rows_grow_as_examples_come() -> None:
+    run, seen = made(), []
+    assert math.isclose(run.engine.get_epsilon(DELTA), 0)
+    for batch in run.loader:
+        skipped = len(seen) == 10  # read, and not trained on
+        keys = list(batch._ids)
+        if not skipped:
+            x, y = batch
+            take(run, x, y)
+        seen += keys
+        trained_on = [key for key in seen if key not in seen[10:15]]
+        names, columns = run.engine.leakage_columns()
+        assert names == trained_on
+        assert len(columns["fil"]) == run.engine.ledger.num_examples == len(trained_on)
+    with pytest.raises(KeyError, match="ids are those that took part"):
+        run.engine.get_fil(["person 99"])
+
+
+def exact_epsilon(mu: float) -> float:
+    """ε at δ between N(0, 1) and N(μ, 1) (Balle and Wang 2018)."""
+
+    def delta(epsilon: float) -> float:
+        cdf = torch.special.ndtr(torch.tensor([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu], dtype=torch.float64))
+        return float(cdf[0] - math.exp(epsilon) * cdf[1])
+
+    low, high = 0.0, 100.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if delta(middle) > DELTA else (low, middle)
+    return high
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv", "gdp"])
+def test_epsilon_is_that_of_the_most_frequent_example(accountant: str) -> None:
+    """Person 0 comes three times, all others once: ε of three Gaussian releases, however many steps there were."""
+    order = [*range(10), 0, *range(10, 15), 0, *range(15, N)]
+    run = trained(Shards(order), accountant=accountant)
+    alone = create_accountant(accountant)
+    alone.history = [(SIGMA, 1.0, 3)]
+    assert len(run.steps) == 5
+    assert run.engine.get_epsilon(DELTA) == pytest.approx(alone.get_epsilon(DELTA))
+    assert run.engine.get_epsilon(DELTA) >= exact_epsilon(3**0.5 / SIGMA) - 1e-3
+    if accountant == "rdp":  # its divergence of order α is 3α/(2σ²)
+        orders = torch.tensor(RDPAccountant.DEFAULT_ALPHAS, dtype=torch.float64)
+        rdp = 3 * orders / (2 * SIGMA**2)
+        epsilons = rdp + ((orders - 1) / orders).log() - (math.log(DELTA) + orders.log()) / (orders - 1)
+        assert run.engine.get_epsilon(DELTA) == pytest.approx(float(epsilons.min()), rel=1e-9)
+
+
+def test_a_later_smaller_noise_counts_for_all() -> None:
+    run = made()
+    for step, (x, y) in enumerate(run.loader):
+        run.optimizer.noise_multiplier = SIGMA if step % 2 else 2 * SIGMA
+        take(run, x, y)
+    assert run.engine.accountant.history == [(SIGMA, 1.0, 1)]
+
+
+def test_individual_epsilon_counts_an_examples_own_steps() -> None:
+    run = trained(passes=2)
+    inputs, labels = data(N).tensors
+    squares = torch.zeros(N, dtype=torch.float64)
+    for step in run.steps:
+        module = network()
+        module.load_state_dict(step.weights)
+        rows = torch.tensor([int((inputs == row).all(dim=1).nonzero()) for row in step.x[0]])
+        norms = reference.clipped_gradients(
+            module, nn.CrossEntropyLoss(), inputs[rows], labels[rows], max_grad_norm=C, clip="smooth"
+        ).norm(dim=1)
+        squares.index_add_(0, rows, (norms / (SIGMA * C)).square())
+    orders = torch.tensor(RDPAccountant.DEFAULT_ALPHAS, dtype=torch.float64)
+    penalty = ((orders - 1) / orders).log() - (math.log(DELTA) + orders.log()) / (orders - 1)
+
+    def epsilon(squared: Tensor) -> Tensor:
+        return (squared[:, None] * orders / 2 + penalty).min(dim=1).values.clamp(min=0)
+
+    own = run.engine.get_individual_epsilon(delta=DELTA).value
+    assert (own >= epsilon(squares)[rows_of(run)] - 1e-9).all()
+    assert (own <= epsilon(squares * 1.05**2)[rows_of(run)] + 1e-6).all()  # norms are rounded up by at most 5 %
+    assert own.max() <= run.engine.get_epsilon(DELTA) + 1e-9
+
+
+@pytest.mark.parametrize("way", ["dict", "function", "train_step"])
+def test_ids_come_from_any_part_of_the_batch(way: str) -> None:
+    expected = trained(passes=2)
+    stream = Shards(kind="dict")
+    id_of: Any = (lambda batch: batch["key"]) if way == "function" else "key"
+    run = made(stream, id_of=id_of, criterion=nn.CrossEntropyLoss())
+    for _ in range(2):
+        for batch in run.loader:
+            assert ("key" in batch) == (way == "function")
+            if way == "train_step":
+                run.engine.train_step(batch["x"], batch["y"])
+            else:
+                take(run, batch["x"], batch["y"])
+    names, columns = expected.engine.leakage_columns(delta=DELTA)
+    assert run.engine.leakage_columns(delta=DELTA)[0] == names
+    torch.testing.assert_close(run.engine.ledger.sums["trace"], expected.engine.ledger.sums["trace"])
+    assert columns["participations"] == [2] * N
+
+
+def test_an_example_twice_in_one_batch_is_refused() -> None:
+    run = made(Shards([0, 1, 2, 3, 4, 5, 6, 5, 7, 8]))
+    batches = iter(run.loader)
+    take(run, *next(batches))
+    before = copy.deepcopy(run.engine.state_dict())
+    with pytest.raises(RuntimeError, match="an example occurs twice under one draw of noise"):
+        take(run, *next(batches))
+    after = run.engine.state_dict()
+    assert after["run"]["keys"] == before["run"]["keys"]
+    assert after["accountant"] == before["accountant"]
+    for name, value in before["run"]["ledger"]["sums"].items():
+        assert torch.equal(value, after["run"]["ledger"]["sums"][name])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"poisson_sampling": True}, ValueError, "Pass poisson_sampling=False and id_of="),
+        ({"id_of": None}, ValueError, "Put an id into every example"),
+        ({"norm_refresh": 3}, ValueError, "examples cannot be read again"),
+        ({"clip_weights": [1.0] * N}, ValueError, "who will come is not known"),
+        ({"rel_error": 0.1, "estimator": "weight-probes"}, ValueError, "how many passes follow"),
+        ({"amplification": "poisson"}, ValueError, "needs poisson_sampling=True"),
+    ],
+)
+def test_what_a_stream_cannot_have_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        made(**options)
+
+
+def test_batches_without_a_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="DataLoader.stream, batch_size="):
+        FILPrivacyEngine().make_private(
+            module := network(),
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            DataLoader(Shards(), batch_size=None),
+            poisson_sampling=False,
+            id_of=2,
+        )
+
+
+@pytest.mark.parametrize(
+    ("batch", "id_of", "message"),
+    [
+        ({"x": torch.zeros(2)}, "key", r"id_of='key' is not in a batch of type dict with \['x'\]"),
+        ((torch.zeros(2),), 3, "id_of=3 is not in a batch of type tuple of 1 parts"),
+        (("ab", torch.zeros(2)), 0, "give a list with one for each example"),
+        (([[1], [2]], torch.zeros(2)), 0, "cannot be an example's id"),
+    ],
+)
+def test_ids_that_are_none_are_told(batch: Any, id_of: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        ids_of_batch(batch, id_of)
+
+
+def test_nothing_of_a_stream_is_read_again() -> None:
+    run = trained()
+    with pytest.raises(RuntimeError, match="cannot be read again"):
+        run.engine.refresh_norms()
+    with pytest.raises(RuntimeError, match="cannot be read again"):
+        run.engine.plis(["person 1"])
+
+
+@pytest.mark.parametrize("seen", [7, 23])
+def test_a_grown_ledger_goes_on_from_its_checkpoint(seen: int, tmp_path: Path) -> None:
+    """After the first part of the stream, or a whole pass, bit for bit as the unbroken run."""
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(2)).tolist()
+    first, rest = order[:seen], [*order[seen:], *order]
+    whole = made(Shards(order))
+    for stream in (first, rest):
+        whole.loader.dataset.order = stream
+        for x, y in whole.loader:
+            take(whole, x, y)
+
+    begun = trained(Shards(first))
+    saved = {"path": tmp_path / "run.pt"}
+    begun.engine.save_checkpoint(**saved, module=begun.model, optimizer=begun.optimizer)
+    resumed = made(Shards(rest))
+    resumed.engine.load_checkpoint(**saved, module=resumed.model, optimizer=resumed.optimizer)
+    assert len(resumed.engine.leakage_columns()[0]) == seen
+    for x, y in resumed.loader:
+        take(resumed, x, y)
+
+    assert resumed.engine.leakage_columns(delta=DELTA) == whole.engine.leakage_columns(delta=DELTA)
+    assert resumed.engine.get_epsilon(DELTA) == whole.engine.get_epsilon(DELTA)
+    for name, value in whole.engine.ledger.sums.items():
+        assert torch.equal(resumed.engine.ledger.sums[name], value), name
+    assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
+
+
+def test_a_numbered_run_does_not_go_on_as_a_stream() -> None:
+    stream, module = trained(), network()
+    numbered = FILPrivacyEngine()
+    numbered.make_private(module, torch.optim.SGD(module.parameters(), lr=0.3), loader(data(N)), noise_multiplier=SIGMA)
+    with pytest.raises(ValueError, match="the saved run was on a stream"):
+        numbered.load_state_dict(stream.engine.state_dict())
+    with pytest.raises(ValueError, match="the saved run was on a data set with numbered examples"):
+        stream.engine.load_state_dict(numbered.state_dict())
+    assert len(rows_of(stream)) == N
+
+
+def test_a_stream_is_saved_and_reported(tmp_path: Path) -> None:
+    run = trained(passes=2, track=("diagonal",))
+    run.engine.save_run(tmp_path / "run.fil", delta=DELTA)
+    saved = load(tmp_path / "run.fil")
+    assert saved.ids.tolist() == [f"person {row}" for row in rows_of(run)]
+    assert saved.about["mechanism"]["stream"]
+    assert saved.about["mechanism"]["sample_rate"] is None
+    assert saved.about["epsilon"] == pytest.approx(run.engine.get_epsilon(DELTA))
+    page = run.engine.report(tmp_path / "report", delta=DELTA).read_text()
+    assert "The examples came as a stream" in page
+    assert "read ε as nominal" not in page
+
+
+def test_noise_for_a_target_epsilon() -> None:
+    """An epoch is one participation of every example."""
+    module, engine = network(), FILPrivacyEngine()
+    model, optimizer, batches = engine.make_private_with_epsilon(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        DataLoader(Shards(), batch_size=5),
+        target_epsilon=8.0,
+        target_delta=DELTA,
+        epochs=2,
+        max_grad_norm=C,
+        poisson_sampling=False,
+        id_of=2,
+    )
+    run = Trained(engine, model, optimizer, batches, [])
+    for _ in range(2):
+        for x, y in batches:
+            take(run, x, y)
+    assert 7.9 <= engine.get_epsilon(DELTA) <= 8.0
+
+
+def test_the_ledger_may_not_outgrow_memory() -> None:
+    run = made(max_ledger_memory=10_000)
+    with pytest.raises(MemoryError, match="over the limit"):
+        for x, y in run.loader:
+            take(run, x, y)
+    assert 0 < len(rows_of(run)) < N

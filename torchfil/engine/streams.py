@@ -1,0 +1,209 @@
+"""Streams: data sets without a length or random access, whose examples carry their ids in the batch.
+
+Nobody draws the batches of a stream: which examples a step uses is fixed by the order in which they come, and an
+attacker may know it. So no subsampling is credited (κ = 1), and a step counts for the examples that it used. The DP
+accountant hears of as many releases with q = 1 as the example has that took part most often, under the smallest noise
+of the run. Neighbouring streams differ in one example whose gradient is left out at its place ("zero-out"); where other
+examples would move up to its place, every later batch would change.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from torchfil.accounting.ids import plain_key
+from torchfil.engine.batches import BatchTracker, can_remember, emptied, remembering
+from torchfil.engine.options import Accounting
+from torchfil.engine.ranks import Ranks
+
+__all__ = ["FILStreamLoader", "IdOf", "check_stream", "ids_of_batch", "is_stream"]
+
+IdOf = str | int | Callable[[Any], Any]  # where a batch of a stream has its ids
+
+_ENDED, _GOES_ON, _NEVER_BEGAN = 0, 1, 2  # what a rank says of its stream
+_REMEDY = (
+    "Put an id into every example, the same whenever it comes again, and pass id_of=: the name or place of that part "
+    "of the batch, or a function from a batch to its ids."
+)
+
+
+def is_stream(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's examples cannot be numbered: they come as they come.
+
+    Example:
+        >>> is_stream(DataLoader([1, 2, 3]))
+        False
+    """
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *, poisson_sampling: bool) -> None:
+    """Raise for streams that cannot be accounted for."""
+    name = type(loader.dataset).__name__
+    if poisson_sampling:
+        raise ValueError(
+            f"{name} is a stream, from which no example can be drawn at random, so that no subsampling may be "
+            "credited. Pass poisson_sampling=False and id_of= (ε then counts how often an example took part), or a "
+            "data set with a length and numbered examples."
+        )
+    if id_of is None or not (callable(id_of) or isinstance(id_of, str | int)):
+        raise ValueError(f"id_of={id_of!r} does not tell whose leakage is whose in the stream {name}. {_REMEDY}")
+    if loader.batch_size is None:
+        raise ValueError(
+            "the loader has batch_size=None, and the mean of a noisy sum needs a size that does not depend on the "
+            "data: let the stream give single examples and the loader make batches, DataLoader(stream, batch_size=…)"
+        )
+
+    # what is given for all examples, or chosen by all of them, before they have come
+    unknown = {
+        "clip_weights": "who will come is not known",
+        "min_mse_bound": "who will come is not known",
+        "rel_error": "how many passes follow is not known; say num_probes= and fil_rate=",
+        "norm_refresh": "examples cannot be read again; nor is it needed, as only an example's own steps count",
+    }
+    for option, reason in unknown.items():
+        if getattr(accounting, option) is not None:
+            raise ValueError(f"{option}={getattr(accounting, option)!r} cannot be used with a stream: {reason}")
+
+
+def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:
+    """The ids of a batch, and the batch without them.
+
+    Args:
+        batch: A dict, tuple or list, [batch, …] each part; of any kind where ``id_of`` is a function.
+        id_of: The name or place of the part that holds the ids; or a function from a batch, which is then left as it
+            is, to its ids.
+
+    Example:
+        >>> ids_of_batch({"x": torch.zeros(2), "key": ["a", "b"]}, "key")
+        (['a', 'b'], {'x': tensor([0., 0.])})
+        >>> ids_of_batch((torch.zeros(2), torch.tensor([7, 9])), 1)
+        ([7, 9], (tensor([0., 0.]),))
+    """
+    if callable(id_of):
+        return _as_keys(id_of(batch)), batch
+    if isinstance(batch, dict | UserDict) and id_of in batch:
+        rest = copy.copy(batch)
+        keys = rest.pop(id_of)
+        return _as_keys(keys), rest
+    if type(batch) in (tuple, list) and isinstance(id_of, int) and -len(batch) <= id_of < len(batch):
+        place = id_of % len(batch)
+        return _as_keys(batch[place]), type(batch)(part for at, part in enumerate(batch) if at != place)
+    held = f"with {sorted(map(str, batch))}" if isinstance(batch, dict | UserDict) else f"of {_length(batch)} parts"
+    raise ValueError(
+        f"id_of={id_of!r} is not in a batch of type {type(batch).__name__} {held}: give the name or place of the ids, "
+        "or a function from a batch to its ids"
+    )
+
+
+def _length(batch: Any) -> int:
+    return len(batch) if hasattr(batch, "__len__") else 1
+
+
+def _as_keys(given: Any) -> list[Hashable]:
+    """The ids of a batch as Python's own numbers and texts."""
+    listed = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
+    if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
+        raise TypeError(
+            f"the ids of a batch are {type(given).__name__} {given!r}; give a list with one for each example"
+        )
+    keys = [plain_key(key) for key in listed]
+    for key in keys:
+        if not isinstance(key, Hashable) or isinstance(key, Tensor):
+            raise TypeError(f"{key!r} cannot be an example's id: give a number or a text for each example")
+    return keys
+
+
+class StreamCollate:
+    """Collates as before and hands out a batch that remembers its ids, without the part that held them."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], id_of: IdOf, token: int) -> None:
+        self.collate_fn = collate_fn
+        self._id_of = id_of
+        self._token = token
+
+    def __call__(self, samples: Any) -> Any:
+        ids, batch = ids_of_batch(self.collate_fn(samples), self._id_of)
+        if not can_remember(batch):
+            raise TypeError(
+                f"the collate function returns {type(batch).__name__}, which cannot carry example ids; return a list, "
+                "tuple, dict or dataclass"
+            )
+        return remembering(batch, ids, self._token)
+
+
+class FILStreamLoader(DataLoader[Any]):
+    """A loader of a stream, the same in every respect but that its batches remember their ids.
+
+    On several ranks each reads a stream of its own, and all of them take as many steps as the longest has batches: a
+    rank whose stream has ended gets empty ones.
+
+    Args:
+        loader: The user's.
+        tracker: Where the current batch is noted.
+        on_start: Called at the start of each pass, in the main process.
+        id_of: Where a batch has its ids.
+        ranks: The processes that train together; None: a single one.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        tracker: BatchTracker,
+        on_start: Callable[[], None],
+        id_of: IdOf,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.plain_dataset: Any = loader.dataset
+        self.plain_collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
+        self.sample_rate: float | None = None
+        self._on_start, self._ranks = on_start, ranks
+        super().__init__(
+            dataset=loader.dataset,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            num_workers=loader.num_workers,
+            collate_fn=StreamCollate(loader.collate_fn, id_of, tracker.token),
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._on_start()
+        batches = super().__iter__()
+        return iter(batches) if self._ranks is None else _until_all_end(batches, self._ranks)
+
+
+def _until_all_end(batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
+    """This rank's batches, and then empty ones until all ranks' have ended (collective at each)."""
+    empty: Any = None
+    while True:
+        batch = next(batches, None)
+        told = _GOES_ON if batch is not None else _ENDED if empty is not None else _NEVER_BEGAN
+        answers = [int(answer) for answer in ranks.each(torch.tensor([told]))]
+        if _GOES_ON not in answers:
+            return
+        if _NEVER_BEGAN in answers:
+            raise RuntimeError(
+                f"the stream of rank {answers.index(_NEVER_BEGAN)} has no batch at all, so that it is not known what "
+                f"an empty one looks like: give each of the {ranks.size} ranks some shards"
+            )
+        if batch is None:
+            yield empty
+            continue
+        if empty is None:
+            empty = emptied(batch)
+        yield batch
