@@ -23,7 +23,7 @@ def main() -> None:
       torchfil report run.fil -o report                 # its report; --redacted for one to share
       torchfil gate run.fil --policy policy.toml        # exit code 1 where a threshold is broken
       torchfil bench --model my_package.training:job    # does my model run, and what does a step cost?
-      torchfil glm patients.csv --target dose --private vkorc1,age
+      torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1,age
 
     A run is saved by engine.save_run("run.fil", delta=1e-5) after training with torchfil.FILPrivacyEngine.
     Exit codes: 0 done, 1 a policy is broken or a model is refused, 2 bad input.
