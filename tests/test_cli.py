@@ -101,52 +101,9 @@ class TestInspect:
         assert "is not a saved run of torchfil" in refused("inspect", other)
         run_file(other, columns={"squared_norm": np.ones(30)})
         assert "the run has no column 'fil'; it has squared_norm" in refused("inspect", other)
-        policy = tmp_path / "policy.toml"
-        policy.write_text("min_mse_bound = 1")
-        assert "the run has no column 'mse_bound_low'" in refused("gate", other, "--policy", policy)
         whole = run_file(tmp_path / "run.fil").read_bytes()
         other.write_bytes(whole[:-5])
         assert "is cut short" in refused("inspect", other)
-
-
-class TestGate:
-    def test_init_then_pass_then_fail(self, tmp_path: Path) -> None:
-        run, policy = run_file(tmp_path / "run.fil"), tmp_path / "policy.toml"
-        assert call("gate", "--init", "--policy", policy).exit_code == 0
-        passed = call("gate", run, "--policy", policy)
-        assert passed.exit_code == 0, passed.output
-        assert passed.stdout.splitlines()[-1] == "passed"
-        policy.write_text("min_mse_bound = 4.0\nmax_epsilon = 8\n")
-        failed = call("gate", run, "--policy", policy)
-        assert failed.exit_code == 1
-        (line,) = [line for line in failed.stdout.splitlines() if line.startswith("FAIL ")]
-        assert line.split()[-3:] == ["4", "3.6", "2"]
-        assert failed.stdout.splitlines()[-1] == "FAILED: 1 rule broken"
-        quiet = call("gate", run, "--policy", policy, "--quiet")
-        assert "pass" not in quiet.stdout
-        data = json.loads(call("gate", run, "--policy", policy, "--json").stdout)
-        assert data["passed"] is False
-        assert {rule["rule"]: rule["passed"] for rule in data["rules"]} == {
-            "min_mse_bound": False,
-            "max_epsilon": True,
-            "max_violated_bounds": True,
-            "max_share_not_measured": True,
-            "max_examples_missed": True,
-        }
-
-    def test_bad_input_is_not_a_failed_gate(self, tmp_path: Path) -> None:
-        run, policy = run_file(tmp_path / "run.fil"), tmp_path / "policy.toml"
-        assert "no policy" in refused("gate", run, "--policy", policy)
-        assert "name a saved run, or use --init" in refused("gate", "--policy", policy)
-        policy.write_text("max_epsilom = 1")
-        assert "unknown key 'max_epsilom'; did you mean 'max_epsilon'?" in refused("gate", run, "--policy", policy)
-        assert "exists already and is not overwritten" in refused("gate", "--init", "--policy", policy)
-        assert policy.read_text() == "max_epsilom = 1"
-        assert "no file" in refused("gate", tmp_path / "none.fil", "--policy", policy)
-
-    def test_a_file_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
-        lost = tmp_path / "none" / "policy.toml"
-        assert refused("gate", "--init", "--policy", lost) == f"torchfil: {lost}: No such file or directory"
 
 
 class TestReport:

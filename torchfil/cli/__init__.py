@@ -3,9 +3,10 @@
 import click
 
 from torchfil._version import __version__
+from torchfil.cli.gating import gate
 from torchfil.cli.linear import glm
 from torchfil.cli.output import OneLineGroup
-from torchfil.cli.runs import gate, inspect, report
+from torchfil.cli.runs import inspect, report
 from torchfil.cli.trying import bench, demo
 
 __all__ = ["main"]
