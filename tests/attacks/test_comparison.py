@@ -139,3 +139,45 @@ def test_what_cannot_be_compared_is_refused() -> None:
         torchfil.compare_with_bounds(nn.Linear(2, 2), result([1.0], None))
     with pytest.raises(ValueError, match="confidence=1"):
         torchfil.compare_with_bounds([1.0], result([1.0], None), confidence=1.0)
+
+
+def test_a_guess_that_never_saw_the_model_is_not_testable() -> None:
+    """The mean of the data beats every bound above the data's spread: that was reported as a violated bound."""
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(50, 3))
+    spread = (data - data.mean(axis=0)) ** 2
+    errors = spread.mean(axis=1)
+    seen = AttackResult("mean", "the data's mean", range(50), errors, "mse", trials=9, standard_error=np.zeros(50))
+    unseen = AttackResult(
+        "mean", "the data's mean", range(50), errors, "mse", trials=9, standard_error=np.zeros(50), saw_model=False
+    )
+    bounds = np.full(50, 100.0)
+    assert torchfil.compare_with_bounds(bounds, seen).violated.all()
+    found = torchfil.compare_with_bounds(bounds, unseen)
+    assert not found.violated.any()
+    assert found.verdicts == ["not testable"] * 50
+    assert np.isnan(found.violations)
+    assert (found.record(range(50)).testable, found.record(range(50)).untestable) == (False, "never saw the model")
+
+
+def test_the_blind_guess_stands_beside_the_attack() -> None:
+    attack = AttackResult("test", "all", range(4), [1.0, 3.0, 5.0, 7.0], "mse", trials=1, blind=[1.0, 1.0, 9.0, 9.0])
+    found = torchfil.compare_with_bounds([4.0] * 4, attack)
+    assert (found.share_below, found.blind_share_below) == (0.5, 0.5)
+    assert "blind" in found.table()
+    record = found.record(range(4))
+    assert record.blind is not None
+    assert record.blind.tolist() == [1.0, 1.0, 9.0, 9.0]
+    assert record.untestable == "one trial"
+    assert np.isnan(torchfil.compare_with_bounds([4.0], result([1.0], None)).blind_share_below)
+    with pytest.raises(ValueError, match="blind has shape"):
+        AttackResult("test", "all", range(4), [1.0] * 4, "mse", trials=1, blind=[1.0])
+
+
+def test_reconstructions_bring_their_blind_guess() -> None:
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(30, 3)), (rng.random(30) < 0.5).astype(float)
+    model = LogisticRegression(l2=0.05, fit_intercept=True).fit(X, y)
+    blind = GLMReconstruction(model, X, y).run(0.1, 10, rows=[5, 1], seed=0).blind
+    assert blind is not None
+    assert blind == pytest.approx(((X - X.mean(axis=0)) ** 2).mean(axis=1)[[5, 1]])

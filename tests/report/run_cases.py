@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -92,3 +93,21 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
         },
     }
     return SavedRun(**{**parts, **changes})
+
+
+def worrying(*, safe: bool = False) -> SavedRun:
+    """Inputs between 0 and 1; one example in a hundred is known to 0.14, its age to 0.1, whether it smokes to 90 %."""
+    n = 100
+    bound = np.full(n, 4.0)
+    error, divergence = np.full((n, 2), 2.0), np.full((n, 1), 1e-3)
+    if not safe:
+        bound[7], error[7, 0], divergence[7] = 0.02, 0.1, 2.0
+    run = made_up(n, attacks=[])
+    columns = {**run.columns, "mse_bound": bound, "mse_bound_low": bound, "participations": np.full(n, 9)}
+    return dataclasses.replace(
+        run,
+        about={**run.about, "dataset": {"input_range": [0.0, 1.0]}},
+        columns=columns,
+        attributes=Attributes(["age", "height"], ["", ""], error, error),
+        questions=[QuestionRecord("smokes", ["no"], False, divergence, divergence)],
+    )

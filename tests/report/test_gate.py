@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_cases import made_up
+from run_cases import made_up, worrying
 
 from torchfil.guessing import largest_true_positive_rate
-from torchfil.report.gate import Verdict, check
+from torchfil.report.gate import check
 from torchfil.report.policy import TEMPLATE, Policy, PolicyError, load_policy, parse_policy
-from torchfil.report.saved_run import SavedRun
+from torchfil.report.saved_run import SavedRun, load, save
+from torchfil.report.verdict import Verdict, told_apart
 
 
 def run_with(**columns: Any) -> SavedRun:
@@ -151,6 +152,95 @@ class TestRules:
         assert not verdict(run, "max_individual_epsilon", max_individual_epsilon=5).passed
 
 
+class TestAgainstABlindGuess:
+    def test_errors_and_exposed(self) -> None:
+        found = verdict(worrying(), "min_error_share", min_error_share=0.5)
+        assert (found.passed, found.rows.tolist()) == (False, [7])
+        assert found.found == pytest.approx(0.02**0.5 / 0.5)
+        assert verdict(worrying(), "min_error_share", min_error_share=0.28).passed
+        share = verdict(worrying(), "max_share_exposed", max_share_exposed=0.005)
+        assert (share.passed, share.found, share.rows.tolist()) == (False, 0.01, [7])
+        assert verdict(worrying(), "max_share_exposed", max_share_exposed=0.01).passed
+
+    def test_lower_ends_count(self) -> None:
+        run = worrying(safe=True)
+        run.columns["mse_bound_low"] = run.columns["mse_bound_low"].copy()
+        run.columns["mse_bound_low"][3] = 0.01
+        assert verdict(run, "min_error_share", min_error_share=0.5).rows.tolist() == [3]
+        assert verdict(run, "max_share_exposed", max_share_exposed=0.0).rows.tolist() == [3]
+
+    def test_the_policy_may_know_better(self) -> None:
+        found = verdict(worrying(), "min_error_share", min_error_share=0.5, blind_error=0.2)
+        assert found.found == pytest.approx(0.02**0.5 / 0.2)
+        assert found.passed
+        spread = {"min_attribute_error_share": 0.5, "attribute_spread": {"age": 0.15}}
+        assert verdict(worrying(), "min_attribute_error_share", **spread).passed
+        with pytest.raises(PolicyError, match="attribute_spread: the run has no attribute 'aeg'; did you mean 'age'"):
+            check(worrying(), parse_policy({"min_attribute_error_share": 0.5, "attribute_spread": {"aeg": 1.0}}))
+        with pytest.raises(PolicyError, match="must be positive and finite"):
+            parse_policy({"attribute_spread": {"age": 0}})
+
+    def test_attributes(self) -> None:
+        found = verdict(worrying(), "min_attribute_error_share", min_attribute_error_share=0.5)
+        assert (found.passed, found.rows.tolist()) == (False, [7])
+        assert found.found == pytest.approx(0.2)
+        assert "of 2 attributes; the worst is 'age'" in found.detail
+
+    def test_questions(self) -> None:
+        found = verdict(worrying(), "max_gain_over_guessing (smokes)", max_gain_over_guessing=0.1)
+        assert (found.passed, found.rows.tolist()) == (False, [7])
+        assert found.found is not None
+        assert 0.3 < found.found <= 0.5
+
+    def test_what_is_not_known_fails(self) -> None:
+        bare = dataclasses.replace(worrying(), about={}, attributes=None, questions=[])
+        limits = {
+            "min_error_share": 0,
+            "max_share_exposed": 1,
+            "min_attribute_error_share": 0,
+            "max_gain_over_guessing": 1,
+        }
+        for name, limit in limits.items():
+            found = verdict(bare, name, **{name: limit})
+            assert (found.passed, found.found, found.offending) == (False, None, 100)
+            assert any(remedy in found.detail for remedy in ("save_run(", "make_private("))
+        unknown = dataclasses.replace(worrying(), about={})
+        found = verdict(unknown, "min_attribute_error_share", min_attribute_error_share=0)
+        assert "the spread of 'age' is not known: attribute_spread in the policy" in found.detail
+
+
+class TestAttacks:
+    def test_untestable_attacks_do_not_count(self) -> None:
+        run = made_up(20)
+        assert verdict(run, "min_attacks", min_attacks=1).passed
+        blind = dataclasses.replace(
+            run.attacks[0], testable=False, untestable="never saw the model", violated=np.ones(3, bool)
+        )
+        only = dataclasses.replace(run, attacks=[blind])
+        failed = verdict(only, "min_attacks", min_attacks=1)
+        assert (failed.passed, failed.found) == (False, 0)
+        assert failed.detail.endswith("not testable: gradient: never saw the model")
+        assert verdict(only, "max_violated_bounds").passed, "what is not testable violates nothing"
+        assert not verdict(dataclasses.replace(run, attacks=[]), "min_attacks", min_attacks=1).passed
+
+    def test_the_reason_is_kept_in_the_file(self, tmp_path: Path) -> None:
+        blind = dataclasses.replace(
+            made_up(20).attacks[0], testable=False, untestable="never saw the model", blind=np.arange(3.0)
+        )
+        (again,) = load(save(made_up(20, attacks=[blind]), tmp_path / "run.fil")).attacks
+        assert (again.testable, again.untestable) == (False, "never saw the model")
+        assert again.blind is not None
+        assert again.blind.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_ties_have_enough_digits() -> None:
+    assert told_apart(1.05, 1.0499999) == ("1.05", "1.0499999")
+    assert told_apart(0.05, 0.05) == ("0.05", "0.05")
+    assert told_apart(0, 3) == ("0", "3")
+    limit, found = told_apart(0.3, 0.1 + 0.2)
+    assert limit != found
+
+
 class TestPolicies:
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -184,7 +274,7 @@ class TestPolicies:
     def test_the_template_explains_every_key(self, tmp_path: Path) -> None:
         path = tmp_path / "policy.toml"
         path.write_text(TEMPLATE)
-        assert load_policy(path).min_mse_bound == 0.01
+        assert load_policy(path).min_error_share == 0.5
         path.write_text(re.sub(r"^# (?=\w+ = |\[)", "", TEMPLATE, flags=re.MULTILINE))
         everything = load_policy(path)
         for field in dataclasses.fields(Policy):
@@ -192,9 +282,32 @@ class TestPolicies:
             assert getattr(everything, field.name) is not None
         assert everything.min_attribute_error == {"age": 5.0}
 
+    def test_the_documentation_explains_every_key(self) -> None:
+        page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+        for field in dataclasses.fields(Policy):
+            assert re.search(rf"^\| [^|]*`{field.name}`", page, flags=re.MULTILINE), field.name
+
+    @pytest.mark.parametrize("text", ["", "# nothing\n", "min_group_size = 10\nmax_violated_bounds = 3\n"])
+    def test_a_policy_that_limits_nothing_is_refused(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "policy.toml"
+        path.write_text(text)
+        with pytest.raises(PolicyError, match="the policy limits nothing, so that every run would pass; set at least"):
+            load_policy(path)
+
+    def test_a_worrying_run_fails_the_template(self, tmp_path: Path) -> None:
+        """It passed the template of before, whose thresholds knew no unit and asked for no attribute or question."""
+        path = tmp_path / "policy.toml"
+        path.write_text(TEMPLATE)
+        before = {"min_mse_bound": 0.01, "mse_bound_of_concern": 0.05, "max_share_of_concern": 0.05, "max_epsilon": 8}
+        assert all(found.passed for found in check(worrying(), parse_policy(before)))
+        broken = {found.rule for found in check(worrying(), load_policy(path)) if not found.passed}
+        assert broken == {"min_error_share", "min_attribute_error_share", "max_gain_over_guessing (smokes)"}
+        assert all(found.passed for found in check(worrying(safe=True), load_policy(path)))
+
     def test_the_template_tells_what_still_applies_when_left_out(self) -> None:
         numbers = {field.name: field.default for field in dataclasses.fields(Policy) if field.default is not None}
-        del numbers["min_attribute_error"], numbers["max_true_positive_rate"]
+        for table in ("attribute_spread", "min_attribute_error", "max_true_positive_rate"):
+            del numbers[table]
         assert {v.rule: v.limit for v in check(made_up(20), parse_policy({}))} == {
             name: value for name, value in numbers.items() if name.startswith("max_")
         }

@@ -507,6 +507,29 @@ def test_one_trial_is_not_testable_and_never_held(tmp_path: Path) -> None:
     assert torchfil.compare_with_bounds([1.0, 1.0], many).verdicts == ["violated", "held"]
 
 
+def test_attacks_that_tested_nothing_are_called_so(tmp_path: Path) -> None:
+    """They were counted among those that did not beat the bound, and a blind guess below it as a violation."""
+    errors = np.full(3, 0.5)
+    blind = AttackResult("the mean", "no model", [0, 1, 2], errors, "mse", 9, np.zeros(3), saw_model=False)
+    record = torchfil.compare_with_bounds([1.0, 1.0, 0.2], blind).record(range(40))
+    page = write_report(made_up(attacks=[record]), tmp_path / "report")
+    found = sentences(page, "findings")
+    assert "No attack tested the bounds: the mean (never saw the model). They stand on theory alone." in found
+    assert "did better than" not in found
+    assert "A bound was violated" not in found
+    assert "never saw the model" in sentences(page, "attacks")
+
+    real = AttackResult(
+        "inversion", "all", [0, 1, 2], errors, "mse", 9, np.full(3, 9.0), blind=np.asarray([0.1, 5.0, 0.1])
+    )
+    both = [record, torchfil.compare_with_bounds([1.0, 1.0, 0.2], real).record(range(40))]
+    page = write_report(made_up(attacks=both), tmp_path / "both")
+    assert "No attack that tested the bounds (inversion) did better than they allow." in sentences(page, "findings")
+    rows = [summary for summary in summarise(made_up(attacks=both)).attacks if summary.testable]
+    assert [(row.below, row.blind_below) for row in rows] == [(2, 2)]
+    assert "67 %" in sentences(page, "attacks")
+
+
 def test_words_are_shaded_by_their_leakage_and_left_out_of_the_public_version(tmp_path: Path) -> None:
     run = made_up()
     section = re.search(

@@ -30,6 +30,10 @@ class AttackResult:
         guesses: The guesses of one trial, or whatever the attack documents, [m, …].
         sigma: The noise on the weights, where one release of them was attacked;
             :func:`torchfil.compare_with_bounds` reads it.
+        blind: What somebody who never saw the model achieves for each by the same measure, e.g. by naming the mean of
+            the data, [m], or None where it was not computed.
+        saw_model: Whether the attacker saw anything that the training gave. A guess from the data alone says nothing
+            about the model, and can neither keep nor break a bound.
 
     Example:
         >>> AttackResult("coin", "knows nothing", [7, 9], [0.5, 0.5], measure="accuracy", trials=10).achieved
@@ -46,10 +50,12 @@ class AttackResult:
     squared_bias: np.ndarray | None = None
     guesses: np.ndarray | None = None
     sigma: float | None = None
+    blind: np.ndarray | None = None
+    saw_model: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", as_array(self.ids).tolist() if hasattr(self.ids, "shape") else list(self.ids))
-        for name in ("achieved", "standard_error", "squared_bias", "guesses"):
+        for name in ("achieved", "standard_error", "squared_bias", "guesses", "blind"):
             value = getattr(self, name)
             if value is None:
                 continue
@@ -59,6 +65,13 @@ class AttackResult:
                 raise ValueError(f"{name} has shape {list(array.shape)} for {len(self.ids)} ids; it must have one each")
         if self.trials < 1:
             raise ValueError(f"trials={self.trials} must be at least 1")
+
+    @property
+    def untestable(self) -> str:
+        """Why the attack can neither keep nor break a bound; "" where it can."""
+        if not self.saw_model:
+            return "never saw the model"
+        return "" if self.trials > 1 and self.standard_error is not None else "one trial"
 
 
 def make_generator(

@@ -36,7 +36,7 @@ class BoundComparison:
         predicted_low: The lower end of its interval where it is an estimate, otherwise the bound itself.
         predicted_high: The upper end of it.
         achieved_low: The lower end of the interval of the achieved error.
-        achieved_high: Its upper end; infinite where one trial does not tell.
+        achieved_high: Its upper end; infinite where the attack is not testable.
         violated: Whether ``achieved_high`` lies below ``predicted_low``: below the bound beyond chance.
         confidence: Of the intervals.
     """
@@ -68,8 +68,12 @@ class BoundComparison:
 
     @property
     def testable(self) -> bool:
-        """Whether there is more than one trial: one does not tell its own spread, and so cannot break a bound."""
-        return self.attack.trials > 1 and self.attack.standard_error is not None
+        """Whether the attack could have broken a bound: it saw the model, in more than one trial.
+
+        One trial does not tell its own spread. Who never saw the model guesses from the data, and comes below a bound
+        wherever that exceeds the data's spread, which tells nothing about the model.
+        """
+        return not self.attack.untestable
 
     @property
     def verdicts(self) -> list[str]:
@@ -80,8 +84,21 @@ class BoundComparison:
 
     @property
     def violations(self) -> float:
-        """The share of examples whose bound was broken beyond chance; NaN where one trial does not tell."""
+        """The share of examples whose bound was broken beyond chance; NaN where that was not testable."""
         return float(self.violated.mean()) if self.testable else math.nan
+
+    @property
+    def share_below(self) -> float:
+        """The share of examples whose achieved error lies below the bound, by chance or not."""
+        return float((self.attack.achieved < self.predicted).mean())
+
+    @property
+    def blind_share_below(self) -> float:
+        """The same of a guess without the model; NaN where that was not computed.
+
+        Where it is not smaller than :attr:`share_below`, coming below the bound is no feat of the attack.
+        """
+        return math.nan if self.attack.blind is None else float((self.attack.blind < self.predicted).mean())
 
     def table(self) -> Any:
         """A pandas DataFrame by example id, or a dict of lists where pandas is not installed."""
@@ -98,6 +115,8 @@ class BoundComparison:
         }
         if self.attack.squared_bias is not None:
             columns["squared_bias"] = self.attack.squared_bias
+        if self.attack.blind is not None:
+            columns["blind"] = self.attack.blind
         return as_table(self.attack.ids, {name: values.tolist() for name, values in columns.items()})
 
     def record(self, ids: Sequence[Hashable]) -> AttackRecord:
@@ -122,6 +141,8 @@ class BoundComparison:
             self.attack.achieved.astype(np.float64),
             self.violated,
             self.testable,
+            self.attack.untestable,
+            None if self.attack.blind is None else self.attack.blind.astype(np.float64),
         )
 
     def plot(self, *, title: str | None = None, blind: float | None = None) -> Figure:
@@ -139,7 +160,7 @@ class BoundComparison:
 
         figure = new_figure(6.4, 4.6, "constrained")
         axis = figure.subplots()
-        untold = "not testable: one trial" if not self.testable else "bound held"
+        untold = "bound held" if self.testable else f"not testable: {self.attack.untestable}"
         for chosen, colour, marker, label in (
             (drawn & ~self.violated, HELD if self.testable else NEUTRAL, "o", untold),
             (drawn & self.violated, BROKEN, "^", "below the bound beyond chance"),
@@ -186,7 +207,8 @@ def compare_with_bounds(
     An example that a run has not measured has no bound that could be violated, and an infinite one in the table.
 
     The bound speaks of unbiased attackers. A biased one (who guesses the mean of all, or keeps to a range) can go below
-    it, most of all where the bound exceeds the spread of the data; ``squared_bias`` in the table tells.
+    it, most of all where the bound exceeds the spread of the data; ``squared_bias`` in the table tells, and ``blind``,
+    what a guess without the model achieves. An attack that never saw the model is not testable.
 
     Args:
         source: What gives the bounds: a :class:`FILPrivacyEngine` or :class:`Leakage`, a fitted generalised linear
@@ -215,9 +237,9 @@ def compare_with_bounds(
     level = 1 - (1 - confidence) / (len(attack.ids) if simultaneous else 1)
     predicted, predicted_low, predicted_high = _bounds(source, attack, level, options)
 
-    # One trial tells nothing of its own spread: such an interval is infinite, and no bound is violated.
+    # What is not testable has an infinite interval, and violates no bound.
     width = np.full(len(predicted), np.inf)
-    if attack.standard_error is not None and attack.trials > 1:
+    if attack.standard_error is not None and not attack.untestable:
         width = float(stats.t.ppf(0.5 + level / 2, attack.trials - 1)) * attack.standard_error
     achieved_low = np.maximum(attack.achieved - width, 0)
     achieved_high = attack.achieved + width

@@ -156,6 +156,7 @@ class GLMReconstruction:
             squared_bias=unbiased if trials > 1 else None,  # type: ignore[arg-type]
             guesses=inputs + mean_error,  # type: ignore[arg-type]
             sigma=sigma,
+            blind=(inputs - view.X[:, :d].mean(dim=0)).square().mean(dim=1),  # type: ignore[arg-type]
         )
 
     def _errors(self, inputs: Tensor, solved: _Solved) -> tuple[Tensor, Tensor]:

@@ -80,6 +80,7 @@ def informed_reconstruction(
     if runs > 1:  # the mean guess is off by chance, too
         bias = (bias - (guesses.var(dim=1) * share).sum(dim=1) / runs).clamp(min=0)
 
+    middle = (examples.z * own).sum(dim=0) / own.sum(dim=0).clamp(min=1)  # what a blind attacker names, [d]
     return AttackResult(
         name="informed reconstruction",
         threat_model="sees every noisy gradient, knows the batches, all other examples and the label; no prior",
@@ -90,6 +91,7 @@ def informed_reconstruction(
         standard_error=(squared.std(dim=1) / runs**0.5).cpu().numpy() if runs > 1 else None,
         squared_bias=bias.cpu().numpy() if runs > 1 else None,
         guesses=guesses.cpu().numpy(),
+        blind=((truth[:, 0] - middle).square() * share).sum(dim=1).cpu().numpy(),
     )
 
 

@@ -3,9 +3,10 @@
 import click
 
 from torchfil._version import __version__
+from torchfil.cli.gating import gate
 from torchfil.cli.linear import glm
 from torchfil.cli.output import OneLineGroup
-from torchfil.cli.runs import gate, inspect, report
+from torchfil.cli.runs import inspect, report
 from torchfil.cli.trying import bench, demo
 
 __all__ = ["main"]
@@ -23,7 +24,7 @@ def main() -> None:
       torchfil report run.fil -o report                 # its report; --redacted for one to share
       torchfil gate run.fil --policy policy.toml        # exit code 1 where a threshold is broken
       torchfil bench --model my_package.training:job    # does my model run, and what does a step cost?
-      torchfil glm patients.csv --target dose --private vkorc1,age
+      torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1,age
 
     A run is saved by engine.save_run("run.fil", delta=1e-5) after training with torchfil.FILPrivacyEngine.
     Exit codes: 0 done, 1 a policy is broken or a model is refused, 2 bad input.

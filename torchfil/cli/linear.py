@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from torchfil.utils.csv_files import write_csv
 
 if TYPE_CHECKING:
     from torchfil.glm import Guess
+    from torchfil.glm.csv_format import Format
     from torchfil.glm.csv_leakage import LeakageTable
     from torchfil.glm.csv_table import EncodedTable
 
@@ -22,42 +25,55 @@ __all__ = ["glm"]
 OFTEN = 0.9  # rows whose answer is guessed rightly at least so often are counted
 
 
-def _names(_ctx: click.Context, _option: click.Parameter, text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+def _names(_ctx: click.Context, option: click.Parameter, text: str) -> list[str]:
+    """Names between commas; one that has a comma itself stands in double quotes."""
+    try:
+        fields = next(csv.reader([text], skipinitialspace=True, strict=True), [])
+    except csv.Error as error:
+        raise click.BadParameter(f'{text!r}: names stand between commas, e.g. age,"height, cm" ({error})') from error
+    return [name.strip() for name in fields if name.strip()]
 
 
 @click.command()
 @click.argument("data", type=click.Path(path_type=Path))
 @click.option("--target", required=True, help="The column to predict.")
+@click.option("--sigma", required=True, type=float, help="Noise σ on the released weights.")
 @click.option("--private", callback=_names, default="", help="Columns an attacker wants, e.g. vkorc1,age; none: all.")
 @click.option("--question", callback=_names, default="", help="What to guess, e.g. vkorc1,age+10,absent.")
 @click.option("--categorical", callback=_names, default="", help="Columns whose numbers are codes, e.g. cyp2c9.")
+@click.option(
+    "--quantity", callback=_names, default="", help="Columns of numbers that only look like codes or indices."
+)
 @click.option("--ignore", callback=_names, default="", help="Columns to leave out.")
 @click.option("--id", "id_column", help="The column that names the rows; their number (from 0) otherwise.")
 @click.option("--drop-missing", is_flag=True, help="Leave out rows that miss an entry in a used column.")
 @click.option("--model", type=click.Choice(["linear", "logistic", "softmax", "poisson"]), default="linear")
 @click.option("--l2", default=1e-2, show_default=True, help="Penalty λ.")
-@click.option("--sigma", default=1.0, show_default=True, help="Noise σ on the released weights.")
 @click.option("--intercept/--no-intercept", default=True, show_default=True)
+@click.option("--separator", help="Between columns, one character; told from the file otherwise.")
+@click.option("--decimal", type=click.Choice([".", ","]), help="The decimal sign; told from the file otherwise.")
+@click.option("--encoding", help="Of the file, e.g. cp1252; told from it otherwise.")
 @click.option("--top", default=10, show_default=True, help="How many rows to print.")
 @click.option("--out", "out_file", type=click.Path(path_type=Path), help="Write all rows to this CSV file.")
 @with_output
 def glm(
     data: Path,
     target: str,
+    sigma: float,
     private: list[str],
     question: list[str],
     categorical: list[str],
+    quantity: list[str],
     ignore: list[str],
     id_column: str | None,
     drop_missing: bool,
     model: str,
     l2: float,
-    sigma: float,
     intercept: bool,
     top: int,
     out_file: Path | None,
     out: Output,
+    **form: str | None,
 ) -> None:
     """How much a linear model, released with noise, leaks about every row of a CSV file.
 
@@ -66,38 +82,33 @@ def glm(
 
     For each question, how often the best attacker who knows everything else answers rightly; no attacker, biased or
     not, does better. "vkorc1": which value has the column; "age+10": is it what it is, or 10 more; "absent": is the row
-    there at all. The noise must not be chosen by a look at the data.
+    there at all. The noise must not be chosen by a look at the data: what it costs is printed as the score of the model
+    as it is released.
 
     \b
     Examples:
-      torchfil glm patients.csv --target dose --private vkorc1,age
-      torchfil glm patients.csv --target dose --question vkorc1,age+10,absent --sigma 0.001
-      torchfil glm patients.csv --target dose --private vkorc1,age --categorical cyp2c9 --sigma 0.01 --out leakage.csv
-      torchfil glm adult.csv --target income --model logistic --l2 0.001 --private marital-status --drop-missing
+      torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1,age
+      torchfil glm patients.csv --target dose --sigma 0.001 --question vkorc1,age+10,absent
+      torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1 --categorical cyp2c9 --out leakage.csv
+      torchfil glm adult.csv --target income --model logistic --sigma 0.1 --private marital-status --drop-missing
+      torchfil glm patienten.csv --target dosis --sigma 0.01 --separator ";" --decimal ,
     """
     try:
-        from torchfil.glm import csv_leakage, csv_table
+        from torchfil.glm import csv_columns, csv_leakage, csv_table
     except ImportError as error:
         raise ImportError("linear models need scikit-learn: pip install 'torchfil[glm]'") from error
-    rows = csv_table.read_rows(data)
+    columns = csv_columns.read_table(data, ignore=ignore, id_column=id_column, **form)
     if out_file is not None and out_file.exists() and out_file.samefile(data):
         raise ValueError(f"--out {out_file} is the data file itself, which would be lost; write to another file")
     if target in private:
         raise ValueError(f"{target!r} is the target; it counts as private where --private is left out")
-    total = len(rows)
-    ids = [str(place) for place in range(total)]
-    if id_column is not None:
-        csv_table.check_column(id_column, list(rows[0]))
-        ids = [row[id_column] for row in rows]
-        ignore = [*ignore, id_column]
+    total, written = len(columns), columns.format
     if drop_missing:
-        used = [name for name in rows[0] if name not in ignore]
-        kept = [place for place, row in enumerate(rows) if csv_table.is_complete(row, used)]
-        rows, ids = [rows[place] for place in kept], [ids[place] for place in kept]
-        if not rows:
-            raise ValueError(f"every one of the {total} rows of {data} misses an entry")
+        columns = columns.complete_rows(list(columns.columns))
+    ids = columns.ids
+    encoded = csv_table.encode(columns, target, categorical=categorical, quantities=quantity)
+    del columns  # a million rows twice would take too much memory
 
-    encoded = csv_table.encode(rows, target, categorical=categorical, ignore=ignore)
     leakage = csv_leakage.leakage_table(
         encoded,
         private,
@@ -110,23 +121,23 @@ def glm(
     if out_file is not None:
         write_csv(out_file, {"id": ids, **leakage.columns})
 
-    out.say(f"{len(rows):,} rows of {data}, {_encoding(encoded)}")
-    if total > len(rows):
-        out.say(f"{total - len(rows):,} rows with missing entries were left out")
-    out.say(
-        f"{model} model, λ = {l2:g}, score {leakage.score:.3f}; released are the weights plus noise of σ = {sigma:g}"
-    )
+    notes = _notes(encoded, total, written)
+    scores = {"score": leakage.score, "released_score": leakage.released_score}
+    out.say(f"{len(ids):,} rows of {data} ({written}), {_encoding(encoded)}")
+    out.say("".join(f"{note}\n" for note in notes) + _scores(leakage, model, l2, sigma))
     out.say(_legend(leakage))
     text, exposure = _exposure(leakage.columns, ids, id_column or "row", max(0, top))
     answers, questions = _questions(leakage.guesses, csv_leakage.FALSE_POSITIVE_RATE)
     result = {
-        "rows": len(rows),
+        "rows": len(ids),
+        "format": asdict(written),
         "columns": list(encoded.columns),
         "levels": {name: list(levels) for name, levels in encoded.levels.items()},
+        "notes": notes,
         "model": model,
         "l2": l2,
         "sigma": sigma,
-        "score": leakage.score,
+        **scores,
         **exposure,
         "questions": questions,
         "out": None if out_file is None else str(out_file),
@@ -140,10 +151,33 @@ def glm(
 def _encoding(encoded: EncodedTable) -> str:
     """What was made of the table: a column taken for something else changes every number."""
     nominal = ", ".join(f"{name} ({len(levels)})" for name, levels in encoded.levels.items()) or "none"
-    text = f"{encoded.inputs.shape[1]} columns; one-hot: {nominal}"
+    return f"{encoded.inputs.shape[1]} columns; one-hot: {nominal}"
+
+
+def _notes(encoded: EncodedTable, total: int, written: Format) -> list[str]:
+    """What a reader should look at: rows left out, and columns that may be something else."""
+    notes = []
+    if total > len(encoded.inputs):
+        notes.append(f"{total - len(encoded.inputs):,} rows with missing entries were left out")
+    if written.encoding == "cp1252":
+        notes.append("the file is not in UTF-8 and was read as Windows-1252; if letters look wrong, use --encoding")
     if encoded.few_values:
         names = ", ".join(f"{name} ({count})" for name, count in encoded.few_values.items())
-        text += f"\nwhole numbers with few values, taken as quantities: {names}; if they are codes, use --categorical"
+        notes.append(f"whole numbers with few values, taken as quantities: {names}; for codes, use --categorical")
+    if encoded.different:
+        names = ", ".join(encoded.different)
+        notes.append(f"whole numbers that differ in every row: {names}; for identifiers, use --ignore or --id")
+    return notes
+
+
+def _scores(leakage: LeakageTable, model: str, l2: float, sigma: float) -> str:
+    """The model's score without noise, and with it: who releases the one must not read the other."""
+    text = (
+        f"{model} model, λ = {l2:g}; released are the weights plus noise of σ = {sigma:g}\n"
+        f"score without noise {leakage.score:.3f}, as released {number(leakage.released_score)} (median over the noise)"
+    )
+    if not leakage.released_score > leakage.blind_score:
+        text += f": no better than a model that knows no column ({leakage.blind_score:.3g}); σ = {sigma:g} is too much"
     return text
 
 
@@ -193,7 +227,7 @@ def _questions(guesses: Mapping[str, Guess], false_positive_rate: float) -> tupl
 
 
 def _exposure(
-    columns: dict[str, np.ndarray], ids: list[str], name_of_ids: str, top: int
+    columns: dict[str, np.ndarray], ids: Sequence[str | int], name_of_ids: str, top: int
 ) -> tuple[str, dict[str, list[Any] | dict[str, Any]]]:
     """The most exposed rows and a summary of all, as text and as data."""
     order = np.argsort(-columns["fil"], kind="stable")[:top]
@@ -201,10 +235,10 @@ def _exposure(
         name: dict(zip(("min", "median", "max"), np.quantile(values, [0, 0.5, 1]).tolist(), strict=True))
         for name, values in columns.items()
     }
-    lines = [[ids[row], *(number(float(values[row])) for values in columns.values())] for row in order]
+    lines = [[str(ids[row]), *(number(float(values[row])) for values in columns.values())] for row in order]
     lines += [
         [f"({part} of {len(ids):,})", *(number(column[part]) for column in summary.values())]
         for part in ("max", "median", "min")
     ]
-    exposed = [{"id": ids[row], **{name: values[row] for name, values in columns.items()}} for row in order]
+    exposed = [{"id": str(ids[row]), **{name: values[row] for name, values in columns.items()}} for row in order]
     return table([name_of_ids, *columns], lines), {"summary": summary, "most_exposed": exposed}

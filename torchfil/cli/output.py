@@ -14,7 +14,7 @@ import click
 import numpy as np
 from tqdm import tqdm
 
-__all__ = ["BAD_INPUT", "FAILED", "BadInputError", "OneLineGroup", "Output", "number", "table", "with_output"]
+__all__ = ["BAD_INPUT", "FAILED", "BadInputError", "OneLineGroup", "Output", "number", "plain", "table", "with_output"]
 
 FAILED, BAD_INPUT = 1, 2
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Output:
 
     def result(self, text: str, data: Any) -> None:
         """The result: as text, or its data as JSON."""
-        click.echo(json.dumps(_plain(data), indent=1, ensure_ascii=False) if self.as_json else text)
+        click.echo(json.dumps(plain(data), indent=1, ensure_ascii=False) if self.as_json else text)
 
     def progress(self, items: Iterable[T], **options: Any) -> Iterable[T]:
         """A bar on standard error where that is a terminal."""
@@ -126,14 +126,14 @@ def _message(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The same in JSON's own types; what is not finite becomes null."""
     if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple, np.ndarray)):
-        return [_plain(part) for part in value]
+        return [plain(part) for part in value]
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return plain(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

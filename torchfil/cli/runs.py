@@ -1,23 +1,19 @@
-"""``report``, ``gate`` and ``inspect``: what is done with a saved run."""
+"""``report`` and ``inspect``: a saved run to read."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from torchfil.cli.output import FAILED, Output, number, table, with_output
-from torchfil.report.gate import Verdict, check, notes
-from torchfil.report.policy import TEMPLATE, load_policy
+from torchfil.cli.output import Output, number, table, with_output
 from torchfil.report.saved_run import SavedRun, load
 from torchfil.report.spared import is_spared
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
-from torchfil.utils.files import write_bytes
 
-__all__ = ["gate", "inspect", "report", "summary"]
+__all__ = ["inspect", "report", "summary"]
 
 RUN = click.Path(path_type=Path)
 
@@ -45,38 +41,6 @@ def report(run: Path, directory: Path, redacted: bool, min_group: int, out: Outp
 
 
 @click.command()
-@click.argument("run", type=RUN, required=False)
-@click.option("--policy", type=RUN, default=Path("policy.toml"), show_default=True, help="Thresholds, a TOML file.")
-@click.option("--init", is_flag=True, help="Write a commented policy to start from, instead.")
-@click.pass_context
-@with_output
-def gate(ctx: click.Context, run: Path | None, policy: Path, init: bool, out: Output) -> None:
-    """Check a saved run against a policy. Exit code 0: passed, 1: failed, 2: bad input.
-
-    \b
-    Examples:
-      torchfil gate --init                        # writes policy.toml
-      torchfil gate run.fil --policy policy.toml  # in a pipeline: stops it where a threshold is broken
-      torchfil gate run.fil --json --quiet
-    """
-    if init:
-        if policy.exists():
-            raise FileExistsError(f"{policy} exists already and is not overwritten; name another with --policy")
-        write_bytes(policy, TEMPLATE.encode())
-        out.result(f"wrote {policy}; edit it, then: torchfil gate RUN --policy {policy}", {"policy": str(policy)})
-        return
-    if run is None:
-        raise click.UsageError("name a saved run, or use --init to write a policy", ctx)
-    saved = load(run)
-    verdicts, remarks = check(saved, load_policy(policy)), notes(saved)
-    passed = all(verdict.passed for verdict in verdicts)
-    shown = [verdict for verdict in verdicts if not (out.quiet and verdict.passed)]
-    text = "\n".join([_verdicts(shown, passed), *([] if out.quiet else [f"note: {remark}" for remark in remarks])])
-    out.result(text, {"passed": passed, "rules": [asdict(verdict) for verdict in verdicts], "notes": remarks})
-    ctx.exit(0 if passed else FAILED)
-
-
-@click.command()
 @click.argument("run", type=RUN)
 @click.option("--top", default=5, show_default=True, help="How many of the most exposed examples to name.")
 @with_output
@@ -97,25 +61,6 @@ def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
     """A run in a few lines, with its ``top`` most exposed examples, as text and as data."""
     data = _summary(run, top)
     return _summary_text(run, data), data
-
-
-def _verdicts(verdicts: list[Verdict], passed: bool) -> str:
-    rows = [
-        [
-            "pass" if verdict.passed else "FAIL",
-            verdict.rule,
-            verdict.detail,
-            number(verdict.limit),
-            number(verdict.found),
-            f"{verdict.offending:,}",
-        ]
-        for verdict in verdicts
-    ]
-    broken = sum(not verdict.passed for verdict in verdicts)
-    last = "passed" if passed else f"FAILED: {broken} rule{'s' if broken > 1 else ''} broken"
-    return "\n".join(
-        [*([table(["", "rule", "what", "limit", "found", "examples"], rows, left=3)] if rows else []), last]
-    )
 
 
 def _summary(run: SavedRun, top: int) -> dict[str, Any]:
@@ -146,7 +91,12 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
             question.name: float(np.max(question.rate()[measured], initial=0.0)) for question in run.questions
         },
         "attacks": [
-            {"name": attack.name, "violated": int(attack.violated.sum()), "testable": attack.testable}
+            {
+                "name": attack.name,
+                "violated": int(attack.violated.sum()),
+                "testable": attack.testable,
+                "untestable": attack.untestable or ("" if attack.testable else "one trial"),
+            }
             for attack in run.attacks
         ],
     }
@@ -194,7 +144,8 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
         text = f"{name}: any attacker is right at most {100 * rate:.3g} % of the time where wrong 1 % of the time"
         lines.append(["question", text])
     for attack in data["attacks"]:
-        found = f"{attack['violated']} bounds violated" if attack["testable"] else "one trial, not testable"
+        tested = f"{attack['violated']} bounds violated"
+        found = tested if attack["testable"] else f"not testable: {attack['untestable']}"
         lines.append(["attack", f"{attack['name']}: {found}"])
     lines.append(["saved", f"{about.get('created')} by torchfil {about.get('versions', {}).get('torchfil')}"])
 

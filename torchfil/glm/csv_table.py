@@ -1,25 +1,21 @@
-"""From a CSV file to the numbers that a linear model takes: columns by name, texts one-hot."""
+"""From the columns of a CSV file to the numbers that a linear model takes: texts one-hot, doubtful columns refused."""
 
 from __future__ import annotations
 
-import csv
-import difflib
-import gzip
-import io
-import math
-import os
-import zlib
+import re
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchfil.datasets.tasks import levels_of, one_hot
+from torchfil.glm.csv_columns import Column, CsvTable, check_column
 
-__all__ = ["EncodedTable", "check_column", "encode", "is_complete", "read_rows"]
+__all__ = ["EncodedTable", "encode"]
 
-_MISSING = ("", "?", "na", "n/a", "nan", "null", "none")
+_MOST_NUMBERS = 2**28  # of the inputs: 2 GiB
+_FEWEST_IN_ORDER = 10  # rows from which a column that counts them is no chance
+_LIKE_NUMBERS = re.compile(r"[+-]?\d[\d.,' ]*")  # digits with separators of any kind
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,7 @@ class EncodedTable:
         attributes: Each attribute's columns.
         levels: Each one-hot attribute's levels, the first of which has no column.
         few_values: Columns of 3 to 12 different whole numbers, which could be codes, and how many.
+        different: Columns of whole numbers that differ in every row, which could be identifiers.
     """
 
     inputs: np.ndarray
@@ -42,96 +39,67 @@ class EncodedTable:
     columns: tuple[str, ...]
     attributes: dict[str, tuple[int, ...]]
     levels: dict[str, tuple[str, ...]]
-    few_values: dict[str, int]
-
-
-def read_rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
-    """The rows of a CSV file with a header, gzipped or not, by column name.
-
-    Raises:
-        ValueError: It is empty, damaged, not text, separated by semicolons or tabs, has a name twice, or a row of
-            another length.
-    """
-    where = Path(path)
-    content = where.read_bytes()
-    if content[:2] == b"\x1f\x8b":
-        try:
-            content = gzip.decompress(content)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{where} is a gzip file that is cut short or damaged ({error}); copy it anew") from error
-
-    try:
-        text = content.decode("utf-8-sig")
-        _check_separators(where, text)
-        lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
-        table = [fields for fields in lines if fields]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{where} is not a CSV file in UTF-8: {error}") from error
-
-    if len(table) < 2:
-        raise ValueError(f"{where} must have a line of column names and at least one row")
-    names = [name.strip() for name in table[0]]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"{where} has the columns {sorted(twice)} more than once")
-    for number, fields in enumerate(table[1:], start=1):
-        if len(fields) != len(names):
-            raise ValueError(f"{where}: row {number} has {len(fields)} entries for {len(names)} columns")
-    return [dict(zip(names, (field.strip() for field in fields), strict=True)) for fields in table[1:]]
+    few_values: dict[str, int] = field(default_factory=dict)
+    different: tuple[str, ...] = ()
 
 
 def encode(
-    rows: Sequence[Mapping[str, str]], target: str, *, categorical: Sequence[str] = (), ignore: Sequence[str] = ()
+    table: CsvTable, target: str, *, categorical: Sequence[str] = (), quantities: Sequence[str] = ()
 ) -> EncodedTable:
-    """The rows as numbers; a column with anything that is no number is categorical.
+    """The rows as numbers; a column without numbers, or with few among texts, is categorical.
 
     Args:
-        rows: Of :func:`read_rows`.
+        table: Of :func:`torchfil.glm.csv_columns.read_table`.
         target: The column to predict.
         categorical: Columns of numbers that are codes, not quantities.
-        ignore: Columns to leave out, e.g. names.
+        quantities: Columns of numbers that are quantities, though they look like codes or count the rows.
 
     Raises:
-        ValueError: A column does not exist, has one value only, or misses entries; the target is left out or
-            categorical, or is the only column.
+        ValueError: A column does not exist, has one value only, misses entries, has entries that are no numbers among
+            more that are, or counts the rows; the target is left out or categorical, or is the only column.
     """
-    used = _used_columns(list(rows[0]), target, categorical, ignore)
-    _check_complete(rows, used)
+    features = _features(table, target, categorical, quantities)
+    _check_complete(table)
 
     # texts, and numbers that are codes, become 0/1 columns; the first level of each has none
-    features = [name for name in used if name != target]
-    nominal = [name for name in features if name in categorical or not all(_is_number(row[name]) for row in rows)]
-    levels = {name: levels_of(rows, name) for name in nominal}
-    _check_levels(rows, features, levels)
-    columns, attributes, inputs = one_hot(rows, features, levels, {name: values[0] for name, values in levels.items()})
+    nominal = [name for name in features if name in categorical or _is_text(table, name)]
+    levels = {name: _levels_of(table, name) for name in nominal}
+    _check_values(table, features, levels)
+    numerical = [name for name in features if name not in levels]
+    _check_no_index(table, [name for name in numerical if name not in quantities])
 
-    texts = [row[target] for row in rows]
-    targets = np.asarray([float(text) for text in texts]) if all(map(_is_number, texts)) else np.asarray(texts)
-    different = {name: {float(row[name]) for row in rows} for name in features if name not in levels}
-    few = {name: len(v) for name, v in different.items() if 3 <= len(v) <= 12 and all(x.is_integer() for x in v)}
-    return EncodedTable(inputs, targets, target, columns, attributes, levels, few)
+    own = table.columns[target]
+    targets = _checked_labels(table, target) if _is_text(table, target) else own.numbers
+    few, different = _doubtful(table, [name for name in numerical if name not in quantities])
+    columns, attributes, inputs = _one_hot(table, features, levels)
+    return EncodedTable(inputs, targets, target, columns, attributes, levels, few, different)
 
 
-def _used_columns(names: list[str], target: str, categorical: Sequence[str], ignore: Sequence[str]) -> list[str]:
-    """The columns that are not left out, the target among them; raises where they make no model."""
-    for name in (target, *categorical, *ignore):
-        check_column(name, names)
-    if target in ignore:
+def _features(table: CsvTable, target: str, categorical: Sequence[str], quantities: Sequence[str]) -> list[str]:
+    """The columns to predict from; raises where they make no model."""
+    for name in (target, *categorical, *quantities):
+        check_column(name, table.names)
+    if target not in table.columns:
         raise ValueError(f"{target!r} is the target; it cannot be left out (--ignore) or name the rows (--id)")
     if target in categorical:
         raise ValueError(
             f"{target!r} is the target; only inputs are categorical (--categorical). A logistic or softmax model "
             "(--model) predicts codes"
         )
+    left_out = [name for name in (*categorical, *quantities) if name not in table.columns]
+    both = [name for name in categorical if name in quantities]
+    if left_out or both:
+        what = f"is left out ({left_out[0]!r})" if left_out else f"is a category and a quantity ({both[0]!r})"
+        raise ValueError(f"a column of --categorical or --quantity {what}; say one thing of it")
 
-    used = [name for name in names if name not in ignore]
-    if used == [target]:
+    features = [name for name in table.columns if name != target]
+    if not features:
         raise ValueError(f"there is no column to predict {target!r} from: it is the only one that is not left out")
-    return used
+    return features
 
 
-def _check_complete(rows: Sequence[Mapping[str, str]], used: Sequence[str]) -> None:
-    missing = {name: sum(row[name].lower() in _MISSING for row in rows) for name in used}
+def _check_complete(table: CsvTable) -> None:
+    missing = {name: int(column.missing.sum()) for name, column in table.columns.items()}
     missing = {name: count for name, count in missing.items() if count}
     if missing:
         raise ValueError(
@@ -141,44 +109,132 @@ def _check_complete(rows: Sequence[Mapping[str, str]], used: Sequence[str]) -> N
         )
 
 
-def _check_levels(
-    rows: Sequence[Mapping[str, str]], features: Sequence[str], levels: Mapping[str, Sequence[str]]
-) -> None:
-    for name in features:
-        if len({row[name] for row in rows}) == 1:
-            raise ValueError(f"column {name!r} has the value {rows[0][name]!r} in every row; leave it out")
-        if name in levels and len(levels[name]) > max(50, len(rows) // 2):
-            raise ValueError(
-                f"column {name!r} has {len(levels[name])} different texts in {len(rows)} rows; it looks like a name or "
-                "an identifier. Leave it out (--ignore), or name it as the id (--id)."
-            )
+def _is_text(table: CsvTable, name: str) -> bool:
+    """Whether a column holds categories; raises where it holds numbers and a few entries that are none.
 
-
-def check_column(name: str, names: Sequence[str]) -> None:
-    """Raise, with the nearest name, for a column that does not exist."""
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-        hint = f"did you mean {near[0]!r}? There are" if near else "there are"
-        raise ValueError(f"no column {name!r}; {hint} {', '.join(names)}")
-
-
-def is_complete(row: Mapping[str, str], names: Sequence[str]) -> bool:
-    """Whether no entry of these columns is missing."""
-    return not any(row[name].lower() in _MISSING for name in names)
-
-
-def _check_separators(where: Path, text: str) -> None:
-    header = text.lstrip("\r\n").partition("\n")[0]
-    separators = [name for sign, name in ((";", "semicolons"), ("\t", "tabs")) if sign in header]
-    if separators and "," not in header:
+    One entry that cannot be read would turn a column of numbers into as many categories as it has values. Texts of
+    digits, such as 1,234 where the decimal sign is a point, are meant as numbers too.
+    """
+    wrong, first = table.columns[name].wrong_entries()
+    if wrong and (2 * wrong < len(table) or all(map(_LIKE_NUMBERS.fullmatch, first.values()))):
+        rows = sorted(first)[:3]
+        shown = ", ".join(f"{first[row]!r} in line {table.lines[row]}" for row in rows)
+        sign = "comma" if table.format.decimal == "," else "point"
         raise ValueError(
-            f"the first line of {where} is one column with {separators[0]} in it, {header.strip()[:60]!r}; the columns "
-            "must be separated by commas: save the file anew with these"
+            f"column {name!r} holds numbers, but {wrong:,} of {len(table):,} entries cannot be read as such: {shown}"
+            f"{', …' if wrong > len(rows) else ''}. Correct them (the decimal sign is a {sign}, without separators of "
+            f"thousands) or, if the column holds categories, say so: --categorical {shlex.quote(name)}"
+        )
+    return wrong > 0
+
+
+def _levels_of(table: CsvTable, name: str) -> tuple[str, ...]:
+    """The levels that occur, sorted."""
+    column, n = table.columns[name], len(table)
+    if column.codes is None:
+        raise ValueError(_looks_like_name(name, "more than 10,000", n))
+    return tuple(sorted(column.levels[code] for code in np.unique(column.codes)))
+
+
+def _checked_labels(table: CsvTable, name: str) -> np.ndarray:
+    if table.columns[name].codes is None:
+        raise ValueError(f"the target {name!r} has more than 10,000 different texts: these are no classes")
+    return table.columns[name].texts()
+
+
+def _looks_like_name(name: str, count: str, rows: int) -> str:
+    return (
+        f"column {name!r} has {count} different texts in {rows} rows; it looks like a name or an identifier. Leave it "
+        f"out (--ignore {shlex.quote(name)}), or name it as the id (--id {shlex.quote(name)})."
+    )
+
+
+def _check_values(table: CsvTable, features: Sequence[str], levels: Mapping[str, Sequence[str]]) -> None:
+    """Refuse columns without information, all of them at once, and texts that are names."""
+    constant = [name for name in features if _is_constant(table.columns[name], levels.get(name))]
+    if constant:
+        first = table.columns[constant[0]]
+        value = first.levels[first.codes[0]] if first.codes is not None else f"{first.numbers[0]:g}"
+        which = f"column {constant[0]!r} has the value {value!r}"
+        if len(constant) > 1:
+            which = f"columns {', '.join(map(repr, constant))} have one value each"
+        raise ValueError(f"{which} in every row; leave out what tells nothing: --ignore {listed(constant)}")
+
+    for name, texts in levels.items():
+        if len(texts) > max(50, len(table) // 2):
+            raise ValueError(_looks_like_name(name, str(len(texts)), len(table)))
+    width = len(features) + sum(len(texts) - 2 for texts in levels.values())
+    if width * len(table) > _MOST_NUMBERS:
+        most = max(levels, key=lambda name: len(levels[name]), default=features[0])
+        raise ValueError(
+            f"{len(table):,} rows of {width:,} columns take {8 * width * len(table) / 2**30:.0f} GiB; put levels of "
+            f"{most!r} together, or leave it out: --ignore {listed([most])}"
         )
 
 
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
+def _is_constant(column: Column, levels: Sequence[str] | None) -> bool:
+    return len(levels) == 1 if levels is not None else bool((column.numbers == column.numbers[0]).all())
+
+
+def _check_no_index(table: CsvTable, numerical: Sequence[str]) -> None:
+    """Refuse columns that count the rows: the index that was saved with a table would be fitted as a quantity."""
+    if len(table) < _FEWEST_IN_ORDER:
+        return
+    for name in numerical:
+        if np.ptp(table.columns[name].numbers - table.rows) == 0:
+            raise ValueError(
+                f"column {name!r} counts the rows ({table.columns[name].numbers[0]:g}, "
+                f"{table.columns[name].numbers[1]:g}, …): it looks like an index. Leave it out (--ignore "
+                f"{listed([name])}), name the rows by it (--id {shlex.quote(name)}) or, if it is a quantity, say so: "
+                f"--quantity {listed([name])}"
+            )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as an option of the command takes them.
+
+    Example:
+        >>> print(listed(["age", "height, cm"]))
+        'age,"height, cm"'
+    """
+    quoted = [f'"{name}"' if "," in name else name for name in names]
+    return shlex.quote(",".join(quoted))
+
+
+def _doubtful(table: CsvTable, numerical: Sequence[str]) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Columns of few different whole numbers (how many), and of those that differ in every row."""
+    few, different = dict[str, int](), list[str]()
+    for name in numerical:
+        values = np.unique(table.columns[name].numbers)
+        if not bool((values == np.floor(values)).all()):
+            continue
+        if 3 <= len(values) <= 12:
+            few[name] = len(values)
+        elif len(values) == len(table):
+            different.append(name)
+    return few, tuple(different)
+
+
+def _one_hot(
+    table: CsvTable, features: Sequence[str], levels: Mapping[str, Sequence[str]]
+) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]], np.ndarray]:
+    """The columns' names, each attribute's columns, and the entries, [n, d]."""
+    columns: list[str] = []
+    attributes: dict[str, tuple[int, ...]] = {}
+    for name in features:
+        titles = [f"{name}={level}" for level in levels[name][1:]] if name in levels else [name]
+        attributes[name] = tuple(range(len(columns), len(columns) + len(titles)))
+        columns += titles
+
+    inputs = np.zeros((len(table), len(columns)))
+    for name, places in attributes.items():
+        column = table.columns[name]
+        if name not in levels:
+            inputs[:, places[0]] = column.numbers
+            continue
+        # from the number of a text to its column; the first level's rows stay 0
+        place_of = dict(zip(levels[name][1:], places, strict=True))
+        target = np.asarray([place_of.get(text, -1) for text in column.levels])[column.codes]
+        rows = np.flatnonzero(target >= 0)
+        inputs[rows, target[rows]] = 1.0
+    return tuple(columns), attributes, inputs

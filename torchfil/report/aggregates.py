@@ -16,6 +16,7 @@ __all__ = [
     "Histogram",
     "geometric_mean",
     "histogram",
+    "levels_of",
     "merged_small_groups",
     "published_count",
     "round_step",
@@ -99,6 +100,17 @@ def windows(count: int, levels: Sequence[float], smallest: int) -> dict[float, s
             continue
         chosen[level] = slice(start, start + smallest)
     return dict(sorted(chosen.items(), key=lambda item: item[1].start))
+
+
+def levels_of(
+    values: np.ndarray, smallest: int, *, sign: int = 1, levels: Sequence[float] = (0.0, 0.5, 0.05)
+) -> dict[str, float]:
+    """Level ↦ geometric mean of |values| around it, in ascending order of ``values``."""
+    ordered = np.sort(values)
+    return {
+        f"{level:g}": rounded(geometric_mean(sign * ordered[window]), smallest)
+        for level, window in windows(len(ordered), levels, smallest).items()
+    }
 
 
 def histogram(

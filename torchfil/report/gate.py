@@ -8,37 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from torchfil.report.policy import Policy, PolicyError, nearest
+from torchfil.report.relative_rules import (
+    attribute_error_shares,
+    exposed_share,
+    gains_over_guessing,
+    smallest_error_share,
+)
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.spared import is_spared
-from torchfil.report.status import NOT_MEASURED, status_of
+from torchfil.report.verdict import Verdict, everybody, measured, nobody
 
-__all__ = ["Verdict", "check", "notes"]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What one rule found.
-
-    Attributes:
-        rule: Its name in the policy.
-        passed: Whether it holds.
-        limit: The threshold.
-        found: The value that is compared with it; None where it is not known.
-        offending: How many examples break it.
-        detail: In words.
-    """
-
-    rule: str
-    passed: bool
-    limit: float
-    found: float | None
-    offending: int
-    detail: str
+__all__ = ["check", "notes"]
 
 
 def check(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -74,20 +58,20 @@ def _smallest_bound(run: SavedRun, policy: Policy) -> list[Verdict]:
     limit = policy.min_mse_bound
     if limit is None:
         return []
-    low = _of_measured(run, "mse_bound_low")
-    least = float(np.min(low, initial=math.inf))
-    wrong = int((~(low >= limit)).sum())
+    known, low = measured(run), run.column("mse_bound_low")
+    least = float(np.min(low[known], initial=math.inf))
+    wrong = np.flatnonzero(known & ~(low >= limit))
     detail = "smallest MSE bound of unbiased attackers, lower end of its interval"
-    return [Verdict("min_mse_bound", wrong == 0, limit, least, wrong, detail)]
+    return [Verdict("min_mse_bound", not len(wrong), limit, least, wrong, detail)]
 
 
 def _share_of_concern(run: SavedRun, policy: Policy) -> list[Verdict]:
     limit, bound = policy.max_share_of_concern, policy.mse_bound_of_concern
     if limit is None or bound is None:
         return []
-    low = _of_measured(run, "mse_bound_low")
-    wrong = int((~(low >= bound)).sum())
-    share = wrong / max(1, len(low))
+    known = measured(run)
+    wrong = np.flatnonzero(known & ~(run.column("mse_bound_low") >= bound))
+    share = len(wrong) / max(1, int(known.sum()))
     detail = f"share of the measured examples whose MSE bound (lower end) is under {bound:g}"
     return [Verdict("max_share_of_concern", share <= limit, limit, share, wrong, detail)]
 
@@ -98,21 +82,21 @@ def _attribute_errors(run: SavedRun, policy: Policy) -> list[Verdict]:
         rule = f"min_attribute_error.{name}"
         if run.attributes is None:
             detail = "attributes were not tracked: make_private(track=('diagonal',))"
-            verdicts.append(Verdict(rule, False, limit, None, len(run), detail))
+            verdicts.append(Verdict(rule, False, limit, None, everybody(run), detail))
             continue
         if name not in run.attributes.names:
             raise PolicyError(f"the run has no attribute {name!r}{nearest(name, run.attributes.names)}")
         if run.attributes.error_low is None:
             detail = "how far the errors of guesses may be off is not known: make_private(track=('diagonal',)) tells"
-            verdicts.append(Verdict(rule, False, limit, None, len(run), detail))
+            verdicts.append(Verdict(rule, False, limit, None, everybody(run), detail))
             continue
         place = run.attributes.names.index(name)
-        values = run.attributes.error_low[_measured(run), place]
-        wrong = int((~(values >= limit)).sum())
-        least = float(np.min(values, initial=math.inf))
+        known, values = measured(run), run.attributes.error_low[:, place]
+        wrong = np.flatnonzero(known & ~(values >= limit))
+        least = float(np.min(values[known], initial=math.inf))
         unit = f" in {run.attributes.units[place]}" if run.attributes.units[place] else ""
         detail = f"smallest average error of unbiased guesses{unit}, lower end of its interval"
-        verdicts.append(Verdict(rule, wrong == 0, limit, least, wrong, detail))
+        verdicts.append(Verdict(rule, not len(wrong), limit, least, wrong, detail))
     return verdicts
 
 
@@ -123,12 +107,12 @@ def _guesses(run: SavedRun, policy: Policy) -> list[Verdict]:
     verdicts = []
     for name, limit in policy.max_true_positive_rate.items():
         if name not in by_name:
-            known = nearest(name, list(by_name)) or ": make_private(…, questions={…}) keeps them"
-            raise PolicyError(f"the run has no question {name!r}{known}")
-        rates = by_name[name].rate(alpha)[_measured(run)]
-        wrong = int((~(rates <= limit)).sum())
-        largest = float(np.max(rates, initial=0.0))
-        verdicts.append(Verdict(f"max_true_positive_rate.{name}", wrong == 0, limit, largest, wrong, detail))
+            remedy = nearest(name, list(by_name)) or ": make_private(…, questions={…}) keeps them"
+            raise PolicyError(f"the run has no question {name!r}{remedy}")
+        known, rates = measured(run), by_name[name].rate(alpha)
+        wrong = np.flatnonzero(known & ~(rates <= limit))
+        largest = float(np.max(rates[known], initial=0.0))
+        verdicts.append(Verdict(f"max_true_positive_rate.{name}", not len(wrong), limit, largest, wrong, detail))
     return verdicts
 
 
@@ -139,7 +123,7 @@ def _epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
     epsilon = run.about.get("epsilon")
     passed = epsilon is not None and epsilon <= limit
     detail = "the run's ε is not known" if epsilon is None else f"ε at δ = {run.about.get('delta')}, for everybody"
-    return [Verdict("max_epsilon", passed, limit, epsilon, 0 if passed else len(run), detail)]
+    return [Verdict("max_epsilon", passed, limit, epsilon, nobody() if passed else everybody(run), detail)]
 
 
 def _individual_epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -148,19 +132,12 @@ def _individual_epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
         return []
     values = run.columns.get("epsilon")
     if values is None:
-        return [Verdict("max_individual_epsilon", False, limit, None, len(run), "individual ε was not computed")]
-    wrong = int((~(values <= limit)).sum())
+        detail = "individual ε was not computed"
+        return [Verdict("max_individual_epsilon", False, limit, None, everybody(run), detail)]
+    wrong = np.flatnonzero(~(values <= limit))
     largest = float(np.max(values, initial=0.0))
-    return [
-        Verdict(
-            "max_individual_epsilon",
-            wrong == 0,
-            limit,
-            largest,
-            wrong,
-            "largest individual ε (an estimate for these outputs)",
-        )
-    ]
+    detail = "largest individual ε (an estimate for these outputs)"
+    return [Verdict("max_individual_epsilon", not len(wrong), limit, largest, wrong, detail)]
 
 
 def _group_disparity(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -168,20 +145,20 @@ def _group_disparity(run: SavedRun, policy: Policy) -> list[Verdict]:
     if limit is None:
         return []
     if not run.groups:
-        return [Verdict("max_group_disparity", False, limit, None, 0, "the run was saved without groups")]
+        return [Verdict("max_group_disparity", False, limit, None, nobody(), "the run was saved without groups")]
     return [_disparity(run, policy, limit, name, labels) for name, labels in run.groups.items()]
 
 
 def _disparity(run: SavedRun, policy: Policy, limit: float, name: str, labels: np.ndarray) -> Verdict:
-    rule, measured, size = f"max_group_disparity ({name})", _measured(run), policy.min_group_size
+    rule, known, size = f"max_group_disparity ({name})", measured(run), policy.min_group_size
     medians = {}
     for label in np.unique(labels):
-        members = measured & (labels == label)
+        members = known & (labels == label)
         if members.sum() >= size:
             medians[str(label)] = float(np.median(run.column("fil")[members]))
     if len(medians) < 2:
         detail = f"fewer than two groups of at least {size} measured examples, so the disparity is not known"
-        return Verdict(rule, False, limit, None, 0, detail)
+        return Verdict(rule, False, limit, None, nobody(), detail)
 
     # compared as products: a group with median 0 has no quotient
     least, most = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
@@ -190,62 +167,72 @@ def _disparity(run: SavedRun, policy: Policy, limit: float, name: str, labels: n
     quotient = 1.0 if alike else medians[most] / medians[least] if medians[least] > 0 else math.inf
     worse = [label for label, median in medians.items() if not median <= allowed]
     detail = f"median FIL of {most!r} over that of {least!r}"
-    return Verdict(rule, not worse, limit, quotient, int(np.isin(labels, worse).sum()), detail)
+    return Verdict(rule, not worse, limit, quotient, np.flatnonzero(np.isin(labels, worse)), detail)
+
+
+def _attacks(run: SavedRun, policy: Policy) -> list[Verdict]:
+    """``min_attacks``: attacks that could have broken a bound; those that could not say nothing."""
+    limit = policy.min_attacks
+    if not limit:
+        return []
+    testable = sum(attack.testable for attack in run.attacks)
+    detail = "attacks that saw the model, several times, and so could have broken a bound"
+    untold = [f"{attack.name}: {attack.untestable or 'one trial'}" for attack in run.attacks if not attack.testable]
+    if untold:
+        detail += f"; not testable: {', '.join(untold)}"
+    return [Verdict("min_attacks", testable >= limit, limit, testable, nobody(), detail)]
 
 
 def _violated_bounds(run: SavedRun, policy: Policy) -> list[Verdict]:
     limit = policy.max_violated_bounds
-    broken = len({int(row) for attack in run.attacks for row in attack.rows[attack.violated]})
-    names = [attack.name for attack in run.attacks if attack.violated.any()]
-    detail = f"examples whose bound was beaten by {', '.join(names) or f'{len(run.attacks)} attacks'}"
-    return [Verdict("max_violated_bounds", broken <= limit, limit, broken, broken, detail)]
+    tested = [attack for attack in run.attacks if attack.testable]
+    rows = [attack.rows[np.asarray(attack.violated, dtype=bool)] for attack in tested]
+    broken = np.unique(np.concatenate(rows)) if rows else nobody()
+    names = [attack.name for attack in tested if attack.violated.any()]
+    detail = f"examples whose bound was beaten by {', '.join(names) or f'{len(tested)} testable attacks'}"
+    return [Verdict("max_violated_bounds", len(broken) <= limit, limit, len(broken), broken, detail)]
 
 
 def _spared(run: SavedRun, policy: Policy) -> list[Verdict]:
     limit = policy.max_share_spared
     if limit is None:
         return []
-    count = int(is_spared(run).sum())
-    share = count / max(1, len(run))
+    rows = np.flatnonzero(is_spared(run))
+    share = len(rows) / max(1, len(run))
     detail = "share of examples that were trained with a smaller weight (clip_weights)"
-    return [Verdict("max_share_spared", share <= limit, limit, share, count, detail)]
+    return [Verdict("max_share_spared", share <= limit, limit, share, rows, detail)]
 
 
 def _not_measured(run: SavedRun, policy: Policy) -> list[Verdict]:
-    wrong = int((~_measured(run)).sum())
-    share, limit = wrong / max(1, len(run)), policy.max_share_not_measured
+    wrong = np.flatnonzero(~measured(run))
+    share, limit = len(wrong) / max(1, len(run)), policy.max_share_not_measured
     detail = "share of examples about which the run says nothing (never drawn): not measured, not spared"
     return [Verdict("max_share_not_measured", share <= limit, limit, share, wrong, detail)]
 
 
 def _missed(run: SavedRun, policy: Policy) -> list[Verdict]:
     missed = run.columns.get("missed")
-    wrong = int((missed > 0).sum()) if missed is not None else len(run)
+    wrong = np.flatnonzero(missed > 0) if missed is not None else everybody(run)
     limit = policy.max_examples_missed
     detail = "examples in steps that were not measured: their bounds are no guarantees"
-    return [Verdict("max_examples_missed", wrong <= limit, limit, wrong, wrong, detail)]
+    return [Verdict("max_examples_missed", len(wrong) <= limit, limit, len(wrong), wrong, detail)]
 
 
 _RULES: tuple[Callable[[SavedRun, Policy], list[Verdict]], ...] = (
+    smallest_error_share,
+    exposed_share,
     _smallest_bound,
     _share_of_concern,
+    attribute_error_shares,
     _attribute_errors,
+    gains_over_guessing,
     _guesses,
     _epsilon,
     _individual_epsilon,
     _group_disparity,
+    _attacks,
     _violated_bounds,
     _spared,
     _not_measured,
     _missed,
 )
-
-
-def _measured(run: SavedRun) -> np.ndarray:
-    """Which examples the run says something about, [n] booleans."""
-    run.column("fil")
-    return status_of(run) != NOT_MEASURED
-
-
-def _of_measured(run: SavedRun, column: str) -> np.ndarray:
-    return run.column(column)[_measured(run)]

@@ -141,7 +141,9 @@ class AttackRecord:
         predicted: The bound, [m].
         achieved: The attack's error in the same unit, [m].
         violated: Whether ``achieved`` lies below the bound beyond chance, [m] booleans.
-        testable: Whether there was more than one trial, so that a bound could have been violated at all.
+        testable: Whether the attack saw the model, in more than one trial, so that it could have violated a bound.
+        untestable: Why not, in words; "" where it could, and in earlier files.
+        blind: The error of a guess without the model, [m], or None where it is not known.
     """
 
     name: str
@@ -151,6 +153,8 @@ class AttackRecord:
     achieved: np.ndarray
     violated: np.ndarray
     testable: bool = True
+    untestable: str = ""
+    blind: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +242,9 @@ class SavedRun:
             parts.append(("pictures", self.pictures.rows, [self.pictures.images, *maps]))
         if self.texts is not None:
             parts.append(("texts", self.texts.rows, [self.texts.words, self.texts.fil]))
-        parts += [(f"attack {a.name!r}", a.rows, [a.predicted, a.achieved, a.violated]) for a in self.attacks]
+        for a in self.attacks:
+            blind = [] if a.blind is None else [a.blind]
+            parts.append((f"attack {a.name!r}", a.rows, [a.predicted, a.achieved, a.violated, *blind]))
         for what, rows, others in parts:
             if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < n:
                 raise ValueError(f"{what}: rows must lie in 0 … {n - 1}, got {int(rows.min())} … {int(rows.max())}")
@@ -416,6 +422,8 @@ def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         arrays[f"attack/{number}/predicted"] = attack.predicted
         arrays[f"attack/{number}/achieved"] = attack.achieved
         arrays[f"attack/{number}/violated"] = attack.violated.astype(bool)
+        if attack.blind is not None:
+            arrays[f"attack/{number}/blind"] = attack.blind
 
     for number, question in enumerate(run.questions):
         arrays[f"question/{number}/divergence"] = question.divergence
@@ -423,7 +431,8 @@ def _packed(run: SavedRun) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
     # safetensors does not keep the order of arrays, so the header does
     attacks = [
-        {"name": each.name, "threat_model": each.threat_model, "testable": each.testable} for each in run.attacks
+        {name: getattr(each, name) for name in ("name", "threat_model", "testable", "untestable")}
+        for each in run.attacks
     ]
     order = {kind: list(getattr(run, kind)) for kind in ("columns", "groups", "history", "rounds")}
     questions = [{"name": q.name, "answers": q.answers, "complete": q.complete} for q in run.questions]
@@ -471,7 +480,9 @@ def _unpacked(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> Sa
                 arrays[f"attack/{number}/predicted"],
                 arrays[f"attack/{number}/achieved"],
                 arrays[f"attack/{number}/violated"],
-                text.get("testable", True),  # earlier files do not say
+                text.get("testable", True),  # earlier files do not say this and the next two
+                text.get("untestable", ""),
+                arrays.get(f"attack/{number}/blind"),
             )
             for number, text in enumerate(json.loads(header["attacks"]))
         ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,19 +14,20 @@ from torchfil.report.aggregates import (
     Histogram,
     geometric_mean,
     histogram,
+    levels_of,
     merged_small_groups,
     published_count,
     rounded,
     rounded_count,
     windows,
 )
-from torchfil.report.saved_run import AttackRecord, Attributes, QuestionRecord, SavedRun
+from torchfil.report.attack_summary import AttackSummary, summarise_attack
+from torchfil.report.saved_run import Attributes, QuestionRecord, SavedRun
 from torchfil.report.spared import SparedSummary, summarise_spared
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 
 __all__ = [
     "FALSE_POSITIVE_RATE",
-    "AttackSummary",
     "AttributeSummary",
     "Exposure",
     "GroupSummary",
@@ -140,21 +141,6 @@ class QuestionSummary:
 
 
 @dataclass(frozen=True)
-class AttackSummary:
-    """An attack: achieved error over the bound, by level; below 1 the attack did better than the bound.
-
-    Examples whose bound is not finite have no ratio: they were not measured, or nothing of them leaked.
-    """
-
-    name: str
-    threat_model: str
-    targets: int | str
-    violated: int | str
-    ratio: dict[str, float] = field(default_factory=dict)
-    testable: bool = True
-
-
-@dataclass(frozen=True)
 class Summary:
     """All of it. With ``smallest`` > 1 it holds nothing about fewer examples than that.
 
@@ -241,12 +227,12 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         mse_histogram=histogram(bound, smallest, fineness=8 if redacted else 12, origin=guess),
         epsilon={
             level: value if limit is None else min(value, limit)
-            for level, value in _levels(-epsilon, smallest, sign=-1).items()
+            for level, value in levels_of(-epsilon, smallest, sign=-1).items()
         },
         epsilon_histogram=histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
         attributes=_attributes(run.attributes, measured, smallest),
         groupings=[_grouping(run, name, measured, smallest) for name in run.groups],
-        attacks=[_attack(attack, smallest) for attack in run.attacks],
+        attacks=[summarise_attack(attack, smallest) for attack in run.attacks],
         questions=[_question(question, measured, smallest) for question in run.questions],
         history=_history(run.history, redacted),
         spared=summarise_spared(run, smallest),
@@ -285,18 +271,7 @@ def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smalle
 def _lowest_end(low: np.ndarray | None, smallest: int) -> float | None:
     if low is None:
         return None
-    return math.nan if np.isnan(low).any() else _levels(low, smallest, levels=(0.0,)).get("0")
-
-
-def _levels(
-    values: np.ndarray, smallest: int, *, sign: int = 1, levels: Sequence[float] = (0.0, 0.5, 0.05)
-) -> dict[str, float]:
-    """Level ↦ geometric mean of |values| around it, in ascending order of ``values``."""
-    ordered = np.sort(values)
-    return {
-        f"{level:g}": rounded(geometric_mean(sign * ordered[window]), smallest)
-        for level, window in windows(len(ordered), levels, smallest).items()
-    }
+    return math.nan if np.isnan(low).any() else levels_of(low, smallest, levels=(0.0,)).get("0")
 
 
 def _attributes(attributes: Attributes | None, measured: np.ndarray, smallest: int) -> list[AttributeSummary]:
@@ -305,7 +280,7 @@ def _attributes(attributes: Attributes | None, measured: np.ndarray, smallest: i
     errors = np.asarray(attributes.shown, dtype=np.float64)[measured]
     known = attributes.error_low is not None
     return [
-        AttributeSummary(name, unit, _levels(errors[:, j][~np.isnan(errors[:, j])], smallest), known)
+        AttributeSummary(name, unit, levels_of(errors[:, j][~np.isnan(errors[:, j])], smallest), known)
         for j, (name, unit) in enumerate(zip(attributes.names, attributes.units, strict=True))
     ]
 
@@ -385,30 +360,10 @@ def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: i
     )
 
 
-def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
-    targets = len(attack.rows)
-    violated = published_count(int(np.asarray(attack.violated).sum()), smallest)
-    if targets < smallest:
-        shown = published_count(targets, smallest)
-        return AttackSummary(attack.name, attack.threat_model, shown, violated, testable=attack.testable)
-    predicted = np.asarray(attack.predicted, dtype=np.float64)
-    bounded = np.isfinite(predicted)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.asarray(attack.achieved, dtype=np.float64)[bounded] / predicted[bounded]
-    return AttackSummary(
-        attack.name,
-        attack.threat_model,
-        rounded_count(targets, smallest),
-        violated,
-        _levels(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
-        attack.testable,
-    )
-
-
 def _question(question: QuestionRecord, measured: np.ndarray, smallest: int) -> QuestionSummary:
     rates = question.rate(FALSE_POSITIVE_RATE)[measured]
     above = {f"{level:g}": published_count(int((rates > level).sum()), smallest) for level in (0.05, 0.1, 0.5)}
-    return QuestionSummary(question.name, question.answers, _levels(-rates, smallest, sign=-1), above)
+    return QuestionSummary(question.name, question.answers, levels_of(-rates, smallest, sign=-1), above)
 
 
 def _history(history: dict[str, np.ndarray], redacted: bool) -> dict[str, list[float]]:

@@ -61,6 +61,8 @@ def write_csv(
 
 
 def _cells(values: Sequence[Any] | np.ndarray, digits: int | None) -> list[Any]:
+    if isinstance(values, np.ndarray) and values.dtype.kind == "f" and digits is None and not np.isnan(values).any():
+        return values.tolist()  # the writer gives a float as it reads the same again
     pattern = "%r" if digits is None else f"%.{digits}g"
     return [_cell(value, pattern) for value in (values.tolist() if isinstance(values, np.ndarray) else values)]
 

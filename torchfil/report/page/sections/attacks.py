@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, paragraph
-from torchfil.report.page.html import Markup, count, join, number, table, tag
+from torchfil.report.page.html import Markup, count, join, number, percent, table, tag
 from torchfil.report.saved_run import AttackRecord
 
 __all__ = ["render"]
@@ -23,9 +23,11 @@ def render(report: Report) -> Markup | None:
             count(attack.targets),
             number(attack.ratio.get("0"), even=True) if attack.ratio else "not shown",
             number(attack.ratio.get("0.5"), even=True) if attack.ratio else "not shown",
+            _below(attack.below, attack.targets),
+            _below(attack.blind_below, attack.targets),
             tag("span", count(attack.violated), class_="warn" if attack.violated != 0 else None)
             if attack.testable
-            else "not testable",
+            else tag("span", "not testable", tag("span", attack.untestable, class_="under")),
         ]
         for attack in attacks
     ]
@@ -37,11 +39,23 @@ def render(report: Report) -> Markup | None:
         paragraph(
             "The ratio is the error that the attack achieved over the bound: 1 would meet the bound, less would "
             "break it (by chance, or because the attack is biased). Targets without a finite bound have none. "
-            "“Violated” counts those below it beyond chance; one trial does not tell, and is not testable."
+            "“Below” is the share of targets whose error lies below the bound; beside it stands the same for a blind "
+            "guess, which never saw the model: where the two are alike, the attack told nothing that the data do not "
+            "tell by themselves. “Violated” counts targets below the bound beyond chance. An attack of one trial, or "
+            "one that never saw the model, tests nothing: it can neither keep nor break a bound."
         ),
-        table(["Attack", "Targets", least, "Median ratio", "Violated"], rows),
+        table(["Attack", "Targets", least, "Median ratio", "Below", "Blind guess below", "Violated"], rows),
         [_chart(attack) for attack in run.attacks] if run is not None else None,
     )
+
+
+def _below(number_of: int | str | None, targets: int | str) -> str:
+    """As a share of the targets; in words where there are too few."""
+    if number_of is None:
+        return "not known"
+    if not isinstance(number_of, int) or not isinstance(targets, int) or not targets:
+        return str(number_of)
+    return percent(min(number_of / targets, 1.0))
 
 
 def _chart(attack: AttackRecord) -> Markup:
@@ -64,5 +78,6 @@ def _chart(attack: AttackRecord) -> Markup:
 
 def _reading(attack: AttackRecord) -> str:
     if not attack.testable:
-        return "One trial each, whose error is a matter of chance: the bound is not tested."
+        why = attack.untestable or "one trial"
+        return f"The bound is not tested ({why}): an error below it may be chance, or knowledge from elsewhere."
     return "On or above the dashed diagonal the bound held."

@@ -158,8 +158,13 @@ def _attacks(report: Report) -> list[Markup]:
     if not report.summary.attacks:
         return [join("No attack was run.")]
     broken = [attack for attack in report.summary.attacks if attack.violated != 0]
+    tested = [attack for attack in report.summary.attacks if attack.testable]
+    if not tested and not broken:
+        reasons = ", ".join(f"{attack.name} ({attack.untestable})" for attack in report.summary.attacks)
+        return [join(tag("b", "No attack tested the bounds"), f": {reasons}. They stand on theory alone.")]
     if not broken:
-        return [join("No attack that was run did better than its bound allows.")]
+        names = ", ".join(attack.name for attack in tested)
+        return [join(f"No attack that tested the bounds ({names}) did better than they allow.")]
     names = ", ".join(attack.name for attack in broken)
     return [
         join(
