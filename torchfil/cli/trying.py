@@ -41,7 +41,7 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
       torchfil demo --epochs 20 --noise 0.7 -o /tmp/digits
     """
     from torchfil.cli.digits import DELTA, train_on_digits
-    from torchfil.report.saved_run import load
+    from torchfil.report.run_file import load
     from torchfil.report.writer import write_report
 
     _check_device(device)

@@ -32,7 +32,7 @@ from torchfil.engine.saving import Labels, build_saved_run
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
 from torchfil.private import Private
-from torchfil.report.saved_run import save
+from torchfil.report.run_file import save
 
 __all__ = ["LeakageReading"]
 
