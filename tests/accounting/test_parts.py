@@ -60,7 +60,8 @@ def test_examples_that_move_keep_their_sums_and_have_no_narrower_intervals() -> 
     alone, whole = kept(3, moving=True)
     for name, value in alone.sums.items():
         if name not in ("trace_changes", "trace_last"):
-            torch.testing.assert_close(whole.sums[name], value, rtol=1e-12, atol=0, msg=name)
+            tolerance = 1e-6 if value.dtype == torch.float32 else 1e-12  # of errors
+            torch.testing.assert_close(whole.sums[name], value, rtol=tolerance, atol=0, msg=name)
     errors = [Leakage(ledger, ExampleIds(N)).get_trace().run_error for ledger in (whole, alone)]
     assert errors[0] is not None
     assert errors[1] is not None

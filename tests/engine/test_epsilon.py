@@ -203,8 +203,8 @@ def test_levels_are_those_of_the_formula(noise: float) -> None:
     """The last level k with anchor · 1.05^(k − 8) ≤ noise/ratio; level 0 also for what is below, or no number."""
     ratio = torch.cat([torch.rand(5000), torch.tensor([1.05**-k for k in range(100)] + [1.0, 0.0, 1e-30, math.nan])])
     history = NormHistory(len(ratio))
-    history.anchor, history.noise_multiplier, history.ratio = 1.0, noise, ratio
-    found = history._level(torch.arange(len(ratio)))
+    history.anchor, history.noise_multiplier = 1.0, noise
+    found = history.levels_of(ratio)
     position = 8 + math.log(noise) / math.log(1.05) - ratio.double().clamp(min=1e-12).log() / math.log(1.05)
     expected = position.add(1e-5).floor().clamp(0, 95).nan_to_num(0).long()
     on_an_edge = (position.add(1e-5) - position.add(1e-5).round()).abs() < 1e-5

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchfil import Accounting
 from torchfil.accounting.sparing import weights_for_the_rest
-from torchfil.report.saved_run import load
+from torchfil.report.run_file import load
 from torchfil.report.writer import write_report
 
 

@@ -331,7 +331,7 @@ def test_impossible_settings_are_refused_at_once(options: dict[str, Any], messag
 
 
 def test_too_large_a_ledger_is_refused_and_can_be_confirmed() -> None:
-    engine, _, model, optimizer, private = make(track=("fim",), max_ledger_memory=20_000)
+    engine, _, model, optimizer, private = make(track=("fim",), max_ledger_memory=10_000)
     batch = next(iter(private))
     F.cross_entropy(model(batch[0].to(DEVICE)), batch[1].to(DEVICE)).backward()
     with pytest.raises(

@@ -305,7 +305,7 @@ def test_sampling_error_is_the_spread_over_batches() -> None:
 
     engines = [run(seed) for seed in range(15)]
     traces = torch.stack([e.totals.get_trace().value for e in engines])
-    squares = torch.stack([e._training.run.ledger.sums["trace_square"] for e in engines])
+    squares = torch.stack([e._training.run.ledger.sums["trace_square"].double() for e in engines])
     reported = ((1 - 1 / 4) * squares.mean(dim=0)).sqrt()
     assert torch.allclose(reported.mean(), traces.std(dim=0).mean(), rtol=0.1)
     leakage = engines[0].totals

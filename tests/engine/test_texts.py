@@ -22,7 +22,7 @@ from torchfil.engine.replica import Replica
 from torchfil.engine.step import evaluation
 from torchfil.fisher import ExampleGradients
 from torchfil.fisher.recording import Plan
-from torchfil.report import saved_run
+from torchfil.report import run_file
 
 WIDTH = 2
 LENGTHS = [1, 4, 2, 3, 2, 1, 3, 4, 2, 2]
@@ -234,7 +234,7 @@ def test_tables_and_run_files_hold_every_examples_own_number(tmp_path: Path) -> 
     columns = engine.leakage_columns()[1]
     own = [WIDTH * length if seen else 0 for length, seen in zip(LENGTHS, (truth > 0).tolist(), strict=True)]
     assert columns["num_coordinates"] == own
-    run = saved_run.load(engine.save_run(tmp_path / "run.fil", delta=1e-3))
+    run = run_file.load(engine.save_run(tmp_path / "run.fil", delta=1e-3))
     assert run.columns["num_coordinates"].tolist() == own
     assert run.about["dataset"]["most_coordinates"] == max(own)
     assert "num_coordinates" not in run.about["dataset"]
@@ -291,7 +291,7 @@ def test_words_of_the_most_exposed_texts(tmp_path: Path) -> None:
     engine, traces = train(Reader(), private=Private(submodule="words", max_length=5), **options)
     words = [[f"{t}" for t in tokens.tolist()] for tokens, _ in texts()]
     path = engine.save_run(tmp_path / "run.fil", delta=1e-5, texts=words, hash_data=False)
-    run = saved_run.load(path)
+    run = run_file.load(path)
     assert run.attributes is None
     assert run.texts is not None
     assert run.texts.rows.tolist() == engine.get_fil().value.argsort(descending=True).tolist()[: len(run.texts.rows)]

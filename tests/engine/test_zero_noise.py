@@ -19,7 +19,7 @@ from opacus.schedulers import LambdaNoise
 from torch import nn
 
 from torchfil import FILPrivacyEngine
-from torchfil.report.saved_run import load
+from torchfil.report.run_file import load
 
 WAYS = ("auto", "hooks", "train_step")
 

@@ -14,7 +14,8 @@ from run_cases import made_up, worrying
 from torchfil.guessing import largest_true_positive_rate
 from torchfil.report.gate import check
 from torchfil.report.policy import TEMPLATE, Policy, PolicyError, load_policy, parse_policy
-from torchfil.report.saved_run import SavedRun, load, save
+from torchfil.report.run_file import load, save
+from torchfil.report.saved_run import SavedRun
 from torchfil.report.verdict import Verdict, told_apart
 
 

@@ -19,6 +19,7 @@ from run_cases import made_up
 from torchfil.report import SavedRun, write_report
 from torchfil.report.aggregates import histogram, merged_small_groups, windows
 from torchfil.report.page.html import number
+from torchfil.report.parted import coded
 from torchfil.report.summary import summarise
 
 N = 240
@@ -257,12 +258,12 @@ def test_histograms_count_everybody() -> None:
 
 def test_small_groups_cannot_be_had_as_a_difference() -> None:
     labels = np.array(["a"] * 50 + ["b"] * 20 + ["c"] * 3)
-    codes, names, merged = merged_small_groups(labels, 10)
+    codes, names, merged = merged_small_groups(*coded(labels), 10)
     assert names == ["a"]  # b joined c, for otherwise c were everybody less a and b
     assert merged == 2
     assert np.bincount(codes).tolist() == [50, 23]
-    codes, names, merged = merged_small_groups(np.array(["a"] * 4 + ["b"] * 3), 10)
+    codes, names, merged = merged_small_groups(*coded(np.array(["a"] * 4 + ["b"] * 3)), 10)
     assert (names, merged) == ([], 0)
     assert set(codes) == {-1}
-    codes, names, merged = merged_small_groups(labels, 1)
+    codes, names, merged = merged_small_groups(*coded(labels), 1)
     assert (names, merged) == (["a", "b", "c"], 0)

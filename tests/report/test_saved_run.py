@@ -17,6 +17,7 @@ from run_cases import made_up
 from safetensors.numpy import save as to_bytes
 
 from torchfil.report import load, save
+from torchfil.report.run_file import pack, signed
 from torchfil.report.saved_run import SavedRun
 from torchfil.utils import files
 from torchfil.utils.errors import RunFileError
@@ -88,8 +89,10 @@ class TestErrors:
         assert "damaged" in self.refused(tmp_path / "long.fil", content + b"more")
 
     def test_another_version(self, tmp_path: Path) -> None:
-        newer = to_bytes({"ids": np.arange(2)}, {"format": "torchfil-run", "version": "2"})
-        assert "is of run format 2; this torchfil reads format 1. Install" in self.refused(tmp_path / "v.fil", newer)
+        newer = to_bytes({"ids": np.arange(2)}, {"format": "torchfil-run", "version": "3"})
+        assert "is of run format 3; this torchfil reads formats 1 and 2. Install" in self.refused(
+            tmp_path / "v.fil", newer
+        )
 
     @pytest.mark.parametrize(
         "foreign",
@@ -123,16 +126,14 @@ class TestErrors:
             dataclasses.replace(run, pictures=dataclasses.replace(run.pictures, rows=np.asarray([0, 1, 2, 9])))
 
     def test_inconsistent_content_with_a_right_checksum(self, tmp_path: Path, content: bytes) -> None:
-        from torchfil.report import saved_run
-
-        arrays, header = saved_run._packed(made_up())
+        arrays, header = pack(made_up())
         arrays["column/fil"] = arrays["column/fil"][:-1]
-        header["sha256"] = saved_run._digest(arrays, header)
+        header = signed(arrays, header)
         assert "column 'fil' has shape [39] for 40 examples" in self.refused(
             tmp_path / "odd.fil", to_bytes(arrays, header)
         )
-        del header["about"]
-        header["sha256"] = saved_run._digest(arrays, header)
+        del header["about"], header["sha256"]
+        header = signed(arrays, header)
         assert "is damaged (KeyError: 'about')" in self.refused(tmp_path / "odd.fil", to_bytes(arrays, header))
 
 

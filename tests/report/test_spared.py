@@ -292,7 +292,7 @@ class TestFile:
             return json.JSONEncoder().encode(kept)
 
         with monkeypatch.context() as patch:
-            patch.setattr("torchfil.report.saved_run.json.dumps", as_before)
+            patch.setattr("torchfil.report.run_file.json.dumps", as_before)
             path = save(without_weights(made_up()), tmp_path / "old.fil")
         assert b"rounds" not in path.read_bytes()
         loaded = load(path)

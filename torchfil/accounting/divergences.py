@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchfil.accounting.path import path_additions, path_sums
-from torchfil.accounting.quantities import Reading, Sum, TrackedQuantity
+from torchfil.accounting.path import path_additions
+from torchfil.accounting.quantities import ERROR, Reading, Sum, TrackedQuantity, path_layout
 from torchfil.fisher.batch import Measurement
 from torchfil.guessing import Guess
 
@@ -51,8 +51,9 @@ class Divergence(TrackedQuantity):
 
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
         """D, its variance from steps that were skipped, and what tells how far one run can be off, [m] each."""
-        names = (self.name, *self.variances.values(), *path_sums(self.name))
-        return {name: Sum((len(self.asked.answers),)) for name in names}
+        shape = (len(self.asked.answers),)
+        variance = self.variances[self.name]
+        return {self.name: Sum(shape), variance: Sum(shape, ERROR), **path_layout(self.name, shape)}
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
         """Nothing: what a step adds needs no measurement of Fisher information, see :meth:`added`."""

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from torchfil.accounting.divergences import Divergence
 from torchfil.accounting.groups import group_columns
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.path import FEWEST_PARTICIPATIONS, run_variance
+from torchfil.accounting.path import FEWEST_PARTICIPATIONS, run_variance, typical_change
 from torchfil.accounting.quantities import Reading, TrackedQuantity
 from torchfil.accounting.summary import LeakageSummary, summarise
 from torchfil.fisher.results import Estimate, Kind, Part
@@ -27,6 +28,8 @@ from torchfil.guessing import Guess
 from torchfil.utils.notebook import html_table
 
 __all__ = ["Conditions", "Leakage", "as_table"]
+
+_AT_ONCE = 2**18  # examples that are read together
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Conditions:
         degrees_of_freedom: Of the standard errors: runs − 1 for averages over runs. None: each example's own, from
             the spread of its steps' variances.
         test_matrix: Ω of the sketch, [d, r], where one was kept.
+        typical_changes: By followed sum, what :func:`torchfil.accounting.path.run_variance` takes as typical; None: it
+            is found whenever something is read.
     """
 
     exact: bool = False
@@ -48,6 +53,7 @@ class Conditions:
     skipping: bool = False
     degrees_of_freedom: float | None = None
     test_matrix: Tensor | None = None
+    typical_changes: Mapping[str, Tensor] | None = None
 
 
 class Leakage:
@@ -85,13 +91,13 @@ class Leakage:
     @property
     def same_coordinates(self) -> bool:
         """Whether all examples have as many private coordinates: not so for texts of different lengths."""
-        own = self.ledger.sums["num_coordinates"]
+        own = self.ledger.sums.own("num_coordinates")
         seen = own[own > 0]
         return not len(seen) or bool((seen == seen[0]).all())
 
     def get_num_coordinates(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """d of each example, [ids]: those of padding do not count. 1 of one that took no part."""
-        return self.ledger.own_coordinates[self._rows(example_ids)]
+        return self._num_coordinates(self._rows(example_ids))
 
     @property
     def exact(self) -> bool:
@@ -101,8 +107,10 @@ class Leakage:
     def was_measured(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """Whether the run says anything about an example, bool [ids]: its FIL of 0 means no leakage only then."""
         rows, sums = self._rows(example_ids), self.ledger.sums
-        leaks = sums["trace"][rows] > 0
-        return leaks if self.conditions.skipping else leaks | (sums["participations"][rows] > sums["missed"][rows])
+        leaks = sums.at("trace", rows) > 0
+        if self.conditions.skipping:
+            return leaks
+        return leaks | (sums.at("participations", rows) > sums.at("missed", rows))
 
     def get(self, name: str, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
         """What a tracked quantity's sums mean, [ids, …]; see :mod:`torchfil.accounting.quantities`.
@@ -142,7 +150,7 @@ class Leakage:
             raise ValueError(f"kind={kind!r} must be 'trace' or 'spectral'")
         if "fim" in self.ledger.track:
             rows = self._rows(example_ids)
-            norm = largest_eigenvalue(self.ledger.sums["fim"][rows])
+            norm = largest_eigenvalue(self.ledger.sums.at("fim", rows))
             return self._reading(rows).without_variance(norm).raised(0.5)
         if "sketch" in self.ledger.track:
             bound: Estimate = self.get("sketch", example_ids)
@@ -191,7 +199,7 @@ class Leakage:
         """
         if "diagonal" not in self.ledger.track and "fim" in self.ledger.track:
             rows = self._rows(example_ids)
-            diagonal = self.ledger.sums["fim"][rows].diagonal(dim1=1, dim2=2)
+            diagonal = self.ledger.sums.at("fim", rows).diagonal(dim1=1, dim2=2)
             return self._reading(rows).without_variance(diagonal).raised(0.5)
         tracked: Estimate = self.get("diagonal", example_ids)
         return tracked.raised(0.5)
@@ -242,9 +250,7 @@ class Leakage:
         0 where batches count as known; infinite for an example that was never drawn, about which one run says
         nothing. Averaging repeated runs lowers it (:meth:`FILPrivacyEngine.merge`).
         """
-        rows, fil = self._rows(example_ids), self.get_fil(example_ids).value
-        deviation = self._run_variance("trace")[0][rows].sqrt()
-        return torch.where(deviation.isinf(), math.inf, _divide(deviation, 2 * self.ledger.own_coordinates[rows] * fil))
+        return self._sampling_error(self._rows(example_ids), self.get_fil(example_ids).value)
 
     def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
         """One table by id: a pandas DataFrame where pandas is installed, else a dict of lists.
@@ -267,37 +273,55 @@ class Leakage:
     ) -> tuple[list[Hashable], dict[str, list[Any]]]:
         """The ids and columns of :meth:`leakage`."""
         names, rows = self.ids.rows(example_ids)
-        rows = rows.to(self.ledger.device)
-        fil, bound = self.get_fil(names), self.get_mse_bound(names)
-        missed = self.ledger.sums["missed"][rows]
-        self._warn_of_few(rows)
-        return names, {
-            "fil": fil.value.tolist(),
-            "fil_error": fil.standard_error.tolist(),
-            "sampling_error": self.get_sampling_error(names).tolist(),
-            "fil_kind": ["lower bound" if m else self._kind_when_complete for m in missed.tolist()],
-            "mse_bound": bound.value.tolist(),
-            "mse_bound_low": bound.interval(0.95)[0].tolist(),
-            "rel_error": _divide(fil.standard_error, fil.value).tolist(),
-            "participations": self.ledger.sums["participations"][rows].tolist(),
-            "missed": missed.tolist(),
-            "squared_norm": self.ledger.sums["squared_norm"][rows].tolist(),
-            **self._coordinate_column(rows),
-            **self._question_columns(names),
-        }
-
-    def _coordinate_column(self, rows: Tensor) -> dict[str, list[Any]]:
-        own = self.ledger.sums["num_coordinates"]
-        return {} if self.same_coordinates else {"num_coordinates": own[rows].tolist()}
-
-    def _question_columns(self, names: list[Hashable]) -> dict[str, list[Any]]:
+        arrays = self.arrays(rows)
         columns: dict[str, list[Any]] = {}
-        for question in self.ledger.questions:
-            guess = self.get_guess(question, names)
-            rates = guess.upper(0.95).true_positive_rate(0.01)
-            columns[f"{question}_divergence"] = _worst(guess.divergence.value).tolist()
-            columns[f"{question}_true_positive_rate"] = _worst(rates).tolist()
-        return columns
+        for name, values in arrays.items():
+            if name == "mse_bound":
+                kinds = ["lower bound" if m else self._kind_when_complete for m in arrays["missed"].tolist()]
+                columns["fil_kind"] = kinds
+            columns[name] = values.tolist()
+        return names, columns
+
+    def arrays(self, rows: Tensor | None = None) -> dict[str, np.ndarray]:
+        """The columns of :meth:`leakage` that hold numbers, [rows] each, for examples by their place in the data set.
+
+        A part of the examples is worked at after the other, so that little memory is needed beside the result. Those
+        who were never drawn, of whom there may be millions, are read once for all.
+        """
+        rows = torch.arange(self.ids.num_examples) if rows is None else rows
+        rows = rows.to(self.ledger.device)
+        self._kind(rows)
+        self._warn_of_few(rows)
+        rows, place = self.ledger.sums.distinct(rows)
+        typical = replace(self.conditions, typical_changes=self._typical_changes())
+        fixed = Leakage(self.ledger, self.ids, typical)
+        parts = [fixed._arrays(part) for part in rows.split(_AT_ONCE)] or [fixed._arrays(rows)]
+        arrays = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
+        return arrays if place is None else {name: values[place.numpy()] for name, values in arrays.items()}
+
+    def _arrays(self, rows: Tensor) -> dict[str, np.ndarray]:
+        """The same of some rows, without a warning."""
+        sums, reading = self.ledger.sums, self._reading(rows, self._kind_when_complete)
+        trace: Estimate = self.ledger.quantities[0].read(reading.trace, reading)
+        d = self._num_coordinates(rows)
+        fil, bound = trace.raised(0.5, d), trace.raised(-1.0, d)
+        columns = {
+            "fil": fil.value,
+            "fil_error": fil.standard_error,
+            "sampling_error": self._sampling_error(rows, fil.value),
+            "mse_bound": bound.value,
+            "mse_bound_low": bound.interval(0.95)[0],
+            "rel_error": _divide(fil.standard_error, fil.value),
+            **{name: sums.at(name, rows) for name in ("participations", "missed", "squared_norm")},
+        }
+        if not self.same_coordinates:
+            columns["num_coordinates"] = sums.at("num_coordinates", rows)
+        for question, asked in self.ledger.questions.items():
+            divergence = Divergence(question, asked)
+            guess = divergence.read(self._sums_of(divergence, rows), reading)
+            columns[f"{question}_divergence"] = _worst(guess.divergence.value)
+            columns[f"{question}_true_positive_rate"] = _worst(guess.upper(0.95).true_positive_rate(0.01))
+        return {name: values.cpu().numpy() for name, values in columns.items()}
 
     def groups(
         self,
@@ -348,7 +372,7 @@ class Leakage:
                 )
 
         # sums become means, but what was missed by any run is missing
-        average = Ledger.from_state_dict(first.ledger.state_dict(), first.ledger.device)
+        average = Ledger.from_state_dict(first.ledger.state_dict(), first.ledger.device, lazy=False)
         average.steps = max(run.ledger.steps for run in runs)
         average.missed_steps = sum(run.ledger.missed_steps for run in runs)
         count = len(runs)
@@ -358,10 +382,9 @@ class Leakage:
                 target.copy_(values.sum(dim=0))
             elif name == "num_coordinates":
                 target.copy_(values.amax(dim=0))
-            elif name == "participations":
-                target.copy_(values.double().mean(dim=0).ceil())
             else:
-                target.copy_(values.mean(dim=0))
+                mean = values.double().mean(dim=0)
+                target.copy_(mean if target.is_floating_point() else mean.ceil())
         conditions = replace(first.conditions, skipping=any(run.conditions.skipping for run in runs))
         if count == 1:
             return cls(average, first.ids, conditions)
@@ -370,7 +393,7 @@ class Leakage:
         for quantity in average.quantities:
             for name, variance in quantity.variances.items():
                 values = torch.stack([run.ledger.sums[name].to(average.device) for run in runs])
-                average.sums[variance].copy_(values.var(dim=0) / count)
+                average.sums[variance].copy_(values.double().var(dim=0) / count)
         rate = None if conditions.sample_rate is None else 1.0
         conditions = replace(conditions, exact=False, sample_rate=rate, degrees_of_freedom=count - 1.0)
         return cls(average, first.ids, conditions)
@@ -382,8 +405,16 @@ class Leakage:
     def _rows(self, example_ids: Iterable[Hashable] | Tensor | None) -> Tensor:
         return self.ids.rows(example_ids)[1].to(self.ledger.device)
 
+    def _num_coordinates(self, rows: Tensor) -> Tensor:
+        return self.ledger.sums.at("num_coordinates", rows).clamp(min=1)
+
+    def _sampling_error(self, rows: Tensor, fil: Tensor) -> Tensor:
+        """See :meth:`get_sampling_error`; [rows]."""
+        deviation = self._run_variance("trace", rows)[0].sqrt()
+        return torch.where(deviation.isinf(), math.inf, _divide(deviation, 2 * self._num_coordinates(rows) * fil))
+
     def _kind(self, rows: Tensor) -> Kind:
-        missed = self.ledger.sums["missed"][rows]
+        missed = self.ledger.sums.at("missed", rows)
         if bool((missed > 0).any()):
             warnings.warn(
                 f"{int((missed > 0).sum())} of {len(rows)} examples took part in steps that were paused: their Fisher "
@@ -394,13 +425,14 @@ class Leakage:
         return self._kind_when_complete
 
     def _sums_of(self, quantity: TrackedQuantity, rows: Tensor) -> dict[str, Tensor]:
-        """The sums of a quantity at these rows."""
-        return {name: self.ledger.sums[name][rows] for name in quantity.sums(1, 1)}
+        """The sums of a quantity at these rows, those of floating point in float64."""
+        at_rows = {name: self.ledger.sums.at(name, rows) for name in quantity.sums(1, 1)}
+        return {name: value.double() if value.is_floating_point() else value for name, value in at_rows.items()}
 
-    def _reading(self, rows: Tensor) -> Reading:
+    def _reading(self, rows: Tensor, kind: Kind | None = None) -> Reading:
         conditions = self.conditions
         return Reading(
-            self._kind(rows),
+            self._kind(rows) if kind is None else kind,
             conditions.exact,
             conditions.degrees_of_freedom,
             self._sums_of(self.ledger.quantities[0], rows),  # of the trace
@@ -408,19 +440,35 @@ class Leakage:
             self._run_errors(rows) if conditions.degrees_of_freedom is None else {},
         )
 
-    def _run_variance(self, name: str) -> tuple[Tensor, Tensor]:
+    def _typical_changes(self) -> dict[str, Tensor]:
+        """By followed sum, the mean over all examples of how much it changes from one participation to the next."""
+        typical = {}
+        for quantity in self.ledger.quantities:
+            for name in quantity.followed:
+                total, count = torch.zeros(()), torch.zeros(())
+                for rows in torch.arange(self.ids.num_examples, device=self.ledger.device).split(_AT_ONCE):
+                    participations = self.ledger.sums.at("participations", rows)
+                    added = typical_change(name, self._sums_of(quantity, rows), participations)
+                    total, count = total.to(added[0]) + added[0], count.to(added[1]) + added[1]
+                typical[name] = total / count.clamp(min=1)
+        return typical
+
+    def _run_variance(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
         """See :func:`torchfil.accounting.path.run_variance`."""
-        sums = self.ledger.sums
-        return run_variance(name, sums, sums["participations"], self.conditions.sample_rate)
+        conditions = self.conditions
+        typical = self._typical_changes() if conditions.typical_changes is None else conditions.typical_changes
+        quantity = next(each for each in self.ledger.quantities if name in each.followed)
+        participations = self.ledger.sums.at("participations", rows)
+        return run_variance(name, self._sums_of(quantity, rows), participations, conditions.sample_rate, typical[name])
 
     def _run_errors(self, rows: Tensor) -> dict[str, Tensor]:
         """How far one run can be off beside its probes, by followed sum."""
         followed = [name for quantity in self.ledger.quantities for name in quantity.followed]
-        return {name: sum(self._run_variance(name), torch.zeros(()))[rows].sqrt() for name in followed}
+        return {name: sum(self._run_variance(name, rows), torch.zeros(())).sqrt() for name in followed}
 
     def _warn_of_few(self, rows: Tensor) -> None:
         """Skipped steps of a short run leave examples that were hardly ever measured, and look safe."""
-        few = self.ledger.sums["trace_measured"][rows] < FEWEST_PARTICIPATIONS
+        few = self.ledger.sums.at("trace_measured", rows) < FEWEST_PARTICIPATIONS
         if self.conditions.skipping and self.conditions.degrees_of_freedom is None and bool(few.any()):
             warnings.warn(
                 f"{int(few.sum())} of {len(rows)} examples were measured in fewer than {FEWEST_PARTICIPATIONS} of the "

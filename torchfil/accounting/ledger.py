@@ -7,6 +7,7 @@ bound on the Fisher information of the trained model; a step without the example
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torchfil.accounting.contributions import Contribution
 from torchfil.accounting.divergences import Asked, Divergence
 from torchfil.accounting.path import follow, path_state
 from torchfil.accounting.quantities import OWN_SUMS, Sum, Track, TrackedQuantity, tracked
-from torchfil.utils.growing import grow_rows
+from torchfil.accounting.rows import RowTable, bytes_per_row
 
 __all__ = ["Ledger", "Track"]
 
@@ -25,7 +26,7 @@ _WITHOUT_OWN_COORDINATES = 3  # an earlier one, in which all examples have as ma
 
 
 class Ledger:
-    """Sums per example, in float64 on one device.
+    """Sums per example: values in float64, what tells of their errors in float32, counts in int32.
 
     Besides those of the trace and of what is tracked (:mod:`torchfil.accounting.quantities`) it keeps, [n] each:
     ``participations``; ``missed``, those in steps that were paused; ``squared_norm``, Σ‖g̃‖²; ``num_coordinates``, how
@@ -37,8 +38,9 @@ class Ledger:
         track: What to keep beside the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "sketch" (ndr),
             "plis" (nd), or a registered quantity.
         sketch_rank: r, the number of columns of the test matrix.
-        device: Where the sums live.
+        device: A device or a folder, where the sums lie (:class:`torchfil.accounting.rows.RowTable`).
         questions: By name those whose divergences are kept.
+        lazy: Whether an example gets a row when it is first drawn; None: on CPUs, from 2²⁰ examples on.
 
     Attributes:
         laid_out: d of what is kept by coordinate.
@@ -46,8 +48,10 @@ class Ledger:
     Example:
         >>> ledger = Ledger(num_examples=3, num_coordinates=2)
         >>> ledger.add(Contribution(torch.tensor([0, 2]), torch.ones(2)))  # a step that was skipped at random
-        >>> ledger.sums["participations"]
-        tensor([1, 0, 1])
+        >>> ledger.sums["participations"].tolist()
+        [1, 0, 1]
+        >>> ledger
+        Ledger(trace of 3 examples after 0 steps, 68 bytes an example, 0.0 MiB now)
     """
 
     def __init__(
@@ -57,8 +61,9 @@ class Ledger:
         *,
         track: Collection[Track] = (),
         sketch_rank: int = 4,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | Path = "cpu",
         questions: Mapping[str, Asked] | None = None,
+        lazy: bool | None = None,
     ) -> None:
         self.num_examples = num_examples
         self.laid_out = num_coordinates
@@ -67,10 +72,7 @@ class Ledger:
         self.sketch_rank = sketch_rank
         self.steps = 0
         self.missed_steps = 0
-        self.sums: dict[str, Tensor] = {
-            name: torch.zeros(num_examples, *each.shape, dtype=each.dtype, device=device)
-            for name, each in _layout(self.quantities, num_coordinates, sketch_rank).items()
-        }
+        self.sums = RowTable(_layout(self.quantities, num_coordinates, sketch_rank), num_examples, device, lazy=lazy)
 
     @staticmethod
     def bytes_needed(
@@ -80,19 +82,32 @@ class Ledger:
         sketch_rank: int,
         questions: Mapping[str, Asked] | None = None,
     ) -> int:
-        """How much memory a ledger of that size takes."""
-        layout = _layout(_quantities(track, questions or {}), num_coordinates, sketch_rank)
-        return num_examples * sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in layout.values())
+        """How much memory a ledger of that size takes, once every example was drawn.
+
+        Example:
+            >>> Ledger.bytes_needed(1, 10, (), 4), Ledger.bytes_needed(1, 10, ("diagonal",), 4)
+            (68, 188)
+        """
+        return num_examples * bytes_per_row(_layout(_quantities(track, questions or {}), num_coordinates, sketch_rank))
+
+    def __repr__(self) -> str:
+        """What it holds, and what that takes."""
+        kept = ", ".join(("trace", *self.track, *self.questions))
+        return (
+            f"Ledger({kept} of {self.num_examples:,} examples after {self.steps:,} steps, "
+            f"{bytes_per_row(self.sums.layout):,} bytes an example, {self.sums.num_bytes / 2**20:,.1f} MiB now)"
+        )
 
     @classmethod
     def like(cls, ledger: Ledger) -> Ledger:
-        """An empty one for the same examples and quantities, on the CPU."""
+        """An empty one for the same examples and quantities, on the CPU, with a row for everybody."""
         empty = cls(
             ledger.num_examples,
             ledger.laid_out,
             track=ledger.track,
             sketch_rank=ledger.sketch_rank,
             questions=ledger.questions,
+            lazy=False,
         )
         empty.steps, empty.missed_steps = ledger.steps, ledger.missed_steps
         return empty
@@ -106,17 +121,17 @@ class Ledger:
     @property
     def device(self) -> torch.device:
         """Where the sums live."""
-        return self.sums["trace"].device
+        return self.sums.device
 
     @property
     def num_coordinates(self) -> int:
         """d; the largest, where examples have different ones."""
-        own = self.sums["num_coordinates"]
+        own = self.sums.own("num_coordinates")
         return self.laid_out if self.by_coordinate or not own.any() else int(own.max())
 
     @property
     def own_coordinates(self) -> Tensor:
-        """d of every example, [n]; 1 of one that was never seen."""
+        """d of every example, int32 [n]; 1 of one that was never seen."""
         return self.sums["num_coordinates"].clamp(min=1)
 
     @property
@@ -135,33 +150,36 @@ class Ledger:
 
     def grow(self, num_examples: int) -> None:
         """Make room for so many examples; the new ones have taken part in nothing."""
-        for value in self.sums.values():
-            grow_rows(value, num_examples)
+        self.sums.extend(num_examples)
         self.num_examples = max(self.num_examples, num_examples)
 
     def add(self, contribution: Contribution) -> None:
         """Add what one batch contributes; each example occurs at most once in it."""
-        rows = contribution.rows
-        self.sums["participations"].index_add_(0, rows, torch.ones_like(rows))
-        self.sums["squared_norm"].index_add_(0, rows, contribution.squared_norm.double())
-        d, own = self.sums["num_coordinates"], contribution.num_coordinates
+        rows = self.sums.give(contribution.rows.to(self.device))
+        sums = {name: self.sums.own(name) for name in self.sums}
+        ones = torch.ones_like(rows, dtype=torch.int32)
+        sums["participations"].index_add_(0, rows, ones)
+        sums["squared_norm"].index_add_(0, rows, contribution.squared_norm.to(self.device, torch.float64))
+        d, own = sums["num_coordinates"], contribution.num_coordinates
+        own = own.to(self.device, torch.int32) if isinstance(own, Tensor) else own
         d[rows] = d[rows].clamp(min=self.laid_out if own is None else own)
         if not contribution.measured:
-            self.sums["missed"].index_add_(0, rows, torch.ones_like(rows))
+            sums["missed"].index_add_(0, rows, ones)
             return
 
+        additions = {name: value.to(self.device) for name, value in contribution.additions.items()}
         followed = [name for quantity in self.quantities for name in quantity.followed]
         for name in followed:
-            follow(name, self.sums, rows, contribution.additions)
+            follow(name, sums, rows, additions)
         booked = {state for name in followed for state in path_state(name)}
-        for name, value in contribution.additions.items():
+        for name, value in additions.items():
             if name in booked:
                 continue
-            self.sums[name].index_add_(0, rows, value.to(self.sums[name].dtype))
+            sums[name].index_add_(0, rows, value.to(sums[name].dtype))
         for quantity in self.quantities:
             for name, number in quantity.unless_told.items():
-                if name not in contribution.additions:
-                    self.sums[name][rows] += number
+                if name not in additions:
+                    sums[name][rows] += number
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors and plain numbers."""
@@ -178,8 +196,15 @@ class Ledger:
         }
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], device: torch.device | str = "cpu") -> Ledger:
+    def from_state_dict(
+        cls, state: Mapping[str, Any], device: torch.device | str | Path = "cpu", *, lazy: bool | None = None
+    ) -> Ledger:
         """The ledger whose state that is.
+
+        Args:
+            state: Of :meth:`state_dict`.
+            device: As of a new one.
+            lazy: As of a new one.
 
         Raises:
             ValueError: If it was saved by another version, something is missing or has the wrong shape.
@@ -198,13 +223,15 @@ class Ledger:
                 sketch_rank=state["sketch_rank"],
                 device=device,
                 questions={name: Asked(tuple(answers), complete) for name, (answers, complete) in questions.items()},
+                lazy=lazy,
             )
             ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])
             sums = state["sums"]
             if state["format"] == _WITHOUT_OWN_COORDINATES:
                 sums = {**sums, "num_coordinates": (sums["participations"] > 0) * state["num_coordinates"]}
-            for name, value in ledger.sums.items():
-                value.copy_(_same_shape(name, sums[name], value))
+            for name, each in ledger.sums.layout.items():
+                _check_shape(name, sums[name], (ledger.num_examples, *each.shape))
+            ledger.sums.load(sums, sums["participations"] > 0)
         except KeyError as error:
             raise ValueError(f"the ledger's state lacks {error.args[0]!r}; was it saved by another version?") from error
         return ledger
@@ -223,7 +250,6 @@ def _layout(quantities: Iterable[TrackedQuantity], num_coordinates: int, sketch_
     return layout | OWN_SUMS
 
 
-def _same_shape(name: str, value: Tensor, like: Tensor) -> Tensor:
-    if value.shape != like.shape:
-        raise ValueError(f"the ledger's {name!r} has shape {tuple(value.shape)}, expected {tuple(like.shape)}")
-    return value
+def _check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(value.shape) != expected:
+        raise ValueError(f"the ledger's {name!r} has shape {tuple(value.shape)}, expected {expected}")

@@ -27,7 +27,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["FEWEST_PARTICIPATIONS", "follow", "path_additions", "path_state", "path_sums", "run_variance"]
+__all__ = [
+    "FEWEST_PARTICIPATIONS",
+    "follow",
+    "path_additions",
+    "path_state",
+    "path_sums",
+    "run_variance",
+    "typical_change",
+]
 
 FEWEST_PARTICIPATIONS = 5
 _OF_CHANGES = 0.25  # of the mean squared change, to the mean's variance
@@ -73,33 +81,58 @@ def follow(name: str, sums: Mapping[str, Tensor], rows: Tensor, additions: Mappi
         return
     seen = sums[f"{name}_measured"][rows] > 0
     change = (additions[last] - sums[last][rows]).square() + additions[changes]
-    sums[changes].index_add_(0, rows, torch.where(seen, change, 0.0))
-    sums[last][rows] = additions[last]
+    sums[changes].index_add_(0, rows, torch.where(seen, change, 0.0).to(sums[changes].dtype))
+    sums[last][rows] = additions[last].to(sums[last].dtype)
+
+
+def typical_change(name: str, sums: Mapping[str, Tensor], participations: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ of γ relative to the squared mean over the examples of whom it is known, and how many these are, […] each.
+
+    Args:
+        name: Of the sum.
+        sums: Of some examples.
+        participations: [n].
+    """
+    relative, leaks = _relative_change(name, sums, participations)
+    return relative.sum(dim=0), leaks.sum(dim=0)
 
 
 def run_variance(
-    name: str, sums: Mapping[str, Tensor], participations: Tensor, sample_rate: float | None
+    name: str,
+    sums: Mapping[str, Tensor],
+    participations: Tensor,
+    sample_rate: float | None,
+    typical: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The variance of the sum due to the batches, and that due to the path, [n, …] each; infinite where not known.
 
     Args:
         name: Of the sum.
-        sums: Of all examples.
+        sums: Of the examples.
         participations: [n].
         sample_rate: q; None: batches are known.
+        typical: The mean of γ, relative to the squared mean, over all examples, […]; None: over these.
     """
-    square, _, changes, measured = (sums[each] for each in path_sums(name))
-    total = sums[name]
+    total, square, measured = (sums[each].double() for each in (name, f"{name}_square", f"{name}_measured"))
     drawn = participations.reshape(-1, *(1,) * (total.ndim - 1))
     batches = torch.zeros_like(total) if sample_rate is None else (1 - sample_rate) * square
     batches = torch.where(drawn > 0, batches, math.inf if sample_rate is not None else 0.0)
 
-    # γ relative to the squared mean; of nothing, and of what is infinite, nothing is uncertain
-    told = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite()
-    leaks = told & (total > 0)
+    relative, leaks = _relative_change(name, sums, participations)
+    if typical is None:
+        typical = relative.sum(dim=0) / leaks.sum(dim=0).clamp(min=1)
+    path = torch.where(leaks, _OF_CHANGES * (relative + typical) / 2 * total.square(), 0.0)
+    told = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite() | total.isinf() | (drawn == 0)
+    return batches, torch.where(told, path, math.inf)
+
+
+def _relative_change(name: str, sums: Mapping[str, Tensor], participations: Tensor) -> tuple[Tensor, Tensor]:
+    """γ relative to the squared mean, and of whom it is known, [n, …] each; 0 where it is not."""
+    total, changes, measured = (sums[each].double() for each in (name, f"{name}_changes", f"{name}_measured"))
+    drawn = participations.reshape(-1, *(1,) * (total.ndim - 1))
+
+    # of nothing, and of what is infinite, nothing is uncertain
+    leaks = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite() & (total > 0)
     mean = total / drawn.clamp(min=1)
     relative = (changes / (measured - 1).clamp(min=1)).clamp(min=0) / mean.square()
-    relative = torch.where(leaks, relative, 0.0)
-    of_all = relative.sum(dim=0) / leaks.sum(dim=0).clamp(min=1)
-    path = torch.where(leaks, _OF_CHANGES * (relative + of_all) / 2 * total.square(), 0.0)
-    return batches, torch.where(told | total.isinf() | (drawn == 0), path, math.inf)
+    return torch.where(leaks, relative, 0.0), leaks

@@ -24,6 +24,7 @@ from torchfil.fisher.results import Estimate, Kind
 from torchfil.fisher.spectral import nystrom_norm
 
 __all__ = [
+    "ERROR",
     "Needs",
     "Reading",
     "Sum",
@@ -31,6 +32,7 @@ __all__ = [
     "TrackedQuantity",
     "available_quantities",
     "needs_of",
+    "path_layout",
     "register_quantity",
     "tracked",
 ]
@@ -54,15 +56,28 @@ class Needs:
 
 
 class Sum(NamedTuple):
-    """The shape of a sum for one example, and its dtype."""
+    """The shape of a sum for one example, and its dtype.
+
+    What is read as a value is summed in float64, so that it keeps 1e-6 however many steps there are. What only tells
+    how far a value may be off is summed in float32 (``ERROR``): to 1e-4 after 10⁵ participations.
+    """
 
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float64
 
 
+ERROR = torch.float32
+
+
+def path_layout(name: str, shape: tuple[int, ...] = ()) -> dict[str, Sum]:
+    """The sums of :func:`torchfil.accounting.path.path_sums`: three that tell of errors, and a count."""
+    *errors, measured = path_sums(name)
+    return {**{error: Sum(shape, ERROR) for error in errors}, measured: Sum(shape, torch.int32)}
+
+
 OWN_SUMS = {
     "squared_norm": Sum(),
-    **dict.fromkeys(("participations", "missed", "num_coordinates"), Sum(dtype=torch.int64)),
+    **dict.fromkeys(("participations", "missed", "num_coordinates"), Sum(dtype=torch.int32)),
 }
 
 
@@ -172,8 +187,9 @@ class Trace(TrackedQuantity):
 
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
         """Nine numbers."""
-        names = ("trace", "variance", "variance_spread", "variance_limit", "certain", *path_sums("trace"))
-        return {name: Sum() for name in names}
+        errors = dict.fromkeys(("variance", "variance_limit"), Sum(dtype=ERROR))
+        # the square of a variance leaves the range of float32
+        return {"trace": Sum(), "variance_spread": Sum(), "certain": Sum(), **errors, **path_layout("trace")}
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
         """The trace and all that is known of its error."""
@@ -215,7 +231,7 @@ class Diagonal(TrackedQuantity):
 
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
         """Two vectors of length d."""
-        return {"diagonal": Sum((num_coordinates,)), "diagonal_variance": Sum((num_coordinates,))}
+        return {"diagonal": Sum((num_coordinates,)), "diagonal_variance": Sum((num_coordinates,), ERROR)}
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
         """The diagonal and its variance."""

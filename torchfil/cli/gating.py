@@ -14,7 +14,8 @@ import numpy as np
 from torchfil.cli.output import FAILED, Output, plain, table, with_output
 from torchfil.report.gate import check, notes
 from torchfil.report.policy import TEMPLATE, load_policy
-from torchfil.report.saved_run import SavedRun, load
+from torchfil.report.run_file import load
+from torchfil.report.saved_run import SavedRun
 from torchfil.report.verdict import Verdict, told_apart
 from torchfil.utils.csv_files import write_csv
 from torchfil.utils.files import write_bytes

@@ -9,7 +9,8 @@ import click
 import numpy as np
 
 from torchfil.cli.output import Output, number, table, with_output
-from torchfil.report.saved_run import SavedRun, load
+from torchfil.report.run_file import load
+from torchfil.report.saved_run import SavedRun
 from torchfil.report.spared import is_spared
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 
@@ -84,7 +85,7 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
         "most_exposed": [
             {"id": run.ids[row], **{name: values[row] for name, values in run.columns.items()}} for row in order
         ],
-        "groups": {name: len(np.unique(labels)) for name, labels in run.groups.items()},
+        "groups": {name: len(run.coded_group(name)[0]) for name in run.groups},
         "attributes": len(run.attributes.names) if run.attributes is not None else 0,
         "pictures": len(run.pictures.rows) if run.pictures is not None else 0,
         "questions": {

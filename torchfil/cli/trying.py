@@ -42,7 +42,7 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
     """
     from torchfil.cli.digits import DELTA, train_on_digits
     from torchfil.datasets.stand_ins import small_digits_in_words
-    from torchfil.report.saved_run import load
+    from torchfil.report.run_file import load
     from torchfil.report.writer import write_report
 
     _check_device(device)

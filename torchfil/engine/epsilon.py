@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,30 +22,37 @@ from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
 from torch import Tensor
 
-from torchfil.utils.growing import grow_rows
+from torchfil.accounting.quantities import Sum
+from torchfil.accounting.rows import RowTable, bytes_per_row
+from torchfil.engine.norm_levels import ENTRIES, LEVELS, RATIO, added, as_table, squeezed
 
 __all__ = ["NormHistory", "epsilon_over_time", "individual_epsilon"]
 
-_RATIO = 1.05  # between neighbouring noise multipliers of the grid
-_BELOW, _LEVELS = 8, 96
+_BELOW = 8  # levels below the first step's noise multiplier
+_AT_ONCE = 65_536  # rows that are worked at together, where all are
 
 
 class NormHistory:
     """For every example: at how many steps it had which effective noise multiplier σC/‖g̃‖, rounded down.
 
+    Kept in twelve entries of a level and a count (:mod:`torchfil.engine.norm_levels`), the last seen norm and since
+    when it holds: 68 bytes an example. On CPUs and from 2²⁰ examples on, those who were never drawn have 4.
+
     Args:
         num_examples: n.
-        device: Where the n×96 table of counts (int32) lives.
+        device: A device or a folder, where the rows lie (:class:`torchfil.accounting.rows.RowTable`).
         clip_weights: The most that ‖g̃‖/C can be of each example, [n]; None: 1.
+        lazy: Whether rows are given when an example is first drawn; None: see above.
         own_steps: Whether only steps that used an example count for it, as where its batches are known: a stream.
     """
 
     def __init__(
         self,
         num_examples: int,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | Path = "cpu",
         clip_weights: Tensor | None = None,
         *,
+        lazy: bool | None = None,
         own_steps: bool = False,
     ) -> None:
         self._own_steps = own_steps
@@ -54,16 +62,31 @@ class NormHistory:
         self.noise_multiplier = 0.0
         self.sample_rate = 0.0
         self.steps = 0
-        self.counts = torch.zeros(num_examples, _LEVELS, dtype=torch.int32, device=device)
-        self.ratio = torch.ones(num_examples, dtype=torch.float32, device=device)  # ‖g̃‖/C, last seen, or the most
+        # with weights of their own, examples that were not drawn are not all alike
+        self._rows = RowTable(_LAYOUT, num_examples, device, lazy=lazy if clip_weights is None else False)
+        self._rows.own("ratio").fill_(1.0)
         if clip_weights is not None:
-            self.ratio.copy_(clip_weights)
-        self.since = torch.zeros(num_examples, dtype=torch.int64, device=device)
+            self._rows.own("ratio").copy_(clip_weights)
 
     @staticmethod
     def bytes_needed(num_examples: int) -> int:
-        """How much memory the table takes."""
-        return num_examples * (_LEVELS * 4 + 4 + 8)
+        """How much memory the rows of all examples take."""
+        return num_examples * bytes_per_row(_LAYOUT)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows lie."""
+        return self._rows.device
+
+    @property
+    def ratio(self) -> Tensor:
+        """‖g̃‖/C of every example as it was last seen, or the most that it can be, float32 [n]."""
+        return self._rows["ratio"]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the rows take now."""
+        return self._rows.num_bytes
 
     def step(self, rows: Tensor, ratio: Tensor, noise_multiplier: float, sample_rate: float) -> None:
         """Account one released step in which the examples ``rows`` had clipped norms ``ratio`` · C."""
@@ -74,19 +97,22 @@ class NormHistory:
         if self.anchor == 0:
             self.anchor = self.noise_multiplier = noise_multiplier
         if noise_multiplier != self.noise_multiplier:
-            self._settle(torch.arange(len(self.ratio), device=self.ratio.device))
+            for places in torch.arange(self._rows.num_rows, device=self.device).split(_AT_ONCE):
+                self._settle(places)
             self.noise_multiplier = noise_multiplier
         self.lowest = min(self.lowest, noise_multiplier)
         self.sample_rate = max(self.sample_rate, sample_rate)
         self.set_ratios(rows, ratio)
         if self._own_steps:
-            self._count(rows, torch.ones_like(rows, dtype=self.counts.dtype))
+            places = self._rows.give(rows.to(self.device))
+            self._count(places, torch.ones_like(places))
         self.steps += 1
 
     def grow(self, num_examples: int) -> None:
         """Make room for so many examples, where only their own steps count."""
-        for value, fill in ((self.counts, 0), (self.ratio, 1), (self.since, 0)):
-            grow_rows(value, num_examples, fill)
+        before = self._rows.num_examples
+        self._rows.extend(num_examples)
+        self._rows.own("ratio")[before:] = 1.0
 
     def replace(self, rows: Tensor, ratio: Tensor) -> None:
         """How a refresh pass reports."""
@@ -94,58 +120,89 @@ class NormHistory:
 
     def set_ratios(self, rows: Tensor, ratio: Tensor) -> None:
         """From now on these examples have these norms."""
-        self._settle(rows)
-        self.ratio[rows] = ratio.to(self.ratio.dtype)
+        places = self._rows.give(rows.to(self.device))
+        self._settle(places)
+        self._rows.own("ratio")[places] = ratio.to(self.device, torch.float32)
+
+    def distinct(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`torchfil.accounting.rows.RowTable.distinct`."""
+        return self._rows.distinct(rows)
 
     def counts_of(self, rows: Tensor) -> Tensor:
         """The counts of these examples with the open stretch included, [rows, levels]."""
-        counts = self.counts[rows].clone()
+        rows = rows.to(self.device)
+        counts = as_table(self._rows.at("levels", rows), self._rows.at("counts", rows))
         if self._own_steps:
             return counts
-        open_steps = (self.steps - self.since[rows]).to(counts.dtype)
-        counts.scatter_add_(1, self._level(rows)[:, None], open_steps[:, None])
-        return counts
+        open_steps = self.steps - self._rows.at("since", rows)
+        return counts.scatter_add_(1, self.levels_of(self._rows.at("ratio", rows))[:, None], open_steps[:, None])
+
+    def levels_of(self, ratio: Tensor) -> Tensor:
+        """The level of each norm ‖g̃‖/C at the present noise, int64 [rows]."""
+        return LEVELS - 1 - torch.bucketize(ratio, _edges(self.noise_multiplier / self.anchor, ratio.device))
 
     def multipliers(self) -> list[float]:
         """The noise multiplier of each grid level; the lowest level holds everything below it too."""
-        grid = [self.anchor * _RATIO ** (k - _BELOW) for k in range(_LEVELS)]
+        grid = [self.anchor * RATIO ** (k - _BELOW) for k in range(LEVELS)]
         grid[0] = min(grid[0], self.lowest)
         return grid
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as tensors and plain numbers."""
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in self._kept().items()}
+        """Everything, as tensors, [n, …] each, and plain numbers."""
+        return {**self._numbers(), **{name: value.clone() for name, value in self._rows.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        for name, value in self._kept().items():
-            new = state[name]
-            if isinstance(value, Tensor):
-                if value.shape != new.shape:
-                    raise ValueError(
-                        f"the norm history's {name!r} has shape {tuple(new.shape)}, not {tuple(value.shape)}"
-                    )
-                new = new.to(value.device, value.dtype).clone()
-            setattr(self, name, new)
+        """The inverse of :meth:`state_dict`; earlier states, with counts of all levels, are read as well."""
+        n, rows = self._rows.num_examples, {name: state[name] for name in ("counts", "ratio", "since")}
+        if "levels" in state:
+            rows["levels"] = state["levels"]
+        else:
+            of_all = torch.arange(LEVELS, dtype=torch.uint8)
+            parts = [squeezed(of_all.expand_as(part), part, ENTRIES) for part in rows["counts"].cpu().split(_AT_ONCE)]
+            rows["levels"], rows["counts"] = (torch.cat(each) for each in zip(*parts, strict=True))
+        for name, value in rows.items():
+            expected = (n, *_LAYOUT[name].shape)
+            if tuple(value.shape) != expected:
+                raise ValueError(f"the norm history's {name!r} has shape {tuple(value.shape)}, not {expected}")
 
-    def _kept(self) -> dict[str, Any]:
+        for name in self._numbers():
+            setattr(self, name, state[name])
+        if self._rows.lazy:
+            # whoever was seen last of all, or never, stands for those who were never seen, who are alike
+            unseen = torch.where(rows["ratio"] == 1, rows["since"], self.steps + 1).argmin()
+            for name, value in rows.items():
+                self._rows.own(name)[0] = value[unseen]
+        self._rows.load(rows, self._is_known(rows))
+
+    def _is_known(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Who differs from the row of those who were never seen, [n] booleans."""
+        differs = [rows[name] != self._rows.own(name)[:1].to(rows[name].device) for name in rows]
+        return torch.stack([each.reshape(len(each), -1).any(dim=1) for each in differs]).any(dim=0)
+
+    def _numbers(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
-    def _level(self, rows: Tensor) -> Tensor:
-        edges = _edges(self.noise_multiplier / self.anchor, self.ratio.device)
-        return _LEVELS - 1 - torch.bucketize(self.ratio[rows], edges)
-
-    def _settle(self, rows: Tensor) -> None:
-        """Book the steps since these examples' norms were last set."""
-        if len(rows) == 0 or self.steps == 0 or self._own_steps:
+    def _settle(self, places: Tensor) -> None:
+        """Book the steps since the norms at these places were last set."""
+        if len(places) == 0 or self.anchor == 0 or self._own_steps:
             return
-        self._count(rows, (self.steps - self.since[rows]).to(self.counts.dtype))
-        self.since.index_fill_(0, rows, self.steps)
+        since = self._rows.own("since")
+        self._count(places, self.steps - since[places])
+        since.index_fill_(0, places, self.steps)
 
-    def _count(self, rows: Tensor, steps: Tensor) -> None:
-        """Book so many steps at these examples' present norms."""
-        places = torch.add(self._level(rows), rows, alpha=_LEVELS)
-        self.counts.view(-1).index_add_(0, places, steps)
+    def _count(self, places: Tensor, steps: Tensor) -> None:
+        """Book so many steps at the present norms at these places."""
+        levels, counts = self._rows.own("levels"), self._rows.own("counts")
+        level = self.levels_of(self._rows.own("ratio")[places])
+        levels[places], counts[places] = added(levels[places], counts[places], level, steps)
+
+
+_LAYOUT = {
+    "levels": Sum((ENTRIES,), torch.uint8),
+    "counts": Sum((ENTRIES,), torch.int32),
+    "ratio": Sum(dtype=torch.float32),
+    "since": Sum(dtype=torch.int32),
+}
 
 
 @lru_cache(maxsize=64)
@@ -154,9 +211,9 @@ def _edges(relative_noise: float, device: torch.device) -> Tensor:
 
     A ratio r belongs to the last level whose noise multiplier, in units of the anchor, is at most ``relative_noise``/r.
     """
-    levels = torch.arange(_LEVELS - 1, 0, -1, dtype=torch.float64)
+    levels = torch.arange(LEVELS - 1, 0, -1, dtype=torch.float64)
     slack = 1e-5  # in levels: numbers that lie on the grid are not rounded off it
-    return (relative_noise * _RATIO ** (_BELOW + slack - levels)).to(device, torch.float32)
+    return (relative_noise * RATIO ** (_BELOW + slack - levels)).to(device, torch.float32)
 
 
 def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tensor:
@@ -165,15 +222,16 @@ def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tens
         return torch.full((len(rows),), math.inf, dtype=torch.float64)
     if history.steps == 0:
         return torch.zeros(len(rows), dtype=torch.float64)
-    result = []
+    rows, place = history.distinct(rows)
     multipliers = history.multipliers()
-    for part in rows.split(65_536):
+    result = [torch.zeros(0, dtype=torch.float64)]
+    for part in rows.split(_AT_ONCE):
         counts = history.counts_of(part).cpu().double().numpy()
-        rdp = np.zeros((len(part), len(RDPAccountant.DEFAULT_ALPHAS)))
-        for level in np.flatnonzero(counts.sum(axis=0)).tolist():
-            rdp += np.outer(counts[:, level], _rdp_per_step(history.sample_rate, multipliers[level]))
-        result.append(torch.from_numpy(_epsilon_from_rdp(rdp, delta)))
-    return torch.cat(result) if result else torch.zeros(0, dtype=torch.float64)
+        used = np.flatnonzero(counts.sum(axis=0)).tolist()
+        per_step = np.stack([_rdp_per_step(history.sample_rate, multipliers[level]) for level in used])
+        result.append(torch.from_numpy(_epsilon_from_rdp(counts[:, used] @ per_step, delta)))
+    epsilon = torch.cat(result)
+    return epsilon if place is None else epsilon[place]
 
 
 def epsilon_over_time(history: Sequence[tuple[float, float, int]], steps: Sequence[int], delta: float) -> np.ndarray:

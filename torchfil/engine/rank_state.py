@@ -137,5 +137,4 @@ def take_part(
         is_own = torch.full((ledger.num_examples,), ranks.rank == 0)
         if saved is not None and state is not None and "booked_by" in saved:
             is_own = saved["booked_by"].cpu() == ranks.rank
-        for value in ledger.sums.values():
-            value[~is_own.to(value.device)] = 0
+        ledger.sums.keep_only(is_own)

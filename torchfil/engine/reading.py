@@ -33,7 +33,7 @@ from torchfil.engine.saving import Labels, build_saved_run
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
 from torchfil.private import Private
-from torchfil.report.saved_run import save
+from torchfil.report.run_file import save
 
 __all__ = ["LeakageReading"]
 
@@ -185,7 +185,7 @@ class LeakageReading(PrivacyEngine):
         _check_delta(delta)
         _, rows = run.ids.rows(example_ids)
         history = run.whole_history
-        value = individual_epsilon(history, rows.to(history.ratio.device), delta)
+        value = individual_epsilon(history, rows.to(history.device), delta)
         if history.steps:
             value = value.clamp(max=float(self.get_epsilon(delta)))
         return Estimate(value, torch.full_like(value, float("nan")), "estimate")
@@ -220,7 +220,7 @@ class LeakageReading(PrivacyEngine):
             norms = ledger.sums["squared_norm"][rows.to(ledger.device)]
             value = robustness_with_known_batches(norms, noise, priors)
         else:
-            value = individual_robustness(history, rows.to(history.ratio.device), priors)
+            value = individual_robustness(history, rows.to(history.device), priors)
             value = value.minimum(everybodys_robustness(releases, priors, tolerance=0.02).high)
         value = value.reshape(len(rows), *prior.shape)
         return Estimate(value, torch.full_like(value, float("nan")), "estimate")

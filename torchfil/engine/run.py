@@ -167,7 +167,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """Where sums live."""
-        return self.history.ratio.device
+        return self.history.device
 
     def clip_weights_of(self, ids: Sequence[int]) -> Tensor | None:
         """ω of the examples of these numbers, float64 [ids]; None: nobody has one."""
@@ -267,7 +267,7 @@ class Run:
         rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
         sums = self.ledger.sums
         present = clipped_norm.double().square()
-        return exposed_rows(sums["trace"][rows], sums["squared_norm"][rows], present, self._exposed)
+        return exposed_rows(sums.at("trace", rows), sums.at("squared_norm", rows), present, self._exposed)
 
     def new_ledger(self, num_coordinates: int) -> tuple[Ledger, Tensor | None]:
         """An empty ledger for d coordinates, and the test matrix of a sketch."""
@@ -429,7 +429,8 @@ class Run:
         kept = self.options.accounting.min_mse_bound
         if kept is None or self.clip_weights is None or self.ledger is None:
             return
-        spent = kept * self.ledger.sums["trace"][rows] / self.ledger.own_coordinates[rows]
+        sums = self.ledger.sums
+        spent = kept * sums.at("trace", rows) / sums.at("num_coordinates", rows).clamp(min=1)
         weights = weights_for_the_rest(spent)
         if self.first_weights is not None:
             weights = weights * self.first_weights[rows]

@@ -71,7 +71,7 @@ class SharedNormHistory(NormHistory):
         """Enter what all ranks have noted (collective)."""
         when, rows, ratios = self._joined_notes()
         order = when.argsort(stable=True)
-        when, rows, ratios = when[order], rows[order].to(self.ratio.device), ratios[order].to(self.ratio.device)
+        when, rows, ratios = when[order], rows[order].to(self.device), ratios[order].to(self.device)
         steps, self.steps = self.steps, self._entered
 
         def noted(moment: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """From a saved run to a page: reads tables, computes no privacy."""
 
 from torchfil.report.page.sections import register_section
-from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, SavedRun, Texts, load, save
+from torchfil.report.run_file import load, save
+from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, SavedRun, Texts
 from torchfil.report.writer import write_report
 
 __all__ = [

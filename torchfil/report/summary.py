@@ -277,21 +277,20 @@ def _lowest_end(low: np.ndarray | None, smallest: int) -> float | None:
 def _attributes(attributes: Attributes | None, measured: np.ndarray, smallest: int) -> list[AttributeSummary]:
     if attributes is None:
         return []
-    errors = np.asarray(attributes.shown, dtype=np.float64)[measured]
-    known = attributes.error_low is not None
-    return [
-        AttributeSummary(name, unit, levels_of(errors[:, j][~np.isnan(errors[:, j])], smallest), known)
-        for j, (name, unit) in enumerate(zip(attributes.names, attributes.units, strict=True))
-    ]
+    summaries, known = [], attributes.error_low is not None
+    for j, (name, unit) in enumerate(zip(attributes.names, attributes.units, strict=True)):
+        errors = np.asarray(attributes.shown[measured, j], dtype=np.float64)
+        summaries.append(AttributeSummary(name, unit, levels_of(errors[~np.isnan(errors)], smallest), known))
+    return summaries
 
 
 def _grouping(run: SavedRun, name: str, measured: np.ndarray, smallest: int) -> Grouping:
     """Geometric means of η̄ by group, with Student's intervals on log η̄, widened for their number (Bonferroni)."""
-    labels = run.groups[name]
-    sizes = dict(zip(*np.unique(labels, return_counts=True), strict=True))
+    levels, group_of = run.coded_group(name)
+    sizes = dict(zip(levels.tolist(), np.bincount(group_of, minlength=len(levels)).tolist(), strict=True))
     codes, names, merged = np.zeros(0, int), list[str](), 0
     if measured.any():
-        codes, names, merged = merged_small_groups(labels[measured], smallest)
+        codes, names, merged = merged_small_groups(levels, group_of[measured], smallest)
     if merged:
         names = [*names, f"{merged} small groups together" if merged > 1 else "one more group"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import numpy as np
 
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.status import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
-from torchfil.utils.csv_files import write_csv
+from torchfil.utils.csv_files import write_csv_parts
 
 __all__ = ["columns_of", "write_leakage_csv", "write_parquet"]
 
 STATUS = np.array(["measured", "lower bound", "not measured"])
+
+
+AT_ONCE = 2**18  # rows that are written together
 
 
 def columns_of(run: SavedRun) -> dict[str, np.ndarray]:
@@ -24,14 +28,15 @@ def columns_of(run: SavedRun) -> dict[str, np.ndarray]:
     """
     status = status_of(run)
     unknown = status == NOT_MEASURED
-    table: dict[str, np.ndarray] = {"id": run.ids, "status": STATUS[status]}
+    table: dict[str, np.ndarray] = {"id": np.asarray(run.ids), "status": STATUS[status]}
     for name, values in run.columns.items():
         blank = name in BLANK_WHERE_UNKNOWN
         table[name] = np.where(unknown, np.nan, values.astype(np.float64)) if blank else values
     table |= {f"group {name}": labels.astype(str) for name, labels in run.groups.items()}
     if run.attributes is not None:
         for j, name in enumerate(run.attributes.names):
-            table[f"least error of {name}"] = np.where(unknown, np.nan, run.attributes.shown[:, j].astype(np.float64))
+            errors = np.asarray(run.attributes.shown[:, j], dtype=np.float64)
+            table[f"least error of {name}"] = np.where(unknown, np.nan, errors)
     return table
 
 
@@ -40,7 +45,7 @@ def write_leakage_csv(run: SavedRun, path: Path) -> None:
 
     Texts that a spreadsheet would compute get a leading apostrophe. Parquet keeps everything as it is.
     """
-    write_csv(path, columns_of(run), digits=7)
+    write_csv_parts(path, map(columns_of, run.slices(AT_ONCE)), digits=7)
 
 
 def write_parquet(run: SavedRun, path: Path) -> str | None:
@@ -50,9 +55,18 @@ def write_parquet(run: SavedRun, path: Path) -> str | None:
     import pyarrow
     from pyarrow import parquet
 
-    table = columns_of(run)
-    arrays = {
-        name: pyarrow.array(v.tolist() if v.dtype.kind == "U" else v, from_pandas=True) for name, v in table.items()
-    }
-    parquet.write_table(pyarrow.table(arrays), path)
+    def as_table(part: SavedRun) -> pyarrow.Table:
+        return pyarrow.table(
+            {
+                name: pyarrow.array(values.tolist() if values.dtype.kind == "U" else values, from_pandas=True)
+                for name, values in columns_of(part).items()
+            }
+        )
+
+    with contextlib.ExitStack() as stack:
+        writer = None
+        for part in run.slices(AT_ONCE):
+            table = as_table(part)
+            writer = writer or stack.enter_context(parquet.ParquetWriter(path, table.schema))
+            writer.write_table(table)
     return None

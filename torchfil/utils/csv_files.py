@@ -6,14 +6,14 @@ import csv
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from torchfil.utils.files import replaced_when_complete
 
-__all__ = ["inert", "write_csv"]
+__all__ = ["inert", "write_csv", "write_csv_parts"]
 
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # how a cell begins that Excel, LibreOffice or Google Sheets computes
 NUMBER = re.compile(r"[+-](\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -48,16 +48,27 @@ def write_csv(
         columns: By name, [n] each: numbers, or anything else as its text.
         digits: Significant digits of floating-point numbers; None: as many as it takes to read the same number again.
     """
-    length = len(next(iter(columns.values())))
+    write_csv_parts(path, [columns], digits=digits)
+
+
+def write_csv_parts(
+    path: str | os.PathLike[str],
+    parts: Iterable[Mapping[str, Sequence[Any] | np.ndarray]],
+    *,
+    digits: int | None = None,
+) -> None:
+    """The same for a table that comes in parts, each with the same columns and some of the rows."""
     with (
         replaced_when_complete(path) as temporary,
         open(temporary, "w", encoding="utf-8", errors="replace", newline="") as file,
     ):
         writer = csv.writer(file)  # lines end with CR LF: older Pythons quote a cell with CR or LF only then
-        writer.writerow([inert(name) for name in columns])
-        for start in range(0, length, CHUNK):
-            parts = [_cells(values[start : start + CHUNK], digits) for values in columns.values()]
-            writer.writerows(zip(*parts, strict=True))
+        for place, columns in enumerate(parts):
+            if place == 0:
+                writer.writerow([inert(name) for name in columns])
+            for start in range(0, len(next(iter(columns.values()))), CHUNK):
+                cells = [_cells(values[start : start + CHUNK], digits) for values in columns.values()]
+                writer.writerows(zip(*cells, strict=True))
 
 
 def _cells(values: Sequence[Any] | np.ndarray, digits: int | None) -> list[Any]:

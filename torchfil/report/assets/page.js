@@ -293,13 +293,15 @@
     if (data.status[row] === NOT_MEASURED) return "Not measured: no batch drew this example, or its steps were left out. This run says nothing about it; it is not safe.";
     let above = 0, known = 0;
     for (let i = 0; i < n; i++) if (data.status[i] !== NOT_MEASURED) { known++; if (data.fil[i] > fil) above++; }
+    if (spec.of) known = spec.of.measured;
     const bound = data.mse_bound ? data.mse_bound[row] : 1 / fil ** 2;
     const low = data.mse_bound_low ? data.mse_bound_low[row] : NaN;
     const untold = Number.isNaN(low) || (low === 0 && bound > 0);
     const end = untold ? ", which does not tell how far below the truth may lie" : `; the lower end of the 95 % interval is ± ${number(Math.sqrt(low))}`;
     const off = `an estimated ± ${number(Math.sqrt(bound))} or more per input on average (root mean square; an estimate from one run${end})`;
     const understated = data.status[row] === LOWER_BOUND ? " Some of its steps were not measured: it leaks more than shown." : "";
-    return `Number ${(above + 1).toLocaleString("en")} of ${known.toLocaleString("en")} by exposure. An unbiased guess of its inputs is off by ${off}.${understated}`;
+    const rank = !spec.of || above < spec.of.ranked ? `Number ${(above + 1).toLocaleString("en")} of ${known.toLocaleString("en")} by exposure. ` : "";
+    return `${rank}An unbiased guess of its inputs is off by ${off}.${understated}`;
   };
   const open = async (row) => {
     await ready;
@@ -309,7 +311,7 @@
     close.addEventListener("click", () => dialog.close());
     top.append(title, close);
     const pictures = element("div", undefined, "pictures");
-    pictures.append(...[...document.querySelectorAll(`.card[data-row="${row}"] img`)].map((image) => image.cloneNode()));
+    pictures.append(...[...document.querySelectorAll(`.card[data-row="${spec.of ? data.places[row] : row}"] img`)].map((image) => image.cloneNode()));
     const values = cells(row, spec.columns).map(([text], j) => [spec.columns[j].label, text]).filter(([, text]) => text !== "");
     const groups = spec.groups.map((group) => [group.name, group.levels[data[group.data][row]]]);
     const attributes = spec.attributes.map((attribute) => [attribute.name, data[attribute.data][row], attribute.unit])
@@ -322,7 +324,7 @@
     dialog.scrollTop = 0;
   };
   dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
-  for (const button of document.querySelectorAll("button[data-row]")) button.addEventListener("click", () => open(Number(button.dataset.row)));
+  for (const button of document.querySelectorAll("button[data-row]")) button.addEventListener("click", () => ready.then(() => open(spec.of ? data.places.indexOf(Number(button.dataset.row)) : Number(button.dataset.row))));
 
   let waiting = 0;
   byId("search").addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(refresh, 120); });

@@ -11,6 +11,7 @@ import numpy as np
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, tag
 from torchfil.report.page.payload import Packed, pack, pack_text
+from torchfil.report.page.sections import exposed, spared
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.status import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
 
@@ -19,6 +20,7 @@ __all__ = ["render"]
 BUDGET = 14_000_000  # characters of packed columns, so that a page stays below 20 MB
 ID_BUDGET = 8_000_000
 MOST_ATTACKED = 20_000
+MOST_ROWS = 1_000_000  # of a run with more examples the page has the most exposed
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,17 @@ def render(report: Report) -> Markup | None:
     """The table's frame, its data and its legend."""
     if report.run is None:
         return None
-    spec, blocks, left_out = _packed(report.run)
+    spec, blocks, left_out = _packed(*_shown(report.run))
     shown = [column for column in COLUMNS if any(entry["key"] == column.key for entry in spec["columns"])]
 
     note = ""
+    if "of" in spec:
+        note = (
+            f"The table has {spec['rows']:,} of {spec['of']['examples']:,} examples: the most exposed of the "
+            f"{spec['of']['measured']:,} that were measured, and those that this page names; leakage.csv has all. "
+        )
     if left_out:
-        note = f"To keep the page small, it leaves out {', '.join(left_out)}; the files beside it hold everything. "
+        note += f"To keep the page small, it leaves out {', '.join(left_out)}; the files beside it hold everything. "
 
     return join(
         paragraph(
@@ -136,15 +143,36 @@ class _Blocks:
         return True
 
 
-def _packed(run: SavedRun) -> tuple[dict[str, Any], dict[str, Packed], list[str]]:
-    """The description of the data, the packed arrays by name, and what did not fit."""
+def _shown(run: SavedRun) -> tuple[SavedRun, dict[str, int] | None, np.ndarray | None]:
+    """The examples of the table; of a run that has more, what it is a part of, and their places in the run."""
+    if len(run) <= MOST_ROWS:
+        return run, None, None
+    is_measured = status_of(run) != NOT_MEASURED
+    measured = np.flatnonzero(is_measured)
+    if len(measured) > MOST_ROWS:
+        fil = np.asarray(run.columns["fil"], dtype=np.float64)[measured]
+        measured = measured[np.argpartition(-fil, MOST_ROWS)[:MOST_ROWS]]
+    named = np.asarray([*exposed.shown_rows(run), *spared.shown_rows(run)], dtype=np.int64)
+    places = np.union1d(measured, named)
+    # how many by exposure are all there: of others the page cannot tell the rank
+    of = {"examples": len(run), "measured": int(is_measured.sum()), "ranked": len(measured)}
+    return run.take(places), of, places
+
+
+def _packed(
+    run: SavedRun, of: dict[str, int] | None, places: np.ndarray | None
+) -> tuple[dict[str, Any], dict[str, Packed], list[str]]:
+    """The description of the data, the packed arrays by name, and what did not fit; see :func:`_shown`."""
     status, blocks = status_of(run), _Blocks()
     blocks.packed["status"] = pack(status)
     unknown = status == NOT_MEASURED
     spec: dict[str, Any] = {"rows": len(run.ids)}
+    if of is not None and places is not None:
+        spec["of"] = of
+        blocks.packed["places"] = pack(places)
 
     # in the order of their worth: what comes later is left out first
-    spec["ids"] = _id_kind(run.ids, blocks)
+    spec["ids"] = _id_kind(np.asarray(run.ids), blocks)
     spec["columns"] = _columns(run, unknown, blocks)
     spec["groups"] = _groups(run, blocks)
     spec["attributes"] = _attributes(run, unknown, blocks)
@@ -197,8 +225,8 @@ def _columns(run: SavedRun, unknown: np.ndarray, blocks: _Blocks) -> list[dict[s
 
 def _groups(run: SavedRun, blocks: _Blocks) -> list[dict[str, Any]]:
     entries = []
-    for i, (name, labels) in enumerate(run.groups.items()):
-        levels, codes = np.unique(labels, return_inverse=True)
+    for i, name in enumerate(run.groups):
+        levels, codes = run.coded_group(name)
         if blocks.add(f"group{i}", pack(codes), name):
             entries.append({"name": name, "levels": [str(level) for level in levels], "data": f"group{i}"})
     return entries

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from torchfil.report.page.context import Report, paragraph
@@ -10,7 +12,7 @@ from torchfil.report.page.png import as_data_url, overlay, thumbnail
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 
-__all__ = ["render"]
+__all__ = ["render", "shown_rows"]
 
 CARDS, LINES, NAMED, SAMPLE = 12, 8, 4, 10_000
 PLIS = (
@@ -30,26 +32,17 @@ def render(report: Report) -> Markup | None:
     if run is None:
         return None
     status = status_of(run)
-    measured = np.flatnonzero(status != NOT_MEASURED)
-    if not len(measured):
+    rank = _ranks(run, status)
+    if not rank.any():
         return None
-
-    # the ranks count all measured examples, also where only the pictured ones are shown
-    order = measured[np.argsort(np.asarray(run.columns["mse_bound"])[measured], kind="stable")]
-    rank = np.zeros(len(run.ids), dtype=np.int64)
-    rank[order] = np.arange(1, len(order) + 1)
     pictured = {} if run.pictures is None else {int(row): i for i, row in enumerate(run.pictures.rows) if rank[row] > 0}
-
-    # the same number at both ends, and nobody twice
-    rows = sorted(pictured, key=lambda row: rank[row]) if pictured else order.tolist()
-    most = rows[: min(CARDS if pictured else LINES, (len(rows) + 1) // 2)]
-    least = rows[len(most) :][::-1][: len(most)]
+    most, least = _ends(rank, pictured)
 
     draw = _cards if pictured else _lines
     maps = run.pictures is not None and run.pictures.maps is not None
     return join(
         paragraph(
-            f"Ranked by their MSE bound, an estimate from one run, among {len(order):,} measured examples; select one "
+            f"Ranked by their MSE bound, an estimate from one run, among {rank.max():,} measured examples; select one "
             "for its details.",
             PLIS if maps else "",
         ),
@@ -57,6 +50,34 @@ def render(report: Report) -> Markup | None:
         draw(run, most, rank, pictured, status),
         [tag("h3", "Least exposed"), paragraph(LUCK), draw(run, least, rank, pictured, status)] if least else None,
     )
+
+
+def shown_rows(run: SavedRun) -> list[int]:
+    """The examples that the section shows."""
+    rank = _ranks(run, status_of(run))
+    pictured = [] if run.pictures is None else [int(row) for row in run.pictures.rows if rank[row] > 0]
+    most, least = _ends(rank, pictured)
+    return most + least
+
+
+def _ranks(run: SavedRun, status: np.ndarray) -> np.ndarray:
+    """1 for the most exposed of all measured examples and so on, whether they are shown or not, [n]; others have 0."""
+    measured = np.flatnonzero(status != NOT_MEASURED)
+    order = measured[np.argsort(np.asarray(run.columns["mse_bound"])[measured], kind="stable")]
+    rank = np.zeros(len(run), dtype=np.int64)
+    rank[order] = np.arange(1, len(order) + 1)
+    return rank
+
+
+def _ends(rank: np.ndarray, pictured: Collection[int]) -> tuple[list[int], list[int]]:
+    """The most exposed, and the least exposed from the end: the same number at both, and nobody twice."""
+    if pictured:
+        rows = np.asarray(sorted(pictured, key=lambda row: rank[row]))
+    else:
+        rows = np.flatnonzero(rank > 0)
+        rows = rows[np.argsort(rank[rows])]
+    most = min(CARDS if pictured else LINES, (len(rows) + 1) // 2)
+    return rows[:most].tolist(), rows[most:][::-1][:most].tolist()
 
 
 def _cards(run: SavedRun, rows: list[int], rank: np.ndarray, pictured: dict[int, int], status: np.ndarray) -> Markup:

@@ -13,7 +13,7 @@ from torchfil.report.page.html import Markup, count, join, number, percent, tabl
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.status import BLANK_WHERE_UNKNOWN, LOWER_BOUND, NOT_MEASURED, status_of
 
-__all__ = ["render"]
+__all__ = ["render", "shown_rows"]
 
 LINES = 20
 
@@ -75,11 +75,6 @@ def render(report: Report) -> Markup | None:
 def _who(run: SavedRun) -> Markup:
     """The most spared by id, each opening the example's details."""
     weights, status = np.asarray(run.clip_weights, dtype=np.float64), status_of(run)
-    spared = np.flatnonzero(weights < 1)
-
-    # of equal weights, those that leak most come first, and what was not measured last
-    fil = np.where(status == NOT_MEASURED, -math.inf, np.asarray(run.columns["fil"], dtype=np.float64))
-    order = spared[np.lexsort((-fil[spared], weights[spared]))][:LINES]
 
     def cell(name: str, row: int) -> str:
         if status[row] == NOT_MEASURED and name in BLANK_WHERE_UNKNOWN:
@@ -94,15 +89,27 @@ def _who(run: SavedRun) -> Markup:
             number(weights[row], even=True),
             *(cell(name, row) for _, name in shown),
         ]
-        for row in order.tolist()
+        for row in shown_rows(run)
     ]
-    rest = len(spared) - len(rows)
+    rest = int((weights < 1).sum()) - len(rows)
     more = f"{rest:,} more: sort the table of every example, or leakage.csv, by weight." if rest else None
     return join(
         tag("h3", "Most spared"),
         table(["Example", "Weight ω", *(label for label, _ in shown)], rows),
         paragraph(more, class_="note") if more else None,
     )
+
+
+def shown_rows(run: SavedRun) -> list[int]:
+    """The examples that are named: those with the smallest weights."""
+    if "clip_weight" not in run.columns:
+        return []
+    weights, status = np.asarray(run.clip_weights, dtype=np.float64), status_of(run)
+    spared = np.flatnonzero(weights < 1)
+
+    # of equal weights, those that leak most come first, and what was not measured last
+    fil = np.where(status == NOT_MEASURED, -math.inf, np.asarray(run.columns["fil"], dtype=np.float64))
+    return spared[np.lexsort((-fil[spared], weights[spared]))][:LINES].tolist()
 
 
 def _rounds(report: Report) -> Markup | None:
