@@ -12,6 +12,8 @@ from rank_runs import as_one, assert_same, trained
 from rank_sharded import bytes_here, evaluated, nobodys_steps, one_rank_refuses, penalty, refused
 from test_data_parallel import scattered
 
+pytestmark = pytest.mark.torch_versions
+
 RUNS: dict[str, dict[str, Any]] = {
     "adapters": {"case": "adapters", "batch_size": 5, "rand_on_empty": True, "passes": 1},
     "digits, all trained": {"case": "digits", "passes": 2, "track": ("diagonal",)},

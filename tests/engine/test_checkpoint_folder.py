@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torchfil.engine.checkpoint_folder import is_folder, read_folder, write_folder
 
+pytestmark = pytest.mark.torch_versions
 ALONE = "ignore:torch.distributed is disabled:UserWarning"
 
 

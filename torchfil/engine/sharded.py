@@ -121,7 +121,7 @@ def without_shards(module: nn.Module) -> nn.Module:
     for part in parts:
         kind = type(part)
         if issubclass(kind, FSDPModule):  # a class of FSDP's making, of which the user's is a base
-            kind = kind.__mro__[kind._orig_cls_mro_index]
+            kind = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]
         memo[id(part)] = object.__new__(kind)
 
     # all modules are in the memo, so that attributes that name one name its copy
