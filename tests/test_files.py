@@ -162,7 +162,7 @@ def test_a_limit_on_files_keeps_what_stood_there(tmp_path: Path) -> None:
     check_nothing_is_lost(tmp_path, limited)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_disk_keeps_what_stood_there(tmp_path: Path) -> None:
     """A tmpfs of 4 MiB, where one may be mounted."""
     mount = f"mount -t tmpfs -o size=4m tmpfs {tmp_path}"

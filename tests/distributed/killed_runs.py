@@ -50,9 +50,9 @@ def train(rank: int, size: int, attempt: int, folder: Path, steps: int) -> None:
 
 
 def hang(rank: int, size: int, folder: Path, sleeper: int, way: str) -> None:
-    """One of processes that wait for each other at most 4 s, of which one falls asleep in its third step."""
+    """One of processes that wait for each other at most 2 s, of which one falls asleep in its third step."""
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=4)
+    timeout = datetime.timedelta(seconds=2)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout)
     made = make("digits", questions={}, batch_size=12)
     step = made.engine.train_step if way == "train_step" else lambda x, y: take_step(made, x, y)
@@ -174,7 +174,7 @@ def await_moment(folder: Path, processes: list[Any], chance: random.Random, told
     processes[victim].join()
     told.left_temporaries += bool(temporaries(folder)) and victim == 0
     for process in processes:  # they end by themselves, as their connection has
-        process.join(10)
+        process.join(2)
 
 
 def passes_in(folder: Path) -> int:
