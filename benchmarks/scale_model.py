@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from scipy.optimize import nnls
+from torch.multiprocessing.spawn import spawn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.loops import MODELS
@@ -285,7 +285,7 @@ def _bytes(count: float) -> str:
 def agreement_seconds(ranks: int = 2, steps: int = 300) -> float:
     """The median time in which so many gloo processes agree to take a step."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_agree, args=(ranks, steps, folder), nprocs=ranks)
+        spawn(_agree, args=(ranks, steps, folder), nprocs=ranks)
         return float((Path(folder) / "seconds").read_text())
 
 
