@@ -15,7 +15,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "scale.md"
 
 @pytest.mark.slow
 def test_the_guides_script_runs_under_torchrun(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
     script = tmp_path / "train.py"
     script.write_text(code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,3 +146,21 @@ def test_a_trainer_of_ranks_goes_on_from_its_checkpoint(ranks: RankPool, tmp_pat
     draws = as_one([part.draws for part in whole])
     alone = trainer_fit(str(tmp_path / "alone"), batch_size=6, replayed=draws, resumed=saved)
     assert_same(alone, whole[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lightning", "huggingface"])
+def test_the_guides_code_runs_on_two_processes(name: str, tmp_path: Path) -> None:
+    """As a user starts it: Lightning by itself, with devices=2 and strategy="ddp"; the Trainer under torchrun."""
+    guide = Path(__file__).parents[2] / "docs" / "guide" / "integrations.md"
+    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
+    (code,) = [block for block in blocks if f"torchfil.integrations.{name}" in block]
+    code = code.replace('accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp"')
+    script = tmp_path / "train.py"
+    script.write_text(f"{code}\nimport torch.distributed as dist\nassert dist.get_world_size() == 2\n")
+    start = [] if name == "lightning" else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(guide.parents[2])}
+    command = [sys.executable, *start, str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count(" rows x ") == 2  # every rank answers
