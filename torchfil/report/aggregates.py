@@ -17,7 +17,6 @@ __all__ = [
     "geometric_mean",
     "histogram",
     "levels_of",
-    "merged_small_groups",
     "published_count",
     "round_step",
     "rounded",
@@ -183,35 +182,3 @@ def round_step(step: float) -> float:
         return 1.0
     power = 10.0 ** math.floor(math.log10(step))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step * (1 - 1e-12))
-
-
-def merged_small_groups(levels: np.ndarray, places: np.ndarray, smallest: int) -> tuple[np.ndarray, list[str], int]:
-    """Groups as codes, with those below ``smallest`` put together.
-
-    If the small groups together stay below ``smallest``, the smallest of the others joins them, for otherwise their
-    sum could be had as a difference; a rest that is still too small is left out altogether.
-
-    Args:
-        levels: The groups' names, sorted.
-        places: Each example's group, a place among them, [n]; a group may have nobody.
-        smallest: The least size of a group.
-
-    Returns:
-        Codes [n] (−1: left out), the kept groups' names, and how many groups were put together (their code is
-        ``len(names)``; 0 where none).
-    """
-    counts = np.bincount(places, minlength=len(levels))
-    occurs = counts > 0
-    names, counts, codes = levels[occurs], counts[occurs], (np.cumsum(occurs) - 1)[places]
-    order = np.argsort(counts, kind="stable")
-    hidden = [int(i) for i in order if counts[i] < smallest]
-    kept = [int(i) for i in order if counts[i] >= smallest]
-    while hidden and kept and counts[hidden].sum() < smallest:
-        hidden.append(kept.pop(0))
-    kept.sort()
-    if hidden and counts[hidden].sum() < smallest:
-        return np.full(len(places), -1), [], 0
-    target = np.empty(len(names), dtype=np.int64)
-    target[kept] = np.arange(len(kept))
-    target[hidden] = len(kept)
-    return target[codes], [str(names[i]) for i in kept], len(hidden)

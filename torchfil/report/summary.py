@@ -15,13 +15,13 @@ from torchfil.report.aggregates import (
     geometric_mean,
     histogram,
     levels_of,
-    merged_small_groups,
     published_count,
     rounded,
     rounded_count,
     windows,
 )
 from torchfil.report.attack_summary import AttackSummary, summarise_attack
+from torchfil.report.disclosure import Split, joined, split_beside
 from torchfil.report.saved_run import Attributes, QuestionRecord, SavedRun
 from torchfil.report.spared import SparedSummary, summarise_spared
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
@@ -112,6 +112,7 @@ class Grouping:
     left_out: int  # how many groups are not shown
     ratio: float | None = None  # of the groups that are shown, the largest η̄ over the smallest
     ratio_before: float | None = None  # the same of a run without clip weights; None: not known
+    withheld: bool = False  # whether it is not shown because of the groupings before it
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         },
         epsilon_histogram=histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
         attributes=_attributes(run.attributes, measured, smallest),
-        groupings=[_grouping(run, name, measured, smallest) for name in run.groups],
+        groupings=_groupings(run, measured, smallest),
         attacks=[summarise_attack(attack, smallest) for attack in run.attacks],
         questions=[_question(question, measured, smallest) for question in run.questions],
         history=_history(run.history, redacted),
@@ -284,13 +285,23 @@ def _attributes(attributes: Attributes | None, measured: np.ndarray, smallest: i
     return summaries
 
 
-def _grouping(run: SavedRun, name: str, measured: np.ndarray, smallest: int) -> Grouping:
+def _groupings(run: SavedRun, measured: np.ndarray, smallest: int) -> list[Grouping]:
+    """Each in turn, beside those before it: their groups together must not single out fewer than ``smallest``."""
+    groupings, cells = [], None
+    for name in run.groups:
+        levels, group_of = run.coded_group(name)
+        split = split_beside(group_of[measured], smallest, cells)
+        split = replace(split, names=[str(levels[int(code)]) for code in split.names])
+        cells = joined(cells, split)
+        groupings.append(_grouping(run, name, measured, smallest, split))
+    return groupings
+
+
+def _grouping(run: SavedRun, name: str, measured: np.ndarray, smallest: int, split: Split) -> Grouping:
     """Geometric means of η̄ by group, with Student's intervals on log η̄, widened for their number (Bonferroni)."""
     levels, group_of = run.coded_group(name)
     sizes = dict(zip(levels.tolist(), np.bincount(group_of, minlength=len(levels)).tolist(), strict=True))
-    codes, names, merged = np.zeros(0, int), list[str](), 0
-    if measured.any():
-        codes, names, merged = merged_small_groups(levels, group_of[measured], smallest)
+    codes, names, merged = split.codes, split.names, split.merged
     if merged:
         names = [*names, f"{merged} small groups together" if merged > 1 else "one more group"]
 
@@ -308,12 +319,13 @@ def _grouping(run: SavedRun, name: str, measured: np.ndarray, smallest: int) -> 
     shown = rows[:MOST_GROUPS]
     return Grouping(
         name,
-        rounded(math.exp(overall), smallest, 3),
+        rounded(math.exp(overall), smallest),
         shown,
         merged,
         left_out,
         _ratio([row.fil for row in shown], smallest),
         _ratio([row.fil_before for row in shown], smallest),
+        split.withheld,
     )
 
 
@@ -332,13 +344,13 @@ def _logs(fil: np.ndarray | None, measured: np.ndarray) -> np.ndarray:
 def _typical(logs: np.ndarray, smallest: int) -> float | None:
     """The geometric mean of those that are known; None where they are too few."""
     logs = logs[~np.isnan(logs)]
-    return rounded(math.exp(float(logs.mean())), smallest, 3) if len(logs) >= smallest else None
+    return rounded(math.exp(float(logs.mean())), smallest) if len(logs) >= smallest else None
 
 
 def _ratio(levels: Sequence[float | None], smallest: int) -> float | None:
     """The largest over the smallest; None for fewer than two, or where one is not known, 0 or infinite."""
     known = [level for level in levels if level is not None and 0 < level < math.inf]
-    return rounded(max(known) / min(known), smallest, 3) if len(known) == len(levels) > 1 else None
+    return rounded(max(known) / min(known), smallest) if len(known) == len(levels) > 1 else None
 
 
 def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: int, smallest: int) -> GroupSummary:
@@ -352,9 +364,9 @@ def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: i
         name,
         rounded_count(everyone, smallest),
         rounded_count(count, smallest),
-        rounded(math.exp(centre), smallest, 3),
-        rounded(ends[0], smallest, 3),
-        rounded(ends[1], smallest, 3),
+        rounded(math.exp(centre), smallest),
+        rounded(ends[0], smallest),
+        rounded(ends[1], smallest),
         "more" if centre - half > overall else "less" if centre + half < overall else "",
     )
 

@@ -64,8 +64,9 @@ def _made(report: Report) -> str:
 def _warning(report: Report) -> str:
     if report.summary.redacted:
         return (
-            f"Every number rests on at least {report.summary.smallest} examples and is rounded. No noise was added: "
-            "somebody who knows all examples but one could still learn something about that one."
+            f"Every number rests on at least {report.summary.smallest} examples, as does every difference of groups, "
+            "and is rounded. No noise was added: somebody who knows all examples but one could still learn something "
+            "about that one, as could somebody who has another public version, with other groups or of another run."
         )
     return (
         "This report names examples and tells how much is known about each. It is as private as the training data: "

@@ -37,6 +37,14 @@ def render(report: Report) -> Markup | None:
 
 
 def _grouping(grouping: Grouping, report: Report) -> Markup:
+    if grouping.withheld:
+        return join(
+            tag("h3", f"By {grouping.name}"),
+            paragraph(
+                f"Not shown: beside the groupings above, its groups would tell of fewer than {report.summary.smallest} "
+                "examples at a time, by subtracting one number from another."
+            ),
+        )
     if not grouping.groups:
         return join(
             tag("h3", f"By {grouping.name}"),

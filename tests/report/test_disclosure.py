@@ -1,0 +1,198 @@
+"""Attacks on the public page: differences of groups, and the best linear guess from all that is published."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from run_cases import made_up
+
+from torchfil.report import SavedRun, write_report
+from torchfil.report.disclosure import joined, split_beside
+from torchfil.report.summary import Grouping, summarise
+
+SMALLEST = 10
+
+
+def run_of(fil: np.ndarray, groups: dict[str, np.ndarray]) -> SavedRun:
+    n = len(fil)
+    columns = {
+        "fil": fil,
+        "mse_bound": fil**-2,
+        "mse_bound_low": 0.9 * fil**-2,
+        "participations": np.full(n, 9),
+        "missed": np.zeros(n, dtype=np.int64),
+    }
+    return SavedRun(about={"dataset": {"input_range": [0, 1]}}, ids=np.arange(n), columns=columns, groups=groups)
+
+
+def published(groupings: Sequence[Grouping], groups: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, float]]:
+    """Who stands behind each published mean, as an attacker knows it who knows all groups, and log of the mean."""
+    found = []
+    for grouping in groupings:
+        labels = groups[grouping.name]
+        named = {group.name for group in grouping.groups}
+        for group in grouping.groups:
+            members = labels == group.name if group.name in labels else ~np.isin(labels, list(named))
+            found.append((members, float(np.log(group.fil))))
+    return found
+
+
+def best_linear_guess(
+    means: Sequence[tuple[np.ndarray, float]], mean: float, spread: float, noise: float
+) -> np.ndarray:
+    """The posterior mean of every log η̄, [n], from means over known members, for a prior N(mean, spread²) each.
+
+    Where two sets of members differ by one example, this is their difference; ``noise`` is what rounding leaves.
+    """
+    who = np.stack([members / members.sum() for members, _ in means])  # [k, n]
+    told = np.asarray([value for _, value in means]) - mean
+    gram = spread**2 * who @ who.T + noise**2 * np.eye(len(told))
+    return mean + spread**2 * who.T @ np.linalg.lstsq(gram, told, rcond=1e-14)[0]
+
+
+def flipped(labels: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+    other = labels.copy()
+    other[rows] = np.where(labels[rows] == "a", "b", "a")
+    return other
+
+
+def two_groupings(rng: np.random.Generator, flips: int) -> tuple[np.ndarray, dict[str, np.ndarray], int]:
+    """Examples, a random grouping, the same with some examples in the other group, and one of these."""
+    n = int(rng.integers(40, 90))
+    labels = rng.permutation(np.where(np.arange(n) < rng.integers(15, n - 14), "a", "b"))
+    rows = rng.choice(n, flips, replace=False)
+    return rng.lognormal(size=n), {"first": labels, "second": flipped(labels, rows)}, int(rows[0])
+
+
+class TestDifferencing:
+    def errors(self, *, redacted: bool, flips: int, noise: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Of 200 attacked examples the squared errors of log η̄: of the attack, and of the prior."""
+        rng = np.random.default_rng(seed)
+        attacked, blind = [], []
+        for _ in range(200):
+            fil, groups, target = two_groupings(rng, flips)
+            summary = summarise(run_of(fil, groups), redacted=redacted)
+            logs = np.log(fil)
+            means = published(summary.groupings, groups)
+            guess = best_linear_guess(means, logs.mean(), logs.std(), noise)
+            attacked.append((guess[target] - logs[target]) ** 2)
+            blind.append((logs.mean() - logs[target]) ** 2)
+        return np.asarray(attacked), np.asarray(blind)
+
+    def test_the_attack_works_on_numbers_that_are_not_protected(self) -> None:
+        attacked, blind = self.errors(redacted=False, flips=1, noise=1e-6)
+        assert np.sqrt(attacked).max() < 0.01, "everybody's η̄ within 1 %"
+        assert blind.mean() > 0.5
+
+    @pytest.mark.parametrize("flips", [1, 2, 5, 9])
+    def test_groupings_that_differ_by_few_give_nothing_away(self, flips: int) -> None:
+        attacked, blind = self.errors(redacted=True, flips=flips, noise=0.02)
+        assert attacked.mean() > (1 - 1 / SMALLEST) * blind.mean() * 0.97
+        assert (np.sqrt(attacked) < 0.05).mean() <= (np.sqrt(blind) < 0.05).mean() + 0.03
+
+    def test_random_groupings_of_many_kinds(self) -> None:
+        """Several groupings with several groups, some alike: nobody is told better than as one of ten."""
+        rng = np.random.default_rng(1)
+        unexplained = []
+        for _ in range(200):
+            n = int(rng.integers(40, 160))
+            groups: dict[str, np.ndarray] = {}
+            for number in range(int(rng.integers(2, 7))):
+                fresh = rng.choice(list("abcde")[: int(rng.integers(2, 6))], n)
+                alike = list(groups.values())[-1].copy() if groups and rng.random() < 0.6 else fresh
+                alike[rng.choice(n, 3)] = "a"
+                groups[f"grouping {number}"] = alike
+            fil = rng.lognormal(size=n)
+            logs = np.log(fil)
+            means = published(summarise(run_of(fil, groups), redacted=True).groupings, groups)
+            guess = best_linear_guess(means, logs.mean(), logs.std(), 0.02) if means else np.full(n, logs.mean())
+            unexplained.append(np.square(guess - logs).mean() / logs.var())
+        assert np.mean(unexplained) > 1 - 1 / SMALLEST
+
+
+def test_a_reconstruction_from_the_public_files(tmp_path: Path) -> None:
+    """Thirty yes-or-no groupings of 60 examples: as many equations as it takes, were they all answered."""
+    rng = np.random.default_rng(2)
+    fil = rng.lognormal(size=60)
+    groups = {f"grouping {k}": rng.choice(["a", "b"], 60) for k in range(60)}
+    logs = np.log(fil)
+
+    def explained(summary: Sequence[Grouping], noise: float) -> float:
+        guess = best_linear_guess(published(summary, groups), logs.mean(), logs.std(), noise)
+        return 1 - float(np.square(guess - logs).mean() / logs.var())
+
+    assert explained(summarise(run_of(fil, groups)).groupings, 1e-6) > 0.95
+    page = write_report(run_of(fil, groups), tmp_path / "public", redacted=True)
+    data = json.loads((page.parent / "summary.json").read_text())["groupings"]
+    assert [row["name"] for row in data] == list(groups)
+    again = [_grouping(row) for row in data]
+    assert sum(bool(grouping.groups) for grouping in again) >= 1
+    assert explained(again, 0.02) < 1 / SMALLEST
+    text = page.read_text(encoding="utf-8")
+    assert "Not shown: beside the groupings above" in text
+    assert "as could somebody who has another public version, with other groups or of another run" in text
+
+
+def _grouping(row: dict[str, Any]) -> Grouping:
+    from torchfil.report.summary import GroupSummary
+
+    return Grouping(**{**row, "groups": [GroupSummary(**group) for group in row["groups"]]})
+
+
+class TestCells:
+    def test_no_cell_is_small_whatever_is_asked_for(self) -> None:
+        """Cells of all published groupings together: what is left out, complements and intersections among them."""
+        rng = np.random.default_rng(0)
+        shown = 0
+        for _ in range(300):
+            n, cells = int(rng.integers(10, 200)), None
+            for _ in range(int(rng.integers(1, 6))):
+                labels = rng.choice(list("abcdefgh")[: int(rng.integers(1, 8))], n)
+                split = split_beside(labels, SMALLEST, cells)
+                cells = joined(cells, split)
+                shown += len(split.names)
+            assert cells is not None
+            assert np.bincount(cells).min() >= SMALLEST
+        assert shown > 1000, "something is published"
+
+    def test_small_groups_cannot_be_had_as_a_difference(self) -> None:
+        labels = np.array(["a"] * 50 + ["b"] * 20 + ["c"] * 3)
+        split = split_beside(labels, 10)
+        assert split.names == ["a"]  # b joined c, for otherwise c were everybody less a and b
+        assert split.merged == 2
+        assert np.bincount(split.codes).tolist() == [50, 23]
+        split = split_beside(np.array(["a"] * 4 + ["b"] * 3), 10)
+        assert (split.names, split.merged) == ([], 0)
+        assert set(split.codes) == {-1}
+        split = split_beside(labels, 1)
+        assert (split.names, split.merged) == (["a", "b", "c"], 0)
+
+    def test_groupings_with_large_intersections_are_all_shown(self) -> None:
+        run = made_up(400, groups={"sex": np.array(["f", "m"] * 200), "site": np.repeat(["A", "B", "C", "D"], 100)})
+        summary = summarise(run, redacted=True)
+        assert [len(grouping.groups) for grouping in summary.groupings] == [2, 4]
+        assert not any(grouping.withheld for grouping in summary.groupings)
+
+    def test_groups_are_coarsened_where_that_helps(self) -> None:
+        """Site C has women only but for three: it goes together with others."""
+        sex = np.array(["f", "m"] * 100 + ["f"] * 30 + ["m"] * 3)
+        site = np.array(["A"] * 100 + ["B"] * 100 + ["C"] * 33)
+        split = split_beside(site, 10, joined(None, split_beside(sex, 10)))
+        assert (split.names, split.merged, split.withheld) == (["B"], 2, False)
+
+    def test_group_means_have_two_digits(self) -> None:
+        (grouping,) = summarise(made_up(100, groups={"g": np.array(["a", "b"] * 50)}), redacted=True).groupings
+        for group in grouping.groups:
+            for value in (group.fil, group.low, group.high):
+                assert value == float(f"{value:.2g}")
+        assert grouping.fil == float(f"{grouping.fil:.2g}")
+
+    def test_nothing_measured(self) -> None:
+        run = made_up(40)
+        run.columns["participations"] = np.zeros(40, dtype=np.int64)
+        assert [grouping.groups for grouping in summarise(run, redacted=True).groupings] == [[], []]
