@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from test_datasets import IWPC, idx, write, write_adult
 
-from torchfil.datasets import stand_ins
+from torchfil.datasets import SOURCES, stand_ins
 from torchfil.fisher.results import Estimate
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -40,6 +41,7 @@ QUICK = {
     "questions_iwpc": "--out {out} --steps 6 --rate 0.5",
     "text_leakage": "--out {out} --notes 40 --epochs 1 --batch 12",
 }
+SLOW = {"attack_glm_reconstruction", "glm_table1", "plis_mnist"}  # they draw many pictures
 NEEDS = {"attack_inversion": "torchmetrics", "huggingface_leakage": "transformers", "lightning_leakage": "lightning"}
 
 
@@ -48,12 +50,20 @@ def test_every_example_is_in_the_list_and_in_the_readme() -> None:
     assert set(QUICK) == names
     readme = (EXAMPLES / "README.md").read_text()
     assert {name for name in names if f"[{name}]({name}.py)" not in readme} == set()
+    for link in re.findall(r"\]\((\.\./[^)]*)\)", readme):
+        assert (EXAMPLES / link).is_file(), link
+    for name, origin in SOURCES.items():
+        assert f"| `{name}` | [" in readme
+        assert f"]({origin.page})" in readme
 
 
 @pytest.fixture
 def few_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins of few rows: what is learned is not looked at here."""
-    for name, count in (("mnist", 120), ("chest_xrays", 60), ("cifar10", 80)):
+    """Stand-ins of few rows, forests of few trees: what is learned is not looked at here."""
+    ensemble = pytest.importorskip("sklearn.ensemble")
+    forest = ensemble.RandomForestClassifier
+    monkeypatch.setattr(ensemble, "RandomForestClassifier", lambda trees, **options: forest(trees // 40, **options))
+    for name, count in (("mnist", 120), ("chest_xrays", 40), ("cifar10", 80)):
         whole = getattr(stand_ins, name)
         monkeypatch.setattr(stand_ins, name, lambda *args, w=whole, n=count: tuple(part[:n] for part in w(*args)))
 
@@ -61,7 +71,7 @@ def few_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:An input array is constant")  # so few rounds
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.UndefinedMetricWarning")
 @pytest.mark.usefixtures("few_made_up")
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in QUICK])
 def test_every_example_runs_without_data(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

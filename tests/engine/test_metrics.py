@@ -66,6 +66,7 @@ def test_before_the_first_step_there_is_nothing_to_log() -> None:
         FILPrivacyEngine().metrics()
 
 
+@pytest.mark.filterwarnings("ignore:Fisher accounting is paused")
 def test_what_nothing_is_known_about_is_left_out() -> None:
     """Nobody was measured: all steps were paused."""
     engine, loader = made()
