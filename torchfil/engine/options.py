@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.divergences import Asked
+from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Needs, needs_of
 from torchfil.clipping import ClipFunction
+from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.opacus_options import WHY_NOT_ADAPTIVE
 from torchfil.engine.views import Views
 from torchfil.fisher.amplification import Amplification, get_amplification
@@ -244,6 +246,21 @@ class Accounting:
     def needs(self) -> Needs:
         """What has to be measured at each step."""
         return needs_of(self.track)
+
+    def bytes_per_example(self, num_coordinates: int) -> int:
+        """What the ledger and the norm history keep of an example that was drawn, in bytes.
+
+        On CPUs and from 2²⁰ examples on, one that was never drawn takes 8.
+
+        Args:
+            num_coordinates: d; only what is tracked by coordinate depends on it.
+
+        Example:
+            >>> Accounting().bytes_per_example(100), Accounting(track=("diagonal",)).bytes_per_example(100)
+            (136, 1336)
+        """
+        rank = min(self.sketch_rank, num_coordinates)
+        return Ledger.bytes_needed(1, num_coordinates, self.track, rank, self.asked) + NormHistory.bytes_needed(1)
 
     @property
     def asked(self) -> dict[str, Asked]:
