@@ -3,8 +3,8 @@
     python -m benchmarks.many_examples [--sizes 100000 1000000] [--all-drawn]
     python -m benchmarks.many_examples --page 1000000 [--browser]
 
-The first tells seconds of CPU time and the peak memory of 5 steps of batch 4,096 with individual ε and of all that follows. The second
-writes the report of made-up columns and measures the page in a browser (needs Chromium, its driver and selenium).
+The first tells CPU seconds and peak memory of 5 steps of batch 4,096 with individual ε, and of all that follows. The
+second writes the report of made-up columns and measures the page in a browser (needs Chromium, its driver, selenium).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def train_and_save(size: int, path: Path, *, all_drawn: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, 2))
     engine = FILPrivacyEngine()
-    model, optimizer, loader = engine.make_private(
+    _, _, loader = engine.make_private(
         module,
         torch.optim.SGD(module.parameters(), lr=0.1),
         DataLoader(MadeRows(size), batch_size=BATCH),

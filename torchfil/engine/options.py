@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -133,6 +135,8 @@ class Accounting:
             ``get_reconstruction_robustness``; recommended where these are read, at one pass over the data each time.
         seed: Of the probes; None: taken from torch's seed without drawing from its stream.
         max_ledger_memory: The largest ledger, in bytes, that is made without asking.
+        rows_at: Where the rows of all examples lie: None: on the model's device; "cpu": in main memory; a folder: in
+            files there, mapped into memory and gone with the process. Only a batch's rows are then on the GPU.
         execution: How the passes run.
         extra_probes: So many probes, in place of ``num_probes``, measure the few of each batch that decide the lower
             end for all examples together (one in 64: those who leaked most so far, and those who suddenly leak), in a
@@ -175,6 +179,7 @@ class Accounting:
     accumulation_steps: int = 1
     clip_weights: ClipWeights | None = field(default=None, compare=False)
     min_mse_bound: float | None = None
+    rows_at: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track))
@@ -188,6 +193,8 @@ class Accounting:
         self._check_kept_bound()
         if not 0 < self.fil_rate <= 1:
             raise ValueError(f"fil_rate={self.fil_rate} must lie in (0, 1]: it is the probability of measuring a step")
+        if self.rows_at not in (None, "cpu") and not Path(self.rows_at).is_dir():  # type: ignore[arg-type]
+            raise ValueError(f"rows_at={str(self.rows_at)!r} must be None, 'cpu' or a folder that exists")
         if self.sketch_rank < 1:
             raise ValueError(f"sketch_rank={self.sketch_rank} must be at least 1")
         if self.norm_refresh is not None and self.norm_refresh < 1:
@@ -241,6 +248,12 @@ class Accounting:
                 f"min_mse_bound={self.min_mse_bound} spares an example by what it has leaked so far, which steps that "
                 "are not measured would not tell; leave out rel_error and fil_rate, and use num_probes=1 if time counts"
             )
+
+    def rows_place(self, device: torch.device) -> torch.device | Path:
+        """Where the rows lie of a model on that device."""
+        if self.rows_at is None:
+            return device
+        return torch.device("cpu") if self.rows_at == "cpu" else Path(self.rows_at)
 
     @property
     def needs(self) -> Needs:

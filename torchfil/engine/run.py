@@ -73,7 +73,7 @@ class Run:
         loss: The loss; None: to be identified at the first step.
         num_examples: n.
         keys: The examples' own ids, or None.
-        device: Where sums live.
+        device: Where steps are computed.
         generator: Source of the probes.
         accounted_rate: Gives the sampling rate of the DP accountant's last step.
         expected_batch: The mean batch size, of all ranks together.
@@ -93,6 +93,8 @@ class Run:
         ranks: Ranks | None = None,
     ) -> None:
         self.options = options
+        self._device = device
+        self._place = options.accounting.rows_place(device)
         self.ranks = ranks
         self.loss = loss
         self.ids = ExampleIds(num_examples, keys)
@@ -102,7 +104,7 @@ class Run:
         self.first_weights = None if weights is None else weights.to(device)  # ω as given, float64 [n]
         self.clip_weights = self._present_weights(device)
         self._passes_per_step = expected_batch / num_examples
-        self.history = self._empty_history(device)
+        self.history = self._empty_history()
         self.ledger: Ledger | None = None
         self._whole: Whole | None = None  # what all ranks have booked, as they last came together
         self._exposed = max(2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1)))
@@ -165,8 +167,8 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where sums live."""
-        return self.history.device
+        """Where steps are computed; the sums may lie elsewhere (``Accounting.rows_at``)."""
+        return self._device
 
     def clip_weights_of(self, ids: Sequence[int]) -> Tensor | None:
         """ω of the examples of these numbers, float64 [ids]; None: nobody has one."""
@@ -262,7 +264,8 @@ class Run:
         rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
         sums = self.ledger.sums
         present = clipped_norm.double().square()
-        return exposed_rows(sums.at("trace", rows), sums.at("squared_norm", rows), present, self._exposed)
+        so_far = [sums.at(name, rows.to(sums.device)).to(self.device) for name in ("trace", "squared_norm")]
+        return exposed_rows(*so_far, present, self._exposed)
 
     def new_ledger(self, num_coordinates: int) -> tuple[Ledger, Tensor | None]:
         """An empty ledger for d coordinates, and the test matrix of a sketch."""
@@ -272,9 +275,9 @@ class Run:
         needed = Ledger.bytes_needed(n, num_coordinates, accounting.track, rank, questions)
         needed += NormHistory.bytes_needed(n)
         self._check_memory(needed)
-        logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, self.device)
+        logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, self._place)
         ledger = Ledger(
-            n, num_coordinates, track=accounting.track, sketch_rank=rank, device=self.device, questions=questions
+            n, num_coordinates, track=accounting.track, sketch_rank=rank, device=self._place, questions=questions
         )
         ledger.steps = self.history.steps  # of empty batches
         if not accounting.needs.products:
@@ -361,20 +364,20 @@ class Run:
         if kept is None or self.clip_weights is None or self.ledger is None:
             return
         sums = self.ledger.sums
-        spent = kept * sums.at("trace", rows) / sums.at("num_coordinates", rows).clamp(min=1)
-        weights = weights_for_the_rest(spent)
+        trace, own = (sums.at(name, rows.to(sums.device)) for name in ("trace", "num_coordinates"))
+        weights = weights_for_the_rest(kept * trace / own.clamp(min=1)).to(self.device)
         if self.first_weights is not None:
             weights = weights * self.first_weights[rows]
         self.clip_weights.index_copy_(
             0, rows, weights
         )  # in place: a copy of all would cost each step the data set's size
 
-    def _empty_history(self, device: torch.device) -> NormHistory:
+    def _empty_history(self) -> NormHistory:
         n = self.ids.num_examples
         if self.ranks is None:
-            return NormHistory(n, device, self.first_weights)
+            return NormHistory(n, self._place, self.first_weights)
         every = max(1, round(1 / self._passes_per_step))
-        return SharedNormHistory(n, device, self.ranks, every, self.first_weights)
+        return SharedNormHistory(n, self._place, self.ranks, every, self.first_weights)
 
     @contextlib.contextmanager
     def generator_kept(self, state: Tensor) -> Iterator[None]:
@@ -425,7 +428,7 @@ class Run:
             raise ValueError(f"the saved run keeps min_mse_bound={kept}, this run {own}; pass the same")
         ledger, track = None, self.options.accounting.track
         if state["ledger"] is not None:
-            ledger = Ledger.from_state_dict(state["ledger"], self.device)
+            ledger = Ledger.from_state_dict(state["ledger"], self._place)
             if ledger.num_examples != self.ids.num_examples:
                 raise ValueError(
                     f"the saved ledger has {ledger.num_examples} examples, the data set {self.ids.num_examples}"
@@ -437,9 +440,9 @@ class Run:
                 raise ValueError(
                     f"the saved ledger has the questions {ledger.questions}, this run {asked}; pass the same questions="
                 )
-        history = self._empty_history(self.device)
+        history = self._empty_history()
         history.load_state_dict(state["history"])
-        timeline = Timeline.from_state_dict(state["timeline"], self.device)
+        timeline = Timeline.from_state_dict(state["timeline"], history.device if self.ranks is None else self.device)
 
         self.generator.set_state(state["generator"].cpu())
         if self.ranks is not None:
