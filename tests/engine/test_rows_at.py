@@ -81,3 +81,60 @@ def test_bytes_per_example_are_stated_and_met(track: str | tuple[str, ...], expe
     engine = train(data(60), steps=1, track=track, estimator="exact").engine
     assert engine.ledger is not None
     assert engine.ledger.sums.num_bytes + engine._training.run.history.num_bytes == 60 * expected
+
+
+class TestChosenIds:
+    """track={name: ids}: the same numbers for whom it is kept, NaN for all others, and less memory."""
+
+    IDS = (41, 3, 17, 59)
+
+    def trained(self, track: Any, **options: Any) -> FILPrivacyEngine:
+        return train(data(60), steps=8, estimator="exact", track=track, **options).engine
+
+    def test_they_have_what_all_would_have(self, tmp_path: Path) -> None:
+        whole, some = self.trained(("diagonal", "plis")), self.trained({"diagonal": self.IDS, "plis": None})
+        expected, found = (engine.get_attribute_fil().value for engine in (whole, some))
+        is_chosen = torch.zeros(60, dtype=torch.bool)
+        is_chosen[list(self.IDS)] = True
+        assert torch.equal(found[is_chosen], expected[is_chosen])
+        assert bool(found[~is_chosen].isnan().all())
+        assert torch.equal(some.get_attribute_fil([17, 3]).value, expected[[17, 3]])
+        assert torch.equal(some.get_plis(), whole.get_plis())
+        assert torch.equal(some.get_fil().value, whole.get_fil().value)
+        assert some.ledger is not None
+        assert whole.ledger is not None
+        d = 5
+        assert whole.ledger.sums.num_bytes - some.ledger.sums.num_bytes == 60 * (12 * d - 4) - 5 * 12 * d
+
+        saved = load(some.save_run(tmp_path / "run.fil", delta=1e-5))
+        assert saved.attributes is not None
+        errors = np.asarray(saved.attributes.shown)
+        assert np.array_equal(np.isnan(errors).all(axis=1), ~is_chosen.numpy())
+        some.report(tmp_path / "report", delta=1e-5)
+
+    def test_runs_go_on_and_are_averaged(self) -> None:
+        track = {"diagonal": self.IDS}
+        first, second = self.trained(track), self.trained(track)
+        second.load_state_dict(first.state_dict())
+        assert torch.equal(second.get_attribute_fil(self.IDS).value, first.get_attribute_fil(self.IDS).value)
+        average = FILPrivacyEngine.merge([first, self.trained(track, seed=1)])
+        assert average.get_attribute_fil(self.IDS).value.shape == (4, 5)
+        with pytest.raises(ValueError, match="tracks other ids than this run; pass the same track="):
+            self.trained({"diagonal": [1, 2]}).load_state_dict(first.state_dict())
+
+    @pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="rows are given when needed on CPUs only")
+    def test_with_rows_that_are_given_when_needed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        usual = self.trained({"diagonal": self.IDS})
+        monkeypatch.setattr(rows, "LAZY_FROM", 1)
+        lazy = self.trained({"diagonal": self.IDS})
+        expected, found = (engine.get_attribute_fil().value for engine in (usual, lazy))
+        assert torch.equal(found.nan_to_num(-1), expected.nan_to_num(-1))
+        for name, values in told(usual, tmp_path).items():
+            np.testing.assert_array_equal(told(lazy, tmp_path)[name], values, err_msg=name)
+
+    def test_what_cannot_be_chosen_is_refused(self) -> None:
+        with pytest.raises(KeyError, match="unknown example ids"):
+            self.trained({"diagonal": [60]})
+        with pytest.raises(ValueError, match="'colour'.* is not known"):
+            Accounting(track={"colour": [1]})
+        assert Accounting(track={"diagonal": None}).track == ("diagonal",)

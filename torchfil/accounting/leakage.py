@@ -362,7 +362,7 @@ class Leakage:
         first = runs[0]
         for run in runs[1:]:
             same = run.ids.all() == first.ids.all() and _same_coordinates(run, first)
-            kept = [(each.ledger.track, each.ledger.questions) for each in (run, first)]
+            kept = [(each.ledger.track, each.ledger.questions, _listed(each.ledger.chosen)) for each in (run, first)]
             if not same or kept[0] != kept[1]:
                 raise ValueError(
                     "runs to average must share data set, private coordinates, track and questions; got "
@@ -374,8 +374,9 @@ class Leakage:
         average.steps = max(run.ledger.steps for run in runs)
         average.missed_steps = sum(run.ledger.missed_steps for run in runs)
         count = len(runs)
-        for name, target in average.sums.items():
-            values = torch.stack([run.ledger.sums[name].to(target.device) for run in runs])
+        for name in average.sums:
+            target = average.sums.kept(name)
+            values = torch.stack([run.ledger.sums.kept(name).to(target.device) for run in runs])
             if name == "missed":
                 target.copy_(values.sum(dim=0))
             elif name == "num_coordinates":
@@ -390,8 +391,8 @@ class Leakage:
         # errors are those from run to run, and hold all that is random in a run
         for quantity in average.quantities:
             for name, variance in quantity.variances.items():
-                values = torch.stack([run.ledger.sums[name].to(average.device) for run in runs])
-                average.sums[variance].copy_(values.double().var(dim=0) / count)
+                values = torch.stack([run.ledger.sums.kept(name).to(average.device) for run in runs])
+                average.sums.kept(variance).copy_(values.double().var(dim=0) / count)
         rate = None if conditions.sample_rate is None else 1.0
         conditions = replace(conditions, exact=False, sample_rate=rate, degrees_of_freedom=count - 1.0)
         return cls(average, first.ids, conditions)
@@ -483,6 +484,10 @@ def _same_coordinates(one: Leakage, other: Leakage) -> bool:
     if one.num_coordinates == other.num_coordinates:
         return True
     return not (one.ledger.by_coordinate or one.same_coordinates or other.same_coordinates)
+
+
+def _listed(chosen: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    return {name: examples.tolist() for name, examples in chosen.items()}
 
 
 def _worst(values: Tensor) -> Tensor:

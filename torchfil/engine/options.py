@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,8 @@ class Accounting:
             cost.
         track: What to keep beside the trace: "diagonal" for attributes, "fim" or "sketch" for the spectral norm, "plis"
             for the privacy loss's derivative. All sum by coordinate, so that data sets that augment at random are
-            refused.
+            refused. A dict keeps them for chosen ids alone, ``{"diagonal": ids}`` (None: for all); what is read of
+            others is NaN.
         questions: By name, what an attacker wants to know of every example (:mod:`torchfil.questions`); read with
             ``engine.get_guess(name)``.
         estimator: "weight-probes", "input-probes", "coordinates", "exact", or a registered one.
@@ -163,7 +164,7 @@ class Accounting:
 
     num_probes: int | None = None
     rel_error: float | None = None
-    track: Collection[str] = ()
+    track: Collection[str] | Mapping[str, Iterable[Hashable] | None] = ()
     questions: Mapping[str, Question] = field(default_factory=dict)
     estimator: str = "weight-probes"
     fil_rate: float = 1.0
@@ -182,7 +183,7 @@ class Accounting:
     rows_at: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track))
+        object.__setattr__(self, "track", _named(self.track))
         object.__setattr__(self, "questions", check_questions(self.questions))
         if not isinstance(self.execution, Execution):
             raise TypeError(f"execution={self.execution!r} is no Execution; pass e.g. Execution(max_memory=2**30)")
@@ -193,7 +194,7 @@ class Accounting:
         self._check_kept_bound()
         if not 0 < self.fil_rate <= 1:
             raise ValueError(f"fil_rate={self.fil_rate} must lie in (0, 1]: it is the probability of measuring a step")
-        if self.rows_at not in (None, "cpu") and not Path(self.rows_at).is_dir():  # type: ignore[arg-type]
+        if self.rows_at not in (None, "cpu") and not Path(self.rows_at).is_dir():
             raise ValueError(f"rows_at={str(self.rows_at)!r} must be None, 'cpu' or a folder that exists")
         if self.sketch_rank < 1:
             raise ValueError(f"sketch_rank={self.sketch_rank} must be at least 1")
@@ -203,7 +204,7 @@ class Accounting:
             raise ValueError(f"accumulation_steps={self.accumulation_steps} must be at least 1")
         if self.amplification is not None:
             get_amplification(self.amplification)
-        self.chosen_estimator.check_gives(self.needs.quantities, f"track={self.track}")
+        self.chosen_estimator.check_gives(self.needs.quantities, f"track={tuple(self.track)}")
         if "matrix" in self.needs.quantities and not self.chosen_estimator.exact and self.num_probes == 1:
             raise ValueError("track=('fim',) from probes needs num_probes of at least 2")
 
@@ -263,7 +264,8 @@ class Accounting:
     def bytes_per_example(self, num_coordinates: int) -> int:
         """What the ledger and the norm history keep of an example that was drawn, in bytes.
 
-        On CPUs and from 2²⁰ examples on, one that was never drawn takes 8.
+        On CPUs and from 2²⁰ examples on, one that was never drawn takes 8. What is tracked for chosen ids counts as
+        for one of them.
 
         Args:
             num_coordinates: d; only what is tracked by coordinate depends on it.
@@ -274,6 +276,12 @@ class Accounting:
         """
         rank = min(self.sketch_rank, num_coordinates)
         return Ledger.bytes_needed(1, num_coordinates, self.track, rank, self.asked) + NormHistory.bytes_needed(1)
+
+    @property
+    def chosen(self) -> dict[str, Tensor | tuple[Hashable, ...]]:
+        """By tracked quantity, the ids that it is kept for, where these are not all."""
+        track = self.track if isinstance(self.track, Mapping) else {}
+        return {name: ids for name, ids in track.items() if ids is not None}
 
     @property
     def asked(self) -> dict[str, Asked]:
@@ -339,6 +347,14 @@ class Accounting:
             if (value is not None) if default is None else (value != default):  # arrays are not compared
                 raise ValueError(f"{name} is given twice, beside accounting= and in it; keep one of both")
         return replace(self, **shortcuts)
+
+
+def _named(track: Any) -> Any:
+    """A tuple of names, or a dict by name of the ids that are chosen; None: all."""
+    if isinstance(track, Mapping):
+        lasting = {name: ids if ids is None or isinstance(ids, Tensor) else tuple(ids) for name, ids in track.items()}
+        return lasting if any(ids is not None for ids in lasting.values()) else tuple(lasting)
+    return (track,) if isinstance(track, str) else tuple(track)
 
 
 _OF_ADACLIP = (

@@ -100,6 +100,7 @@ class Run:
         self.ids = ExampleIds(num_examples, keys)
         self.generator = generator
         self._check_memory(NormHistory.bytes_needed(num_examples) + Ledger.bytes_needed(num_examples, 1, (), 1))
+        self._chosen()  # whose ids must be known
         weights = weights_by_row(options.accounting.clip_weights, self.ids)
         self.first_weights = None if weights is None else weights.to(device)  # ω as given, float64 [n]
         self.clip_weights = self._present_weights(device)
@@ -264,20 +265,28 @@ class Run:
         rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
         sums = self.ledger.sums
         present = clipped_norm.double().square()
-        so_far = [sums.at(name, rows.to(sums.device)).to(self.device) for name in ("trace", "squared_norm")]
-        return exposed_rows(*so_far, present, self._exposed)
+        trace, squares = (sums.at(name, rows.to(sums.device)).to(self.device) for name in ("trace", "squared_norm"))
+        return exposed_rows(trace, squares, present, self._exposed)
 
     def new_ledger(self, num_coordinates: int) -> tuple[Ledger, Tensor | None]:
         """An empty ledger for d coordinates, and the test matrix of a sketch."""
         accounting, n = self.options.accounting, self.ids.num_examples
         rank = min(accounting.sketch_rank, num_coordinates)
         questions = accounting.asked
-        needed = Ledger.bytes_needed(n, num_coordinates, accounting.track, rank, questions)
+        chosen = self._chosen()
+        num_chosen = {name: len(rows) for name, rows in chosen.items()}
+        needed = Ledger.bytes_needed(n, num_coordinates, accounting.track, rank, questions, num_chosen)
         needed += NormHistory.bytes_needed(n)
         self._check_memory(needed)
         logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, self._place)
         ledger = Ledger(
-            n, num_coordinates, track=accounting.track, sketch_rank=rank, device=self._place, questions=questions
+            n,
+            num_coordinates,
+            track=accounting.track,
+            sketch_rank=rank,
+            device=self._place,
+            questions=questions,
+            chosen=chosen,
         )
         ledger.steps = self.history.steps  # of empty batches
         if not accounting.needs.products:
@@ -285,6 +294,13 @@ class Run:
         generator = self._common_generator("sketch")  # products with it are added up over ranks
         gaussian = torch.randn(num_coordinates, rank, generator=generator, dtype=torch.float64)
         return ledger, torch.linalg.qr(gaussian).Q.to(self.device)
+
+    def _chosen(self) -> dict[str, Tensor]:
+        """By tracked quantity, the rows of the ids that it is kept for, ascending, where these are not all."""
+        chosen = self.options.accounting.chosen
+        if chosen and self.ranks is not None:
+            raise ValueError("track= with chosen ids needs a single process; with several, track all or less")
+        return {name: self.ids.places(ids).unique() for name, ids in chosen.items()}
 
     def stage(
         self,
@@ -393,8 +409,8 @@ class Run:
         if needed > accounting.max_ledger_memory:
             raise MemoryError(
                 f"the ledger would take {needed / 2**30:.2f} GiB, over the limit of "
-                f"{accounting.max_ledger_memory / 2**30:.2f} GiB. Track less (track={accounting.track}), or confirm "
-                f"with accounting=Accounting(max_ledger_memory={needed})."
+                f"{accounting.max_ledger_memory / 2**30:.2f} GiB. Track less (track={tuple(accounting.track)}) or for "
+                f"chosen ids, or confirm with accounting=Accounting(max_ledger_memory={needed})."
             )
 
     # ------------------------------------------------------------------ state
@@ -426,7 +442,7 @@ class Run:
         kept, own = state.get("min_mse_bound"), self.options.accounting.min_mse_bound
         if kept != own:
             raise ValueError(f"the saved run keeps min_mse_bound={kept}, this run {own}; pass the same")
-        ledger, track = None, self.options.accounting.track
+        ledger, track = None, tuple(self.options.accounting.track)
         if state["ledger"] is not None:
             ledger = Ledger.from_state_dict(state["ledger"], self._place)
             if ledger.num_examples != self.ids.num_examples:
@@ -435,6 +451,11 @@ class Run:
                 )
             if set(ledger.track) != set(track):
                 raise ValueError(f"the saved ledger tracks {ledger.track}, this run {track}; pass the same track=")
+            chosen = self._chosen()
+            if chosen.keys() != ledger.chosen.keys() or any(
+                not torch.equal(rows, ledger.chosen[name]) for name, rows in chosen.items()
+            ):
+                raise ValueError("the saved ledger tracks other ids than this run; pass the same track=")
             asked = self.options.accounting.asked
             if ledger.questions != asked:
                 raise ValueError(

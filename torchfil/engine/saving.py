@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import platform
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -41,6 +42,7 @@ __all__ = ["Labels", "build_saved_run"]
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable]
 
 _MOST_TEXTS = 20
+_LARGEST_ATTRIBUTES = 2**31  # bytes of a table that is mostly empty
 _PRIORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
 
 
@@ -190,6 +192,13 @@ def _attributes(leakage: Leakage, names: Sequence[str] | None, units: Sequence[s
                 "attribute_names were given, but attributes were not tracked: make_private(track=('diagonal',))"
             )
         return None
+    if leakage.ledger.chosen and 8 * leakage.ids.num_examples * d > _LARGEST_ATTRIBUTES:
+        warnings.warn(
+            f"the attributes of chosen ids are not saved: a table of {leakage.ids.num_examples:,} examples and {d:,} "
+            "attributes would be empty for the most part; read them with engine.get_attribute_fil(ids)",
+            stacklevel=5,
+        )
+        return None
     errors = leakage.by_parts(_attribute_errors)
     return Attributes(
         names=list(names) if names is not None else [f"coordinate {j}" for j in range(d)],
@@ -202,10 +211,11 @@ def _attributes(leakage: Leakage, names: Sequence[str] | None, units: Sequence[s
 def _attribute_errors(leakage: Leakage, rows: Tensor) -> dict[str, Tensor]:
     """1/sqrt(I_jj) and its lower end, [rows, d] each, and whether nothing is known of that, [rows]."""
     fil = leakage.read_attribute_fil(rows)
+    low = fil.interval(0.95)[1].reciprocal().where(~fil.value.isnan(), math.nan)
     return {
         "error": fil.value.reciprocal().float(),
-        "error_low": fil.interval(0.95)[1].reciprocal().float(),
-        "is_unknown": fil.standard_error.isnan().any(dim=1),
+        "error_low": low.float(),
+        "is_unknown": (fil.standard_error.isnan() & ~fil.value.isnan()).any(dim=1),  # not of ids that were not chosen
     }
 
 
