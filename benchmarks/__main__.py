@@ -26,13 +26,14 @@ from benchmarks.epochs import whole_run
 from benchmarks.growth import growth
 from benchmarks.large import LARGE, compare_large
 from benchmarks.loops import MODELS
+from benchmarks.many_examples import many_examples
 from benchmarks.matched import matched
 from benchmarks.measuring import attempt
 from benchmarks.precision import precision
 from benchmarks.tables import page
 from torchfil.utils.files import replaced_when_complete
 
-SECTIONS = ("models", "matched", "run", "growth", "precision")
+SECTIONS = ("models", "matched", "run", "growth", "precision", "examples")
 
 
 def main() -> None:
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=[*MODELS, *LARGE])
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=SECTIONS)
+    parser.add_argument("--examples", nargs="+", type=int, default=[100_000, 1_000_000], help='of section "examples"')
     parser.add_argument("--quick", action="store_true", help="few repeats: the whole in minutes on a CPU")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
@@ -82,6 +84,8 @@ def main() -> None:
             part(["precision", name], lambda name=name: precision([name], options.device)[name])  # type: ignore[misc]
     if "growth" in options.sections:
         part(["growth"], lambda: growth(options.device, quick=options.quick))
+    if "examples" in options.sections and not options.device.startswith("cuda"):
+        part(["examples"], lambda: many_examples(options.examples[: 1 if options.quick else None]))
     print(stem.with_suffix(".md").read_text())
 
 

@@ -31,6 +31,8 @@ def page(results: dict[str, Any]) -> str:
         parts.append(_growth(results["growth"]))
     if results.get("precision"):
         parts.append(_precision(results["precision"]))
+    if results.get("examples", {}).get("seconds"):
+        parts.append(_examples(results["examples"]))
     reasons = list(_failures(results))
     if reasons:
         parts.append("## What did not run\n\n" + "\n".join(f"- {where}: {why}" for where, why in reasons) + "\n")
@@ -183,6 +185,29 @@ def _growth(growth: dict[str, Any]) -> str:
             )
     parts.append("“Power”: the slope of log time over log size; 1 is linear.\n")
     return "\n".join(parts)
+
+
+def _examples(examples: dict[str, Any]) -> str:
+    """Seconds, memory and their growth with the number of examples."""
+    rows = [
+        [
+            stage,
+            *(f"{number(s)} s, {number(gb)} GB" for s, gb in zip(seconds, examples["peak_gb"][stage], strict=True)),
+            number(examples.get("power", {}).get(stage)),
+        ]
+        for stage, seconds in examples["seconds"].items()
+    ]
+    details = examples["details"]
+    rows.append(["bytes an example: ledger and norm history", *(number(d["bytes_an_example"]) for d in details), ""])
+    rows.append(["run file", *(f"{number(d['file_gb'])} GB" for d in details), ""])
+    head = ["", *(f"{size:,} examples" for size in examples["sizes"]), "power"]
+    drawn = "every example drawn" if examples["all_drawn"] else "5 steps of batch 4,096 with trace and individual ε"
+    return (
+        f"## Many examples: {drawn}\n\n"
+        + table(head, rows)
+        + "\nCPU seconds and peak resident memory of a process for each, the import of torch and torchfil included; "
+        f"an example that was drawn takes {details[-1]['bytes_an_example_drawn']} bytes.\n"
+    )
 
 
 def _precision(models: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import __main__ as command
 from benchmarks import comparison, large, loops, matched, measuring, paper, targets
+from benchmarks import many_examples as many
 from benchmarks.tables import number, page
 from torchfil.datasets import DataNotFoundError
 from torchfil.fisher.operator import ClippedJacobian
@@ -251,3 +252,30 @@ def test_targets_are_checked_over_seeds(capsys: pytest.CaptureFixture[str]) -> N
     assert run["met"] == (run["headroom"] >= 1)
     assert run["noise_multiplier"] in [sigma for sigma, *_ in run["pilots"]]
     assert "seed 0: σ = " in capsys.readouterr().out
+
+
+def test_a_run_of_many_examples_states_its_bytes(tmp_path: Path) -> None:
+    found = many.train_and_save(300, tmp_path / "run.fil", all_drawn=True)
+    assert found["bytes_an_example"] == found["bytes_an_example_drawn"] == 136
+    assert (tmp_path / "run.fil").stat().st_size > 300 * 80
+
+
+def test_the_page_tells_of_many_examples() -> None:
+    examples = {
+        "sizes": [100, 1000],
+        "all_drawn": False,
+        "seconds": {"inspect": [1.0, 10.0]},
+        "peak_gb": {"inspect": [0.1, 0.2]},
+        "details": [{"bytes_an_example": 136.0, "bytes_an_example_drawn": 136, "file_gb": 0.1}] * 2,
+        "power": {"inspect": 1.0},
+    }
+    text = page({"machine": command.machine("cpu"), "quick": False, "examples": examples})
+    assert "| inspect | 1 s, 0.1 GB | 10 s, 0.2 GB | 1 |" in text
+    assert "an example that was drawn takes 136 bytes" in text
+
+
+@pytest.mark.slow
+def test_every_stage_of_many_examples_runs() -> None:
+    found = many.many_examples([300])
+    assert list(found["seconds"]) == list(found["peak_gb"]) == list(many.STAGES)
+    assert all(0 < gb[0] < 4 for gb in found["peak_gb"].values())

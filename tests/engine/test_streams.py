@@ -322,7 +322,7 @@ def test_noise_for_a_target_epsilon() -> None:
 
 
 def test_the_ledger_may_not_outgrow_memory() -> None:
-    run = made(max_ledger_memory=10_000)
+    run = made(max_ledger_memory=3_000)
     with pytest.raises(MemoryError, match="over the limit"):
         for x, y in run.loader:
             take(run, x, y)

@@ -45,6 +45,25 @@ class ExampleIds:
         """Every id, in the order of the data set."""
         return list(self.keys) if self.keys is not None else list(range(self.num_examples))
 
+    def as_array(self) -> np.ndarray:
+        """Every id, [n]: numbers as int64; anything else as text, spelled out where two texts would be the same.
+
+        Example:
+            >>> ExampleIds(3, ["a", 1, "1"]).as_array().tolist()
+            ["'a'", '1', "'1'"]
+        """
+        keys = self.keys
+        if keys is None:
+            return np.arange(self.num_examples)
+        if all(isinstance(key, int) and not isinstance(key, bool) and abs(key) < 2**63 for key in keys):
+            return np.asarray(keys, dtype=np.int64)
+        texts = [str(key) for key in keys]
+        return np.asarray(texts if len(set(texts)) == len(texts) else [repr(key) for key in keys], dtype=str)
+
+    def places(self, ids: Iterable[Hashable] | Tensor | None) -> Tensor:
+        """The rows of the ids, [ids], in the order asked for; None: of all."""
+        return torch.arange(self.num_examples) if ids is None else self.rows(ids)[1]
+
     def rows(self, ids: Iterable[Hashable] | Tensor | None) -> tuple[list[Hashable], Tensor]:
         """The ids as a list and their rows, in the order asked for; an id asked for twice is answered twice."""
         if ids is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -44,8 +44,8 @@ class Conditions:
         degrees_of_freedom: Of the standard errors: runs − 1 for averages over runs. None: each example's own, from
             the spread of its steps' variances.
         test_matrix: Ω of the sketch, [d, r], where one was kept.
-        typical_changes: By followed sum, what :func:`torchfil.accounting.path.run_variance` takes as typical; None: it
-            is found whenever something is read.
+        typical_changes: By followed sum, what :func:`torchfil.accounting.path.run_variance` takes as typical, while a
+            reading goes on in parts; None: it is found whenever something is read.
     """
 
     exact: bool = False
@@ -119,10 +119,13 @@ class Leakage:
             name: Of the quantity.
             example_ids: None: all. An id asked for twice is answered twice.
         """
+        return self.read(name, self._rows(example_ids))
+
+    def read(self, name: str, rows: Tensor) -> Any:
+        """The same for examples by their place in the data set, [rows, …]."""
         quantity = next((quantity for quantity in self.ledger.quantities if quantity.name == name), None)
         if quantity is None:
             raise ValueError(f"{name!r} was not tracked; make_private with track=({name!r},)")
-        rows = self._rows(example_ids)
         return quantity.read(self._sums_of(quantity, rows), self._reading(rows))
 
     def get_trace(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
@@ -197,11 +200,14 @@ class Leakage:
         On average over runs an unbiased guess of the coordinate is off by at least 1/sqrt(I_jj). Quote the inverse of
         the upper end of the interval.
         """
+        return self.read_attribute_fil(self._rows(example_ids))
+
+    def read_attribute_fil(self, rows: Tensor) -> Estimate:
+        """The same for examples by their place in the data set, [rows, d]."""
         if "diagonal" not in self.ledger.track and "fim" in self.ledger.track:
-            rows = self._rows(example_ids)
             diagonal = self.ledger.sums.at("fim", rows).diagonal(dim1=1, dim2=2)
             return self._reading(rows).without_variance(diagonal).raised(0.5)
-        tracked: Estimate = self.get("diagonal", example_ids)
+        tracked: Estimate = self.read("diagonal", rows)
         return tracked.raised(0.5)
 
     def get_plis(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
@@ -283,27 +289,37 @@ class Leakage:
         return names, columns
 
     def arrays(self, rows: Tensor | None = None) -> dict[str, np.ndarray]:
-        """The columns of :meth:`leakage` that hold numbers, [rows] each, for examples by their place in the data set.
+        """The columns of :meth:`leakage` that hold numbers, [rows] each, of examples by their place in the data set."""
+        return self.by_parts(Leakage._columns, rows)
 
-        A part of the examples is worked at after the other, so that little memory is needed beside the result. Those
-        who were never drawn, of whom there may be millions, are read once for all.
+    def by_parts(
+        self, read: Callable[[Leakage, Tensor], Mapping[str, Tensor]], rows: Tensor | None = None
+    ) -> dict[str, np.ndarray]:
+        """What a function reads by example, worked out for a part of the examples after the other.
+
+        So little memory is needed beside the result, and those who were never drawn, of whom there may be millions, are
+        read once for all. Warnings come once.
+
+        Args:
+            read: From this (for parts) and some rows to values by name, [rows, …] each.
+            rows: Places in the data set; None: all.
         """
         rows = torch.arange(self.ids.num_examples) if rows is None else rows
         rows = rows.to(self.ledger.device)
         self._kind(rows)
         self._warn_of_few(rows)
         rows, place = self.ledger.sums.distinct(rows)
-        typical = replace(self.conditions, typical_changes=self._typical_changes())
-        fixed = Leakage(self.ledger, self.ids, typical)
-        parts = [fixed._arrays(part) for part in rows.split(_AT_ONCE)] or [fixed._arrays(rows)]
+        once = Leakage(self.ledger, self.ids, replace(self.conditions, typical_changes=self._typical_changes()))
+        parts = [
+            {name: values.cpu().numpy() for name, values in read(once, part).items()} for part in rows.split(_AT_ONCE)
+        ]
         arrays = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
         return arrays if place is None else {name: values[place.numpy()] for name, values in arrays.items()}
 
-    def _arrays(self, rows: Tensor) -> dict[str, np.ndarray]:
-        """The same of some rows, without a warning."""
-        sums, reading = self.ledger.sums, self._reading(rows, self._kind_when_complete)
-        trace: Estimate = self.ledger.quantities[0].read(reading.trace, reading)
-        d = self._num_coordinates(rows)
+    def _columns(self, rows: Tensor) -> dict[str, Tensor]:
+        """See :meth:`arrays`."""
+        sums, d = self.ledger.sums, self._num_coordinates(rows)
+        trace: Estimate = self.read("trace", rows)
         fil, bound = trace.raised(0.5, d), trace.raised(-1.0, d)
         columns = {
             "fil": fil.value,
@@ -317,11 +333,10 @@ class Leakage:
         if not self.same_coordinates:
             columns["num_coordinates"] = sums.at("num_coordinates", rows)
         for question, asked in self.ledger.questions.items():
-            divergence = Divergence(question, asked)
-            guess = divergence.read(self._sums_of(divergence, rows), reading)
+            guess = self.read(Divergence(question, asked).name, rows)
             columns[f"{question}_divergence"] = _worst(guess.divergence.value)
             columns[f"{question}_true_positive_rate"] = _worst(guess.upper(0.95).true_positive_rate(0.01))
-        return {name: values.cpu().numpy() for name, values in columns.items()}
+        return columns
 
     def groups(
         self,
@@ -364,7 +379,7 @@ class Leakage:
         first = runs[0]
         for run in runs[1:]:
             same = run.ids.all() == first.ids.all() and _same_coordinates(run, first)
-            kept = [(each.ledger.track, each.ledger.questions) for each in (run, first)]
+            kept = [(each.ledger.track, each.ledger.questions, _listed(each.ledger.chosen)) for each in (run, first)]
             if not same or kept[0] != kept[1]:
                 raise ValueError(
                     "runs to average must share data set, private coordinates, track and questions; got "
@@ -376,8 +391,9 @@ class Leakage:
         average.steps = max(run.ledger.steps for run in runs)
         average.missed_steps = sum(run.ledger.missed_steps for run in runs)
         count = len(runs)
-        for name, target in average.sums.items():
-            values = torch.stack([run.ledger.sums[name].to(target.device) for run in runs])
+        for name in average.sums:
+            target = average.sums.kept(name)
+            values = torch.stack([run.ledger.sums.kept(name).to(target.device) for run in runs])
             if name == "missed":
                 target.copy_(values.sum(dim=0))
             elif name == "num_coordinates":
@@ -392,8 +408,8 @@ class Leakage:
         # errors are those from run to run, and hold all that is random in a run
         for quantity in average.quantities:
             for name, variance in quantity.variances.items():
-                values = torch.stack([run.ledger.sums[name].to(average.device) for run in runs])
-                average.sums[variance].copy_(values.double().var(dim=0) / count)
+                values = torch.stack([run.ledger.sums.kept(name).to(average.device) for run in runs])
+                average.sums.kept(variance).copy_(values.double().var(dim=0) / count)
         rate = None if conditions.sample_rate is None else 1.0
         conditions = replace(conditions, exact=False, sample_rate=rate, degrees_of_freedom=count - 1.0)
         return cls(average, first.ids, conditions)
@@ -403,7 +419,7 @@ class Leakage:
         return "exact" if self.exact else "estimate"
 
     def _rows(self, example_ids: Iterable[Hashable] | Tensor | None) -> Tensor:
-        return self.ids.rows(example_ids)[1].to(self.ledger.device)
+        return self.ids.places(example_ids).to(self.ledger.device)
 
     def _num_coordinates(self, rows: Tensor) -> Tensor:
         return self.ledger.sums.at("num_coordinates", rows).clamp(min=1)
@@ -416,6 +432,8 @@ class Leakage:
     def _kind(self, rows: Tensor) -> Kind:
         missed = self.ledger.sums.at("missed", rows)
         if bool((missed > 0).any()):
+            if self.conditions.typical_changes is not None:  # a part of a reading that has warned
+                return "lower bound"
             warnings.warn(
                 f"{int((missed > 0).sum())} of {len(rows)} examples took part in steps that were paused: their Fisher "
                 "information is a lower bound, and error bounds made from it are not guarantees",
@@ -429,10 +447,10 @@ class Leakage:
         at_rows = {name: self.ledger.sums.at(name, rows) for name in quantity.sums(1, 1)}
         return {name: value.double() if value.is_floating_point() else value for name, value in at_rows.items()}
 
-    def _reading(self, rows: Tensor, kind: Kind | None = None) -> Reading:
+    def _reading(self, rows: Tensor) -> Reading:
         conditions = self.conditions
         return Reading(
-            self._kind(rows) if kind is None else kind,
+            self._kind(rows),
             conditions.exact,
             conditions.degrees_of_freedom,
             self._sums_of(self.ledger.quantities[0], rows),  # of the trace
@@ -483,6 +501,10 @@ def _same_coordinates(one: Leakage, other: Leakage) -> bool:
     if one.num_coordinates == other.num_coordinates:
         return True
     return not (one.ledger.by_coordinate or one.same_coordinates or other.same_coordinates)
+
+
+def _listed(chosen: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    return {name: examples.tolist() for name, examples in chosen.items()}
 
 
 def _worst(values: Tensor) -> Tensor:

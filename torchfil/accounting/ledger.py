@@ -41,6 +41,7 @@ class Ledger:
         device: A device or a folder, where the sums lie (:class:`torchfil.accounting.rows.RowTable`).
         questions: By name those whose divergences are kept.
         lazy: Whether an example gets a row when it is first drawn; None: on CPUs, from 2²⁰ examples on.
+        chosen: By the name of a tracked quantity, the only examples of whom it is kept; None: of all. Others read NaN.
 
     Attributes:
         laid_out: d of what is kept by coordinate.
@@ -64,6 +65,7 @@ class Ledger:
         device: torch.device | str | Path = "cpu",
         questions: Mapping[str, Asked] | None = None,
         lazy: bool | None = None,
+        chosen: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.num_examples = num_examples
         self.laid_out = num_coordinates
@@ -72,7 +74,10 @@ class Ledger:
         self.sketch_rank = sketch_rank
         self.steps = 0
         self.missed_steps = 0
-        self.sums = RowTable(_layout(self.quantities, num_coordinates, sketch_rank), num_examples, device, lazy=lazy)
+        self.chosen = {name: examples.sort().values.cpu() for name, examples in (chosen or {}).items()}
+        layout = _layout(self.quantities, num_coordinates, sketch_rank)
+        of_chosen = _sums_of_chosen(self.quantities, self.chosen)
+        self.sums = RowTable(layout, num_examples, device, lazy=lazy, chosen=of_chosen)
 
     @staticmethod
     def bytes_needed(
@@ -81,14 +86,25 @@ class Ledger:
         track: Collection[Track],
         sketch_rank: int,
         questions: Mapping[str, Asked] | None = None,
+        num_chosen: Mapping[str, int] | None = None,
     ) -> int:
-        """How much memory a ledger of that size takes, once every example was drawn.
+        """How much memory a ledger of that size takes, once every example was drawn; see the class for arguments.
+
+        ``num_chosen``: by quantity, of how many examples it is kept; each then has 4 bytes of everybody.
 
         Example:
             >>> Ledger.bytes_needed(1, 10, (), 4), Ledger.bytes_needed(1, 10, ("diagonal",), 4)
             (68, 188)
         """
-        return num_examples * bytes_per_row(_layout(_quantities(track, questions or {}), num_coordinates, sketch_rank))
+        some = num_chosen or {}
+        of_all = [name for name in track if name not in some]
+        row = bytes_per_row(_layout(_quantities(of_all, questions or {}), num_coordinates, sketch_rank))
+        of_some = {
+            quantity.name: bytes_per_row(quantity.sums(num_coordinates, sketch_rank))
+            for quantity in tracked(some)
+            if quantity.name in some
+        }
+        return num_examples * (row + 4 * len(some)) + sum(of_some[name] * (some[name] + 1) for name in some)
 
     def __repr__(self) -> str:
         """What it holds, and what that takes."""
@@ -108,6 +124,7 @@ class Ledger:
             sketch_rank=ledger.sketch_rank,
             questions=ledger.questions,
             lazy=False,
+            chosen=ledger.chosen,
         )
         empty.steps, empty.missed_steps = ledger.steps, ledger.missed_steps
         return empty
@@ -155,7 +172,8 @@ class Ledger:
 
     def add(self, contribution: Contribution) -> None:
         """Add what one batch contributes; each example occurs at most once in it."""
-        rows = self.sums.give(contribution.rows.to(self.device))
+        examples = contribution.rows.to(self.device)
+        rows = self.sums.give(examples)
         sums = {name: self.sums.own(name) for name in self.sums}
         ones = torch.ones_like(rows, dtype=torch.int32)
         sums["participations"].index_add_(0, rows, ones)
@@ -175,7 +193,7 @@ class Ledger:
         for name, value in additions.items():
             if name in booked:
                 continue
-            sums[name].index_add_(0, rows, value.to(sums[name].dtype))
+            self.sums.add(name, examples, rows, value)
         for quantity in self.quantities:
             for name, number in quantity.unless_told.items():
                 if name not in additions:
@@ -192,7 +210,8 @@ class Ledger:
             "questions": {name: [list(asked.answers), asked.complete] for name, asked in self.questions.items()},
             "steps": self.steps,
             "missed_steps": self.missed_steps,
-            "sums": {name: value.clone() for name, value in self.sums.items()},
+            "sums": {name: self.sums.kept(name).clone() for name in self.sums},
+            **({"chosen": dict(self.chosen)} if self.chosen else {}),
         }
 
     @classmethod
@@ -224,13 +243,14 @@ class Ledger:
                 device=device,
                 questions={name: Asked(tuple(answers), complete) for name, (answers, complete) in questions.items()},
                 lazy=lazy,
+                chosen=state.get("chosen"),  # earlier states have none
             )
             ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])
             sums = state["sums"]
             if state["format"] == _WITHOUT_OWN_COORDINATES:
                 sums = {**sums, "num_coordinates": (sums["participations"] > 0) * state["num_coordinates"]}
             for name, each in ledger.sums.layout.items():
-                _check_shape(name, sums[name], (ledger.num_examples, *each.shape))
+                _check_shape(name, sums[name], (len(ledger.sums.kept(name)), *each.shape))
             ledger.sums.load(sums, sums["participations"] > 0)
         except KeyError as error:
             raise ValueError(f"the ledger's state lacks {error.args[0]!r}; was it saved by another version?") from error
@@ -240,6 +260,21 @@ class Ledger:
 def _quantities(track: Collection[Track], questions: Mapping[str, Asked]) -> tuple[TrackedQuantity, ...]:
     """What is kept: the trace, what is tracked, and the divergences of the questions."""
     return (*tracked(track), *(Divergence(name, asked) for name, asked in questions.items()))
+
+
+def _sums_of_chosen(quantities: Iterable[TrackedQuantity], chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By sum, the examples that have it, of quantities that are kept of chosen examples.
+
+    Raises:
+        ValueError: Where a quantity is not kept, or every example needs it.
+    """
+    by_name = {quantity.name: quantity for quantity in quantities if not quantity.followed}
+    unknown = chosen.keys() - by_name.keys()
+    if unknown:
+        raise ValueError(
+            f"track={sorted(unknown)} cannot be kept for chosen ids; choose from {', '.join(by_name) or 'nothing'}"
+        )
+    return {sum_: examples for name, examples in chosen.items() for sum_ in by_name[name].sums(1, 1)}
 
 
 def _layout(quantities: Iterable[TrackedQuantity], num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:

@@ -7,6 +7,7 @@ whom the run knows something.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ class RowTable(Mapping[str, Tensor]):
         num_examples: n.
         where: A device, or a folder: the rows then lie in files there, mapped into memory and gone with the process.
         lazy: Whether rows are given when they are needed; on CPUs only. None: from 2²⁰ examples on.
+        chosen: By name, the only examples (distinct numbers) that have some tensors; all others read NaN there.
 
     Example:
         >>> table = RowTable({"sum": Sum()}, 5, lazy=True)
@@ -51,6 +53,7 @@ class RowTable(Mapping[str, Tensor]):
         where: torch.device | str | Path = "cpu",
         *,
         lazy: bool | None = None,
+        chosen: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.layout = dict(layout)
         self.num_examples = num_examples
@@ -59,11 +62,19 @@ class RowTable(Mapping[str, Tensor]):
         self.lazy = on_cpu and num_examples >= LAZY_FROM if lazy is None else lazy and on_cpu
         self._places = torch.zeros(num_examples, dtype=torch.int32) if self.lazy else None
         self.num_rows = 1 if self.lazy else num_examples
-        self._tensors = {name: self._zeros(self.num_rows, each) for name, each in self.layout.items()}
+        indices = {id(examples): self._index(examples) for examples in (chosen or {}).values()}  # sums may share one
+        self._chosen = {name: indices[id(examples)] for name, examples in (chosen or {}).items()}
+        self._tensors = {
+            name: self._zeros(len(chosen[name]) + 1 if chosen and name in chosen else self.num_rows, each)
+            for name, each in self.layout.items()
+        }
+        for name in self._chosen:
+            self._tensors[name][0] = math.nan  # of everybody else, whatever is added
 
     def __getitem__(self, name: str) -> Tensor:
+        places = self._chosen.get(name, self._places)
         values = self._tensors[name]
-        return values if self._places is None else values.index_select(0, self._places)
+        return values if places is None else values.index_select(0, places)
 
     def __setitem__(self, name: str, values: Tensor) -> None:
         """Put the numbers of all examples, [n, …], in the place of those there are."""
@@ -88,23 +99,34 @@ class RowTable(Mapping[str, Tensor]):
     @property
     def num_bytes(self) -> int:
         """What it takes, in bytes."""
-        places = 0 if self._places is None else self._places.nbytes
-        return places + sum(values.nbytes for values in self._tensors.values())
+        indices = {id(each): each.nbytes for each in (self._places, *self._chosen.values()) if each is not None}
+        return sum(indices.values()) + sum(values.nbytes for values in self._tensors.values())
 
     def own(self, name: str) -> Tensor:
         """All rows that there are, to be written at places of :meth:`give`; 0, where lazy, is everybody else's."""
         return self._tensors[name]
 
+    def kept(self, name: str) -> Tensor:
+        """What a state holds: [n, …]; of chosen examples row 0, everybody else's, and theirs."""
+        return self._tensors[name] if name in self._chosen else self[name]
+
     def at(self, name: str, examples: Tensor) -> Tensor:
         """The numbers of some examples, [examples, …]."""
-        return self._tensors[name][examples if self._places is None else self._places[examples].long()]
+        places = self._chosen.get(name, self._places)
+        return self._tensors[name][examples if places is None else places[examples].long()]
+
+    def add(self, name: str, examples: Tensor, places: Tensor, values: Tensor) -> None:
+        """Add numbers of some examples, whose places :meth:`give` has told, [examples, …]."""
+        if name in self._chosen:
+            places = self._chosen[name][examples].long()
+        self._tensors[name].index_add_(0, places, values.to(self._tensors[name].dtype))
 
     def distinct(self, examples: Tensor) -> tuple[Tensor, Tensor | None]:
         """Some of these examples, no two of which share a row, and for each of all the place of its like among them.
 
         The places are None where all have rows of their own. What is read of a row need be computed but once.
         """
-        if self._places is None:
+        if self._places is None or self._chosen:
             return examples, None
         _, place = self._places[examples].unique(return_inverse=True)
         first = torch.empty(int(place.max()) + 1 if len(place) else 0, dtype=torch.long)
@@ -122,8 +144,9 @@ class RowTable(Mapping[str, Tensor]):
             self._grow(first + count)
             places[is_new] = torch.arange(first, first + count)
             self._places[examples] = places.int()
-            for values in self._tensors.values():
-                values[first : first + count] = values[0]
+            for name, values in self._tensors.items():
+                if name not in self._chosen:
+                    values[first : first + count] = values[0]
         return places
 
     def extend(self, num_examples: int) -> None:
@@ -157,7 +180,7 @@ class RowTable(Mapping[str, Tensor]):
             values[others] = 0
 
     def load(self, state: Mapping[str, Tensor], is_known: Tensor) -> None:
-        """Take over numbers of all examples, [n, …] by name.
+        """Take over numbers of all examples, as :meth:`kept` gives them, by name.
 
         Args:
             state: What to take over; dtypes are those of the table.
@@ -166,7 +189,7 @@ class RowTable(Mapping[str, Tensor]):
         examples = torch.arange(self.num_examples) if self._places is None else is_known.cpu().nonzero()[:, 0]
         places = self.give(examples)
         for name, values in self._tensors.items():
-            if self._places is None:
+            if self._places is None or name in self._chosen:
                 values.copy_(state[name])
             else:
                 values[places] = state[name].cpu()[examples].to(values.dtype)
@@ -174,12 +197,19 @@ class RowTable(Mapping[str, Tensor]):
     def _grow(self, rows: int) -> None:
         """Make room for so many rows: half as many again as there were, so that growing is rare."""
         self.num_rows = rows
-        room = min(max(rows, int(_GROWTH * len(next(iter(self._tensors.values()))))), self.num_examples + 1)
         for name, values in self._tensors.items():
-            if len(values) < rows:
+            room = min(max(rows, int(_GROWTH * len(values))), self.num_examples + 1)
+            if len(values) < rows and name not in self._chosen:
                 larger = self._zeros(room, self.layout[name])
                 larger[: len(values)] = values
                 self._tensors[name] = larger
+
+    def _index(self, examples: Tensor) -> Tensor:
+        """Each example's place among the chosen ones, counted from 1; 0: it is none of them."""
+        where = "cpu" if isinstance(self._where, Path) else self._where
+        index = torch.zeros(self.num_examples, dtype=torch.int32, device=where)
+        index[examples.to(where)] = torch.arange(1, len(examples) + 1, dtype=torch.int32, device=where)
+        return index
 
     def _zeros(self, rows: int, each: Sum) -> Tensor:
         shape = (rows, *each.shape)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchfil.accounting.divergences import Asked
+from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Needs, needs_of
 from torchfil.clipping import ClipFunction
+from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.opacus_options import WHY_NOT_ADAPTIVE
 from torchfil.engine.views import Views
 from torchfil.fisher.amplification import Amplification, get_amplification
@@ -115,7 +119,8 @@ class Accounting:
             cost.
         track: What to keep beside the trace: "diagonal" for attributes, "fim" or "sketch" for the spectral norm, "plis"
             for the privacy loss's derivative. All sum by coordinate, so that data sets that augment at random are
-            refused.
+            refused. A dict keeps them for chosen ids alone, ``{"diagonal": ids}`` (None: for all); what is read of
+            others is NaN.
         questions: By name, what an attacker wants to know of every example (:mod:`torchfil.questions`); read with
             ``engine.get_guess(name)``.
         estimator: "weight-probes", "input-probes", "coordinates", "exact", or a registered one.
@@ -131,6 +136,8 @@ class Accounting:
             ``get_reconstruction_robustness``; recommended where these are read, at one pass over the data each time.
         seed: Of the probes; None: taken from torch's seed without drawing from its stream.
         max_ledger_memory: The largest ledger, in bytes, that is made without asking.
+        rows_at: Where the rows of all examples lie: None: on the model's device; "cpu": in main memory; a folder: in
+            files there, mapped into memory and gone with the process. Only a batch's rows are then on the GPU.
         execution: How the passes run.
         extra_probes: So many probes, in place of ``num_probes``, measure the few of each batch that decide the lower
             end for all examples together (one in 64: those who leaked most so far, and those who suddenly leak), in a
@@ -157,7 +164,7 @@ class Accounting:
 
     num_probes: int | None = None
     rel_error: float | None = None
-    track: Collection[str] = ()
+    track: Collection[str] | Mapping[str, Iterable[Hashable] | None] = ()
     questions: Mapping[str, Question] = field(default_factory=dict)
     estimator: str = "weight-probes"
     fil_rate: float = 1.0
@@ -173,9 +180,10 @@ class Accounting:
     accumulation_steps: int = 1
     clip_weights: ClipWeights | None = field(default=None, compare=False)
     min_mse_bound: float | None = None
+    rows_at: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track))
+        object.__setattr__(self, "track", _named(self.track))
         object.__setattr__(self, "questions", check_questions(self.questions))
         if not isinstance(self.execution, Execution):
             raise TypeError(f"execution={self.execution!r} is no Execution; pass e.g. Execution(max_memory=2**30)")
@@ -186,6 +194,8 @@ class Accounting:
         self._check_kept_bound()
         if not 0 < self.fil_rate <= 1:
             raise ValueError(f"fil_rate={self.fil_rate} must lie in (0, 1]: it is the probability of measuring a step")
+        if self.rows_at not in (None, "cpu") and not Path(self.rows_at).is_dir():
+            raise ValueError(f"rows_at={str(self.rows_at)!r} must be None, 'cpu' or a folder that exists")
         if self.sketch_rank < 1:
             raise ValueError(f"sketch_rank={self.sketch_rank} must be at least 1")
         if self.norm_refresh is not None and self.norm_refresh < 1:
@@ -194,7 +204,7 @@ class Accounting:
             raise ValueError(f"accumulation_steps={self.accumulation_steps} must be at least 1")
         if self.amplification is not None:
             get_amplification(self.amplification)
-        self.chosen_estimator.check_gives(self.needs.quantities, f"track={self.track}")
+        self.chosen_estimator.check_gives(self.needs.quantities, f"track={tuple(self.track)}")
         if "matrix" in self.needs.quantities and not self.chosen_estimator.exact and self.num_probes == 1:
             raise ValueError("track=('fim',) from probes needs num_probes of at least 2")
 
@@ -240,10 +250,38 @@ class Accounting:
                 "are not measured would not tell; leave out rel_error and fil_rate, and use num_probes=1 if time counts"
             )
 
+    def rows_place(self, device: torch.device) -> torch.device | Path:
+        """Where the rows lie of a model on that device."""
+        if self.rows_at is None:
+            return device
+        return torch.device("cpu") if self.rows_at == "cpu" else Path(self.rows_at)
+
     @property
     def needs(self) -> Needs:
         """What has to be measured at each step."""
         return needs_of(self.track)
+
+    def bytes_per_example(self, num_coordinates: int) -> int:
+        """What the ledger and the norm history keep of an example that was drawn, in bytes.
+
+        On CPUs and from 2²⁰ examples on, one that was never drawn takes 8, and one that was 8 more than this. What is tracked for chosen ids counts as
+        for one of them.
+
+        Args:
+            num_coordinates: d; only what is tracked by coordinate depends on it.
+
+        Example:
+            >>> Accounting().bytes_per_example(100), Accounting(track=("diagonal",)).bytes_per_example(100)
+            (136, 1336)
+        """
+        rank = min(self.sketch_rank, num_coordinates)
+        return Ledger.bytes_needed(1, num_coordinates, self.track, rank, self.asked) + NormHistory.bytes_needed(1)
+
+    @property
+    def chosen(self) -> dict[str, Tensor | tuple[Hashable, ...]]:
+        """By tracked quantity, the ids that it is kept for, where these are not all."""
+        track = self.track if isinstance(self.track, Mapping) else {}
+        return {name: ids for name, ids in track.items() if ids is not None}
 
     @property
     def asked(self) -> dict[str, Asked]:
@@ -309,6 +347,14 @@ class Accounting:
             if (value is not None) if default is None else (value != default):  # arrays are not compared
                 raise ValueError(f"{name} is given twice, beside accounting= and in it; keep one of both")
         return replace(self, **shortcuts)
+
+
+def _named(track: Any) -> Any:
+    """A tuple of names, or a dict by name of the ids that are chosen; None: all."""
+    if isinstance(track, Mapping):
+        lasting = {name: ids if ids is None or isinstance(ids, Tensor) else tuple(ids) for name, ids in track.items()}
+        return lasting if any(ids is not None for ids in lasting.values()) else tuple(lasting)
+    return (track,) if isinstance(track, str) else tuple(track)
 
 
 _OF_ADACLIP = (

@@ -183,7 +183,7 @@ class LeakageReading(PrivacyEngine):
         """
         run = self._training.run
         _check_delta(delta)
-        _, rows = run.ids.rows(example_ids)
+        rows = run.ids.places(example_ids)
         history = run.whole_history
         value = individual_epsilon(history, rows.to(history.device), delta)
         if history.steps:

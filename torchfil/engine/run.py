@@ -74,7 +74,7 @@ class Run:
         options: How to account.
         loss: The loss; None: to be identified at the first step.
         ids: The examples' names; of a stream those that took part so far.
-        device: Where sums live.
+        device: Where steps are computed.
         generator: Source of the probes.
         accounted_rate: Gives the sampling rate of the DP accountant's last step.
         expected_batch: The mean batch size, of all ranks together.
@@ -93,16 +93,19 @@ class Run:
         ranks: Ranks | None = None,
     ) -> None:
         self.options = options
+        self._device = device
+        self._place = options.accounting.rows_place(device)
         self.ranks = ranks
         self.loss = loss
         self.ids = ids
         self.generator = generator
         self._check_memory(NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1, (), 1))
+        self._chosen()  # whose ids must be known
         weights = weights_by_row(options.accounting.clip_weights, self.ids)
         self.first_weights = None if weights is None else weights.to(device)  # ω as given, float64 [n]
         self.clip_weights = self._present_weights(device)
         self._passes_per_step = expected_batch / ids.num_examples if not self._grows else _OF_A_STREAM
-        self.history = self._empty_history(device)
+        self.history = self._empty_history()
         self.ledger: Ledger | None = None
         self._whole: Whole | None = None  # what all ranks have booked, as they last came together
         self._exposed = max(2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1)))
@@ -166,8 +169,8 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where sums live."""
-        return self.history.device
+        """Where steps are computed; the sums may lie elsewhere (``Accounting.rows_at``)."""
+        return self._device
 
     def clip_weights_of(self, ids: Sequence[int]) -> Tensor | None:
         """ω of the examples of these numbers, float64 [ids]; None: nobody has one."""
@@ -267,19 +270,28 @@ class Run:
         rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
         sums = self.ledger.sums
         present = clipped_norm.double().square()
-        return exposed_rows(sums.at("trace", rows), sums.at("squared_norm", rows), present, self._exposed)
+        trace, squares = (sums.at(name, rows.to(sums.device)).to(self.device) for name in ("trace", "squared_norm"))
+        return exposed_rows(trace, squares, present, self._exposed)
 
     def new_ledger(self, num_coordinates: int) -> tuple[Ledger, Tensor | None]:
         """An empty ledger for d coordinates, and the test matrix of a sketch."""
         accounting, n = self.options.accounting, self.ids.num_examples
         rank = min(accounting.sketch_rank, num_coordinates)
         questions = accounting.asked
-        needed = Ledger.bytes_needed(n, num_coordinates, accounting.track, rank, questions)
+        chosen = self._chosen()
+        num_chosen = {name: len(rows) for name, rows in chosen.items()}
+        needed = Ledger.bytes_needed(n, num_coordinates, accounting.track, rank, questions, num_chosen)
         needed += NormHistory.bytes_needed(n)
         self._check_memory(needed)
-        logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, self.device)
+        logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, self._place)
         ledger = Ledger(
-            n, num_coordinates, track=accounting.track, sketch_rank=rank, device=self.device, questions=questions
+            n,
+            num_coordinates,
+            track=accounting.track,
+            sketch_rank=rank,
+            device=self._place,
+            questions=questions,
+            chosen=chosen,
         )
         ledger.steps = self.history.steps  # of empty batches
         if not accounting.needs.products:
@@ -287,6 +299,13 @@ class Run:
         generator = self._common_generator("sketch")  # products with it are added up over ranks
         gaussian = torch.randn(num_coordinates, rank, generator=generator, dtype=torch.float64)
         return ledger, torch.linalg.qr(gaussian).Q.to(self.device)
+
+    def _chosen(self) -> dict[str, Tensor]:
+        """By tracked quantity, the rows of the ids that it is kept for, ascending, where these are not all."""
+        chosen = self.options.accounting.chosen
+        if chosen and self.ranks is not None:
+            raise ValueError("track= with chosen ids needs a single process; with several, track all or less")
+        return {name: self.ids.places(ids).unique() for name, ids in chosen.items()}
 
     def stage(
         self,
@@ -430,20 +449,20 @@ class Run:
         if kept is None or self.clip_weights is None or self.ledger is None:
             return
         sums = self.ledger.sums
-        spent = kept * sums.at("trace", rows) / sums.at("num_coordinates", rows).clamp(min=1)
-        weights = weights_for_the_rest(spent)
+        trace, own = (sums.at(name, rows.to(sums.device)) for name in ("trace", "num_coordinates"))
+        weights = weights_for_the_rest(kept * trace / own.clamp(min=1)).to(self.device)
         if self.first_weights is not None:
             weights = weights * self.first_weights[rows]
         self.clip_weights.index_copy_(
             0, rows, weights
         )  # in place: a copy of all would cost each step the data set's size
 
-    def _empty_history(self, device: torch.device) -> NormHistory:
+    def _empty_history(self) -> NormHistory:
         n = self.ids.num_examples
         if self.ranks is None:
-            return NormHistory(n, device, self.first_weights, own_steps=self._grows)
+            return NormHistory(n, self._place, self.first_weights, own_steps=self._grows)
         every = max(1, round(1 / self._passes_per_step))
-        return SharedNormHistory(n, device, self.ranks, every, self.first_weights, own_steps=self._grows)
+        return SharedNormHistory(n, self._place, self.ranks, every, self.first_weights, own_steps=self._grows)
 
     @contextlib.contextmanager
     def generator_kept(self, state: Tensor) -> Iterator[None]:
@@ -459,8 +478,8 @@ class Run:
         if needed > accounting.max_ledger_memory:
             raise MemoryError(
                 f"the ledger would take {needed / 2**30:.2f} GiB, over the limit of "
-                f"{accounting.max_ledger_memory / 2**30:.2f} GiB. Track less (track={accounting.track}), or confirm "
-                f"with accounting=Accounting(max_ledger_memory={needed})."
+                f"{accounting.max_ledger_memory / 2**30:.2f} GiB. Track less (track={tuple(accounting.track)}) or for "
+                f"chosen ids, or confirm with accounting=Accounting(max_ledger_memory={needed})."
             )
 
     # ------------------------------------------------------------------ state
@@ -525,26 +544,31 @@ class Run:
         kept, own = state.get("min_mse_bound"), self.options.accounting.min_mse_bound
         if kept != own:
             raise ValueError(f"the saved run keeps min_mse_bound={kept}, this run {own}; pass the same")
-        ledger, track = None, self.options.accounting.track
+        ledger, track = None, tuple(self.options.accounting.track)
         if state["ledger"] is not None:
-            ledger = Ledger.from_state_dict(state["ledger"], self.device)
+            ledger = Ledger.from_state_dict(state["ledger"], self._place)
             if not self._grows and ledger.num_examples != self.ids.num_examples:
                 raise ValueError(
                     f"the saved ledger has {ledger.num_examples} examples, the data set {self.ids.num_examples}"
                 )
             if set(ledger.track) != set(track):
                 raise ValueError(f"the saved ledger tracks {ledger.track}, this run {track}; pass the same track=")
+            chosen = self._chosen()
+            if chosen.keys() != ledger.chosen.keys() or any(
+                not torch.equal(rows, ledger.chosen[name]) for name, rows in chosen.items()
+            ):
+                raise ValueError("the saved ledger tracks other ids than this run; pass the same track=")
             asked = self.options.accounting.asked
             if ledger.questions != asked:
                 raise ValueError(
                     f"the saved ledger has the questions {ledger.questions}, this run {asked}; pass the same questions="
                 )
         ids = self._loaded_ids(state.get("keys"), ledger)
-        history = self._empty_history(self.device)
+        history = self._empty_history()
         if self._grows:
             history.grow(ids.num_examples)
         history.load_state_dict(state["history"])
-        timeline = Timeline.from_state_dict(state["timeline"], self.device)
+        timeline = Timeline.from_state_dict(state["timeline"], history.device if self.ranks is None else self.device)
 
         self.generator.set_state(state["generator"].cpu())
         if self.ranks is not None:

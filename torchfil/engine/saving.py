@@ -5,14 +5,17 @@ from __future__ import annotations
 import datetime
 import math
 import platform
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchfil._version import __version__
+from torchfil.accounting.divergences import Divergence
 from torchfil.accounting.leakage import Leakage
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
@@ -39,6 +42,7 @@ __all__ = ["Labels", "build_saved_run"]
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable]
 
 _MOST_TEXTS = 20
+_LARGEST_ATTRIBUTES = 2**31  # bytes of a table that is mostly empty
 _PRIORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
 
 
@@ -65,7 +69,7 @@ def build_saved_run(
     named = texts is None or attribute_names is not None
     attributes = _attributes(leakage, attribute_names, attribute_units) if named else None
     labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
-    columns = {name: np.asarray(values) for name, values in leakage.columns()[1].items() if name != "fil_kind"}
+    columns = leakage.arrays()
     columns["epsilon"] = run.individual_epsilon.cpu().numpy()
     if run.clip_weights is not None:
         columns["clip_weight"] = run.clip_weights.cpu().numpy()
@@ -89,7 +93,7 @@ def build_saved_run(
 
     return SavedRun(
         about=about,
-        ids=_ids(leakage.ids.all()),
+        ids=leakage.ids.as_array(),
         columns=columns,
         attributes=attributes,
         groups=labels,
@@ -177,14 +181,6 @@ def _mechanism(run: RunView) -> dict[str, Any]:
     }
 
 
-def _ids(keys: list[Hashable]) -> np.ndarray:
-    """Numbers as int64; anything else as text, spelled out where the texts of two keys would be the same."""
-    if all(isinstance(key, int) and not isinstance(key, bool) and abs(key) < 2**63 for key in keys):
-        return np.asarray(keys, dtype=np.int64)
-    texts = [str(key) for key in keys]
-    return np.asarray(texts if len(set(texts)) == len(texts) else [repr(key) for key in keys], dtype=str)
-
-
 def _attributes(leakage: Leakage, names: Sequence[str] | None, units: Sequence[str] | None) -> Attributes | None:
     d = leakage.num_coordinates
     for what, given in (("attribute_names", names), ("attribute_units", units)):
@@ -199,22 +195,42 @@ def _attributes(leakage: Leakage, names: Sequence[str] | None, units: Sequence[s
                 "attribute_names were given, but attributes were not tracked: make_private(track=('diagonal',))"
             )
         return None
-    fil = leakage.get_attribute_fil()
-    high = fil.interval(0.95)[1] if not bool(fil.standard_error.isnan().any()) else None
+    if leakage.ledger.chosen and 8 * leakage.ids.num_examples * d > _LARGEST_ATTRIBUTES:
+        warnings.warn(
+            f"the attributes of chosen ids are not saved: a table of {leakage.ids.num_examples:,} examples and {d:,} "
+            "attributes would be empty for the most part; read them with engine.get_attribute_fil(ids)",
+            stacklevel=5,
+        )
+        return None
+    errors = leakage.by_parts(_attribute_errors)
     return Attributes(
         names=list(names) if names is not None else [f"coordinate {j}" for j in range(d)],
         units=list(units) if units is not None else [""] * d,
-        error=fil.value.reciprocal().float().cpu().numpy(),
-        error_low=high.reciprocal().float().cpu().numpy() if high is not None else None,
+        error=errors["error"],
+        error_low=None if errors["is_unknown"].any() else errors["error_low"],
     )
 
 
+def _attribute_errors(leakage: Leakage, rows: Tensor) -> dict[str, Tensor]:
+    """1/sqrt(I_jj) and its lower end, [rows, d] each, and whether nothing is known of that, [rows]."""
+    fil = leakage.read_attribute_fil(rows)
+    low = fil.interval(0.95)[1].reciprocal().where(~fil.value.isnan(), math.nan)
+    return {
+        "error": fil.value.reciprocal().float(),
+        "error_low": low.float(),
+        "is_unknown": (fil.standard_error.isnan() & ~fil.value.isnan()).any(dim=1),  # not of ids that were not chosen
+    }
+
+
 def _question(leakage: Leakage, name: str) -> QuestionRecord:
-    guess, asked = leakage.get_guess(name), leakage.ledger.questions[name]
-    value, high = guess.divergence.value, guess.upper(0.95).divergence.value
-    columns = (len(value), len(asked.answers))
-    arrays = (part.reshape(columns).cpu().numpy() for part in (value, high))
-    return QuestionRecord(name, list(asked.answers), asked.complete, *arrays)
+    asked = leakage.ledger.questions[name]
+
+    def divergences(part: Leakage, rows: Tensor) -> dict[str, Tensor]:
+        guess = part.read(Divergence(name, asked).name, rows)
+        both = {"divergence": guess.divergence.value, "divergence_high": guess.upper(0.95).divergence.value}
+        return {kind: value.reshape(len(rows), len(asked.answers)) for kind, value in both.items()}
+
+    return QuestionRecord(name, list(asked.answers), asked.complete, **leakage.by_parts(divergences))
 
 
 def _labels(name: str, given: Labels, leakage: Leakage) -> np.ndarray:
@@ -257,7 +273,7 @@ def _rero_curve(run: RunView) -> dict[str, list[float]]:
     """Success with the model, at most and (``low``) at least, by success without it."""
     releases = list(run.releases)
     if run.options.sample_rate is None:  # known batches: a step counts where the example takes part
-        steps = int(run.leakage.ledger.sums["participations"].max())
+        steps = int(run.leakage.ledger.sums.own("participations").max())
         releases = [(min(sigma for sigma, *_ in releases), 1.0, steps)] if steps else []
     curve = everybodys_robustness(releases, _PRIORS)
     return {"prior": list(_PRIORS), "success": curve.high.tolist(), "low": curve.low.tolist()}

@@ -8,6 +8,7 @@ enters it step by step as a single process would: the history is the same on all
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class SharedNormHistory(NormHistory):
     def __init__(
         self,
         num_examples: int,
-        device: torch.device | str,
+        device: torch.device | str | Path,
         ranks: Ranks,
         every: int,
         clip_weights: Tensor | None = None,

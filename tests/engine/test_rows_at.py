@@ -1,0 +1,140 @@
+"""Rows of many examples: wherever they lie and whenever they are given, the run says the same."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import DEVICE
+from loops import data, train
+
+from torchfil import Accounting, FILPrivacyEngine
+from torchfil.accounting import rows
+from torchfil.report import load
+
+warnings.filterwarnings("ignore", message="Secure RNG")
+OPTIONS: dict[str, Any] = {"steps": 6, "norm_refresh": 4, "min_mse_bound": 1e-3, "extra_probes": 5, "clip": "gelu"}
+
+
+def told(engine: FILPrivacyEngine, folder: Path) -> dict[str, np.ndarray]:
+    """All columns of the saved run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dict(load(engine.save_run(folder / "run.fil", delta=1e-5)).columns)
+
+
+def assert_same(ours: FILPrivacyEngine, theirs: FILPrivacyEngine, folder: Path) -> None:
+    assert ours.ledger is not None
+    assert theirs.ledger is not None
+    for name, value in theirs.ledger.sums.items():
+        assert torch.equal(ours.ledger.sums[name].cpu(), value.cpu()), name
+    columns = told(ours, folder)
+    for name, values in told(theirs, folder).items():
+        np.testing.assert_array_equal(columns[name], values, err_msg=name)
+
+
+@pytest.mark.parametrize("place", ["cpu", "folder"])
+def test_rows_lie_elsewhere(tmp_path: Path, place: str) -> None:
+    where = place if place == "cpu" else tmp_path
+    usual, elsewhere = (train(data(60), rows_at=rows_at, **OPTIONS).engine for rows_at in (None, where))
+    assert elsewhere.ledger is not None
+    assert elsewhere.ledger.device.type == "cpu"
+    assert list(tmp_path.iterdir()) == [], "files have no name, so that none is left"
+    assert_same(elsewhere, usual, tmp_path)
+
+
+@pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="rows are given when needed on CPUs only")
+def test_rows_are_given_when_an_example_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = train(data(60), **OPTIONS).engine
+    assert usual.ledger is not None
+    drawn = int((usual.ledger.sums["participations"] > 0).sum())
+    assert drawn < 60
+    monkeypatch.setattr(rows, "LAZY_FROM", 1)
+    lazy = train(data(60), **OPTIONS).engine
+    assert lazy.ledger is not None
+    assert lazy.ledger.sums.num_rows == drawn + 1
+    assert_same(lazy, usual, tmp_path)
+
+    # a state of either kind is read by the other
+    monkeypatch.setattr(rows, "LAZY_FROM", 10**9)
+    resumed = train(data(60), **OPTIONS).engine
+    resumed.load_state_dict(lazy.state_dict())
+    assert_same(resumed, usual, tmp_path)
+
+
+def test_what_is_no_place_is_refused() -> None:
+    with pytest.raises(ValueError, match="rows_at='nowhere' must be None, 'cpu' or a folder that exists"):
+        Accounting(rows_at="nowhere")
+
+
+@pytest.mark.parametrize(
+    ("track", "expected"),
+    [((), 136), ("diagonal", 136 + 12 * 5), ("plis", 136 + 8 * 5), ("sketch", 136 + 8 * 5 * 4), ("fim", 136 + 8 * 25)],
+)
+def test_bytes_per_example_are_stated_and_met(track: str | tuple[str, ...], expected: int) -> None:
+    accounting = Accounting(track=track, estimator="exact")
+    assert accounting.bytes_per_example(5) == expected
+    engine = train(data(60), steps=1, track=track, estimator="exact").engine
+    assert engine.ledger is not None
+    assert engine.ledger.sums.num_bytes + engine._training.run.history.num_bytes == 60 * expected
+
+
+class TestChosenIds:
+    """track={name: ids}: the same numbers for whom it is kept, NaN for all others, and less memory."""
+
+    IDS = (41, 3, 17, 59)
+
+    def trained(self, track: Any, **options: Any) -> FILPrivacyEngine:
+        return train(data(60), steps=8, estimator="exact", track=track, **options).engine
+
+    def test_they_have_what_all_would_have(self, tmp_path: Path) -> None:
+        whole, some = self.trained(("diagonal", "plis")), self.trained({"diagonal": self.IDS, "plis": None})
+        expected, found = (engine.get_attribute_fil().value for engine in (whole, some))
+        is_chosen = torch.zeros(60, dtype=torch.bool)
+        is_chosen[list(self.IDS)] = True
+        assert torch.equal(found[is_chosen], expected[is_chosen])
+        assert bool(found[~is_chosen].isnan().all())
+        assert torch.equal(some.get_attribute_fil([17, 3]).value, expected[[17, 3]])
+        assert torch.equal(some.get_plis(), whole.get_plis())
+        assert torch.equal(some.get_fil().value, whole.get_fil().value)
+        assert some.ledger is not None
+        assert whole.ledger is not None
+        d = 5
+        assert whole.ledger.sums.num_bytes - some.ledger.sums.num_bytes == 60 * (12 * d - 4) - 5 * 12 * d
+
+        saved = load(some.save_run(tmp_path / "run.fil", delta=1e-5))
+        assert saved.attributes is not None
+        errors = np.asarray(saved.attributes.shown)
+        assert np.array_equal(np.isnan(errors).all(axis=1), ~is_chosen.numpy())
+        some.report(tmp_path / "report", delta=1e-5)
+
+    def test_runs_go_on_and_are_averaged(self) -> None:
+        track = {"diagonal": self.IDS}
+        first, second = self.trained(track), self.trained(track)
+        second.load_state_dict(first.state_dict())
+        assert torch.equal(second.get_attribute_fil(self.IDS).value, first.get_attribute_fil(self.IDS).value)
+        average = FILPrivacyEngine.merge([first, self.trained(track, seed=1)])
+        assert average.get_attribute_fil(self.IDS).value.shape == (4, 5)
+        with pytest.raises(ValueError, match="tracks other ids than this run; pass the same track="):
+            self.trained({"diagonal": [1, 2]}).load_state_dict(first.state_dict())
+
+    @pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="rows are given when needed on CPUs only")
+    def test_with_rows_that_are_given_when_needed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        usual = self.trained({"diagonal": self.IDS})
+        monkeypatch.setattr(rows, "LAZY_FROM", 1)
+        lazy = self.trained({"diagonal": self.IDS})
+        expected, found = (engine.get_attribute_fil().value for engine in (usual, lazy))
+        assert torch.equal(found.nan_to_num(-1), expected.nan_to_num(-1))
+        for name, values in told(usual, tmp_path).items():
+            np.testing.assert_array_equal(told(lazy, tmp_path)[name], values, err_msg=name)
+
+    def test_what_cannot_be_chosen_is_refused(self) -> None:
+        with pytest.raises(KeyError, match="unknown example ids"):
+            self.trained({"diagonal": [60]})
+        with pytest.raises(ValueError, match="'colour'.* is not known"):
+            Accounting(track={"colour": [1]})
+        assert Accounting(track={"diagonal": None}).track == ("diagonal",)
