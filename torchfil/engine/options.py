@@ -264,8 +264,8 @@ class Accounting:
     def bytes_per_example(self, num_coordinates: int) -> int:
         """What the ledger and the norm history keep of an example that was drawn, in bytes.
 
-        On CPUs and from 2²⁰ examples on, one that was never drawn takes 8, and one that was 8 more than this. What is tracked for chosen ids counts as
-        for one of them.
+        On CPUs and from 2²⁰ examples on, one that was never drawn takes 8, and one that was 8 more than this. What is
+        tracked for chosen ids counts as for one of them.
 
         Args:
             num_coordinates: d; only what is tracked by coordinate depends on it.
