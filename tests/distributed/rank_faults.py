@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from hunger import room_for
 from rank_runs import make, replaying, take_step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -210,3 +212,41 @@ def sketched() -> tuple[Tensor, Tensor, Tensor]:
             take_step(made, x, y)
     run = made.engine.state_dict()["run"]
     return run["ledger"]["sums"]["fim"], run["ledger"]["sums"]["sketch"], run["test_matrix"]
+
+
+def one_rank_runs_out_of_memory(most: int | None, step: str) -> tuple[list[Tensor], dict[str, Tensor], list[str], int]:
+    """Rank 1 has room for so many examples from its third step on: weights, ledger, what it said, how it cuts now."""
+    made = make("digits", questions={}, estimator="weight-probes", num_probes=2)
+    limits = contextlib.nullcontext() if most is None or dist.get_rank() == 0 else room_for(most)
+    with (
+        replaying(DRAWS[dist.get_rank()]),
+        warnings.catch_warnings(record=True) as told,
+        contextlib.ExitStack() as stack,
+    ):
+        warnings.simplefilter("always")
+        for place, (x, y) in enumerate(made.loader):
+            if place == 2:
+                stack.enter_context(limits)
+            take_step(made, x, y) if step == "loop" else made.engine.train_step(x, y)
+    ledger = made.engine.ledger
+    assert ledger is not None
+    said = [str(warning.message) for warning in told if "out of memory" in str(warning.message)]
+    limit = made.engine._training.pipeline.evaluator.memory.limit
+    return [p.detach().clone() for p in made.module.parameters()], ledger.sums, said, limit
+
+
+def one_rank_cannot_fit_an_example() -> str:
+    """The error of each rank in a step for which rank 1 has no memory; the steps after it are taken."""
+    made = make("digits", questions={})
+    error = ""
+    with replaying(DRAWS[dist.get_rank()]):
+        for place, (x, y) in enumerate(made.loader):
+            full = place == 3 and dist.get_rank() == 1
+            try:
+                with room_for(0) if full else contextlib.nullcontext(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    take_step(made, x, y)
+            except RuntimeError as caught:
+                error += str(caught)
+    assert sum(count for *_, count in made.engine.accountant.history) == len(made.loader) - 1
+    return error

@@ -9,7 +9,9 @@ from rank_faults import (
     known_batches,
     messages,
     noise_differs,
+    one_rank_cannot_fit_an_example,
     one_rank_refuses,
+    one_rank_runs_out_of_memory,
     probe_traces,
     reads_alone,
     refused_inside_a_logical_batch,
@@ -94,3 +96,26 @@ def test_passes_over_parts_of_the_data(two_ranks: RankPool) -> None:
     expected[[i for draw in drawn + others for i in draw]] += 1
     assert torch.equal(participations, expected)
     assert int(expected.sum()) == 8
+
+
+@pytest.mark.parametrize("step", ["loop", "train_step"])
+def test_only_the_rank_that_ran_out_of_memory_halves(two_ranks: RankPool, step: str) -> None:
+    (weights, sums, _, limit), _ = two_ranks.run(one_rank_runs_out_of_memory, None, step)
+    (here, ours, silent, unchanged), (there, theirs, told, halved) = two_ranks.run(one_rank_runs_out_of_memory, 1, step)
+    assert silent == []
+    assert len(told) == 1
+    assert halved < limit == unchanged
+    for found in (here, there):
+        for a, b in zip(found, weights, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    for name, value in sums.items():
+        for found_sums in (ours, theirs):
+            torch.testing.assert_close(
+                found_sums[name], value, rtol=1e-9, atol=1e-9 * float(value.abs().max()), msg=name
+            )
+
+
+def test_where_one_example_does_not_fit_no_rank_takes_the_step(two_ranks: RankPool) -> None:
+    there, here = two_ranks.run(one_rank_cannot_fit_an_example)
+    assert "another rank refused this step" in there
+    assert "one example ran out of memory" in here

@@ -221,14 +221,14 @@ def compose(laws: Sequence[GridLaw], counts: np.ndarray, start: int, size: int) 
 def success_of(mass: np.ndarray, first: np.ndarray, width: float, priors: Iterable[float]) -> np.ndarray:
     """min over ε of δ(ε) + e^ε π₀, [rows, priors], for laws [rows, size] of losses first[row] + k·width.
 
-    δ is linear in e^ε between grid points, so that the minimum lies on one of them.
+    δ is linear in e^ε between grid points, so that the minimum lies on one of them, or below all: there it is 1.
     """
     after = np.concatenate([mass[:, 1:], np.zeros_like(mass[:, :1])], axis=1)[:, ::-1]
     decay = math.exp(-width)
     discounted = signal.lfilter([decay], [1, -decay], after, axis=1)[:, ::-1]  # Σ_{j>k} P_j e^{(k−j)h}
     delta = after.cumsum(axis=1)[:, ::-1] - discounted
     ratio = np.exp((first[:, None] + width * np.arange(mass.shape[1])).clip(max=700.0))
-    return np.stack([(delta + prior * ratio).min(axis=1) for prior in priors], axis=1)
+    return np.stack([(delta + prior * ratio).min(axis=1, initial=1.0) for prior in priors], axis=1)
 
 
 def _log_moments(losses: np.ndarray, weights: np.ndarray, exponents: np.ndarray) -> np.ndarray:

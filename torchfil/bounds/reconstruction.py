@@ -24,6 +24,8 @@ __all__ = ["Bracket", "rero", "success_by_counts"]
 _CELLS = (2**14, 2**17, 2**20)  # of the window, tried in turn
 _ROW_CELLS = 2**13  # for many examples at once
 _AT_ONCE = 2**23  # numbers of composed laws
+_WIDEST = 500.0  # cell of a grid of losses
+_NEXT_TO_NO_NOISE = 0.05  # σ below which a step that drew the example is told for certain, but for a chance Φ(−10)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +84,8 @@ def rero(
     if (rates == 1).all():
         exact = torch.as_tensor(_gaussian(priors, (counts / sigmas**2).sum())).reshape(prior.shape)
         return Bracket(exact, exact)
+    if (sigmas < _NEXT_TO_NO_NOISE).any():
+        return _next_to_no_noise(prior, rates, sigmas, counts, tolerance)
 
     steps_of_run = _steps_of(rates, sigmas, _reach(counts[None], priors))
     window = float(np.ptp([end[0, 0] for end in _windows(counts[None], steps_of_run, _log_tail(priors))]))
@@ -121,6 +125,13 @@ def success_by_counts(
     if q == 1:
         return _gaussian(priors[None], (rows / sigmas**2).sum(axis=1)[:, None])[place.reshape(-1)]
 
+    # steps with next to no noise tell an example that they drew: others count where they all have missed it
+    bare = sigmas < _NEXT_TO_NO_NOISE
+    if bare.any():
+        others = success_by_counts(prior_success, q, sigmas[~bare], rows[:, ~bare])
+        missed = (1 - q) ** rows[:, bare].sum(axis=1)
+        return (1 - missed[:, None] * (1 - others))[place.reshape(-1)]
+
     # examples of about the same window share a grid, which does not depend on who else is asked for
     result = np.tile(priors, (len(rows), 1))
     released = np.flatnonzero(rows.sum(axis=1) > 0)
@@ -136,10 +147,33 @@ def success_by_counts(
     return result[place.reshape(-1)]
 
 
+def _next_to_no_noise(
+    prior: Tensor, rates: np.ndarray, sigmas: np.ndarray, counts: np.ndarray, tolerance: float
+) -> Bracket:
+    """The bracket where some steps have so little noise that no grid would hold their losses.
+
+    More noise tells less. The upper end has none at those steps: with a = 1 − Π(1 − q)^T one of them has drawn the
+    example, which is then told for certain, and a + (1 − a) S(π₀) is the success with S(π₀) that of the other steps.
+    The lower end has more noise there than the run had.
+    """
+    bare = sigmas < _NEXT_TO_NO_NOISE
+    missed = float(((1 - rates[bare]) ** counts[bare]).prod())
+
+    def success(chosen: np.ndarray, noise: np.ndarray) -> Bracket:
+        q, steps = rates[chosen].tolist(), counts[chosen].astype(int).tolist()
+        return rero(prior.tolist(), q=q, noise_multiplier=noise[chosen].tolist(), steps=steps, tolerance=tolerance)
+
+    low = success(bare | ~bare, sigmas.clip(min=_NEXT_TO_NO_NOISE)).low
+    others = prior if bare.all() else success(~bare, sigmas).high
+    return Bracket(low, torch.maximum(low, 1 - missed * (1 - others)))
+
+
 def _success(
     priors: np.ndarray, steps: Sequence[StepLoss], counts: np.ndarray, width: float, *, up: bool
 ) -> np.ndarray:
     """The upper or lower end, [rows, priors], for counts [rows, steps], on a grid of that width."""
+    if width > _WIDEST:  # e^width is not finite
+        return np.full((len(counts), len(priors)), 1.0 if up else 0.0)
     used = np.flatnonzero(counts.sum(axis=0) > 0)
     steps, counts = [steps[place] for place in used.tolist()], counts[:, used]
     log_tail = _log_tail(priors)
