@@ -128,7 +128,7 @@ def success_by_counts(
     # steps with next to no noise tell an example that they drew: others count where they all have missed it
     bare = sigmas < _NEXT_TO_NO_NOISE
     if bare.any():
-        others = success_by_counts(prior_success, q, sigmas[~bare], rows[:, ~bare])
+        others = success_by_counts(prior_success, q, sigmas[~bare].tolist(), rows[:, ~bare])
         missed = (1 - q) ** rows[:, bare].sum(axis=1)
         return (1 - missed[:, None] * (1 - others))[place.reshape(-1)]
 
