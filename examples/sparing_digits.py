@@ -51,7 +51,7 @@ def trained(images: Tensor, labels: Tensor, sigma: float, steps: int, seed: int,
     with torch.no_grad():
         right = (private(images[TRAINED:]).argmax(1) == labels[TRAINED:]).float().mean()
     spared = 0 if engine.clip_weights is None else int((engine.clip_weights < 1).sum())
-    return {"bound": float(engine.get_smallest_mse_bound()), "accuracy": 100 * float(right), "spared": spared}
+    return {"bound": engine.get_smallest_mse_bound()[0], "accuracy": 100 * float(right), "spared": spared}
 
 
 def draw(lines: dict[str, list[Point]], path: Path) -> None:

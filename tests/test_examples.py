@@ -39,6 +39,7 @@ QUICK = {
     "plis_regression": "--out {out} --seeds 1",
     "plis_xrays": "--out {out}",
     "questions_iwpc": "--out {out} --steps 6 --rate 0.5",
+    "sparing_digits": "--out {out} --sigmas 1 --steps 3 --seeds 1",
     "text_leakage": "--out {out} --notes 40 --epochs 1 --batch 12",
 }
 SLOW = {"attack_glm_reconstruction", "glm_table1", "plis_mnist"}  # they draw many pictures
