@@ -217,6 +217,7 @@ def test_a_bare_run_gives_a_page_without_empty_chapters(tmp_path: Path) -> None:
     text = write_report(bare, tmp_path / "report").read_text()
     slugs = re.findall(r"<section id=\"(\w+)\">", text)
     assert slugs == [
+        "verdict",
         "findings",
         "training",
         "assumptions",

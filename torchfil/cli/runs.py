@@ -24,18 +24,22 @@ RUN = click.Path(path_type=Path)
 @click.option("-o", "--out", "directory", type=RUN, required=True, help="Folder to write; replaced when complete.")
 @click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
 @click.option("--min-group", default=10, show_default=True, help="Smallest group behind a number, when redacted.")
+@click.option("--policy", type=RUN, help="Thresholds, a TOML file (gate --init): the page begins with the verdict.")
 @with_output
-def report(run: Path, directory: Path, redacted: bool, min_group: int, out: Output) -> None:
+def report(run: Path, directory: Path, redacted: bool, min_group: int, policy: Path | None, out: Output) -> None:
     """Write the report of a saved run: a page that opens in any browser, with tables beside it.
 
     \b
     Examples:
       torchfil report run.fil -o report
+      torchfil report run.fil -o report --policy policy.toml
       torchfil report run.fil -o public --redacted --min-group 20
     """
+    from torchfil.report.policy import load_policy
     from torchfil.report.writer import write_report
 
-    page = write_report(load(run), directory, redacted=redacted, min_group=min_group)
+    thresholds = None if policy is None else load_policy(policy)
+    page = write_report(load(run), directory, redacted=redacted, min_group=min_group, policy=thresholds)
     if not redacted:
         out.say("The report depends on private data: keep it confidential (--redacted makes one to share).")
     out.result(str(page), {"page": str(page), "redacted": redacted})

@@ -418,11 +418,11 @@ class LeakageReading(PrivacyEngine):
             directory: The folder.
             delta: δ of ε and of the examples' own ε.
             redacted: Whether to leave out what speaks of single examples; see :func:`torchfil.report.write_report`.
-            **options: Of :meth:`save_run`; ``min_group`` of ``write_report``.
+            **options: Of :meth:`save_run`; ``min_group`` and ``policy`` of ``write_report``.
         """
         from torchfil.report.writer import PAGE, write_report
 
-        writing = {name: options.pop(name) for name in ("min_group",) if name in options}
+        writing = {name: options.pop(name) for name in ("min_group", "policy") if name in options}
         view = self._view(delta)
         with self._training.replica.gathered():
             if not self._writes:

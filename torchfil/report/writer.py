@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from torchfil.report.figures import write_figures
+from torchfil.report.gate import check
 from torchfil.report.page import render
 from torchfil.report.page.context import Report
+from torchfil.report.policy import Policy
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.summary import summarise
 from torchfil.report.tables import write_leakage_csv, write_parquet
@@ -27,7 +29,12 @@ PAGE, SUMMARY, MARKER = "index.html", "summary.json", "torchfil-report"
 
 
 def write_report(
-    run: SavedRun, directory: str | os.PathLike[str], *, redacted: bool = False, min_group: int = 10
+    run: SavedRun,
+    directory: str | os.PathLike[str],
+    *,
+    redacted: bool = False,
+    min_group: int = 10,
+    policy: Policy | None = None,
 ) -> Path:
     """Write a report: ``index.html``, ``summary.json``, figures as PNG and, unless redacted, a table of all examples.
 
@@ -44,6 +51,7 @@ def write_report(
         directory: The folder to write; its parent must exist.
         redacted: Whether to write the version that may be published.
         min_group: The least number of examples behind a number of the redacted version, at least 2.
+        policy: Thresholds (:func:`torchfil.report.policy.load_policy`): the page begins with the verdict.
 
     Returns:
         The path of ``index.html``.
@@ -51,6 +59,12 @@ def write_report(
     for name in ("fil", "mse_bound"):
         if name not in run.columns:
             raise ValueError(f"the run has no column {name!r}, which a report is about; it has {sorted(run.columns)}")
+    if redacted and policy is not None:
+        raise ValueError(
+            "policy= is for the private report: a verdict may hang on a single example, and the public version says "
+            "nothing about fewer than min_group; leave out policy= or redacted=True"
+        )
+    verdicts = None if policy is None else check(run, policy)
     summary = summarise(run, redacted=redacted, min_group=min_group)
     files, notes, digests = dict[str, str](), list[str](), dict[str, str]()
     with _replaced_folder(Path(directory)) as folder:
@@ -74,6 +88,7 @@ def write_report(
             "format": MARKER,
             "confidential": not redacted,
             **_json_ready(summary),
+            **({} if verdicts is None else {"verdict": _json_ready([verdict.as_dict() for verdict in verdicts])}),
             "files": files,
             "notes": notes,
         }
@@ -82,7 +97,7 @@ def write_report(
         )
 
         # the page comes last: it names the files beside it
-        report = Report(summary, None if redacted else run, files, notes, digests)
+        report = Report(summary, None if redacted else run, files, notes, digests, verdicts)
         (folder / PAGE).write_text(render(report), encoding="utf-8", errors="replace")
     return Path(directory) / PAGE
 

@@ -9,6 +9,7 @@ from typing import Any
 from torchfil.report.page.html import Markup, tag
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.summary import Summary
+from torchfil.report.verdict import Verdict
 
 __all__ = ["Report", "Section", "named_level", "paragraph", "root"]
 
@@ -23,6 +24,7 @@ class Report:
         files: The names of the files beside the page and what they hold.
         notes: Files that could not be written, and why.
         digests: SHA-256 of files beside the page, by name.
+        verdicts: What the rules of a policy found; None where no policy was given.
     """
 
     summary: Summary
@@ -30,6 +32,7 @@ class Report:
     files: dict[str, str]
     notes: list[str]
     digests: dict[str, str]
+    verdicts: list[Verdict] | None = None
 
     def about(self, *path: str) -> Any:
         """A value of ``summary.about`` by its path; None where it is not there."""

@@ -22,12 +22,14 @@ from torchfil.report.page.sections import (
     questions,
     spared,
     training,
+    verdict,
     words,
 )
 
 __all__ = ["register_section", "sections"]
 
 _SECTIONS: list[Section] = [
+    Section("verdict", "May it be released?", verdict.render),
     Section("findings", "In short", findings.render),
     Section("training", "What was trained", training.render),
     Section("assumptions", "What the numbers assume", assumptions.render),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, tag
+from torchfil.report.page.sections.verdict import in_short
 
 __all__ = ["render"]
 
 
 def render(report: Report) -> Markup | None:
-    """Decision, remarks, name, date and signature; what is signed is named by its hash."""
+    """Title and verdict, decision, remarks, name, date and signature; what is signed is named by its hash."""
     what = "This version of the report" if report.summary.redacted else "The model"
     done = "published" if report.summary.redacted else "released"
     choices = [
@@ -21,7 +22,9 @@ def render(report: Report) -> Markup | None:
         paragraph(f"{name}: SHA-256 ", tag("code", digest), class_="digest") for name, digest in report.digests.items()
     ]
 
+    title = str(report.about("title") or "Leakage report")
     return join(
+        None if report.summary.redacted else paragraph(tag("b", title), ": ", in_short(report)),
         paragraph(
             "Write here before printing; the page does not save what is written. ",
             "Signed is this page together with:" if report.digests else None,

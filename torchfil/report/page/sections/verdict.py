@@ -1,0 +1,69 @@
+"""The first thing on the page: may it be released, by the policy that was given, and if not, why not."""
+
+from __future__ import annotations
+
+from torchfil.report.page.context import Report, paragraph
+from torchfil.report.page.html import Markup, join, tag
+from torchfil.report.verdict import Verdict, told_apart
+
+__all__ = ["in_short", "render"]
+
+
+def render(report: Report) -> Markup | None:
+    """PASS, FAIL or NO POLICY, and each broken rule in words; left out of the public version.
+
+    Whether a rule is kept may hang on a single example, and so would a public verdict.
+    """
+    if report.summary.redacted:
+        return None
+    verdicts = report.verdicts
+    if verdicts is None:
+        return join(
+            _badge("NO POLICY", "open"),
+            paragraph(
+                "Nobody has said what this model may leak, so this page does not say whether it may be released. ",
+                tag("code", "torchfil gate --init"),
+                " writes a policy to start from; ",
+                tag("code", "torchfil report RUN --policy policy.toml"),
+                " writes this page with a verdict.",
+            ),
+        )
+
+    broken = [verdict for verdict in verdicts if not verdict.passed]
+    kept = [verdict for verdict in verdicts if verdict.passed]
+    listed = [
+        tag("ul", [tag("li", _in_words(verdict)) for verdict in broken], class_="findings") if broken else None,
+        _kept_rules(kept) if kept else None,
+    ]
+    return join(_badge(*(("FAIL", "fail") if broken else ("PASS", "pass"))), paragraph(in_short(report)), listed)
+
+
+def in_short(report: Report) -> str:
+    """The verdict in a sentence."""
+    verdicts = report.verdicts
+    if verdicts is None:
+        return "No policy was given: nothing says whether the model may be released."
+    broken = sum(not verdict.passed for verdict in verdicts)
+    rules = f"{len(verdicts)} rule{'s' if len(verdicts) > 1 else ''} of the policy"
+    if broken == 0:
+        return f"The run keeps the {rules}. They speak of what they name; other leakage is for you to judge."
+    return f"The run breaks {broken} of the {rules}: by the policy the model must not be released."
+
+
+def _badge(text: str, kind: str) -> Markup:
+    return paragraph(tag("strong", text), class_=f"verdict {kind}")
+
+
+def _in_words(verdict: Verdict) -> Markup:
+    """What a rule is about, the limit and what was found, and for how many."""
+    limit, found = told_apart(verdict.limit, verdict.found)
+    concerned = f" {verdict.offending:,} example{'s' if verdict.offending > 1 else ''} concerned." * bool(
+        verdict.offending
+    )
+    sentence = f"{verdict.detail[:1].upper()}{verdict.detail[1:]}: {found}, where the policy says {limit}.{concerned}"
+    return join(sentence, " ", tag("code", verdict.rule))
+
+
+def _kept_rules(kept: list[Verdict]) -> Markup:
+    title = f"{len(kept)} rule{'s' if len(kept) > 1 else ''} kept"
+    return tag("details", tag("summary", title), tag("ul", [tag("li", _in_words(verdict)) for verdict in kept]))
