@@ -130,7 +130,7 @@ def run(size: int, folder: Path, steps: int, kills: int, seed: int = 5) -> Told:
     chance, told, begun = random.Random(seed), Told(), time.monotonic()
     folder.mkdir()
     for attempt in range(kills + 1):
-        context = rank_pool._context()
+        context = rank_pool._context(rank_pool.PRELOADED)
         processes = [
             context.Process(target=train, args=(rank, size, attempt, folder, steps), daemon=True)
             for rank in range(size)

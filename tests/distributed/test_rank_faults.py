@@ -55,7 +55,7 @@ def test_messages(two_ranks: RankPool) -> None:
         entered = [place for place, step in enumerate(by_step) if "all_gather" in step]
         assert entered == [7]  # once a pass, whose length is 61/8 steps
         assert by_step[7]["all_gather"] == 12 * 8 * 3  # a participation: 12 bytes
-        assert reading["all_reduce"] == 61 * 8 * 13  # the ledger's sums, for all readings together
+        assert reading["all_reduce"] == 61 * 68  # the ledger's sums, for all readings together
 
 
 def test_messages_of_longer_passes(two_ranks: RankPool) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchfil import FILPrivacyEngine, Private, fisher
 from torchfil.engine.losses import LossMismatchError
+from torchfil.engine.whole_file import sealed_when_complete
 
 
 class _WithScalar(nn.Module):
@@ -531,7 +532,8 @@ def test_a_checkpoint_that_does_not_fit_the_optimizer_changes_nothing() -> None:
     (random,) = [value for value in damaged.values() if isinstance(value, dict) and "cpu" in value]
     random["cpu"] = random["cpu"][:3]
     file = io.BytesIO()
-    torch.save(damaged, file)
+    with sealed_when_complete(file) as content:
+        torch.save(damaged, content)
     file.seek(0)
     with pytest.raises(RuntimeError, match="RNG state"):
         other.load_checkpoint(path=file, module=model)
