@@ -91,7 +91,7 @@ def digest(made: Made) -> str:
 def own_digest(made: Made) -> str:
     """Of what this rank has booked, and of the weights."""
     ledger = made.engine._training.run.ledger
-    return digest_of({} if ledger is None else ledger.sums, made.module.state_dict())
+    return digest_of({} if ledger is None else dict(ledger.sums), made.module.state_dict())
 
 
 def digest_of(*parts: Any) -> str:
