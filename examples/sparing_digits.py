@@ -71,9 +71,9 @@ def draw(lines: dict[str, list[Point]], path: Path) -> None:
 def main() -> None:
     """Train, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.5, 0.7, 1.0, 1.4, 2.0, 2.8])
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.5, 1.0, 2.0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("out"))
     options = parser.parse_args()
     print(f"Data: {small_digits_in_words()}; nothing is downloaded.")

@@ -50,9 +50,9 @@ def train(rank: int, size: int, attempt: int, folder: Path, steps: int) -> None:
 
 
 def hang(rank: int, size: int, folder: Path, sleeper: int, way: str) -> None:
-    """One of processes that wait for each other at most 2 s, of which one falls asleep in its third step."""
+    """One of processes that wait for each other at most 8 s, of which one falls asleep in its third step."""
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=2)
+    timeout = datetime.timedelta(seconds=8)  # a first step takes a while on a busy machine
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout)
     made = make("digits", questions={}, batch_size=12)
     step = made.engine.train_step if way == "train_step" else lambda x, y: take_step(made, x, y)
