@@ -10,6 +10,7 @@ from importlib import resources
 from torchfil.report.page.context import Report
 from torchfil.report.page.html import Markup, join, tag
 from torchfil.report.page.sections import sections
+from torchfil.report.page.sections.verdict import on_the_cover
 
 __all__ = ["render"]
 
@@ -44,6 +45,7 @@ def render(report: Report) -> str:
         "kind": join("Leakage report, public version" if report.summary.redacted else "Leakage report"),
         "made": join(_made(report)),
         "label": join(label),
+        "verdict": on_the_cover(report),
         "warning": join(_warning(report)),
         "contents": join(entries),
         "sections": join(chapters),

@@ -6,11 +6,11 @@ from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, tag
 from torchfil.report.verdict import Verdict, told_apart
 
-__all__ = ["in_short", "render"]
+__all__ = ["in_short", "on_the_cover", "render"]
 
 
 def render(report: Report) -> Markup | None:
-    """PASS, FAIL or NO POLICY, and each broken rule in words; left out of the public version.
+    """Whether the policy is kept, and each broken rule in words; left out of the public version.
 
     Whether a rule is kept may hang on a single example, and so would a public verdict.
     """
@@ -19,7 +19,6 @@ def render(report: Report) -> Markup | None:
     verdicts = report.verdicts
     if verdicts is None:
         return join(
-            _badge("NO POLICY", "open"),
             paragraph(
                 "Nobody has said what this model may leak, so this page does not say whether it may be released. ",
                 tag("code", "torchfil gate --init"),
@@ -35,7 +34,17 @@ def render(report: Report) -> Markup | None:
         tag("ul", [tag("li", _in_words(verdict)) for verdict in broken], class_="findings") if broken else None,
         _kept_rules(kept) if kept else None,
     ]
-    return join(_badge(*(("FAIL", "fail") if broken else ("PASS", "pass"))), paragraph(in_short(report)), listed)
+    return join(paragraph(in_short(report)), listed)
+
+
+def on_the_cover(report: Report) -> Markup:
+    """The verdict in a word, which leads to its reasons; nothing in the public version."""
+    if report.summary.redacted:
+        return join()
+    text, kind = "NO POLICY", "open"
+    if report.verdicts is not None:
+        text, kind = ("PASS", "pass") if all(verdict.passed for verdict in report.verdicts) else ("FAIL", "fail")
+    return paragraph(tag("a", text, href="#verdict"), class_=f"verdict {kind}")
 
 
 def in_short(report: Report) -> str:
@@ -48,10 +57,6 @@ def in_short(report: Report) -> str:
     if broken == 0:
         return f"The run keeps the {rules}. They speak of what they name; other leakage is for you to judge."
     return f"The run breaks {broken} of the {rules}: by the policy the model must not be released."
-
-
-def _badge(text: str, kind: str) -> Markup:
-    return paragraph(tag("strong", text), class_=f"verdict {kind}")
 
 
 def _in_words(verdict: Verdict) -> Markup:
