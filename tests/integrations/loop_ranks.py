@@ -8,13 +8,19 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from opacus_suite.vision import import_torchvision
+
+# before Lightning and transformers import it, which may lack its compiled part
+if find_spec("torchvision") is not None:
+    import_torchvision()
+import lightning.pytorch as pl
 import transformers
 from accelerate.state import AcceleratorState, PartialState
 from rank_runs import replaying
