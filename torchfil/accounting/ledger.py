@@ -233,7 +233,9 @@ class Ledger:
                 f"the ledger's state has format {state.get('format', 1)}, and this version of torchfil reads "
                 f"{_WITHOUT_OWN_COORDINATES} and {_FORMAT} only; load it with the version that saved it"
             )
-        questions = state.get("questions", {})  # earlier states have none
+
+        # what earlier states do not have yet is as if nobody had asked for it
+        questions = state.get("questions", {})
         try:
             ledger = cls(
                 state["num_examples"],
@@ -243,7 +245,7 @@ class Ledger:
                 device=device,
                 questions={name: Asked(tuple(answers), complete) for name, (answers, complete) in questions.items()},
                 lazy=lazy,
-                chosen=state.get("chosen"),  # earlier states have none
+                chosen=state.get("chosen"),
             )
             ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])
             sums = state["sums"]

@@ -17,11 +17,21 @@ from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchfil.utils.trees import map_tensors
 
-__all__ = ["BatchTracker", "can_remember", "emptied", "make_current", "plain", "remembering", "tracker_of"]
+__all__ = [
+    "BatchTracker",
+    "can_remember",
+    "emptied",
+    "make_current",
+    "plain",
+    "remembering",
+    "tracker_of",
+    "worker_options",
+]
 
 _TRACKERS: weakref.WeakValueDictionary[int, BatchTracker] = weakref.WeakValueDictionary()
 _TOKENS = itertools.count()
@@ -257,3 +267,14 @@ def _attributes(holder: Any, kind: type) -> dict[str, Any]:
         if name not in held:
             held[name] = object.__getattribute__(holder, name)
     return {name: value for name, value in held.items() if name not in ("_ids", "_token")}
+
+
+def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How a loader reads, for another one over the same data: its workers, their memory and their random numbers.
+
+    Example:
+        >>> worker_options(DataLoader([1, 2], num_workers=0))["num_workers"]
+        0
+    """
+    names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+    return {name: getattr(loader, name) for name in (*names, "prefetch_factor", "persistent_workers")}

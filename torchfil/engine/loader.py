@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import WeightedRandomSampler as _Weighted
 
-from torchfil.engine.batches import BatchTracker, can_remember, remembering, tracker_of
+from torchfil.engine.batches import BatchTracker, can_remember, remembering, tracker_of, worker_options
 from torchfil.engine.ranks import Ranks
 
 __all__ = ["FILDataLoader", "check_sampler", "is_target_name", "split_batch"]
@@ -217,15 +217,8 @@ class FILDataLoader(DataLoader[Any]):
         super().__init__(
             dataset=NotingDataset(loader.dataset, note),
             batch_sampler=batch_sampler,
-            num_workers=loader.num_workers,
             collate_fn=RememberingCollate(loader.collate_fn, note, tracker.token, loader.num_workers > 0),
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
+            **worker_options(loader),
         )
 
 

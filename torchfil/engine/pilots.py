@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.engine.checkpoint import random_state, set_random_state
 from torchfil.engine.loader import split_batch
 from torchfil.engine.options import Accounting
+from torchfil.fisher.recording.graphs import release_memory
 from torchfil.utils.progress import with_progress
 
 __all__ = ["Pilots", "Train", "numbers_apart"]
@@ -112,9 +112,7 @@ class Pilots:
 
         # its graphs and copies are not needed any more, and the next pilot asks how much memory is free
         del engine, made, module, optimizer
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
         return leakage
 
     def _train(self, engine: Any, loader: Any, epochs: int, title: str) -> None:

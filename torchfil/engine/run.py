@@ -99,11 +99,15 @@ class Run:
         self.loss = loss
         self.ids = ids
         self.generator = generator
+
+        # refused before anything is allocated: too many examples, ids and weights of examples that are not there
         self._check_memory(NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1, (), 1))
         self._chosen()  # whose ids must be known
         weights = weights_by_row(options.accounting.clip_weights, self.ids)
         self.first_weights = None if weights is None else weights.to(device)  # ω as given, float64 [n]
         self.clip_weights = self._present_weights(device)
+
+        # what is kept; the ledger begins with the first batch, which tells how many coordinates are private
         self._passes_per_step = expected_batch / ids.num_examples if not self._grows else _OF_A_STREAM
         self.history = self._empty_history()
         self.ledger: Ledger | None = None
@@ -114,6 +118,8 @@ class Run:
         self.test_matrix: Tensor | None = None
         self.pace = options.accounting.pace()
         self.paused = False
+
+        # the step that is under way
         self._accounted_rate = accounted_rate
         self._staged: list[Staged] = []
         self._keys_of_step: list[Hashable] | None = None  # of all ranks; None: they have not been told yet

@@ -189,6 +189,8 @@ def _attributes(leakage: Leakage, names: Sequence[str] | None, units: Sequence[s
         strange = [entry for entry in given or () if not isinstance(entry, str)]
         if strange:
             raise TypeError(f"{what} holds {strange[0]!r}, a {type(strange[0]).__name__}; give texts")
+
+    # nothing to save: not tracked, or for so few that the table would be empty
     if not {"diagonal", "fim"} & leakage.ledger.sums.keys():
         if names is not None:
             raise ValueError(
@@ -202,6 +204,7 @@ def _attributes(leakage: Leakage, names: Sequence[str] | None, units: Sequence[s
             stacklevel=5,
         )
         return None
+
     errors = leakage.by_parts(_attribute_errors)
     return Attributes(
         names=list(names) if names is not None else [f"coordinate {j}" for j in range(d)],

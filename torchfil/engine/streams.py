@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchfil.accounting.ids import plain_key
-from torchfil.engine.batches import BatchTracker, can_remember, emptied, remembering
+from torchfil.engine.batches import BatchTracker, can_remember, emptied, remembering, worker_options
 from torchfil.engine.options import Accounting
 from torchfil.engine.ranks import Ranks
 
@@ -170,15 +170,8 @@ class FILStreamLoader(DataLoader[Any]):
             dataset=loader.dataset,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
-            num_workers=loader.num_workers,
             collate_fn=StreamCollate(loader.collate_fn, id_of, tracker.token),
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
+            **worker_options(loader),
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

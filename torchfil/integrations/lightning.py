@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from torchfil.engine import FILPrivacyEngine
+from torchfil.engine.batches import worker_options
 from torchfil.engine.loader import split_batch
 from torchfil.engine.ranks import shared_by
 from torchfil.integrations.redirected import Redirected
@@ -171,21 +172,16 @@ class FILCallback(pl.Callback):
                 f"accumulate_grad_batches={self._accumulated} on {trainer.world_size} devices with a batch_sampler of "
                 "your own: pass batch_size= instead, from which the size of a step follows"
             )
+
+        # one loader's batch is then one step's, and the trainer accumulates no more
         trainer.accumulate_grad_batches = 1
         return DataLoader(
             loader.dataset,
             batch_size=size * loader.batch_size,
             sampler=loader.sampler,
-            num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
             drop_last=loader.drop_last,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
+            **worker_options(loader),
         )
 
     def _redirection(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from torchfil.engine.step.values import Wanted
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import get_estimator
 from torchfil.fisher.recording import Plan
+from torchfil.fisher.recording.graphs import release_memory
 
 __all__ = ["PassMemory", "is_recorded", "passes_within", "ran_out", "recorded_pass_within"]
 
@@ -94,9 +94,7 @@ class PassMemory:
         if pieces == held:
             return False
         self.limit = limit
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
 
         # the first time is told loudly, as it costs time at every step from now on
         was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
