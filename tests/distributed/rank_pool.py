@@ -1,4 +1,4 @@
-"""Processes of one gloo group that wait for tasks: they start once, as importing torch takes longer than most tests."""
+"""Processes of one group (gloo, if no other is named) that wait for tasks, as importing torch takes long."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PRELOADED = ["rank_checkpoints", "rank_faults", "rank_sharded", "killed_runs"]  
 class RankPool:
     """So many processes; a task runs in all of them at once, and what each returns comes back as a list."""
 
-    def __init__(self, size: int, folder: Path, preloaded: Sequence[str] = PRELOADED) -> None:
+    def __init__(self, size: int, folder: Path, preloaded: Sequence[str] = PRELOADED, backend: str = "gloo") -> None:
         self.size = size
         context = _context(preloaded)
         self._processes, self._ends = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, size, folder / "store", theirs), daemon=True)
+            process = context.Process(target=serve, args=(rank, size, folder / "store", theirs, backend), daemon=True)
             process.start()
             self._processes.append(process)
             self._ends.append(ours)
@@ -77,11 +77,11 @@ def _context(preloaded: Sequence[str]) -> Any:
     return context
 
 
-def serve(rank: int, size: int, store: Path, end: Connection) -> None:
+def serve(rank: int, size: int, store: Path, end: Connection, backend: str) -> None:
     """One of the processes."""
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     while True:
         try:
             task, args, options = pickle.loads(end.recv_bytes())

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from cases import grouped
+from cases import DEVICE, grouped
 from loops import SIGMA, C
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -119,6 +119,7 @@ def shard(module: nn.Module) -> nn.Module:
 def make(case: str, *, batch_size: int = 10, sharded: bool = False, **options: Any) -> Made:
     """In this process, as one of several ranks where there are any."""
     module, dataset, settings = CASES[case]()
+    module.to(DEVICE)
     several = dist.is_initialized()
     if sharded and several:
         shard(module)
@@ -129,7 +130,7 @@ def make(case: str, *, batch_size: int = 10, sharded: bool = False, **options: A
     given = {
         "noise_multiplier": SIGMA,
         "max_grad_norm": C,
-        "noise_generator": torch.Generator().manual_seed(7),
+        "noise_generator": torch.Generator(device=DEVICE).manual_seed(7),
         "criterion": nn.CrossEntropyLoss(),
         "estimator": "exact",
         "seed": 3,
@@ -142,7 +143,7 @@ def make(case: str, *, batch_size: int = 10, sharded: bool = False, **options: A
 
 def take_step(made: Made, x: Tensor, y: Tensor) -> Tensor:
     made.optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(made.model(x), y)
+    loss = nn.functional.cross_entropy(made.model(x.to(DEVICE)), y.to(DEVICE))
     loss.backward()
     made.optimizer.step()
     return loss
@@ -173,7 +174,7 @@ def trained(
                 made.loader.batch_sampler.set_epoch(epoch)
             for x, y in noting(batches_of(made.loader, made.optimizer, physical), done.draws):
                 if not made.optimizer.inside_logical_batch:
-                    done.before.append({name: whole(p) for name, p in made.module.named_parameters()})
+                    done.before.append({name: whole(p).cpu() for name, p in made.module.named_parameters()})
                 loss = take_step(made, x, y) if step == "loop" else made.engine.train_step(x, y)
                 done.losses.append(loss.item())
             if refreshed:
@@ -228,13 +229,13 @@ def outcome(made: Made, folder: str, done: Outcome) -> Outcome:
     assert engine.ledger is not None
     return replace(
         done,
-        weights=[whole(p) for p in made.module.parameters()],
-        sums=engine.ledger.sums,
+        weights=[whole(p).cpu() for p in made.module.parameters()],
+        sums={name: value.cpu() for name, value in engine.ledger.sums.items()},
         epsilon=float(engine.get_epsilon(DELTA)),
-        individual=engine.get_individual_epsilon(delta=DELTA).value,
+        individual=engine.get_individual_epsilon(delta=DELTA).value.cpu(),
         columns=engine.leakage_columns()[1],
         timeline=dict(load(path).history) if is_here else {},
-        robustness=engine.get_reconstruction_robustness([0, 1]).value,
+        robustness=engine.get_reconstruction_robustness([0, 1]).value.cpu(),
     )
 
 

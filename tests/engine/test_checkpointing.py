@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from brute_force import assert_true, images, make, train
-from cases import relative_error
+from cases import DEVICE, relative_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -71,7 +71,7 @@ def test_the_loop_keeps_its_checkpoints() -> None:
     run = trained("not reentrant")
     calls: list[int] = []
     run.module.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    run.module(torch.randn(2, 16, dtype=torch.float64)).sum().backward()
+    run.module(torch.randn(2, 16, dtype=torch.float64, device=DEVICE)).sum().backward()
     assert len(calls) == 2
 
 

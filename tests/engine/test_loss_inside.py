@@ -47,7 +47,7 @@ class _Texts(nn.Module):
             loss = F.cross_entropy(logits.movedim(-1, 1), labels)
         else:  # no standard loss
             counted = labels != -100
-            wrong = torch.eye(CLASSES)[labels.clamp(min=0)] - logits.softmax(dim=-1)
+            wrong = F.one_hot(labels.clamp(min=0), CLASSES) - logits.softmax(dim=-1)
             loss = ((wrong**4).sum(dim=-1) * counted).mean()
         return _Output(logits, loss, hidden)
 
@@ -66,6 +66,10 @@ class _Data(Dataset[Any]):
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         return {"x": self.x[i], "labels": self.labels[i]}
+
+
+def on_device(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.to(DEVICE) for key, value in batch.items()}
 
 
 def truth(kind: str) -> Any:
@@ -102,7 +106,7 @@ def trained(way: str, kind: str, ignored: bool, **options: Any) -> tuple[FILPriv
             engine.train_step(batch)
         else:
             optimizer.zero_grad()
-            model(**{key: value.to(DEVICE) for key, value in batch.items()}).loss.backward()
+            model(**on_device(batch)).loss.backward()
             optimizer.step()
     return engine, module
 
@@ -142,11 +146,11 @@ def private_training() -> Any:
 def test_a_scaled_loss_is_told(private_training: Any) -> None:
     _, model, optimizer, private = private_training
     losses = iter(private)
-    model(**next(losses)).loss.backward()
+    model(**on_device(next(losses))).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     before = copy.deepcopy(model.state_dict())
-    (0.25 * model(**next(losses)).loss).backward()
+    (0.25 * model(**on_device(next(losses))).loss).backward()
     with pytest.raises(LossMismatchError, match=r"0\.25 times that"):
         optimizer.step()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -155,7 +159,7 @@ def test_a_scaled_loss_is_told(private_training: Any) -> None:
 def test_a_loss_of_the_logits_is_identified(private_training: Any) -> None:
     """Of an output with several tensors, by the one at which a gradient arrives, and labels shifted by one."""
     engine, model, optimizer, private = private_training
-    for batch in private:
+    for batch in map(on_device, private):
         optimizer.zero_grad()
         logits = model(batch["x"]).logits
         F.cross_entropy(logits[:, :-1].reshape(-1, CLASSES), batch["labels"][:, 1:].reshape(-1)).backward()

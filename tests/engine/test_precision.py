@@ -172,9 +172,13 @@ def test_precision_of_probes(name: str, precision: str, trained_in: torch.dtype 
     """What is released stays as it is to the last digit; tr I is off by less than a tenth of a probe's own error."""
     truth, released, _ = run(name, trained_in)
     ours, sums, _ = run(name, trained_in, probe_precision=precision)
-    assert torch.equal(sums, released)
+    if DEVICE == "cuda" and name == "text":  # gradients of a repeated token are added in any order there
+        assert torch.allclose(sums, released, rtol=1e-5, atol=1e-7)
+    else:
+        assert torch.equal(sums, released)
     assert apart(ours, truth) < 0.02
-    if precision == "bfloat16" and name != "convolutional":
+    is_the_same = DEVICE == "cuda" and trained_in is torch.bfloat16  # its products are of bfloat16 anyhow
+    if precision == "bfloat16" and name != "convolutional" and not is_the_same:
         assert apart(ours, truth) > 0
 
 

@@ -34,7 +34,11 @@ def assert_same(ours: FILPrivacyEngine, theirs: FILPrivacyEngine, folder: Path) 
         assert torch.equal(ours.ledger.sums[name].cpu(), value.cpu()), name
     columns = told(ours, folder)
     for name, values in told(theirs, folder).items():
-        np.testing.assert_array_equal(columns[name], values, err_msg=name)
+        if values.dtype.kind == "f":  # of the same sums; a GPU rounds a square root as it likes
+            rounding = 0 if DEVICE == "cpu" else 1e-15
+            np.testing.assert_allclose(columns[name], values, rtol=rounding, atol=0, err_msg=name)
+        else:
+            np.testing.assert_array_equal(columns[name], values, err_msg=name)
 
 
 @pytest.mark.parametrize("place", ["cpu", "folder"])

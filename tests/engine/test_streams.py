@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grouped
+from cases import DEVICE, grouped
 from loops import SIGMA, C, Step, Trained, data, loader, network, truth
 from opacus.accountants import RDPAccountant, create_accountant
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ def made(stream: Any = None, *, workers: int = 0, **options: Any) -> Trained:
     stream, module = Shards() if stream is None else stream, network()
     plain = DataLoader(stream, batch_size=5, num_workers=workers)
     settings = {"noise_multiplier": SIGMA, "max_grad_norm": C, "estimator": "exact", "seed": 3, "id_of": 2}
-    settings |= {"poisson_sampling": False, "noise_generator": torch.Generator().manual_seed(7), **options}
+    settings |= {"poisson_sampling": False, "noise_generator": torch.Generator(device=DEVICE).manual_seed(7), **options}
     engine = FILPrivacyEngine(accountant=settings.pop("accountant", "rdp"))
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
     private = engine.make_private(module, optimizer, plain, **grouped(**settings))
@@ -55,7 +55,7 @@ def made(stream: Any = None, *, workers: int = 0, **options: Any) -> Trained:
 def take(run: Trained, x: Tensor, y: Tensor) -> None:
     run.steps.append(Step({name: p.detach().clone() for name, p in run.model._module.named_parameters()}, [x], [y]))
     run.optimizer.zero_grad()
-    nn.functional.cross_entropy(run.model(x), y).backward()
+    nn.functional.cross_entropy(run.model(x.to(DEVICE)), y.to(DEVICE)).backward()
     run.optimizer.step()
 
 
@@ -81,8 +81,8 @@ def test_the_ledger_is_the_truth_without_amplification(workers: int) -> None:
     assert workers or rows == order
     fim, participations = truth(run, data(N), q=None, module=network())
     assert ledger.num_examples == N
-    assert torch.equal(ledger.sums["participations"], participations[rows])
-    torch.testing.assert_close(ledger.sums["fim"], fim[rows], rtol=1e-9, atol=1e-12)
+    assert torch.equal(ledger.sums["participations"].cpu(), participations[rows])
+    torch.testing.assert_close(ledger.sums["fim"].cpu(), fim[rows], rtol=1e-9, atol=1e-12)
     assert run.engine.get_fil(["person 3"]).value.shape == (1,)
 
 
@@ -152,16 +152,21 @@ def test_individual_epsilon_counts_an_examples_own_steps() -> None:
         module.load_state_dict(step.weights)
         rows = torch.tensor([int((inputs == row).all(dim=1).nonzero()) for row in step.x[0]])
         norms = reference.clipped_gradients(
-            module, nn.CrossEntropyLoss(), inputs[rows], labels[rows], max_grad_norm=C, clip="smooth"
+            module,
+            nn.CrossEntropyLoss(),
+            inputs[rows].to(DEVICE),
+            labels[rows].to(DEVICE),
+            max_grad_norm=C,
+            clip="smooth",
         ).norm(dim=1)
-        squares.index_add_(0, rows, (norms / (SIGMA * C)).square())
+        squares.index_add_(0, rows, (norms / (SIGMA * C)).square().cpu())
     orders = torch.tensor(RDPAccountant.DEFAULT_ALPHAS, dtype=torch.float64)
     penalty = ((orders - 1) / orders).log() - (math.log(DELTA) + orders.log()) / (orders - 1)
 
     def epsilon(squared: Tensor) -> Tensor:
         return (squared[:, None] * orders / 2 + penalty).min(dim=1).values.clamp(min=0)
 
-    own = run.engine.get_individual_epsilon(delta=DELTA).value
+    own = run.engine.get_individual_epsilon(delta=DELTA).value.cpu()
     assert (own >= epsilon(squares)[rows_of(run)] - 1e-9).all()
     assert (own <= epsilon(squares * 1.05**2)[rows_of(run)] + 1e-6).all()  # norms are rounded up by at most 5 %
     assert own.max() <= run.engine.get_epsilon(DELTA) + 1e-9
