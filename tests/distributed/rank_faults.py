@@ -211,7 +211,8 @@ def sketched() -> tuple[Tensor, Tensor, Tensor]:
         for x, y in made.loader:
             take_step(made, x, y)
     run = made.engine.state_dict()["run"]
-    return run["ledger"]["sums"]["fim"], run["ledger"]["sums"]["sketch"], run["test_matrix"]
+    sums = run["ledger"]["sums"]
+    return sums["fim"].cpu(), sums["sketch"].cpu(), run["test_matrix"].cpu()
 
 
 def one_rank_runs_out_of_memory(most: int | None, step: str) -> tuple[list[Tensor], dict[str, Tensor], list[str], int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import DEVICE
 from loops import Step, Trained, truth
 from rank_faults import sketched
 from rank_pool import RankPool
@@ -105,7 +106,7 @@ def test_ledger_of_two_ranks_is_the_truth(two_ranks: RankPool, tmp_path: Path) -
         assert all(torch.equal(weights[name], value) for name, value in parts[1].before[place].items())
         steps.append(Step(weights, [dataset.tensors[0][drawn]], [dataset.tensors[1][drawn]]))
     run = Trained(None, None, None, None, steps)  # type: ignore[arg-type]
-    fim, participations = truth(run, dataset, q=1 / 7, module=module)
+    fim, participations = truth(run, dataset, q=1 / 7, module=module.to(DEVICE))
     assert torch.equal(parts[1].sums["participations"], participations)
     torch.testing.assert_close(parts[1].sums["fim"], fim, rtol=1e-6, atol=1e-9)
 

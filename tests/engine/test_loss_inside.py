@@ -47,7 +47,7 @@ class _Texts(nn.Module):
             loss = F.cross_entropy(logits.movedim(-1, 1), labels)
         else:  # no standard loss
             counted = labels != -100
-            wrong = F.one_hot(labels.clamp(min=0), CLASSES) - logits.softmax(dim=-1)
+            wrong = torch.eye(CLASSES, device=labels.device)[labels.clamp(min=0)] - logits.softmax(dim=-1)
             loss = ((wrong**4).sum(dim=-1) * counted).mean()
         return _Output(logits, loss, hidden)
 
@@ -77,7 +77,7 @@ def truth(kind: str) -> Any:
 
     def one(outputs: Any, labels: Tensor) -> Tensor:
         if kind == "other":
-            wrong = F.one_hot(labels.clamp(min=0), CLASSES) - outputs.logits.softmax(dim=-1)
+            wrong = torch.eye(CLASSES, device=labels.device)[labels.clamp(min=0)] - outputs.logits.softmax(dim=-1)
             return ((wrong**4).sum(dim=-1) * (labels != -100)).mean()
         logits, labels = (outputs.logits[:, :-1], labels[:, 1:]) if kind == "next" else (outputs.logits, labels)
         total = F.cross_entropy(logits.movedim(-1, 1), labels, reduction="sum")
