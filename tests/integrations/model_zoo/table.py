@@ -19,28 +19,27 @@ NONE = "–"
 
 HEADER = """# The models people train
 
-What runs as it comes, and what is refused. `make test-integrations` trains every line again and fails where this page
-is not true any more; `make models` writes it anew.
+Models that run unchanged, and those that are refused. `make test-integrations` trains every row again and fails if this page
+is no longer true; `make models` rewrites it.
 
-Each model is built from a small configuration, in float64, and takes two private steps with the options of
-`make_private` as they are by default: Poisson sampling, smooth clipping, three weight probes, the recorded pass. What
-is private is the input of images and tables, and the output of the word embedding of texts, which come padded, with an
-attention mask. Dropout, where a model has it, is 0.2 in every place that it offers.
+Each model is built from a small configuration, in float64, and takes two private steps with the defaults of
+`make_private`: Poisson sampling, smooth clipping, three weight probes, the recorded pass. Private are the input of
+images and tables, and the word embedding's output for texts, which are padded and come with an attention mask. Dropout is 0.2
+wherever a model offers it.
 
-**runs** means: every example's trace of the Fisher information after both steps, and the sum of clipped gradients that
-each step released, agree with brute force to 1e-6: plain reverse mode through the clipped gradient of one example
-after the other, with the masks that the step drew and the probes that it used. **runs (vmap)**: the same, but the
-gradients are mapped over examples, which is slower; the log says why. A number in brackets is the note below with the
-reason, and what to do.
+**runs** means that every example's trace of the Fisher information after both steps, and the sum of clipped gradients
+released at each step, agree with brute force to 1e-6: plain reverse mode through the clipped gradient of one example
+after the other, with the step's own masks and probes. **runs (vmap)** means the same, but gradients are mapped over
+examples, which is slower; the log says why. A number in brackets refers to a note below with the reason and the remedy.
 
 Three ways to train, each with dropout and without:
 
 * **out.loss**: `model(**batch).loss.backward()` and `optimizer.step()`, as Hugging Face's models are trained;
-* **loop**: a loss of torch on the model's outputs in the loop, and `optimizer.step()`;
+* **loop**: a torch loss on the model's outputs in the loop, and `optimizer.step()`;
 * **train_step**: `engine.train_step(inputs, labels)`, with the loss as `criterion=`.
 
-What the numbers say: Fisher information bounds what an unbiased attacker can learn of one example who sees every
-released gradient and knows all other examples and the masks; the noise is what is random.
+The numbers bind an unbiased attacker who sees every released gradient and knows all other examples and the masks:
+Fisher information bounds what it can learn about one example. The noise is random.
 """
 
 
