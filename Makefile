@@ -9,14 +9,18 @@ WORKERS ?= 2
 PYTEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # A worker keeps its own half of the files, with what their fixtures made, and takes from the other one at the end.
 PARALLEL = -n $(WORKERS) --dist worksteal
+SLOWEST ?= 15
+PYTEST = $(PYTEST_ENV) $(VENV)/bin/python -m pytest $(PARALLEL) --durations $(SLOWEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-all bench lint test-vision test-opacus test-integrations models docs wheel format clean
+.PHONY: help demo test test-slow test-long test-all coverage bench lint test-vision test-opacus test-integrations models docs wheel format clean
 
 help:
 	@echo "make demo         train privately on handwritten digits and write the leakage report"
-	@echo "make test         lint, type check, tests and doctests"
-	@echo "make test-all     the same with the tests that take minutes each (make test-long: those alone)"
+	@echo "make test         lint, type check, tests and doctests; the slowest are listed (SLOWEST=50: more of them)"
+	@echo "make test-slow    the tests that take more than about 5 seconds each (make test-long: more than 20)"
+	@echo "make test-all     all three together"
+	@echo "make coverage     make test's tests, and which lines of torchfil they run (as HTML in build/coverage)"
 	@echo "make bench        what the accounting costs on this machine (BENCH=--quick: in minutes)"
 	@echo "make test-vision  the second test leg: torch 2.10 with torchvision 0.25 (CPU wheels exist on aarch64)"
 	@echo "make test-opacus  Opacus's own tests with torchfil's engine, a part in under 3 minutes (OPACUS=--all: all)"
@@ -65,13 +69,19 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/python -m torchfil demo
 
 test: lint
-	$(PYTEST_ENV) $(VENV)/bin/python -m pytest $(PARALLEL)
+	$(PYTEST) -m "not slow and not long"
 
-test-all: lint
-	TORCHFIL_LONG=1 $(PYTEST_ENV) $(VENV)/bin/python -m pytest $(PARALLEL)
+test-slow: $(VENV)/.installed
+	$(PYTEST) -m "slow and not long"
 
 test-long: $(VENV)/.installed
-	TORCHFIL_LONG=1 $(PYTEST_ENV) $(VENV)/bin/python -m pytest $(PARALLEL) -m long
+	TORCHFIL_LONG=1 $(PYTEST) -m long
+
+test-all: lint
+	TORCHFIL_LONG=1 $(PYTEST)
+
+coverage: $(VENV)/.installed
+	$(PYTEST) -m "not slow and not long" --cov --cov-report=term:skip-covered --cov-report=html
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks $(BENCH)
@@ -111,4 +121,4 @@ format: $(VENV)/.installed
 	$(VENV)/bin/python -m ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VISION_VENV) $(INTEGRATIONS_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VISION_VENV) $(INTEGRATIONS_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage*

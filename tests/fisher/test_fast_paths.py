@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +20,16 @@ pytestmark = pytest.mark.torch_versions
 
 @dataclass(frozen=True)
 class Truth:
+    name: str
+    clip: str
     case: Case
     jacobian: Tensor
     clipped: Tensor
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        case = self.case
+        return {"max_grad_norm": case.C, "noise_multiplier": SIGMA, "clip": self.clip, "private": case.private}
 
     @property
     def gram(self) -> Tensor:
@@ -34,88 +41,82 @@ class Truth:
         return torch.einsum("bpd,bp->bd", self.jacobian, unit)
 
 
-@lru_cache(maxsize=2)
-def truth(name: str, batch: int, clip: str) -> Truth:
+def brute_force(name: str, batch: int, clip: str) -> Truth:
     case = build(name, batch)
     settings = {"max_grad_norm": case.C, "clip": clip, "private": case.private}
     jacobian = reference.exact_jacobian(*case.arguments, **settings, mode=case.mode)
-    return Truth(case, jacobian, reference.clipped_gradients(*case.arguments, **settings))
+    return Truth(name, clip, case, jacobian, reference.clipped_gradients(*case.arguments, **settings))
+
+
+def pairs() -> list[Any]:
+    """Every model with the default clip function, and every clip function on the MLP; slowly, each with each."""
+    return [
+        pytest.param((name, batch, clip), id=f"{name}-{clip}-{batch}", marks=() if is_quick else pytest.mark.slow)
+        for name in CASES
+        for clip in CLIPS
+        for is_quick in [name == "mlp" or clip == DEFAULT_CLIP]
+        for batch in (1, 7)
+    ]
+
+
+@pytest.fixture(scope="module", params=pairs())
+def truth(request: pytest.FixtureRequest) -> Truth:
+    """Computed once for all the tests of a pair."""
+    return brute_force(*request.param)
 
 
 def operator(case: Case, clip: str) -> ClippedJacobian:
     return ClippedJacobian(ExampleGradients.build(*case.arguments, case.private), get_clip(clip), case.C)
 
 
-@pytest.mark.parametrize("batch", [1, 7])
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("name", list(CASES))
 class TestAgainstBruteForce:
-    def test_operator(self, name: str, clip: str, batch: int) -> None:
-        known = truth(name, batch, clip)
-        op = operator(known.case, clip)
+    def test_operator(self, truth: Truth) -> None:
+        op = operator(truth.case, truth.clip)
+        batch, p, d = truth.jacobian.shape
         generator = torch.Generator().manual_seed(1)
-        v = torch.randn(batch, known.jacobian.shape[2], generator=generator, dtype=torch.float64).to(DEVICE)
-        u = torch.randn(batch, known.jacobian.shape[1], generator=generator, dtype=torch.float64).to(DEVICE)
-        assert relative_error(op.clipped_gradient, known.clipped) < TOLERANCE
-        assert relative_error(op.clipped_norm, known.clipped.norm(dim=1)) < TOLERANCE
-        difference = (op.clipped_norm_gradient - known.norm_gradient).norm()  # a hard clip has a = 0
-        assert difference < TOLERANCE * known.jacobian.norm()
-        assert relative_error(op.matvec(v), torch.einsum("bpd,bd->bp", known.jacobian, v)) < TOLERANCE
-        assert relative_error(op.rmatvec(u), torch.einsum("bpd,bp->bd", known.jacobian, u)) < TOLERANCE
-        assert relative_error(op.rmatvec(u[0]), torch.einsum("bpd,p->bd", known.jacobian, u[0])) < TOLERANCE
-        assert relative_error(op.dense(), known.jacobian) < TOLERANCE
-        assert relative_error(op.gram(), known.gram) < TOLERANCE
-        if known.jacobian.shape[1] < 1000:  # one product per column
-            assert relative_error(op.gram(columns_at_once=3), known.gram) < TOLERANCE
+        v = torch.randn(batch, d, generator=generator, dtype=torch.float64).to(DEVICE)
+        u = torch.randn(batch, p, generator=generator, dtype=torch.float64).to(DEVICE)
+        assert relative_error(op.clipped_gradient, truth.clipped) < TOLERANCE
+        assert relative_error(op.clipped_norm, truth.clipped.norm(dim=1)) < TOLERANCE
+        difference = (op.clipped_norm_gradient - truth.norm_gradient).norm()  # a hard clip has a = 0
+        assert difference < TOLERANCE * truth.jacobian.norm()
+        assert relative_error(op.matvec(v), torch.einsum("bpd,bd->bp", truth.jacobian, v)) < TOLERANCE
+        assert relative_error(op.rmatvec(u), torch.einsum("bpd,bp->bd", truth.jacobian, u)) < TOLERANCE
+        assert relative_error(op.rmatvec(u[0]), torch.einsum("bpd,p->bd", truth.jacobian, u[0])) < TOLERANCE
+        assert relative_error(op.dense(), truth.jacobian) < TOLERANCE
+        assert relative_error(op.gram(), truth.gram) < TOLERANCE
+        assert relative_error(op.gram(columns_at_once=d // 4 + 1), truth.gram) < TOLERANCE
 
-    def test_fim(self, name: str, clip: str, batch: int) -> None:
-        known = truth(name, batch, clip)
-        settings = {
-            "max_grad_norm": known.case.C,
-            "noise_multiplier": SIGMA,
-            "clip": clip,
-            "private": known.case.private,
-        }
-        fim = known.gram / (SIGMA * known.case.C) ** 2
+    def test_fim(self, truth: Truth) -> None:
+        settings = truth.settings
+        fim = truth.gram / (SIGMA * truth.case.C) ** 2
         diagonal = fim.diagonal(dim1=1, dim2=2)
-        assert relative_error(fisher.exact_fim(*known.case.arguments, **settings), fim) < TOLERANCE
-        trace = fisher.fim_trace(*known.case.arguments, **settings, estimator="exact")
+        assert relative_error(fisher.exact_fim(*truth.case.arguments, **settings), fim) < TOLERANCE
+        trace = fisher.fim_trace(*truth.case.arguments, **settings, estimator="exact")
         assert trace.kind == "exact"
         assert relative_error(trace.value, diagonal.sum(dim=1)) < TOLERANCE
-        got = fisher.fim_diagonal(*known.case.arguments, **settings, estimator="exact").value
+        got = fisher.fim_diagonal(*truth.case.arguments, **settings, estimator="exact").value
         assert relative_error(got, diagonal) < TOLERANCE
-        norm = fisher.fim_spectral_norm(*known.case.arguments, **settings, iterations=40)
+        norm = fisher.fim_spectral_norm(*truth.case.arguments, **settings, iterations=40)
         assert norm.kind == "lower bound"
         assert relative_error(norm.value, torch.linalg.eigvalsh(fim)[:, -1]) < TOLERANCE
 
-    def test_poisson_fim(self, name: str, clip: str, batch: int) -> None:
-        known = truth(name, batch, clip)
-        settings = {
-            "max_grad_norm": known.case.C,
-            "noise_multiplier": SIGMA,
-            "clip": clip,
-            "private": known.case.private,
-            "amplification": PoissonAmplification(0.2),
-        }
-        fim = reference.poisson_fim(known.jacobian, known.clipped, SIGMA * known.case.C, 0.2)
-        assert relative_error(fisher.exact_fim(*known.case.arguments, **settings), fim) < TOLERANCE
-        got = fisher.fim_trace(*known.case.arguments, **settings, estimator="exact").value
+    def test_poisson_fim(self, truth: Truth) -> None:
+        settings = {**truth.settings, "amplification": PoissonAmplification(0.2)}
+        fim = reference.poisson_fim(truth.jacobian, truth.clipped, SIGMA * truth.case.C, 0.2)
+        assert relative_error(fisher.exact_fim(*truth.case.arguments, **settings), fim) < TOLERANCE
+        got = fisher.fim_trace(*truth.case.arguments, **settings, estimator="exact").value
         assert relative_error(got, fim.diagonal(dim1=1, dim2=2).sum(dim=1)) < TOLERANCE
-        norm = fisher.fim_spectral_norm(*known.case.arguments, **settings, iterations=40)
+        norm = fisher.fim_spectral_norm(*truth.case.arguments, **settings, iterations=40)
         assert relative_error(norm.value, torch.linalg.eigvalsh(fim)[:, -1]) < TOLERANCE
 
-
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("name", list(CASES))
-def test_float32_agrees_to_1e_4(name: str, clip: str) -> None:
-    known = truth(name, 7, clip)
-    case = build(name, 7, dtype=torch.float32)
-    settings = {"max_grad_norm": case.C, "noise_multiplier": SIGMA, "clip": clip, "private": case.private}
-    fim = fisher.exact_fim(*case.arguments, **settings)
-    assert fim.dtype == torch.float32
-    assert relative_error(fim, known.gram / (SIGMA * case.C) ** 2) < 1e-4
-    trace = fisher.fim_trace(*case.arguments, **settings, estimator="exact").value
-    assert relative_error(trace, torch.einsum("bii->b", known.gram) / (SIGMA * case.C) ** 2) < 1e-4
+    def test_float32_agrees_to_1e_4(self, truth: Truth) -> None:
+        case = build(truth.name, len(truth.jacobian), dtype=torch.float32)
+        fim = fisher.exact_fim(*case.arguments, **truth.settings)
+        assert fim.dtype == torch.float32
+        assert relative_error(fim, truth.gram / (SIGMA * case.C) ** 2) < 1e-4
+        trace = fisher.fim_trace(*case.arguments, **truth.settings, estimator="exact").value
+        assert relative_error(trace, torch.einsum("bii->b", truth.gram) / (SIGMA * case.C) ** 2) < 1e-4
 
 
 def check_whole_fim(case: Case, truth: Tensor) -> None:
