@@ -13,7 +13,8 @@ from run_cases import made_up
 
 from torchfil.report import SavedRun, write_report
 from torchfil.report.disclosure import joined, split_beside
-from torchfil.report.summary import Grouping, summarise
+from torchfil.report.group_summary import Grouping, GroupSummary
+from torchfil.report.summary import summarise
 
 SMALLEST = 10
 
@@ -139,8 +140,6 @@ def test_a_reconstruction_from_the_public_files(tmp_path: Path) -> None:
 
 
 def _grouping(row: dict[str, Any]) -> Grouping:
-    from torchfil.report.summary import GroupSummary
-
     return Grouping(**{**row, "groups": [GroupSummary(**group) for group in row["groups"]]})
 
 

@@ -17,7 +17,8 @@ from run_cases import made_up
 from safetensors.numpy import save as to_bytes
 
 from torchfil.report import load, save
-from torchfil.report.run_file import pack, signed
+from torchfil.report.run_arrays import pack
+from torchfil.report.run_file import signed
 from torchfil.report.saved_run import SavedRun
 from torchfil.utils import files
 from torchfil.utils.errors import RunFileError

@@ -217,8 +217,8 @@ class TestGroups:
     def test_before_and_after(self, tmp_path: Path, redacted: bool) -> None:
         run = self.two_groups()
         (grouping,) = summarise(run, redacted=redacted).groupings
-        assert grouping.ratio == pytest.approx(1.5)
-        assert grouping.ratio_before == pytest.approx(4.0)
+        assert grouping.disparity.ratio == pytest.approx(1.5)
+        assert grouping.disparity_before.ratio == pytest.approx(4.0)
         assert [group.fil_before for group in grouping.groups] == pytest.approx([0.8, 0.2])
         text = section(write_report(run, tmp_path / "report", redacted=redacted), "groups")
         assert "The most over the least exposed group: 1.5; before examples were spared, 4 (typical FIL)." in text
@@ -228,16 +228,16 @@ class TestGroups:
         run = self.two_groups()
         run.columns["fil_before"][:100] = math.nan
         (grouping,) = summarise(run).groupings
-        assert grouping.ratio_before == pytest.approx(4.0)
-        run.columns["fil_before"][:115] = math.nan  # five of a group are left
-        assert summarise(run).groupings[0].ratio_before == pytest.approx(4.0)
-        assert summarise(run, redacted=True).groupings[0].ratio_before is None
+        assert grouping.disparity_before.ratio == pytest.approx(4.0)
+        run.columns["fil_before"][:115] = math.nan  # five of a group are left, too few to speak for it
+        assert summarise(run).groupings[0].disparity_before is None
+        assert summarise(run, redacted=True).groupings[0].disparity_before is None
 
     def test_without_a_run_before(self, tmp_path: Path) -> None:
         run = without_weights(self.two_groups())
         text = section(write_report(run, tmp_path / "report"), "groups")
         assert "The most over the least exposed group: 1.5 (typical FIL)." in text
-        assert summarise(run).groupings[0].ratio_before is None
+        assert summarise(run).groupings[0].disparity_before is None
 
 
 class TestGate:
@@ -292,7 +292,7 @@ class TestFile:
             return json.JSONEncoder().encode(kept)
 
         with monkeypatch.context() as patch:
-            patch.setattr("torchfil.report.run_file.json.dumps", as_before)
+            patch.setattr("torchfil.report.run_arrays.json.dumps", as_before)
             path = save(without_weights(made_up()), tmp_path / "old.fil")
         assert b"rounds" not in path.read_bytes()
         loaded = load(path)

@@ -66,12 +66,15 @@ def published_count(count: int, smallest: int) -> int | str:
 
 
 def geometric_mean(values: np.ndarray) -> float:
-    """exp(mean(log x)): 0 where one value is 0, infinite where one is infinite.
+    """exp(mean(log x)): 0 where one value is 0, infinite where one is infinite; exact where all are equal.
 
     It carries η̄ over to 1/η̄² exactly, and one large value moves it little.
     """
+    values = np.asarray(values, dtype=np.float64)
+    largest = float(values.max(initial=0.0))
+    scale = largest if 0 < largest < math.inf else 1.0  # logs of shares: three equal threes have the mean 3
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.exp(np.log(np.asarray(values, dtype=np.float64)).mean()))
+        return scale * float(np.exp(np.log(values / scale).mean()))
 
 
 def windows(count: int, levels: Sequence[float], smallest: int) -> dict[float, slice]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchfil.report.aggregates import Histogram
+from torchfil.report.group_summary import Grouping
 from torchfil.report.page.html import number
-from torchfil.report.summary import Grouping, Summary
+from torchfil.report.summary import Summary
 from torchfil.viz.common import new_figure
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from torchfil.report.disparity import disparity_of, group_levels
 from torchfil.report.policy import Policy, PolicyError, nearest
 from torchfil.report.relative_rules import (
     attribute_error_shares,
@@ -146,28 +147,27 @@ def _group_disparity(run: SavedRun, policy: Policy) -> list[Verdict]:
         return []
     if not run.groups:
         return [Verdict("max_group_disparity", False, limit, None, nobody(), "the run was saved without groups")]
-    return [_disparity(run, policy, limit, name, labels) for name, labels in run.groups.items()]
+    return [_disparity(run, limit, policy.min_group_size, name) for name in run.groups]
 
 
-def _disparity(run: SavedRun, policy: Policy, limit: float, name: str, labels: np.ndarray) -> Verdict:
-    rule, known, size = f"max_group_disparity ({name})", measured(run), policy.min_group_size
-    medians = {}
-    for label in np.unique(labels):
-        members = known & (labels == label)
-        if members.sum() >= size:
-            medians[str(label)] = float(np.median(run.column("fil")[members]))
-    if len(medians) < 2:
+def _disparity(run: SavedRun, limit: float, size: int, name: str) -> Verdict:
+    rule, known = f"max_group_disparity ({name})", measured(run)
+    names, codes = run.coded_group(name)
+    levels = group_levels(run.column("fil")[known], codes[known], names.tolist(), size)
+    found = disparity_of(levels)
+    if found is None:
         detail = f"fewer than two groups of at least {size} measured examples, so the disparity is not known"
         return Verdict(rule, False, limit, None, nobody(), detail)
 
-    # compared as products: a group with median 0 has no quotient
-    least, most = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
-    allowed = limit * medians[least]
-    alike = medians[most] == medians[least]  # as 0 and infinity may be
-    quotient = 1.0 if alike else medians[most] / medians[least] if medians[least] > 0 else math.inf
-    worse = [label for label, median in medians.items() if not median <= allowed]
-    detail = f"median FIL of {most!r} over that of {least!r}"
-    return Verdict(rule, not worse, limit, quotient, np.flatnonzero(np.isin(labels, worse)), detail)
+    # compared as products: a group with level 0 has no quotient
+    worse = [label for label, level in levels.items() if not level <= limit * levels[found.least]]
+    worse = [] if found.ratio == 1 and limit >= 1 else worse  # all alike, also where all are infinite
+    rows = np.flatnonzero(np.isin(codes, [names.tolist().index(label) for label in worse]))
+    detail = (
+        f"typical FIL (geometric mean) of {found.most!r} over that of {found.least!r}, of groups of at least {size} "
+        "measured examples"
+    )
+    return Verdict(rule, not worse, limit, found.ratio, rows, detail)
 
 
 def _attacks(run: SavedRun, policy: Policy) -> list[Verdict]:

@@ -11,7 +11,7 @@ import torch
 from torchfil.guessing import largest_true_positive_rate
 from torchfil.report.parted import ByExample
 
-__all__ = ["AttackRecord", "Attributes", "Pictures", "QuestionRecord", "Texts"]
+__all__ = ["AttackRecord", "Attributes", "Pictures", "QuestionRecord", "Spread", "Texts", "Yardsticks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +24,14 @@ class Attributes:
         error: 1/sqrt(I_jj) in the attribute's own unit, [n, k]: an unbiased guess is off by at least this, on average.
             An estimate from one run; infinite where nothing leaked.
         error_low: The lower end of its 95 % interval, [n, k], or None where it is not known.
+        pixels: Row and column of each in the image, int64 [k, 2], or None where attributes are no pixels.
     """
 
     names: list[str]
     units: list[str]
     error: ByExample
     error_low: ByExample | None = None
+    pixels: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         for name, count in Counter(self.names).most_common(1):
@@ -43,6 +45,37 @@ class Attributes:
     def shown(self) -> ByExample:
         """What is shown, [n, k]: the lower end; the error itself, an estimate, where that end is not known."""
         return self.error if self.error_low is None else self.error_low
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """How values are spread over examples: mean, standard deviation and range, of one thing or [k] each.
+
+    NaN where it is not known. Of a categorical attribute ``std`` alone is: the root mean squared error, over levels, of
+    answering every level's share.
+    """
+
+    mean: np.ndarray
+    std: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Yardsticks:
+    """How the data is spread, for somebody who guesses without the model. Private: never part of a public page.
+
+    Attributes:
+        examples: How many examples it was read from.
+        inputs: Of all private inputs together: the mean over them, the root of their mean variance, the whole range.
+        attributes: Of each attribute, [k], in its own unit; [0] where attributes were not tracked.
+        levels: By categorical attribute, the share of each level.
+    """
+
+    examples: int
+    inputs: Spread
+    attributes: Spread
+    levels: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,12 +1,7 @@
 """Rules that compare what the model tells with a blind guess, which needs no model.
 
-A threshold in the data's unit says nothing by itself: an error of 0.3 is small for a grey value between 0 and 1, and
-large for nothing. An unbiased guess that is off by as much as a blind one tells an attacker nothing new.
-
-* Inputs between a and b: always answering the middle is off by (b − a)/2 at most. The policy's ``blind_error`` is taken
-  instead where it is given: for inputs that were scaled to deviation 1 it is 1.
-* An attribute: ``attribute_spread`` of the policy, what is known of its standard deviation; otherwise as inputs.
-* A question: two answers, equally likely, are guessed right half of the time.
+What a blind guess errs by, and who is exposed, is said in :mod:`torchfil.report.yardsticks`; the policy's
+``blind_error`` and ``attribute_spread`` go before what the run knows.
 """
 
 from __future__ import annotations
@@ -14,22 +9,21 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 
-from torchfil.guessing import largest_success
 from torchfil.report.policy import Policy, PolicyError, nearest
 from torchfil.report.saved_run import SavedRun
-from torchfil.report.summary import blind_guess
 from torchfil.report.verdict import Verdict, everybody, measured
+from torchfil.report.yardsticks import blind_error_of_inputs, blind_errors, exposed_examples, gain_over_guessing
 
 __all__ = ["attribute_error_shares", "exposed_share", "gains_over_guessing", "smallest_error_share"]
 
 _NO_BLIND_GUESS = "what a blind guess errs by is not known: save_run(input_range=…) or the policy’s blind_error tells"
+_AT_ONCE = 2**16  # rows whose attributes are in memory together
 
 
 def smallest_error_share(run: SavedRun, policy: Policy) -> list[Verdict]:
     """``min_error_share``: nobody's least error is a smaller share of a blind guess's."""
-    limit, blind = policy.min_error_share, _blind_error(run, policy)
+    limit, blind = policy.min_error_share, blind_error_of_inputs(run, policy.blind_error)
     if limit is None:
         return []
     if blind is None:
@@ -43,16 +37,17 @@ def smallest_error_share(run: SavedRun, policy: Policy) -> list[Verdict]:
 
 def exposed_share(run: SavedRun, policy: Policy) -> list[Verdict]:
     """``max_share_exposed``: of those measured, how many can be guessed better than blindly."""
-    limit, blind = policy.max_share_exposed, _blind_error(run, policy)
+    limit = policy.max_share_exposed
     if limit is None:
         return []
-    if blind is None:
+    run.column("mse_bound_low")  # here no estimate stands in for the lower end
+    exposed = exposed_examples(run, policy.blind_error)
+    if exposed is None:
         return [Verdict("max_share_exposed", False, limit, None, everybody(run), _NO_BLIND_GUESS)]
-    known = measured(run)
-    exposed = np.flatnonzero(known & ~(run.column("mse_bound_low") >= blind**2))
-    share = len(exposed) / max(1, int(known.sum()))
+    share = int(exposed.sum()) / max(1, int(measured(run).sum()))
+    blind = blind_error_of_inputs(run, policy.blind_error)
     detail = f"share of the measured examples whose least error (lower end) is under a blind guess's, {blind:.3g}"
-    return [Verdict("max_share_exposed", share <= limit, limit, share, exposed, detail)]
+    return [Verdict("max_share_exposed", share <= limit, limit, share, np.flatnonzero(exposed), detail)]
 
 
 def attribute_error_shares(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -72,25 +67,36 @@ def attribute_error_shares(run: SavedRun, policy: Policy) -> list[Verdict]:
             )
 
     # by attribute its own spread; one without fails, for nobody knows what its error means
-    inputs = _blind_error(run, policy)
-    blind = [policy.attribute_spread.get(name, inputs) for name in run.attributes.names]
-    unknown = [name for name, spread in zip(run.attributes.names, blind, strict=True) if spread is None]
-    if unknown:
-        detail = (
-            f"the spread of {unknown[0]!r} is not known: attribute_spread in the policy, or save_run(input_range=…)"
-        )
+    blind = blind_errors(run, policy.attribute_spread, policy.blind_error)
+    unknown = np.flatnonzero(np.isnan(blind))
+    if len(unknown):
+        name = run.attributes.names[unknown[0]]
+        detail = f"the spread of {name!r} is not known: attribute_spread in the policy, or save_run(input_range=…)"
         return [Verdict(rule, False, limit, None, everybody(run), detail)]
 
-    known = measured(run)
-    shares = run.attributes.error_low / np.asarray(blind, dtype=np.float64)  # [n, k]
-    wrong = np.flatnonzero(known & ~(shares >= limit).all(axis=1))
-    least = shares[known].min(axis=0, initial=math.inf)
+    wrong, least = _too_close(run, blind, limit)
     worst = int(np.argmin(np.where(np.isnan(least), -math.inf, least)))
     detail = (
         f"least error of unbiased guesses (lower end) over that of blind ones, of {len(blind)} attributes; the "
         f"worst is {run.attributes.names[worst]!r}"
     )
     return [Verdict(rule, not len(wrong), limit, float(least[worst]), wrong, detail)]
+
+
+def _too_close(run: SavedRun, blind: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray]:
+    """Who has an attribute whose error is under ``limit`` times the blind guess's, and the least share of each, [k]."""
+    assert run.attributes is not None
+    assert run.attributes.error_low is not None
+    known, least = measured(run), np.full(len(blind), math.inf)
+    wrong = np.zeros(len(run), dtype=bool)
+    for start in range(0, len(run), _AT_ONCE):
+        rows = slice(start, start + _AT_ONCE)
+        errors = np.asarray(run.attributes.error_low[rows], dtype=np.float64)[known[rows]]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shares = np.where(blind == 0, math.inf, errors / blind)  # [rows, k]; nothing is left to guess at 0
+        wrong[np.flatnonzero(known[rows]) + start] = ~(shares >= limit).all(axis=1)
+        least = np.minimum(least, shares.min(axis=0, initial=math.inf))
+    return np.flatnonzero(wrong), least
 
 
 def gains_over_guessing(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -103,9 +109,7 @@ def gains_over_guessing(run: SavedRun, policy: Policy) -> list[Verdict]:
         return [Verdict("max_gain_over_guessing", False, limit, None, everybody(run), detail)]
     known, verdicts = measured(run), []
     for question in run.questions:
-        worst = np.asarray(question.divergence_high, dtype=np.float64).max(axis=1)
-        gains = np.full(len(run), math.nan)
-        gains[~np.isnan(worst)] = largest_success(torch.from_numpy(worst[~np.isnan(worst)]), 0.5).numpy() - 0.5
+        gains = gain_over_guessing(question)
         wrong = np.flatnonzero(known & ~(gains <= limit))
         most = float(np.max(gains[known], initial=0.0))
         detail = (
@@ -115,11 +119,3 @@ def gains_over_guessing(run: SavedRun, policy: Policy) -> list[Verdict]:
         rule = f"max_gain_over_guessing ({question.name})"
         verdicts.append(Verdict(rule, not len(wrong), limit, most, wrong, detail))
     return verdicts
-
-
-def _blind_error(run: SavedRun, policy: Policy) -> float | None:
-    """What a blind guess of an input is off by, in the inputs' unit; None: not known."""
-    if policy.blind_error is not None:
-        return policy.blind_error
-    square = blind_guess(run.about)
-    return None if square is None else math.sqrt(square)

@@ -9,10 +9,19 @@ from typing import Any
 import numpy as np
 
 from torchfil.report.parted import ByExample, PartedColumns, coded, layout_of
-from torchfil.report.records import AttackRecord, Attributes, Pictures, QuestionRecord, Texts
+from torchfil.report.records import AttackRecord, Attributes, Pictures, QuestionRecord, Spread, Texts, Yardsticks
 from torchfil.utils.errors import RunFileError
 
-__all__ = ["AttackRecord", "Attributes", "Pictures", "QuestionRecord", "SavedRun", "Texts"]
+__all__ = [
+    "AttackRecord",
+    "Attributes",
+    "Pictures",
+    "QuestionRecord",
+    "SavedRun",
+    "Spread",
+    "Texts",
+    "Yardsticks",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +45,7 @@ class SavedRun:
         questions: What any attacker could tell; may be empty.
         rounds: What torchfil.equalise did, by name, [r] numbers each: worst, worst_end, spread, num_below, num_spared,
             smallest_weight, group_ratio, score, epsilon, seconds, fresh (NaN: not known); may be empty.
+        yardsticks: How the data is spread; None in earlier files, and where the data could not be read again.
     """
 
     about: dict[str, Any]
@@ -50,6 +60,7 @@ class SavedRun:
     questions: list[QuestionRecord] = field(default_factory=list)
     texts: Texts | None = None
     rounds: dict[str, np.ndarray] = field(default_factory=dict)
+    yardsticks: Yardsticks | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.about, dict) or not isinstance(self.bounds, dict):
@@ -58,6 +69,7 @@ class SavedRun:
         if self.ids.ndim != 1 or self.ids.dtype.kind not in "iU":
             raise ValueError(f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}")
         self._check_tables()
+        self._check_yardsticks()
         self._check_rows()
 
     def _check_tables(self) -> None:
@@ -90,6 +102,21 @@ class SavedRun:
             lengths = {column: list(values.shape) for column, values in series.items()}
             if any(len(shape) != 1 for shape in lengths.values()) or len({shape[0] for shape in lengths.values()}) > 1:
                 raise ValueError(f"{name}'s columns must have one length, got shapes {lengths}")
+
+    def _check_yardsticks(self) -> None:
+        """One of each kind for every attribute, and a place in the image for every pixel."""
+        count = 0 if self.attributes is None else len(self.attributes.names)
+        pixels = None if self.attributes is None else self.attributes.pixels
+        if pixels is not None and (pixels.shape != (count, 2) or pixels.dtype.kind not in "iu"):
+            raise ValueError(f"attributes: pixels of shape {list(pixels.shape)} for {count} attributes")
+        if self.yardsticks is None:
+            return
+        shapes = {np.shape(values) for values in vars(self.yardsticks.attributes).values()}
+        if shapes != {(count,)}:
+            raise ValueError(f"yardsticks of shapes {sorted(shapes)} for {count} attributes; they must agree")
+        strange = self.yardsticks.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
+        if strange:
+            raise ValueError(f"yardsticks: levels of {sorted(strange)[0]!r}, which is no attribute")
 
     def _check_rows(self) -> None:
         """What has entries for some examples names them by their place, and has one entry each."""

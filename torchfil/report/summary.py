@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from torchfil.report.aggregates import (
     Histogram,
@@ -17,29 +15,19 @@ from torchfil.report.aggregates import (
     levels_of,
     published_count,
     rounded,
-    rounded_count,
     windows,
 )
 from torchfil.report.attack_summary import AttackSummary, summarise_attack
-from torchfil.report.disclosure import Split, joined, split_beside
-from torchfil.report.saved_run import Attributes, QuestionRecord, SavedRun
+from torchfil.report.attribute_summary import AttributeSummary, summarise_attributes
+from torchfil.report.group_summary import Grouping, summarise_groups
+from torchfil.report.saved_run import QuestionRecord, SavedRun
 from torchfil.report.spared import SparedSummary, summarise_spared
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
+from torchfil.report.yardsticks import blind_error_of_inputs, is_exposed, share_of_blind_guess
 
-__all__ = [
-    "FALSE_POSITIVE_RATE",
-    "AttributeSummary",
-    "Exposure",
-    "GroupSummary",
-    "Grouping",
-    "QuestionSummary",
-    "Summary",
-    "blind_guess",
-    "summarise",
-]
+__all__ = ["FALSE_POSITIVE_RATE", "Exposure", "QuestionSummary", "Summary", "summarise"]
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
-MOST_GROUPS = 60
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
 PUBLIC = {
     "title": None,
@@ -78,54 +66,19 @@ PUBLIC = {
 
 @dataclass(frozen=True)
 class Exposure:
-    """A typical example at one level of exposure: geometric means over ``examples`` neighbours in rank."""
+    """A typical example at one level of exposure: geometric means over ``examples`` neighbours in rank.
+
+    ``share`` is the root of the bound's lower end (of the bound where there is none) over a blind guess's error, at
+    most 1; None where that is not known, and in public where it is made from the data: beside the bound it would tell
+    the data's deviation.
+    """
 
     level: float
     examples: int
     fil: float
     mse_bound: float
     mse_bound_low: float | None = None
-
-
-@dataclass(frozen=True)
-class GroupSummary:
-    """η̄ of a group: geometric mean and its simultaneous 95 % interval."""
-
-    name: str
-    examples: int
-    measured: int
-    fil: float
-    low: float
-    high: float
-    compared: str  # "more", "less" or "": whether the interval lies above or below all examples' mean
-    fil_before: float | None = None  # of a run without clip weights; None: not known
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """One way to split the examples."""
-
-    name: str
-    fil: float  # of all examples
-    groups: list[GroupSummary]
-    merged: int  # how many small groups stand together in the last row
-    left_out: int  # how many groups are not shown
-    ratio: float | None = None  # of the groups that are shown, the largest η̄ over the smallest
-    ratio_before: float | None = None  # the same of a run without clip weights; None: not known
-    withheld: bool = False  # whether it is not shown because of the groupings before it
-
-
-@dataclass(frozen=True)
-class AttributeSummary:
-    """By how much an unbiased guess of an attribute is off at least, ± in its own unit, by level of exposure.
-
-    With ``lower_end``, ``error`` is made from the lower ends of the errors' 95 % intervals, otherwise from the errors.
-    """
-
-    name: str
-    unit: str
-    error: dict[str, float]
-    lower_end: bool
+    share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +101,9 @@ class Summary:
     ``lowest_end`` is the geometric mean of the ``smallest`` lowest ``mse_bound_low`` of the measured examples; NaN if
     one is not known, None where the run has none or too few. A redacted summary gives it as the low end of the most
     exposed too, for their own would be a mean over nearly the same examples, and the two would differ by few.
+
+    ``exposed`` is how many examples can be guessed more closely than blindly (:mod:`torchfil.report.yardsticks`), and
+    ``guess`` the blind guess's squared error; in public the latter is None where it is made from the data.
     """
 
     redacted: bool
@@ -159,6 +115,7 @@ class Summary:
     guess: float | None
     below_guess: int | str | None
     low_below_guess: int | str | None
+    exposed: int | str | None
     exposure: list[Exposure]
     lowest_end: float | None
     bounds: dict[str, Any]
@@ -171,14 +128,6 @@ class Summary:
     questions: list[QuestionSummary]
     history: dict[str, list[float]]
     spared: SparedSummary | None = None
-
-
-def blind_guess(about: dict[str, Any]) -> float | None:
-    """(b − a)²/4: the MSE that answering (a + b)/2 never exceeds, for inputs in [a, b]; None if unknown."""
-    ends = about.get("dataset", {}).get("input_range")
-    if not isinstance(ends, list | tuple) or len(ends) != 2 or not -math.inf < ends[0] < ends[1] < math.inf:
-        return None
-    return (ends[1] - ends[0]) ** 2 / 4
 
 
 def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> Summary:
@@ -195,16 +144,21 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
     fil, bound = (np.asarray(run.columns[name], dtype=np.float64)[measured] for name in ("fil", "mse_bound"))
     low = run.columns.get("mse_bound_low")
     low = None if low is None else np.asarray(low, dtype=np.float64)[measured]
-    guess = blind_guess(run.about)
+    blind = blind_error_of_inputs(run)
 
     def below(values: np.ndarray | None) -> int | str | None:
-        if guess is None or values is None or len(values) < smallest:
+        if blind is None or values is None or len(values) < smallest:
             return None
-        return published_count(int((values < guess).sum()), smallest)
+        return published_count(int(is_exposed(np.sqrt(values), blind).sum()), smallest)
 
+    # what the data's own spread says of a blind guess is private; beside it stand counts alone
+    shown_blind = None if redacted and run.yardsticks is not None else blind
+    guess = None if shown_blind is None else shown_blind**2
     exposure, lowest_end = _exposure(fil, bound, low, smallest), _lowest_end(low, smallest)
     if redacted and exposure:
         exposure[0] = replace(exposure[0], mse_bound_low=lowest_end)
+    if shown_blind is not None:
+        exposure = [_beside_guess(row, shown_blind, smallest) for row in exposure]
 
     # rounding must not lift an example's own ε above ε for everybody
     epsilon = np.asarray(run.columns.get("epsilon", np.zeros(0)), dtype=np.float64)
@@ -222,6 +176,7 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         guess=guess,
         below_guess=below(bound),
         low_below_guess=below(low),
+        exposed=below(bound if low is None else low),
         exposure=exposure,
         lowest_end=lowest_end,
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
@@ -231,8 +186,8 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
             for level, value in levels_of(-epsilon, smallest, sign=-1).items()
         },
         epsilon_histogram=histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
-        attributes=_attributes(run.attributes, measured, smallest),
-        groupings=_groupings(run, measured, smallest),
+        attributes=summarise_attributes(run, measured, smallest),
+        groupings=summarise_groups(run, measured, smallest),
         attacks=[summarise_attack(attack, smallest) for attack in run.attacks],
         questions=[_question(question, measured, smallest) for question in run.questions],
         history=_history(run.history, redacted),
@@ -269,106 +224,15 @@ def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smalle
     return rows
 
 
+def _beside_guess(row: Exposure, blind: float, smallest: int) -> Exposure:
+    bound = row.mse_bound if row.mse_bound_low is None else row.mse_bound_low
+    return replace(row, share=rounded(float(share_of_blind_guess(math.sqrt(bound), blind)), smallest))
+
+
 def _lowest_end(low: np.ndarray | None, smallest: int) -> float | None:
     if low is None:
         return None
     return math.nan if np.isnan(low).any() else levels_of(low, smallest, levels=(0.0,)).get("0")
-
-
-def _attributes(attributes: Attributes | None, measured: np.ndarray, smallest: int) -> list[AttributeSummary]:
-    if attributes is None:
-        return []
-    summaries, known = [], attributes.error_low is not None
-    for j, (name, unit) in enumerate(zip(attributes.names, attributes.units, strict=True)):
-        errors = np.asarray(attributes.shown[measured, j], dtype=np.float64)
-        summaries.append(AttributeSummary(name, unit, levels_of(errors[~np.isnan(errors)], smallest), known))
-    return summaries
-
-
-def _groupings(run: SavedRun, measured: np.ndarray, smallest: int) -> list[Grouping]:
-    """Each in turn, beside those before it: their groups together must not single out fewer than ``smallest``."""
-    groupings, cells = [], None
-    for name in run.groups:
-        levels, group_of = run.coded_group(name)
-        split = split_beside(group_of[measured], smallest, cells)
-        split = replace(split, names=[str(levels[int(code)]) for code in split.names])
-        cells = joined(cells, split)
-        groupings.append(_grouping(run, name, measured, smallest, split))
-    return groupings
-
-
-def _grouping(run: SavedRun, name: str, measured: np.ndarray, smallest: int, split: Split) -> Grouping:
-    """Geometric means of η̄ by group, with Student's intervals on log η̄, widened for their number (Bonferroni)."""
-    levels, group_of = run.coded_group(name)
-    sizes = dict(zip(levels.tolist(), np.bincount(group_of, minlength=len(levels)).tolist(), strict=True))
-    codes, names, merged = split.codes, split.names, split.merged
-    if merged:
-        names = [*names, f"{merged} small groups together" if merged > 1 else "one more group"]
-
-    logs, logs_before = (_logs(run.columns.get(column), measured) for column in ("fil", "fil_before"))
-    overall = float(logs.mean()) if len(logs) else math.nan
-
-    rows = []
-    for code, group in enumerate(names):
-        own = logs[codes == code]
-        everyone = len(own) if merged and code == len(names) - 1 else int(sizes[group])
-        before = _typical(logs_before[codes == code], smallest)
-        rows.append(replace(_group(group, own, everyone, overall, len(names), smallest), fil_before=before))
-    rows.sort(key=lambda row: -row.fil)
-    left_out = len(sizes) - (len(names) - (merged > 0)) - merged + max(len(names) - MOST_GROUPS, 0)
-    shown = rows[:MOST_GROUPS]
-    return Grouping(
-        name,
-        rounded(math.exp(overall), smallest),
-        shown,
-        merged,
-        left_out,
-        _ratio([row.fil for row in shown], smallest),
-        _ratio([row.fil_before for row in shown], smallest),
-        split.withheld,
-    )
-
-
-def _logs(fil: np.ndarray | None, measured: np.ndarray) -> np.ndarray:
-    """log η̄ of the measured examples; NaN where it is not known.
-
-    log 0 would take a whole group's mean with it: zeros count as the least that was measured.
-    """
-    if fil is None:
-        return np.full(int(measured.sum()), math.nan)
-    values = np.asarray(fil, dtype=np.float64)[measured]
-    positive = values[values > 0]
-    return np.log(np.maximum(values, positive.min() if len(positive) else 1.0))
-
-
-def _typical(logs: np.ndarray, smallest: int) -> float | None:
-    """The geometric mean of those that are known; None where they are too few."""
-    logs = logs[~np.isnan(logs)]
-    return rounded(math.exp(float(logs.mean())), smallest) if len(logs) >= smallest else None
-
-
-def _ratio(levels: Sequence[float | None], smallest: int) -> float | None:
-    """The largest over the smallest; None for fewer than two, or where one is not known, 0 or infinite."""
-    known = [level for level in levels if level is not None and 0 < level < math.inf]
-    return rounded(max(known) / min(known), smallest) if len(known) == len(levels) > 1 else None
-
-
-def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: int, smallest: int) -> GroupSummary:
-    """One of ``groups`` groups, from log η̄ of its measured examples and the mean over all examples."""
-    centre, count, half = float(logs.mean()), len(logs), math.inf
-    if count > 1 and math.isfinite(centre):  # infinite where there was no noise
-        spread = float(logs.std(ddof=1)) / math.sqrt(count)
-        half = float(stats.t.ppf(1 - 0.025 / groups, count - 1)) * spread
-    ends = (math.exp(centre - half), math.exp(centre + half)) if math.isfinite(half) else (0.0, math.inf)
-    return GroupSummary(
-        name,
-        rounded_count(everyone, smallest),
-        rounded_count(count, smallest),
-        rounded(math.exp(centre), smallest),
-        rounded(ends[0], smallest),
-        rounded(ends[1], smallest),
-        "more" if centre - half > overall else "less" if centre + half < overall else "",
-    )
 
 
 def _question(question: QuestionRecord, measured: np.ndarray, smallest: int) -> QuestionSummary:

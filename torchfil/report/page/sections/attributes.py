@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from torchfil.report.attribute_summary import AttributeSummary
 from torchfil.report.page.context import Report, named_level, paragraph
 from torchfil.report.page.html import Markup, join, plus_minus, table
-from torchfil.report.summary import AttributeSummary
 
 __all__ = ["render"]
 

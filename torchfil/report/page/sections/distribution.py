@@ -48,21 +48,39 @@ def _chart(report: Report) -> Markup | None:
 
 
 def _explained(report: Report) -> Markup:
+    """What the line of a blind guess stands for; where none is drawn, why not."""
     guess, ends = report.summary.guess, report.about("dataset", "input_range")
+    if guess is None and report.summary.exposed is not None:
+        return paragraph(
+            "A blind guess, by somebody who knows how the data is spread but not the model, is off by the data’s "
+            "standard deviation. That is private, and no line is drawn for it: ",
+            tag("b", f"{count(report.summary.exposed)} examples"),
+            " can be guessed more closely than that, by an unbiased attacker.",
+        )
     if guess is None:
         return paragraph(
-            "The run does not say between which values its inputs lie, so the error of a blind guess is not "
-            "known and no line is drawn for it."
+            "The run does not say between which values its inputs lie, nor how they are spread, so the error of a "
+            "blind guess is not known and no line is drawn for it."
         )
-    middle = (ends[0] + ends[1]) / 2
+
+    # from the data's own spread where the run keeps it, otherwise from the range
+    if report.run is not None and report.run.yardsticks is not None:
+        blind = (
+            "Always answering an input’s mean over the examples is off by its standard deviation, "
+            f"{number(guess**0.5)} (root mean square over all inputs): a squared error of {number(guess)}."
+        )
+    else:
+        middle = (ends[0] + ends[1]) / 2
+        blind = (
+            f"Inputs lie between {number(ends[0])} and {number(ends[1])}; always answering {number(middle)} is off by "
+            f"at most {number(ends[1] - middle)}, a squared error of at most {number(guess)}."
+        )
     return paragraph(
         tag("b", "The dashed line"),
-        f" is what somebody errs by who has never seen the model. Inputs lie between {number(ends[0])} and "
-        f"{number(ends[1])}; always answering {number(middle)} is off by at most {number(ends[1] - middle)}, a "
-        f"squared error of at most {number(guess)}. Right of the line, an unbiased attacker who uses the model errs by "
-        "more than that on average. Left of it the bound leaves room to learn more from the model than a blind guess "
-        "gives; it does not say that an attack gets there. A biased attacker may start from the blind guess, so "
-        "that it need not err by more than the line; no bound in this chapter says how much less.",
+        f" is what somebody errs by who has never seen the model. {blind} Right of the line, an unbiased attacker who "
+        "uses the model errs by more than that on average. Left of it the bound leaves room to learn more from the "
+        "model than a blind guess gives; it does not say that an attack gets there. A biased attacker may start from "
+        "the blind guess, so that it need not err by more than the line; no bound in this chapter says how much less.",
     )
 
 

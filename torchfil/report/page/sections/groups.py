@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+from torchfil.report.disparity import SMALLEST_EFFECT, SMALLEST_GROUP
+from torchfil.report.group_summary import Grouping
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, paragraph
-from torchfil.report.page.html import Markup, count, join, number, table, tag
-from torchfil.report.summary import Grouping
+from torchfil.report.page.html import Markup, count, join, number, plus_minus, table, tag
+from torchfil.report.yardsticks import share_in_words, share_of_blind_guess
 
-__all__ = ["render"]
+__all__ = ["headline", "render"]
 
 
 def render(report: Report) -> Markup | None:
@@ -20,8 +22,9 @@ def render(report: Report) -> Markup | None:
         paragraph(
             "Dots are a group’s typical FIL (geometric mean over its measured examples), lines its 95 % "
             "interval, widened so that all intervals of a grouping hold together. A group stands out where its "
-            "interval misses the line of all examples. The intervals cover chance among a group’s examples; "
-            "noise that all examples of a batch share is not in them."
+            f"interval misses the line of all examples and it differs by {100 * (SMALLEST_EFFECT - 1):.0f} % or more; "
+            "smaller differences are not called. The intervals cover chance among a group’s examples; noise that all "
+            "examples of a batch share is not in them."
         ),
         [_grouping(grouping, report) for grouping in report.summary.groupings],
         paragraph(
@@ -62,17 +65,13 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
         for group in grouping.groups
     ]
 
-    # in words what the chart shows: the ends, where they differ by more than 5 %, and who stands out
-    first, last = grouping.groups[0], grouping.groups[-1]
-    verdict = ""
-    if len(grouping.groups) > 1 and 0 < 1.05 * last.fil <= first.fil < math.inf:
-        verdict = f"{first.name} has {number(first.fil / last.fil, 2)} times the FIL of {last.name}. "
+    # in words what the chart shows: the ends, where they differ enough, and who stands out
     more = [group.name for group in grouping.groups if group.compared == "more"]
-    verdict += (
-        f"Clearly above all examples: {', '.join(more)}." if more else "No group stands clearly above all examples."
+    verdict = join(
+        [headline(grouping, report) or "", " "],
+        f"Clearly above all examples: {', '.join(more)}." if more else "No group stands clearly above all examples.",
+        _disparity(grouping),
     )
-
-    verdict += _disparity(grouping)
 
     hidden = f" {grouping.left_out} groups are not shown." if grouping.left_out else ""
     return join(
@@ -84,20 +83,45 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
                 axis="Fisher information loss η̄ (further right: more exposed)",
                 mark=svg.Mark(grouping.fil, "all examples"),
             ),
-            verdict + hidden,
+            join(verdict, hidden),
             label=f"Typical FIL with intervals by {grouping.name}",
         ),
         tag("details", tag("summary", "The numbers"), _numbers(grouping)),
     )
 
 
+def headline(grouping: Grouping, report: Report) -> str | None:
+    """Who leaks how much more than whom, in the inputs' unit; None below the smallest effect that is called one.
+
+    Of unbiased attackers: an unbiased guess of one input of a typical member (geometric mean) is off by 1/η̄ or more.
+    """
+    disparity = grouping.disparity
+    if disparity is None or disparity.ratio < SMALLEST_EFFECT:
+        return None
+    if math.isinf(disparity.ratio):
+        return f"By {grouping.name}, {disparity.most} leaks beyond all measure beside {disparity.least}."
+    text = f"{disparity.most} has {number(disparity.ratio, 2)} times the FIL of {disparity.least}"
+    levels = {group.name: group.fil for group in grouping.groups}
+    if not {disparity.most, disparity.least} <= levels.keys():
+        return f"{text}."
+    unit, (close, far) = report.about("unit_of_inputs") or "", (1 / levels[disparity.most], 1 / levels[disparity.least])
+    text += (
+        f": an unbiased guess of an input is typically off by {plus_minus(close, unit)} or more there, and by "
+        f"{plus_minus(far, unit)} in {disparity.least}"
+    )
+    if report.summary.guess is not None:
+        shares = [share_in_words(float(share_of_blind_guess(e, report.summary.guess**0.5))) for e in (close, far)]
+        text += f" ({shares[0]}, and {shares[1]})" if shares[0] != shares[1] else f" (both: {shares[0]})"
+    return f"{text}."
+
+
 def _disparity(grouping: Grouping) -> str:
-    """The most over the least exposed group, now and in the run without weights."""
-    if grouping.ratio is None:
-        return ""
-    text = f" The most over the least exposed group: {number(grouping.ratio)}"
-    if grouping.ratio_before is not None:
-        text += f"; before examples were spared, {number(grouping.ratio_before)}"
+    """The statistic that the gate judges, now and in the run without weights."""
+    if grouping.disparity is None:
+        return f" Fewer than two groups have {SMALLEST_GROUP} measured examples, so that no disparity is told."
+    text = f" The most over the least exposed group: {number(grouping.disparity.ratio)}"
+    if grouping.disparity_before is not None:
+        text += f"; before examples were spared, {number(grouping.disparity_before.ratio)}"
     return f"{text} (typical FIL)."
 
 

@@ -1,0 +1,168 @@
+"""Groups beside each other, as numbers about many examples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy import stats
+
+from torchfil.report.aggregates import rounded, rounded_count
+from torchfil.report.disclosure import Split, joined, split_beside
+from torchfil.report.disparity import (
+    SMALLEST_EFFECT,
+    SMALLEST_GROUP,
+    Disparity,
+    disparity_of,
+    group_levels,
+    positive_fil,
+)
+from torchfil.report.saved_run import SavedRun
+
+__all__ = ["GroupSummary", "Grouping", "summarise_groups"]
+
+MOST_GROUPS = 60
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """η̄ of a group: geometric mean and its simultaneous 95 % interval.
+
+    ``compared`` is "more" or "less" where the interval lies above or below all examples' mean and the two differ by
+    the factor :data:`~torchfil.report.disparity.SMALLEST_EFFECT` or more, otherwise "". ``fil_before`` is of a run
+    without clip weights; None: not known.
+    """
+
+    name: str
+    examples: int
+    measured: int
+    fil: float
+    low: float
+    high: float
+    compared: str
+    fil_before: float | None = None
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """One way to split the examples.
+
+    Attributes:
+        name: Of the grouping.
+        fil: Of all examples.
+        groups: The most exposed first.
+        merged: How many small groups stand together in one row.
+        left_out: How many groups are not shown.
+        disparity: The statistic that the gate judges (:mod:`torchfil.report.disparity`), of groups of
+            ``SMALLEST_GROUP`` measured examples or more; None: fewer than two.
+        disparity_before: The same in a run without clip weights; None: not known.
+        withheld: Whether it is not shown because of the groupings before it.
+    """
+
+    name: str
+    fil: float
+    groups: list[GroupSummary]
+    merged: int
+    left_out: int
+    disparity: Disparity | None = None
+    disparity_before: Disparity | None = None
+    withheld: bool = False
+
+
+def summarise_groups(run: SavedRun, measured: np.ndarray, smallest: int) -> list[Grouping]:
+    """Each in turn, beside those before it: their groups together must not single out fewer than ``smallest``.
+
+    Args:
+        run: A saved run.
+        measured: Which examples it says something about, [n] booleans.
+        smallest: The least number of examples that a number rests on; 1: not redacted.
+    """
+    groupings, cells = [], None
+    for name in run.groups:
+        levels, group_of = run.coded_group(name)
+        split = split_beside(group_of[measured], smallest, cells)
+        split = replace(split, names=[str(levels[int(code)]) for code in split.names])
+        cells = joined(cells, split)
+        sizes = dict(zip(levels.tolist(), np.bincount(group_of, minlength=len(levels)).tolist(), strict=True))
+        groupings.append(_grouping(run, name, measured, smallest, split, sizes))
+    return groupings
+
+
+def _grouping(
+    run: SavedRun, name: str, measured: np.ndarray, smallest: int, split: Split, sizes: dict[str, int]
+) -> Grouping:
+    """Geometric means of η̄ by group, with Student's intervals on log η̄, widened for their number (Bonferroni)."""
+    codes, names, merged = split.codes, split.names, split.merged
+    if merged:
+        names = [*names, f"{merged} small groups together" if merged > 1 else "one more group"]
+
+    logs, logs_before = (_logs(run.columns.get(column), measured) for column in ("fil", "fil_before"))
+    overall = float(logs.mean()) if len(logs) else math.nan
+
+    rows = []
+    for code, group in enumerate(names):
+        own = logs[codes == code]
+        everyone = len(own) if merged and code == len(names) - 1 else sizes[group]
+        before = _typical(logs_before[codes == code], smallest)
+        rows.append(replace(_group(group, own, everyone, overall, len(names), smallest), fil_before=before))
+    rows.sort(key=lambda row: -row.fil)
+    left_out = len(sizes) - (len(names) - (merged > 0)) - merged + max(len(names) - MOST_GROUPS, 0)
+    return Grouping(
+        name,
+        rounded(math.exp(overall), smallest),
+        rows[:MOST_GROUPS],
+        merged,
+        left_out,
+        _disparity(run.columns.get("fil"), measured, smallest, split),
+        _disparity(run.columns.get("fil_before"), measured, smallest, split),
+        split.withheld,
+    )
+
+
+def _disparity(fil: np.ndarray | None, measured: np.ndarray, smallest: int, split: Split) -> Disparity | None:
+    """Of the groups that stand by themselves; None for fewer than two, and where one of them is not known."""
+    if fil is None:
+        return None
+    values, size = np.asarray(fil, dtype=np.float64)[measured], max(smallest, SMALLEST_GROUP)
+    known = ~np.isnan(values)
+    levels = group_levels(values[known], split.codes[known], split.names, size)
+    members = np.bincount(split.codes + 1, minlength=len(split.names) + 1)[1:]  # −1 stands for left out
+    if len(levels) < int((members[: len(split.names)] >= size).sum()):
+        return None
+    disparity = disparity_of({name: rounded(level, smallest) for name, level in levels.items()})
+    return None if disparity is None else replace(disparity, ratio=rounded(disparity.ratio, smallest))
+
+
+def _logs(fil: np.ndarray | None, measured: np.ndarray) -> np.ndarray:
+    """log η̄ of the measured examples, zeros as the least that was measured; NaN where it is not known."""
+    if fil is None:
+        return np.full(int(measured.sum()), math.nan)
+    return np.log(positive_fil(np.asarray(fil, dtype=np.float64)[measured]))
+
+
+def _typical(logs: np.ndarray, smallest: int) -> float | None:
+    """The geometric mean of those that are known; None where they are too few."""
+    logs = logs[~np.isnan(logs)]
+    return rounded(math.exp(float(logs.mean())), smallest) if len(logs) >= smallest else None
+
+
+def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: int, smallest: int) -> GroupSummary:
+    """One of ``groups`` groups, from log η̄ of its measured examples and the mean over all examples."""
+    centre, count, half = float(logs.mean()), len(logs), math.inf
+    if count > 1 and math.isfinite(centre):  # infinite where there was no noise
+        spread = float(logs.std(ddof=1)) / math.sqrt(count)
+        half = float(stats.t.ppf(1 - 0.025 / groups, count - 1)) * spread
+    # called different only where chance does not explain it and it is of some size
+    above, below = centre - half > overall, centre + half < overall
+    sized = abs(centre - overall) >= math.log(SMALLEST_EFFECT) or not math.isfinite(centre)
+    ends = (math.exp(centre - half), math.exp(centre + half)) if math.isfinite(half) else (0.0, math.inf)
+    return GroupSummary(
+        name,
+        rounded_count(everyone, smallest),
+        rounded_count(count, smallest),
+        rounded(math.exp(centre), smallest),
+        rounded(ends[0], smallest),
+        rounded(ends[1], smallest),
+        ("more" if above else "less" if below else "") if sized else "",
+    )
