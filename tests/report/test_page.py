@@ -290,10 +290,12 @@ def test_an_estimated_bound_is_called_an_estimate(tmp_path: Path) -> None:
     least, low = run.columns["mse_bound"].min(), run.columns["mse_bound_low"].min()
     assert summarise(run).lowest_end == pytest.approx(low)
     text = sentences(write_report(run, tmp_path / "report"), "findings")
-    estimate = f"An unbiased guess of the most exposed example is off by an estimated {number(least**0.5)} or more per "
+    estimate = (
+        f"An unbiased guess of the most exposed example has a mean squared error of an estimated {number(least)} "
+    )
     low_end = (
         "an estimate from one run; no measured example’s lower end (95 %, each example by itself) is below "
-        f"{number(low**0.5)}."
+        f"{number(low)}."
     )
     assert estimate in text
     assert low_end in text

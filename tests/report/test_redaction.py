@@ -193,8 +193,8 @@ def test_the_lowest_end_is_that_of_many(tmp_path: Path) -> None:
     assert summary.exposure[0].mse_bound_low == summary.lowest_end  # two means of nearly the same would tell one
     text = re.sub(r"<[^>]+>", "", write_report(run, tmp_path / "public", redacted=True).read_text())
     assert summary.lowest_end is not None
-    shown = number(summary.lowest_end**0.5)
-    assert "An unbiased guess of the 10 most exposed examples together is off by an estimated " in text
+    shown = number(summary.lowest_end)
+    assert "guess of the 10 most exposed examples together has a mean squared error of an estimated " in text
     assert f"the 10 lowest lower ends (95 %, each example by itself) together give {shown}." in text
     assert summarise(made_up(9), redacted=True).lowest_end is None
 

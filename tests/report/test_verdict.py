@@ -25,7 +25,7 @@ def told(page: Path, slug: str) -> str:
 
 def cover(page: Path) -> str:
     """The word above everything else; "" where there is none."""
-    word = re.search(r'<p class="verdict \w+"><a href="#verdict">(.*?)</a></p>', page.read_text())
+    word = re.search(r'<p class="stamp"><a href="#verdict">(.*?)</a></p>', page.read_text())
     return "" if word is None else word[1]
 
 

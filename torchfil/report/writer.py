@@ -97,7 +97,7 @@ def write_report(
         )
 
         # the page comes last: it names the files beside it
-        report = Report(summary, None if redacted else run, files, notes, digests, verdicts)
+        report = Report(summary, None if redacted else run, files, notes, digests, verdicts, policy)
         (folder / PAGE).write_text(render(report), encoding="utf-8", errors="replace")
     return Path(directory) / PAGE
 

@@ -21,6 +21,21 @@
   system.addEventListener("change", showTheme);
   showTheme();
 
+  // The contents: open beside the page, folded above it; the chapter in view is marked.
+  const contents = byId("contents"), roomy = matchMedia("(min-width: 62rem)"), entries = new Map();
+  const fold = () => { contents.open = roomy.matches; };
+  for (const link of contents.querySelectorAll("a")) entries.set(link.hash.slice(1), link);
+  contents.addEventListener("click", (event) => { if (event.target.closest("a")) fold(); });
+  roomy.addEventListener("change", fold);
+  fold();
+  const inView = new IntersectionObserver((changes) => {
+    for (const change of changes) {
+      if (change.isIntersecting) entries.get(change.target.id)?.setAttribute("aria-current", "true");
+      else entries.get(change.target.id)?.removeAttribute("aria-current");
+    }
+  }, { rootMargin: "-25% 0px -74% 0px" });
+  for (const section of document.querySelectorAll("main > section")) inView.observe(section);
+
   if (!byId("spec")) return;
   const spec = JSON.parse(byId("spec").textContent), n = spec.rows;
   const rowHeight = 32, tallest = 8e6, NOT_MEASURED = 2, LOWER_BOUND = 1;
@@ -226,12 +241,31 @@
     else if ((event.key === "Enter" || event.key === " ") && state.active >= 0) { event.preventDefault(); open(state.view[state.active]); }
   });
 
+  // Filters: by status, by group, by a threshold on a column; all of them together.
+  const statuses = {
+    measured: (row) => data.status[row] !== NOT_MEASURED,
+    partly: (row) => data.status[row] === LOWER_BOUND,
+    unmeasured: (row) => data.status[row] === NOT_MEASURED,
+  };
+  const filters = () => {
+    const tests = [], [place, level] = byId("group") ? byId("group").value.split(":").map(Number) : [NaN];
+    const status = byId("filter").value, marked = data["is-" + status];
+    if (status !== "all") tests.push(statuses[status] || ((row) => marked[row] === 1));
+    if (!Number.isNaN(place) && byId("group").value) {
+      const codes = data[spec.groups[place].data];
+      tests.push((row) => codes[row] === level);
+    }
+    const limit = parseFloat(byId("limit").value), values = data[byId("column").value], most = byId("side").value === "most";
+    if (!Number.isNaN(limit)) tests.push((row) => (most ? values[row] <= limit : values[row] >= limit));
+    return tests;
+  };
   const refresh = () => {
-    const text = byId("search").value.trim(), wanted = byId("filter").value, hits = text ? matching(text) : null;
-    const keep = (row) => (!hits || hits[row]) && (wanted === "all" || (data.status[row] === NOT_MEASURED) === (wanted === "unmeasured"));
-    if (!hits && wanted === "all") state.view = state.order;
+    const text = byId("search").value.trim(), hits = text ? matching(text) : null, tests = filters();
+    if (hits) tests.push((row) => hits[row]);
+    byId("clear").hidden = !tests.length;
+    if (!tests.length) state.view = state.order;
     else {
-      state.view = state.order.filter(keep);
+      state.view = state.order.filter((row) => tests.every((test) => test(row)));
       if (hits) {
         const equal = state.view.filter((row) => hits[row] === 2), others = state.view.filter((row) => hits[row] !== 2);
         state.view.set(equal);
@@ -256,17 +290,39 @@
     }
     refresh();
   };
+  // What a column means: a question mark beside its heading, for the mouse and the keyboard.
+  const helpText = byId("help");
+  const closeHelp = () => {
+    helpText.hidden = true;
+    for (const button of head.querySelectorAll("[aria-expanded=true]")) button.setAttribute("aria-expanded", "false");
+  };
+  const help = (column) => {
+    const button = element("button", "?", "help");
+    button.type = "button";
+    button.setAttribute("aria-label", `What is “${column.label}”?`);
+    button.setAttribute("aria-expanded", "false");
+    button.setAttribute("aria-controls", "help");
+    button.addEventListener("click", () => {
+      const opens = button.getAttribute("aria-expanded") === "false";
+      closeHelp();
+      if (!opens) return;
+      helpText.replaceChildren(element("b", column.label), `: ${column.meaning}.`);
+      helpText.hidden = false;
+      button.setAttribute("aria-expanded", "true");
+    });
+    return button;
+  };
+  head.addEventListener("keydown", (event) => { if (event.key === "Escape") closeHelp(); });
   const buildHead = () => {
     const line = element("div", undefined, "line");
     line.setAttribute("role", "row");
-    for (const column of [{ key: "id", label: "Example", meaning: "id", narrow: true }, ...shownColumns]) {
+    for (const column of [{ key: "id", label: "Example", meaning: "the id that the run was saved with", narrow: true }, ...shownColumns]) {
       const cell = element("div", undefined, column.narrow ? "cell" : "cell extra"), button = element("button", column.label);
       cell.setAttribute("role", "columnheader");
       cell.dataset.key = column.key;
       button.type = "button";
-      button.title = column.meaning;
       button.addEventListener("click", () => sort(column.key, state.key === column.key ? !state.descending : column.key === "fil" || column.key === "epsilon"));
-      cell.append(button);
+      cell.append(button, help(column));
       line.append(cell);
     }
     head.append(line);
@@ -297,19 +353,20 @@
     const bound = data.mse_bound ? data.mse_bound[row] : 1 / fil ** 2;
     const low = data.mse_bound_low ? data.mse_bound_low[row] : NaN;
     const untold = Number.isNaN(low) || (low === 0 && bound > 0);
-    const end = untold ? ", which does not tell how far below the truth may lie" : `; the lower end of the 95 % interval is ± ${number(Math.sqrt(low))}`;
-    const off = `an estimated ± ${number(Math.sqrt(bound))} or more per input on average (root mean square; an estimate from one run${end})`;
+    const end = untold ? ", which does not tell how far below the truth may lie" : `; the lower end of the 95 % interval is ${number(low)}`;
+    const off = `an estimated ${number(bound)} or more per input on average (an estimate from one run${end})`;
     const understated = data.status[row] === LOWER_BOUND ? " Some of its steps were not measured: it leaks more than shown." : "";
     const rank = !spec.of || above < spec.of.ranked ? `Number ${(above + 1).toLocaleString("en")} of ${known.toLocaleString("en")} by exposure. ` : "";
-    return `${rank}An unbiased guess of its inputs is off by ${off}.${understated}`;
+    return `${rank}An unbiased guess of its inputs has a mean squared error of ${off}.${understated}`;
   };
   const open = async (row) => {
     await ready;
     const top = element("div", undefined, "top"), title = element("h3", idOf(row)), close = element("button", "Close", "close");
     title.id = "detail-id";
     close.type = "button";
+    close.autofocus = true;
     close.addEventListener("click", () => dialog.close());
-    top.append(title, close);
+    top.append(title, copyLink(), close);
     const pictures = element("div", undefined, "pictures");
     pictures.append(...[...document.querySelectorAll(`.card[data-row="${spec.of ? data.places[row] : row}"] img`)].map((image) => image.cloneNode()));
     const values = cells(row, spec.columns).map(([text], j) => [spec.columns[j].label, text]).filter(([, text]) => text !== "");
@@ -320,23 +377,64 @@
       ? [[attack.name, `error ${number(attack.achieved[i])}, bound ${number(attack.predicted[i])}`]] : [])));
     dialog.replaceChildren(top, element("span", "Confidential", "kept"), ...(pictures.childElementCount ? [pictures] : []), element("p", sentence(row)),
       ...listed("Measured", values), ...listed("Groups", groups), ...listed(`An unbiased guess is off by ${spec.lower_ends ? "at least" : "an estimated"}, on average`, attributes), ...listed("Attacks", attacks));
-    dialog.showModal();
+    history.replaceState(null, "", "#example-" + encodeURIComponent(idOf(row)));
+    if (!dialog.open) dialog.showModal();
     dialog.scrollTop = 0;
+  };
+  dialog.addEventListener("close", () => history.replaceState(null, "", location.pathname + location.search));
+
+  // Addresses: #example-ID opens an example, #show-exposed and the like filter the table.
+  const copyLink = () => {
+    const button = element("button", "Copy link", "copy");
+    button.type = "button";
+    button.addEventListener("click", async () => {
+      try { await navigator.clipboard.writeText(location.href); button.textContent = "Copied"; }
+      catch { button.textContent = "Copy it from the address bar"; }
+    });
+    return button;
+  };
+  const rowOf = (id) => {
+    if (spec.ids === "text") return matching(id).indexOf(2);
+    return spec.ids === "numbers" ? data.ids.indexOf(Number(id)) : /^\d+$/.test(id) && Number(id) < n ? Number(id) : -1;
+  };
+  const follow = () => {
+    const [, kind, wanted] = /^#(example|show)-(.+)$/.exec(location.hash) || [];
+    if (kind === "show") {
+      clear();
+      if ([...byId("filter").options].some((option) => option.value === wanted)) byId("filter").value = wanted;
+      refresh();
+      byId("examples").scrollIntoView({ behavior: "instant" });
+    } else if (kind === "example") {
+      let id = wanted;
+      try { id = decodeURIComponent(wanted); } catch { /* an address that nobody encoded */ }
+      const row = rowOf(id);
+      byId("examples").scrollIntoView({ behavior: "instant" });
+      if (row >= 0) open(row);
+      else byId("found").textContent = "The table has no example of this address";
+    }
   };
   dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
   for (const button of document.querySelectorAll("button[data-row]")) button.addEventListener("click", () => ready.then(() => open(spec.of ? data.places.indexOf(Number(button.dataset.row)) : Number(button.dataset.row))));
 
   let waiting = 0;
   byId("search").addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(refresh, 120); });
-  byId("filter").addEventListener("change", refresh);
+  byId("limit").addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(refresh, 120); });
+  for (const id of ["filter", "group", "column", "side"]) byId(id)?.addEventListener("change", refresh);
+  const clear = () => {
+    for (const id of ["search", "limit", "group"]) if (byId(id)) byId(id).value = "";
+    byId("filter").value = "all";
+  };
+  byId("clear").addEventListener("click", () => { clear(); refresh(); byId("search").focus(); });
+  addEventListener("hashchange", () => ready.then(follow));
   addEventListener("resize", () => { if (state.view) goTo(state.position); });
 
   const ready = read().then(() => {
     buildHead();
     const first = spec.columns.find((column) => column.key === "mse_bound") || spec.columns[0];
     sort(first ? first.key : "id", false);
-    byId("search").disabled = byId("filter").disabled = false;
+    for (const tool of document.querySelectorAll(".tools :disabled")) tool.disabled = false;
     grid.dataset.ready = "true";
+    follow();
   }).catch((error) => {
     byId("found").textContent = `The table could not be read by this browser (${error.message}); the files beside this page hold it.`;
     console.error(error);

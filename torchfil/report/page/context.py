@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchfil.report.page.html import Markup, tag
+from torchfil.report.policy import Policy
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.summary import Summary
 from torchfil.report.verdict import Verdict
 
-__all__ = ["Report", "Section", "named_level", "paragraph", "root"]
+__all__ = ["Report", "Section", "named_level", "paragraph"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Report:
         notes: Files that could not be written, and why.
         digests: SHA-256 of files beside the page, by name.
         verdicts: What the rules of a policy found; None where no policy was given.
+        policy: The policy.
     """
 
     summary: Summary
@@ -33,6 +35,7 @@ class Report:
     notes: list[str]
     digests: dict[str, str]
     verdicts: list[Verdict] | None = None
+    policy: Policy | None = None
 
     def about(self, *path: str) -> Any:
         """A value of ``summary.about`` by its path; None where it is not there."""
@@ -74,8 +77,3 @@ def named_level(level: float, examples: int, redacted: bool) -> str:
     if level == 0.5:
         return "half are more exposed"
     return f"{100 * level:g} % are more exposed"
-
-
-def root(value: float | None) -> float | None:
-    """√value; None stays."""
-    return None if value is None else float(value) ** 0.5

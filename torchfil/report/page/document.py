@@ -7,9 +7,9 @@ import hashlib
 import re
 from importlib import resources
 
-from torchfil.report.page.context import Report
+from torchfil.report.page.context import Report, Section
 from torchfil.report.page.html import Markup, join, tag
-from torchfil.report.page.sections import sections
+from torchfil.report.page.sections import cards, contents, sections
 from torchfil.report.page.sections.verdict import on_the_cover
 
 __all__ = ["render"]
@@ -30,11 +30,11 @@ def render(report: Report) -> str:
     label = PUBLIC if report.summary.redacted else PRIVATE
 
     # sections with nothing to say have no number and no entry in the contents
-    chapters, entries = list[Markup](), list[Markup]()
+    chapters, entries = list[Markup](), list[Section]()
     for section in sections():
         content = section.render(report)
         if content is not None:
-            entries.append(tag("li", tag("a", section.title, href=f"#{section.slug}")))
+            entries.append(section)
             heading = tag("h2", tag("span", str(len(entries)), class_="no"), section.title)
             header = tag("header", tag("span", label, class_="kept"), heading)
             chapters.append(tag("section", header, content, id=section.slug))
@@ -47,7 +47,8 @@ def render(report: Report) -> str:
         "label": join(label),
         "verdict": on_the_cover(report),
         "warning": join(_warning(report)),
-        "contents": join(entries),
+        "cards": cards.render(report),
+        "contents": contents.render(entries),
         "sections": join(chapters),
         "style": Markup(style.replace("{{label}}", label)),
         "script": Markup(script),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, tag
-from torchfil.report.page.sections.verdict import in_short
+from torchfil.report.page.sections import findings
+from torchfil.report.page.sections.verdict import broken_rules, in_a_word, in_short
 
 __all__ = ["render"]
 
 
 def render(report: Report) -> Markup | None:
-    """Title and verdict, decision, remarks, name, date and signature; what is signed is named by its hash."""
+    """Title, verdict and findings, decision, remarks, name, date and signature; what is signed is named by its hash."""
     what = "This version of the report" if report.summary.redacted else "The model"
     done = "published" if report.summary.redacted else "released"
     choices = [
@@ -22,9 +23,8 @@ def render(report: Report) -> Markup | None:
         paragraph(f"{name}: SHA-256 ", tag("code", digest), class_="digest") for name, digest in report.digests.items()
     ]
 
-    title = str(report.about("title") or "Leakage report")
     return join(
-        None if report.summary.redacted else paragraph(tag("b", title), ": ", in_short(report)),
+        _what_is_signed(report),
         paragraph(
             "Write here before printing; the page does not save what is written. ",
             "Signed is this page together with:" if report.digests else None,
@@ -32,6 +32,16 @@ def render(report: Report) -> Markup | None:
         signed,
         _form(choices),
     )
+
+
+def _what_is_signed(report: Report) -> Markup:
+    """Title, verdict and findings once more: the sheet that is signed may be parted from the rest."""
+    title = paragraph(tag("b", str(report.about("title") or "Leakage report")))
+    found = tag("div", findings.render(report), class_="repeated")
+    if report.summary.redacted:
+        return join(title, found)
+    verdict = paragraph(tag("b", in_a_word(report)), ": ", in_short(report))
+    return join(title, verdict, tag("div", broken_rules(report), class_="repeated"), found)
 
 
 def _form(choices: list[tuple[str, str]]) -> Markup:

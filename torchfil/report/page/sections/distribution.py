@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchfil.report.page import svg
-from torchfil.report.page.context import Report, named_level, paragraph, root
+from torchfil.report.page.context import Report, named_level, paragraph
 from torchfil.report.page.html import Markup, count, join, number, table, tag
 
 __all__ = ["render"]
@@ -88,17 +88,15 @@ def _table(report: Report) -> Markup:
     summary = report.summary
     digits = 2 if summary.redacted else 3
     with_low = summary.exposure[0].mse_bound_low is not None
-    head = ["Of the measured examples", "FIL η̄", "MSE bound", *(["its low end"] if with_low else []), "± per input"]
-    shown = [row.mse_bound_low if with_low else row.mse_bound for row in summary.exposure]
+    head = ["Of the measured examples", "FIL η̄", "MSE bound", *(["its low end"] if with_low else [])]
     rows = [
         [
             named_level(row.level, row.examples, summary.redacted),
             number(row.fil, digits, even=True),
             number(row.mse_bound, digits, even=True),
             *([number(row.mse_bound_low, digits, even=True)] if with_low else []),
-            number(root(bound), digits, even=True),
         ]
-        for row, bound in zip(summary.exposure, shown, strict=True)
+        for row in summary.exposure
     ]
 
     note = (
@@ -107,12 +105,11 @@ def _table(report: Report) -> Markup:
         if summary.redacted
         else ""
     )
-    of_what = "the low end" if with_low else "the MSE bound"
     return join(
         table(head, rows),
         paragraph(
-            f"± per input is the root of {of_what}: an unbiased guess of an input is off by at least this, on average. "
-            "Bounds are estimates from one run; the largest are so partly by luck. ",
+            "The mean squared error of an unbiased guess of an input is at least the MSE bound, on average over "
+            "repeated trainings. Bounds are estimates from one run; the largest are so partly by luck. ",
             note,
             class_="note",
         ),

@@ -12,7 +12,9 @@ from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, tag
 from torchfil.report.page.payload import Packed, pack, pack_text
 from torchfil.report.page.sections import exposed, spared
+from torchfil.report.page.worst import blind_error, is_exposed
 from torchfil.report.saved_run import SavedRun
+from torchfil.report.spared import is_spared
 from torchfil.report.status import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
 
 __all__ = ["render"]
@@ -20,6 +22,16 @@ __all__ = ["render"]
 BUDGET = 14_000_000  # characters of packed columns, so that a page stays below 20 MB
 ID_BUDGET = 8_000_000
 MOST_ATTACKED = 20_000
+MOST_LEVELS = 500  # of a grouping, to choose from
+STATUSES = (
+    ("all", "all examples"),
+    ("exposed", "exposed: below a blind guess"),
+    ("broken", "concerned by a broken rule"),
+    ("measured", "measured"),
+    ("partly", "measured in part"),
+    ("unmeasured", "not measured"),
+    ("spared", "spared"),
+)
 MOST_ROWS = 1_000_000  # of a run with more examples the page has the most exposed
 
 
@@ -59,7 +71,8 @@ def render(report: Report) -> Markup | None:
     """The table's frame, its data and its legend."""
     if report.run is None:
         return None
-    spec, blocks, left_out = _packed(*_shown(report.run))
+    run, of, places = _shown(report.run)
+    spec, blocks, left_out = _packed(run, of, places, _marks(report))
     shown = [column for column in COLUMNS if any(entry["key"] == column.key for entry in spec["columns"])]
 
     note = ""
@@ -73,14 +86,17 @@ def render(report: Report) -> Markup | None:
 
     return join(
         paragraph(
-            "Select a heading to sort, a row for its details. Arrow keys, Page Up and Page Down move, Enter "
-            "opens, Escape closes. Examples that were not measured always stand last.",
+            "Select a heading to sort, its question mark for what it means, a row for its details and a link to it. "
+            "Arrow keys, Page Up and Page Down move, Enter opens, Escape closes. Examples that were not measured "
+            "always stand last.",
             class_="screen",
         ),
-        _frame(),
+        _frame(spec),
         paragraph("The table of all examples is not printed; leakage.csv holds it.", class_="printed"),
         tag(
-            "dl", [join(tag("dt", column.label), tag("dd", column.meaning)) for column in shown], class_="legend screen"
+            "details",
+            tag("summary", "What the columns mean"),
+            tag("dl", [join(tag("dt", column.label), tag("dd", column.meaning)) for column in shown], class_="legend"),
         ),
         paragraph(
             note,
@@ -99,24 +115,14 @@ def render(report: Report) -> Markup | None:
     )
 
 
-def _frame() -> Markup:
+def _frame(spec: dict[str, Any]) -> Markup:
     """Tools and an empty grid, by whose ids assets/page.js finds them."""
-    choices = [("all", "all examples"), ("measured", "measured"), ("unmeasured", "not measured")]
-    options = [tag("option", text, value=value) for value, text in choices]
-    search = tag("input", type="search", id="search", autocomplete="off", spellcheck="false", disabled="")
-    tools = tag(
-        "div",
-        tag("label", tag("span", "Find an id"), search),
-        tag("label", tag("span", "Show"), tag("select", options, id="filter", disabled="")),
-        tag("span", "Reading the table …", id="found", role="status"),
-        class_="tools",
-    )
-
     # the spacer is as high as all rows together; only those in view are drawn
     spacer = tag("div", tag("div", id="rows", role="rowgroup"), id="spacer", role="presentation")
     grid = tag(
         "div",
         tag("div", id="head", role="rowgroup"),
+        tag("p", id="help", role="status", hidden=""),
         tag("div", spacer, id="viewport", tabindex=-1, role="presentation"),
         id="grid",
         role="grid",
@@ -124,7 +130,39 @@ def _frame() -> Markup:
         aria_label="Every example; arrow keys move, Enter opens",
     )
     scriptless = paragraph("The table needs JavaScript; the files beside this page hold the same numbers.")
-    return tag("div", tools, grid, tag("noscript", scriptless), class_="everyone screen")
+    return tag("div", _tools(spec), grid, tag("noscript", scriptless), class_="everyone screen")
+
+
+def _tools(spec: dict[str, Any]) -> Markup:
+    """Search, and filters by status, group and threshold; the script enables them once the table was read."""
+
+    def chooser(name: str, options: list[Any], label: str | None = None) -> Markup:
+        return tag("select", options, id=name, disabled="", aria_label=label)
+
+    statuses = [tag("option", text, value=value) for value, text in STATUSES if value in spec["statuses"]]
+    groups = [
+        tag(
+            "optgroup",
+            [tag("option", level, value=f"{i}:{j}") for j, level in enumerate(group["levels"][:MOST_LEVELS])],
+            label=group["name"],
+        )
+        for i, group in enumerate(spec["groups"])
+    ]
+    columns = [tag("option", column["label"], value=column["key"]) for column in spec["columns"]]
+    sides = [tag("option", "at most", value="most"), tag("option", "at least", value="least")]
+    anybody = tag("option", "all", value="")
+    limit = tag("input", type="number", step="any", id="limit", autocomplete="off", disabled="", aria_label="Threshold")
+    search = tag("input", type="search", id="search", autocomplete="off", spellcheck="false", disabled="")
+    return tag(
+        "div",
+        tag("label", tag("span", "Find an id"), search),
+        tag("label", tag("span", "Show"), chooser("filter", statuses)),
+        tag("label", tag("span", "Group"), chooser("group", [anybody, *groups])) if groups else None,
+        tag("span", chooser("column", columns, "Column"), chooser("side", sides, "Side"), limit, class_="threshold"),
+        tag("button", "Clear filters", type="button", id="clear", hidden=""),
+        tag("span", "Reading the table …", id="found", role="status"),
+        class_="tools",
+    )
 
 
 class _Blocks:
@@ -159,10 +197,24 @@ def _shown(run: SavedRun) -> tuple[SavedRun, dict[str, int] | None, np.ndarray |
     return run.take(places), of, places
 
 
+def _marks(report: Report) -> dict[str, np.ndarray]:
+    """Who is exposed, whom a broken rule concerns, who was spared, [n] booleans each; without what nobody can say."""
+    marks, blind = dict[str, np.ndarray](), blind_error(report)
+    assert report.run is not None
+    if blind is not None:
+        marks["exposed"] = is_exposed(report.run, blind)
+    if report.verdicts is not None:
+        rows = [verdict.rows for verdict in report.verdicts if not verdict.passed]
+        marks["broken"] = np.isin(np.arange(len(report.run)), np.concatenate(rows) if rows else [])
+    if "clip_weight" in report.run.columns:
+        marks["spared"] = is_spared(report.run)
+    return marks
+
+
 def _packed(
-    run: SavedRun, of: dict[str, int] | None, places: np.ndarray | None
+    run: SavedRun, of: dict[str, int] | None, places: np.ndarray | None, marks: dict[str, np.ndarray]
 ) -> tuple[dict[str, Any], dict[str, Packed], list[str]]:
-    """The description of the data, the packed arrays by name, and what did not fit; see :func:`_shown`."""
+    """The description of the data, the packed arrays by name, and what did not fit; see :func:`_shown` and `_marks`."""
     status, blocks = status_of(run), _Blocks()
     blocks.packed["status"] = pack(status)
     unknown = status == NOT_MEASURED
@@ -170,6 +222,10 @@ def _packed(
     if of is not None and places is not None:
         spec["of"] = of
         blocks.packed["places"] = pack(places)
+
+    for name, chosen in marks.items():
+        blocks.packed[f"is-{name}"] = pack((chosen if places is None else chosen[places]).astype(np.uint8))
+    spec["statuses"] = ["all", "measured", "partly", "unmeasured", *marks]
 
     # in the order of their worth: what comes later is left out first
     spec["ids"] = _id_kind(np.asarray(run.ids), blocks)

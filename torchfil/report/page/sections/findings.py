@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from torchfil.report.page.context import Report, root
+from torchfil.report.page.context import Report
 from torchfil.report.page.html import Markup, count, join, number, percent, tag
 from torchfil.report.summary import Summary
 
@@ -48,9 +48,9 @@ def _exposure(report: Report) -> list[Markup]:
     worst = summary.exposure[0]
     whom = f"the {worst.examples} most exposed examples together" if summary.redacted else "the most exposed example"
     most_exposed = join(
-        f"An unbiased guess of {whom} is off by an estimated ",
-        tag("b", number(root(worst.mse_bound))),
-        f" or more per input on average (root mean square{_unit(report)}). That is an estimate from one run",
+        f"An unbiased guess of {whom} has a mean squared error of an estimated ",
+        tag("b", number(worst.mse_bound)),
+        f" or more per input on average (its MSE bound{_unit(report)}). That is an estimate from one run",
         _lowest_end(summary, worst.mse_bound),
         ".",
     )
@@ -89,7 +89,7 @@ def _lowest_end(summary: Summary, smallest_bound: float) -> Markup:
         if summary.redacted
         else "; no measured example’s lower end (95 %, each example by itself) is below "
     )
-    return join(which, tag("b", number(root(summary.lowest_end))))
+    return join(which, tag("b", number(summary.lowest_end)))
 
 
 def _short_run(report: Report) -> list[Markup]:
@@ -196,4 +196,4 @@ def _share(some: int | str | None, report: Report) -> str:
 
 def _unit(report: Report) -> str:
     unit = report.about("unit_of_inputs")
-    return f"; unit: {unit}" if unit else ""
+    return f"; unit: {unit}, squared" if unit else ""

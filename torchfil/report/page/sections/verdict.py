@@ -1,12 +1,18 @@
-"""The first thing on the page: may it be released, by the policy that was given, and if not, why not."""
+"""The first thing on the page: may it be released, by the policy that was given, and if not, why not.
+
+The first screen tells broken rules in plain words; the chapter has every rule with its numbers and its key.
+"""
 
 from __future__ import annotations
 
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, tag
+from torchfil.report.page.rules import in_words
 from torchfil.report.verdict import Verdict, told_apart
 
-__all__ = ["in_short", "on_the_cover", "render"]
+__all__ = ["broken_rules", "in_a_word", "in_short", "on_the_cover", "render"]
+
+MOST = 5  # broken rules on the first screen
 
 
 def render(report: Report) -> Markup | None:
@@ -31,20 +37,44 @@ def render(report: Report) -> Markup | None:
     broken = [verdict for verdict in verdicts if not verdict.passed]
     kept = [verdict for verdict in verdicts if verdict.passed]
     listed = [
-        tag("ul", [tag("li", _in_words(verdict)) for verdict in broken], class_="findings") if broken else None,
+        tag("ul", [tag("li", _with_numbers(verdict)) for verdict in broken], class_="findings") if broken else None,
         _kept_rules(kept) if kept else None,
     ]
     return join(paragraph(in_short(report)), listed)
 
 
 def on_the_cover(report: Report) -> Markup:
-    """The verdict in a word, which leads to its reasons; nothing in the public version."""
+    """The verdict in a word, a sentence and the broken rules; nothing in the public version."""
     if report.summary.redacted:
         return join()
-    text, kind = "NO POLICY", "open"
-    if report.verdicts is not None:
-        text, kind = ("PASS", "pass") if all(verdict.passed for verdict in report.verdicts) else ("FAIL", "fail")
-    return paragraph(tag("a", text, href="#verdict"), class_=f"verdict {kind}")
+    text, kind = _word(report)
+    return tag(
+        "div",
+        paragraph(tag("a", text, href="#verdict"), class_="stamp"),
+        tag("div", paragraph(in_short(report)), broken_rules(report, MOST)),
+        class_=f"verdict {kind}",
+    )
+
+
+def broken_rules(report: Report, most: int | None = None) -> Markup | None:
+    """Each broken rule in words, up to so many; None where there is none."""
+    broken = [verdict for verdict in report.verdicts or [] if not verdict.passed]
+    if not broken:
+        return None
+    rest = [] if most is None else broken[most:]
+    more = tag("li", tag("a", f"{len(rest):,} more broken rules", href="#verdict")) if rest else None
+    return tag("ul", [tag("li", in_words(verdict)) for verdict in broken[:most]], more)
+
+
+def in_a_word(report: Report) -> str:
+    """PASS, FAIL or NO POLICY."""
+    return _word(report)[0]
+
+
+def _word(report: Report) -> tuple[str, str]:
+    if report.verdicts is None:
+        return "NO POLICY", "open"
+    return ("PASS", "pass") if all(verdict.passed for verdict in report.verdicts) else ("FAIL", "fail")
 
 
 def in_short(report: Report) -> str:
@@ -59,7 +89,7 @@ def in_short(report: Report) -> str:
     return f"The run breaks {broken} of the {rules}: by the policy the model must not be released."
 
 
-def _in_words(verdict: Verdict) -> Markup:
+def _with_numbers(verdict: Verdict) -> Markup:
     """What a rule is about, the limit and what was found, and for how many."""
     limit, found = told_apart(verdict.limit, verdict.found)
     concerned = f" {verdict.offending:,} example{'s' if verdict.offending > 1 else ''} concerned." * bool(
@@ -71,4 +101,4 @@ def _in_words(verdict: Verdict) -> Markup:
 
 def _kept_rules(kept: list[Verdict]) -> Markup:
     title = f"{len(kept)} rule{'s' if len(kept) > 1 else ''} kept"
-    return tag("details", tag("summary", title), tag("ul", [tag("li", _in_words(verdict)) for verdict in kept]))
+    return tag("details", tag("summary", title), tag("ul", [tag("li", _with_numbers(verdict)) for verdict in kept]))

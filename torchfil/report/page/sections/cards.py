@@ -1,0 +1,148 @@
+"""Three cards on the first screen: who is exposed, what of them, and what to do about it.
+
+A public page's cards are made from the summary alone, as everything in it: ``report.run`` is None there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torchfil.report.page.context import Report, paragraph
+from torchfil.report.page.html import Markup, count, join, number, tag
+from torchfil.report.page.sections.to_do import advice
+from torchfil.report.page.worst import exposed_count, unprotected
+
+__all__ = ["Card", "render"]
+
+MOST = 3  # sentences of a card
+WHO_IS_BOUND = "Unbiased attackers, on average over repeated trainings: batches and noise are random."
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card.
+
+    Attributes:
+        slug: "who", "what" or "todo".
+        title: Its heading.
+        figure: A number or a word in large letters.
+        lines: Sentences below it.
+        bound: Who is bound, and what is random.
+    """
+
+    slug: str
+    title: str
+    figure: str
+    lines: list[Markup]
+    bound: str
+    links: list[tuple[str, str]] = field(default_factory=list)
+
+
+def render(report: Report) -> Markup:
+    """The three cards."""
+    return tag("div", [_drawn(card) for card in (who(report), what(report), to_do(report))], class_="answers")
+
+
+def _drawn(card: Card) -> Markup:
+    links = [tag("a", text, href=target) for text, target in card.links]
+    return tag(
+        "article",
+        tag("h2", card.title),
+        paragraph(card.figure, class_="figure"),
+        [paragraph(line) for line in card.lines],
+        paragraph([[link, " "] for link in links], class_="links screen") if links else None,
+        paragraph(card.bound, class_="bound-to"),
+        class_="answer",
+        id=f"card-{card.slug}",
+    )
+
+
+def who(report: Report) -> Card:
+    """How many are exposed: an unbiased guess of their inputs may beat a blind one."""
+    summary = report.summary
+    exposed, everyone = exposed_count(report)
+    lines, links = list[Markup](), list[tuple[str, str]]()
+
+    if exposed is None:
+        figure = "Not known"
+        yardstick = tag("code", "save_run(input_range=…)")
+        lines.append(
+            join("How far off a blind guess is was not saved (", yardstick, "): nobody can be called exposed or safe.")
+        )
+    elif exposed == 0:
+        figure = "Nobody"
+        lines.append(join(f"Of {everyone:,} measured examples, none may be guessed better than blindly."))
+    else:
+        about = "about " if summary.redacted and isinstance(exposed, int) else ""
+        figure = f"{about}{count(exposed)} of {everyone:,}"
+        lines.append(join("examples may be guessed better than blindly: they are exposed."))
+        links.append(("Show them in the table", "#show-exposed"))
+
+    lines.append(join(_smallest(report)))
+    breaking = {int(row) for verdict in report.verdicts or [] if not verdict.passed for row in verdict.rows}
+    if breaking:
+        some = f"{len(breaking):,} example{'s' if len(breaking) != 1 else ''}"
+        lines.append(join(f"A broken rule concerns {some}."))
+        links.append(("Show whom a broken rule concerns", "#show-broken"))
+    if summary.not_measured != 0:
+        lines.append(join(f"{_capital(count(summary.not_measured))} not measured: not safe, only not known."))
+        links.append(("Show who was not measured", "#show-unmeasured"))
+    return Card("who", "Who is exposed?", figure, lines, WHO_IS_BOUND, links if report.run is not None else [])
+
+
+def what(report: Report) -> Card:
+    """The worst questions and attributes, each with what a blind guess gets."""
+    leaks = unprotected(report)
+    links = [("All questions", "#questions")] * bool(report.summary.questions)
+    links += [("All attributes", "#attributes")] * any(a.error for a in report.summary.attributes)
+
+    if not leaks.asked:
+        figure = "Not asked"
+        lines = [
+            join(
+                "No question was asked (",
+                tag("code", "questions="),
+                ") and no attribute tracked (",
+                tag("code", 'track=("diagonal",)'),
+                "): the run tells of all inputs of an example together only.",
+            )
+        ]
+    elif not leaks.sentences and leaks.unknown:
+        figure, lines = "Not known", []
+    elif not leaks.sentences:
+        figure = "Nothing"
+        lines = [join(f"that was asked or tracked is guessed much better than blindly ({leaks.asked}).")]
+    else:
+        some = len(leaks.sentences)
+        figure = f"{some} of {leaks.number} tracked" if leaks.number > 1 else leaks.asked
+        lines = [join(sentence) for sentence in leaks.sentences[:MOST]]
+        if some > MOST:
+            lines.append(join(f"{some - MOST} more below."))
+    lines += [join(sentence) for sentence in leaks.unknown]
+    bound = "Questions: every attacker. Attributes: unbiased attackers. Batches and noise are random."
+    return Card("what", "What leaks?", figure, lines, bound, links)
+
+
+def to_do(report: Report) -> Card:
+    """Noise, steps or sparing that would help, and what they would give."""
+    found = advice(report)
+    return Card("todo", "What to do?", found.figure, found.lines, found.bound)
+
+
+def _smallest(report: Report) -> str:
+    """The smallest MSE bound beside that of a blind guess."""
+    summary = report.summary
+    if not summary.exposure:
+        return "Too few examples were measured."
+    end = summary.lowest_end
+    known = end is not None and not math.isnan(end)
+    least = end if known else summary.exposure[0].mse_bound
+    of = f", the {summary.smallest} most exposed together" if summary.redacted else ""
+    kind = "lower end of a 95 % interval" if known else "an estimate"
+    blind = f"; that of a blind guess is {number(summary.guess)} at most" if summary.guess is not None else ""
+    return f"Smallest MSE bound{of}: {number(least)} ({kind}){blind}."
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

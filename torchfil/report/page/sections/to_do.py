@@ -1,0 +1,187 @@
+"""What to do: more noise, fewer steps, or sparing a few, with a σ and what it would give."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torchfil.guessing import largest_success
+from torchfil.report.page.context import Report
+from torchfil.report.page.html import Markup, join, number, percent, tag
+from torchfil.report.page.remedies import factor_for_all, lower_ends, rounded_up, worst_divergence
+from torchfil.report.page.rules import kind_and_subject
+from torchfil.report.page.worst import blind_error, exposed_count, is_exposed
+from torchfil.report.policy import Policy
+from torchfil.report.verdict import Verdict
+
+__all__ = ["Advice", "advice"]
+
+FEW = 0.05  # up to this share of the examples, sparing them is better than noise for all
+EXTRAPOLATED = (
+    "An extrapolation at the gradients of this run (bounds grow as σ²), for the attackers named beside: train again "
+    "and measure."
+)
+NOTHING = "It says what the measured numbers ask for, no more: unbiased attackers, or every attacker where said so."
+OF_BOUNDS = ("min_error_share", "max_share_exposed", "min_mse_bound", "max_share_of_concern")
+OF_QUESTIONS = ("max_gain_over_guessing", "max_true_positive_rate")
+REMEDIES = {
+    "max_group_disparity": "Make the groups leak alike: torchfil.equalise(groups=…). More noise does not.",
+    "min_attacks": "Run an attack that sees the model, in several trials, and save the run with it.",
+    "max_violated_bounds": "Find out why an attack beat a bound before anything else.",
+    "max_share_not_measured": "Train longer, or average over runs, so that every example is drawn and measured.",
+    "max_examples_missed": "Train again and measure every step.",
+    "max_share_spared": "Spare fewer examples: more noise or fewer steps instead of weights.",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What the card says: in large letters, in sentences, and for whom it holds."""
+
+    figure: str
+    lines: list[Markup]
+    bound: str
+
+
+def advice(report: Report) -> Advice:
+    """What would keep the policy where it is broken; otherwise what could be better, or that nothing need be done."""
+    run, policy, verdicts = report.run, report.policy, report.verdicts
+    if run is not None and policy is not None and verdicts is not None and not all(v.passed for v in verdicts):
+        factor, others = factor_for_all(verdicts, run, policy, blind_error(report))
+        return _for_policy(report, policy, [v for v in verdicts if not v.passed], factor, others)
+
+    exposed, _ = exposed_count(report)
+    kept = "By the policy nothing need be done." if verdicts is not None else ""
+    if exposed is None:
+        text = "Save the run with input_range=(a, b), so that it can be held against a blind guess."
+        return Advice(
+            "Nothing" if kept else "First a yardstick", [join(kept or text), *_in_general(report)], EXTRAPOLATED
+        )
+    if exposed == 0:
+        text = "No example is exposed. A policy would say what else the run has to keep." * (verdicts is None)
+        return Advice("Nothing", [join(kept or text)], NOTHING)
+    return _for_everybody(report, kept)
+
+
+def _for_policy(
+    report: Report, policy: Policy, broken: list[Verdict], factor: float | None, others: list[Verdict]
+) -> Advice:
+    """The σ that would keep the rules that noise helps with, and what helps with the others."""
+    lines, figure = list[Markup](), "Not noise alone" if factor is None else "More noise"
+    sigma = _sigma(report)
+    if factor is not None:
+        helped = len(broken) - len(others)
+        which = "the policy would be kept" if not others else f"{helped} of the broken rules would be kept"
+        if sigma is not None:
+            sigma_then = rounded_up(sigma * math.sqrt(factor))
+            figure, factor = f"σ = {number(sigma_then)}", (sigma_then / sigma) ** 2
+        lines.append(join(_noise(report, factor), f", {which}", _given(report, factor), "."))
+        lines += _sparing(report, broken, factor)
+    for verdict in others:
+        lines.append(_other_remedy(verdict, policy))
+    return Advice(figure, lines, EXTRAPOLATED if factor is not None else NOTHING)
+
+
+def _for_everybody(report: Report, kept: str) -> Advice:
+    """The σ at which nobody would be exposed, from the lowest lower end; of a public page, from what it publishes."""
+    summary, sigma, blind = report.summary, _sigma(report), blind_error(report)
+    end = summary.lowest_end if summary.lowest_end is not None else summary.exposure[0].mse_bound
+    assert blind is not None
+    if not end > 0:
+        text = "Measure more (every step, more probes, a longer run): for some examples one run does not tell how much."
+        return Advice("Measure more", [join(text), *([join(kept)] if kept else [])], NOTHING)
+    factor = blind**2 / end
+    figure = "More noise"
+    if sigma is not None:
+        sigma_then = rounded_up(sigma * math.sqrt(factor))
+        figure, factor = f"σ = {number(sigma_then)}", (sigma_then / sigma) ** 2
+    goal = "the most exposed would be no better guessed than blindly"
+    line = join(_noise(report, factor), f", {goal}", _given(report, factor), ".")
+    if kept:
+        figure, line = "Nothing", join(kept, " It could be better: ", line)
+    return Advice(figure, [line, *_sparing(report, [], factor)], EXTRAPOLATED)
+
+
+def _noise(report: Report, factor: float) -> Markup:
+    """More noise, or fewer steps, in half a sentence."""
+    sigma, steps = _sigma(report), report.about("mechanism", "steps")
+    if sigma is None:
+        noise = f"With {number(math.sqrt(factor))} times the noise"
+    else:
+        noise = f"With noise σ = {number(sigma * math.sqrt(factor))} instead of {number(sigma)}"
+    fewer = math.floor(steps / factor) if isinstance(steps, int) and steps > 1 else 0
+    return join(noise, f", or about {fewer:,} of the {steps:,} steps" if fewer else "")
+
+
+def _given(report: Report, factor: float) -> str:
+    """What f = (σ'/σ)² would give: the smallest bound, how many are exposed, the worst question."""
+    run, blind = report.run, blind_error(report)
+    if run is None:
+        return ""
+    parts, low = [], lower_ends(run)
+    if len(low) and 0 < low[0] < math.inf:
+        parts.append(f"smallest MSE bound {number(low[0])} → {number(factor * low[0])}")
+    if blind is not None:
+        now, then = int(is_exposed(run, blind).sum()), int((~(factor * low >= blind**2)).sum())
+        if now:
+            parts.append(f"exposed {now:,} → {then:,}")
+    divergences = {question.name: worst_divergence(run, question.name) or 0.0 for question in run.questions}
+    if divergences:
+        name = max(divergences, key=divergences.__getitem__)
+        before, after = (float(largest_success(divergences[name] / f, 0.5)) for f in (1.0, factor))
+        parts.append(f"“{name}” guessed {percent(before)} → {percent(after)}")
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _sparing(report: Report, broken: list[Verdict], factor: float) -> list[Markup]:
+    """Where few need it: spare these instead of adding noise for all. Nothing in the public version."""
+    run, blind = report.run, blind_error(report)
+    if run is None:
+        return []
+    concerned = {int(row) for verdict in broken for row in verdict.rows}
+    some = len(concerned) if broken else int(is_exposed(run, blind).sum()) if blind is not None else 0
+    if not 0 < some <= FEW * len(run):
+        return []
+
+    # bounds and questions can be spared by name; attributes only as part of their example
+    kinds = dict(kind_and_subject(verdict.rule) for verdict in broken)
+    codes = []
+    if not broken or not kinds.keys().isdisjoint(OF_BOUNDS):
+        codes.append(f"make_private(min_mse_bound={number(float(f'{factor * lower_ends(run)[0]:.2g}'))})")
+    codes += [f'torchfil.equalise(question="{kinds[kind]}", target=…)' for kind in OF_QUESTIONS if kind in kinds]
+    if not codes:
+        return []
+    who = "one example needs" if some == 1 else f"{some:,} examples need"
+    listed = [[" and " * (place > 0), tag("code", code)] for place, code in enumerate(codes)]
+    return [join(f"Or spare the few: only {who} it. ", listed, ".")]
+
+
+def _other_remedy(verdict: Verdict, policy: Policy) -> Markup:
+    """What helps with a rule that more noise is not known to keep."""
+    kind, _ = kind_and_subject(verdict.rule)
+    if kind == "max_epsilon" and verdict.found is not None:
+        return join(
+            "Choose σ for ε: ", tag("code", f"make_private_with_epsilon(target_epsilon={verdict.limit:g}, …)"), "."
+        )
+    if verdict.found is None:
+        return join(f"{verdict.detail[:1].upper()}{verdict.detail[1:]}.")
+    if kind in REMEDIES:
+        return join(REMEDIES[kind])
+    if verdict.found == 0:
+        return join("Measure more (every step, more probes, a longer run): a low end of 0 tells nothing.")
+    return join(f"More noise or fewer steps, by trial: {verdict.rule}.")
+
+
+def _in_general(report: Report) -> list[Markup]:
+    sigma = _sigma(report)
+    told = "" if sigma is None else f", σ = {number(2 * sigma)} instead of {number(sigma)},"
+    return [join(f"Twice the noise{told} would give four times every MSE bound; a quarter of the steps as well.")]
+
+
+def _sigma(report: Report) -> float | None:
+    """The noise that the run was trained with; None where it is not known or there was none."""
+    for name in ("noise_multiplier", "sigma"):
+        sigma = report.about("mechanism", name)
+        if isinstance(sigma, int | float) and 0 < sigma < math.inf:
+            return float(sigma)
+    return None

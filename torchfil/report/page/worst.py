@@ -1,0 +1,165 @@
+"""Who is exposed, and which questions and attributes are worst, for the first screen.
+
+Exposed is whose MSE bound, at its lower end, lies below the squared error of a blind guess. An attribute is not
+protected where the least error of an unbiased guess lies below a blind guess's, and a question where any attacker tells
+the true answer from another, equally likely one, in more than the allowed share of cases above one half.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from torchfil.guessing import largest_success
+from torchfil.report.page.context import Report
+from torchfil.report.page.html import count, number, percent, plus_minus
+from torchfil.report.saved_run import QuestionRecord, SavedRun
+from torchfil.report.status import NOT_MEASURED, status_of
+
+__all__ = ["Leaks", "blind_error", "exposed_count", "is_exposed", "unprotected"]
+
+GAIN = 0.1  # above one half: what the template of a policy allows
+
+
+@dataclass(frozen=True)
+class Leaks:
+    """What is not protected.
+
+    Attributes:
+        number: How many questions were asked and attributes tracked.
+        asked: The same in words; "" where there were none.
+        sentences: One for each that is not protected, the worst first, questions before attributes.
+        unknown: What cannot be said, and why.
+    """
+
+    number: int
+    asked: str
+    sentences: list[str]
+    unknown: list[str]
+
+
+def blind_error(report: Report) -> float | None:
+    """What a blind guess of an input is off by: as the policy says, or half the inputs' range; None: not known."""
+    if report.policy is not None and report.policy.blind_error is not None:
+        return report.policy.blind_error
+    return None if report.summary.guess is None else math.sqrt(report.summary.guess)
+
+
+def is_exposed(run: SavedRun, blind: float) -> np.ndarray:
+    """Whose inputs an unbiased attacker may guess better than blindly, [n] booleans."""
+    low = np.asarray(run.columns.get("mse_bound_low", run.columns["mse_bound"]), dtype=np.float64)
+    return (status_of(run) != NOT_MEASURED) & ~(low >= blind**2)
+
+
+def exposed_count(report: Report) -> tuple[int | str | None, int]:
+    """How many are exposed, and of how many that were measured; rounded or in words in the public version."""
+    summary, blind = report.summary, blind_error(report)
+    unmeasured = summary.not_measured
+    everyone = summary.examples - (unmeasured if isinstance(unmeasured, int) else 0)
+    if blind is None:
+        return None, everyone
+    if report.run is not None:
+        return int(is_exposed(report.run, blind).sum()), everyone
+    return (summary.below_guess if summary.low_below_guess is None else summary.low_below_guess), everyone
+
+
+def unprotected(report: Report) -> Leaks:
+    """The questions and attributes that are not protected, in words."""
+    questions, attributes = report.summary.questions, [a for a in report.summary.attributes if a.error]
+    parts = [
+        f"{len(some):,} {name}{'s' if len(some) != 1 else ''}"
+        for name, some in (("question", questions), ("attribute", attributes))
+        if some
+    ]
+    sentences, unknown = _attribute_sentences(report)
+    return Leaks(
+        len(questions) + len(attributes), " and ".join(parts), [*_question_sentences(report), *sentences], unknown
+    )
+
+
+def _question_sentences(report: Report) -> list[str]:
+    if report.run is None:
+        return _public_question_sentences(report)
+    limit = GAIN
+    if report.policy is not None and report.policy.max_gain_over_guessing is not None:
+        limit = report.policy.max_gain_over_guessing
+    measured = status_of(report.run) != NOT_MEASURED
+    ranked = []
+    for question in report.run.questions:
+        success = success_of(question)[measured]
+        wrong = int((~(success <= 0.5 + limit)).sum())
+        if wrong:
+            most = float(np.nanmax(success))
+            told = f"guessed right up to {percent(most)} of the time instead of 50 %"
+            of = f"{wrong:,} of {int(measured.sum()):,} examples"
+            ranked.append((most, f"“{question.name}” of {of} is not protected: {told}, by any attacker."))
+    return [sentence for _, sentence in sorted(ranked, key=lambda pair: -pair[0])]
+
+
+def success_of(question: QuestionRecord) -> np.ndarray:
+    """How often any attacker picks each example's true answer of two that are equally likely, at the upper end, [n]."""
+    worst = np.asarray(question.divergence_high, dtype=np.float64).max(axis=1)
+    success = np.full(len(worst), math.nan)
+    known = ~np.isnan(worst)
+    success[known] = largest_success(torch.from_numpy(worst[known]), 0.5).numpy()
+    return success
+
+
+def _public_question_sentences(report: Report) -> list[str]:
+    """From the published levels alone."""
+    sentences = []
+    for question in sorted(report.summary.questions, key=lambda q: -q.rate.get("0", 0.0)):
+        above = question.above["0.05"]
+        if above != 0 and "0" in question.rate:
+            some = f"{'about ' * isinstance(above, int)}{count(above)} of {report.summary.examples:,} examples"
+            sentences.append(
+                f"“{question.name}” of {some} is not protected: any attacker may tell it rightly in up to "
+                f"{percent(min(question.rate['0'], 1.0))} of the runs instead of 1 % (the {report.summary.smallest} "
+                "most exposed together)."
+            )
+    return sentences
+
+
+def _attribute_sentences(report: Report) -> tuple[list[str], list[str]]:
+    """Of each attribute whose blind guess is known and beaten; and one sentence on all others."""
+    ranked, unknown = [], []
+    for place, attribute in enumerate(report.summary.attributes):
+        if not attribute.error:
+            continue
+        blind, least = _blind_error_of(report, place), min(attribute.error.values())
+        if blind is None:
+            unknown.append((attribute.name, plus_minus(least, attribute.unit)))
+        elif least < blind:
+            whose, usual = _how_many(report, place, blind), f"{number(blind)} {attribute.unit}".strip()
+            off = f"an unbiased guess may be off by as little as {number(least)} instead of {usual}"
+            ranked.append((least / blind, f"“{attribute.name}” {whose} is not protected: {off}."))
+    sentences = [sentence for _, sentence in sorted(ranked, key=lambda pair: pair[0])]
+    if not unknown:
+        return sentences, []
+
+    names = ", ".join(f"“{name}” ({error})" for name, error in unknown[:3]) + (" …" if len(unknown) > 3 else "")
+    return sentences, [
+        f"How far off a blind guess is was not saved for {len(unknown):,} attribute{'s' if len(unknown) != 1 else ''}, "
+        f"so that the closest unbiased guesses say little by themselves: {names}."
+    ]
+
+
+def _blind_error_of(report: Report, place: int) -> float | None:
+    """What a blind guess of an attribute is off by, in its unit; that of inputs holds where there is no unit."""
+    attribute = report.summary.attributes[place]
+    if report.policy is not None and attribute.name in report.policy.attribute_spread:
+        return report.policy.attribute_spread[attribute.name]
+    same_unit = attribute.unit in ("", report.about("unit_of_inputs"))
+    return blind_error(report) if same_unit else None
+
+
+def _how_many(report: Report, place: int, blind: float) -> str:
+    """Whose attribute may be guessed better than blindly."""
+    if report.run is None or report.run.attributes is None:
+        return f"of the {report.summary.smallest} most exposed examples together"
+    measured = status_of(report.run) != NOT_MEASURED
+    errors = np.asarray(report.run.attributes.shown[:, place], dtype=np.float64)[measured]
+    return f"of {int((errors < blind).sum()):,} of {len(errors):,} examples"
