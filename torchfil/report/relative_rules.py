@@ -14,9 +14,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 
-from torchfil.guessing import largest_success
 from torchfil.report.policy import Policy, PolicyError, nearest
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.summary import blind_guess
@@ -103,9 +101,7 @@ def gains_over_guessing(run: SavedRun, policy: Policy) -> list[Verdict]:
         return [Verdict("max_gain_over_guessing", False, limit, None, everybody(run), detail)]
     known, verdicts = measured(run), []
     for question in run.questions:
-        worst = np.asarray(question.divergence_high, dtype=np.float64).max(axis=1)
-        gains = np.full(len(run), math.nan)
-        gains[~np.isnan(worst)] = largest_success(torch.from_numpy(worst[~np.isnan(worst)]), 0.5).numpy() - 0.5
+        gains = question.success() - 0.5
         wrong = np.flatnonzero(known & ~(gains <= limit))
         most = float(np.max(gains[known], initial=0.0))
         detail = (

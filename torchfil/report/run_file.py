@@ -219,7 +219,7 @@ def _pack_rest(run: SavedRun, levels: Mapping[str, np.ndarray]) -> tuple[dict[st
         for each in run.attacks
     ]
     order = {kind: list(getattr(run, kind)) for kind in ("columns", "groups", "history", "rounds")}
-    questions = [{"name": q.name, "answers": q.answers, "complete": q.complete} for q in run.questions]
+    questions = [{name: getattr(q, name) for name in ("name", "answers", "complete", "law")} for q in run.questions]
     values = {"about": run.about, "bounds": run.bounds, "attacks": attacks, "order": order, "questions": questions}
     header = {key: json.dumps(value) for key, value in values.items()}
     return arrays, {"format": FORMAT, "version": str(VERSION), **header}
@@ -271,6 +271,7 @@ def _unpacked(arrays: Mapping[str, Any], header: Mapping[str, str]) -> SavedRun:
                 text["complete"],
                 arrays[f"question/{number}/divergence"],
                 arrays[f"question/{number}/divergence_high"],
+                text.get("law", "any"),
             )
             for number, text in enumerate(json.loads(header.get("questions", "[]")))  # earlier files have none
         ],

@@ -42,6 +42,7 @@ LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most 
 MOST_GROUPS = 60
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
 PUBLIC = {
+    "kind": None,
     "title": None,
     "created": None,
     "epsilon": None,
@@ -52,6 +53,7 @@ PUBLIC = {
     "model": ("class", "name", "num_parameters"),
     "dataset": ("num_examples", "num_coordinates", "input_shape", "input_range"),
     "mechanism": (
+        *("sigma", "l2", "releases"),  # of a linear model
         "noise_multiplier",
         "max_grad_norm",
         "clip",
