@@ -64,7 +64,8 @@ def tables(draw: st.DrawFn) -> bytes:
 OPTIONS = st.lists(
     st.one_of(
         st.tuples(
-            st.sampled_from(["--private", "--question", "--categorical", "--quantity", "--ignore", "--id"]), NAMES
+            st.sampled_from(["--private", "--question", "--categorical", "--quantity", "--ignore", "--id", "--group"]),
+            NAMES,
         ),
         st.tuples(st.just("--question"), st.sampled_from(["absent", "a+1", "y-2", "a+", "a+1e999", "+1"])),
         st.tuples(st.just("--model"), st.sampled_from(["linear", "logistic", "softmax", "poisson", "tree"])),
@@ -101,9 +102,15 @@ def glm_of(content: bytes, options: list[tuple[str, ...]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "data.csv"
         path.write_bytes(content)
-        keeps_the_promise(
-            "glm", path, "--target", "y", "--sigma", "1", "--json", *(part for pair in options for part in pair)
+        run, page = Path(folder) / "run.fil", Path(folder) / "page"
+        words = [part for pair in options for part in pair]
+        code = keeps_the_promise(
+            "glm", path, "--target", "y", "--sigma", "1", "--json", "--save", run, "--report", page, *words
         )
+        assert run.exists() == page.exists() == (code == 0)
+        if code == 0:
+            keeps_the_promise("compare", run, run, "--json")  # refused where ids repeat
+            assert keeps_the_promise("inspect", run) == 0
 
 
 @pytest.mark.slow
@@ -156,6 +163,8 @@ def gate_of(policy: bytes, damage: list[tuple[int, int]], cut: int) -> None:
         path.write_bytes(policy)
         keeps_the_promise("gate", run, "--policy", path, "--list", Path(folder) / "who.csv", "--json")
         keeps_the_promise("inspect", run, "--json")
+        keeps_the_promise("compare", run, run, "-o", Path(folder) / "compared.html", "--json")
+        keeps_the_promise("compare", run_file(Path(folder) / "whole.fil"), run, "--redacted", "--json")
         if damage or cut:
             keeps_the_promise("report", run, "-o", Path(folder) / "page", "--redacted")
 
@@ -179,7 +188,8 @@ def test_some_policies_and_runs(policy: bytes, damage: list[tuple[int, int]], cu
 @given(
     st.lists(
         st.one_of(
-            st.sampled_from(["gate", "glm", "inspect", "report", "--json", "-q", "--top", "-1"]), st.text(max_size=6)
+            st.sampled_from(["gate", "glm", "inspect", "report", "compare", "--json", "-q", "--top", "-1"]),
+            st.text(max_size=6),
         ),
         max_size=4,
     )

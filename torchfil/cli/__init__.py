@@ -3,6 +3,7 @@
 import click
 
 from torchfil._version import __version__
+from torchfil.cli.comparing import compare
 from torchfil.cli.gating import gate
 from torchfil.cli.linear import glm
 from torchfil.cli.output import OneLineGroup
@@ -23,6 +24,7 @@ def main() -> None:
       torchfil inspect run.fil                          # a saved run in the terminal
       torchfil report run.fil -o report                 # its report; --redacted for one to share
       torchfil gate run.fil --policy policy.toml        # exit code 1 where a threshold is broken
+      torchfil compare before.fil after.fil             # two runs: what a change did, and who moved
       torchfil bench --model my_package.training:job    # does my model run, and what does a step cost?
       torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1,age
 
@@ -31,5 +33,5 @@ def main() -> None:
     """
 
 
-for command in (demo, report, gate, inspect, glm, bench):
+for command in (demo, report, gate, inspect, compare, glm, bench):
     main.add_command(command)

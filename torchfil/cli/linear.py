@@ -55,6 +55,9 @@ def _names(_ctx: click.Context, option: click.Parameter, text: str) -> list[str]
 @click.option("--encoding", help="Of the file, e.g. cp1252; told from it otherwise.")
 @click.option("--top", default=10, show_default=True, help="How many rows to print.")
 @click.option("--out", "out_file", type=click.Path(path_type=Path), help="Write all rows to this CSV file.")
+@click.option("--group", callback=_names, default="", help="Columns by which the page compares rows, e.g. sex,site.")
+@click.option("--save", "run_file", type=click.Path(path_type=Path), help="Save the run, for gate, report and compare.")
+@click.option("--report", "folder", type=click.Path(path_type=Path), help="Write its page into this folder.")
 @with_output
 def glm(
     data: Path,
@@ -72,6 +75,9 @@ def glm(
     intercept: bool,
     top: int,
     out_file: Path | None,
+    group: list[str],
+    run_file: Path | None,
+    folder: Path | None,
     out: Output,
     **form: str | None,
 ) -> None:
@@ -92,21 +98,23 @@ def glm(
       torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1 --categorical cyp2c9 --out leakage.csv
       torchfil glm adult.csv --target income --model logistic --sigma 0.1 --private marital-status --drop-missing
       torchfil glm patienten.csv --target dosis --sigma 0.01 --separator ";" --decimal ,
+      torchfil glm patients.csv --target dose --sigma 0.01 --group sex --save run.fil --report page
     """
     try:
         from torchfil.glm import csv_columns, csv_leakage, csv_table
     except ImportError as error:
         raise ImportError("linear models need scikit-learn: pip install 'torchfil[glm]'") from error
-    columns = csv_columns.read_table(data, ignore=ignore, id_column=id_column, **form)
-    if out_file is not None and out_file.exists() and out_file.samefile(data):
-        raise ValueError(f"--out {out_file} is the data file itself, which would be lost; write to another file")
+    _check_places(data, out_file, run_file, folder)
     if target in private:
         raise ValueError(f"{target!r} is the target; it counts as private where --private is left out")
+    columns = csv_columns.read_table(
+        data, ignore=[name for name in ignore if name not in group], id_column=id_column, **form
+    )
     total, written = len(columns), columns.format
     if drop_missing:
-        columns = columns.complete_rows(list(columns.columns))
-    ids = columns.ids
-    encoded = csv_table.encode(columns, target, categorical=categorical, quantities=quantity)
+        columns = columns.complete_rows([name for name in columns.columns if name not in ignore])
+    ids, labels = columns.ids, {name: columns.labels(name) for name in group}
+    encoded = csv_table.encode(columns.without(ignore), target, categorical=categorical, quantities=quantity)
     del columns  # a million rows twice would take too much memory
 
     leakage = csv_leakage.leakage_table(
@@ -120,12 +128,16 @@ def glm(
     )
     if out_file is not None:
         write_csv(out_file, {"id": ids, **leakage.columns})
+    page = None
+    if run_file is not None or folder is not None:
+        page = _write_run(leakage, encoded, private, sigma, ids, labels, f"{target} of {data.name}", run_file, folder)
 
     notes = _notes(encoded, total, written)
     scores = {"score": leakage.score, "released_score": leakage.released_score}
     out.say(f"{len(ids):,} rows of {data} ({written}), {_encoding(encoded)}")
     out.say("".join(f"{note}\n" for note in notes) + _scores(leakage, model, l2, sigma))
     out.say(_legend(leakage))
+    files = (out_file, run_file, page)
     text, exposure = _exposure(leakage.columns, ids, id_column or "row", max(0, top))
     answers, questions = _questions(leakage.guesses, csv_leakage.FALSE_POSITIVE_RATE)
     result = {
@@ -140,12 +152,64 @@ def glm(
         **scores,
         **exposure,
         "questions": questions,
-        "out": None if out_file is None else str(out_file),
+        **{name: None if path is None else str(path) for name, path in zip(("out", "run", "page"), files, strict=True)},
     }
     out.result(text + answers, result)
-    if out_file is not None:
-        out.say(f"\nall rows: {out_file}")
+    for name, path in zip(("all rows", "run", "page"), files, strict=True):
+        if path is not None:
+            out.say(f"\n{name}: {path}")
     out.say("\nThese numbers depend on private data: keep them confidential.")
+
+
+def _check_places(data: Path, out_file: Path | None, run_file: Path | None, folder: Path | None) -> None:
+    """Refuse to write over what is read, or two things into one place."""
+    if folder is not None and folder.suffix.lower() in (".html", ".htm"):
+        raise ValueError(
+            f"--report {folder} names a folder, in which the page is index.html; leave out {folder.suffix}"
+        )
+    taken = {data.resolve(): str(data)}
+    for option, path in (("--out", out_file), ("--save", run_file), ("--report", folder)):
+        if path is None:
+            continue
+        if path.resolve() in taken or (path.exists() and data.exists() and path.samefile(data)):
+            what = "the data file itself" if taken.get(path.resolve(), str(data)) == str(data) else "written to already"
+            raise ValueError(f"{option} {path} is {what}, which would be lost; write to another file")
+        taken[path.resolve()] = option
+
+
+def _write_run(
+    leakage: LeakageTable,
+    encoded: EncodedTable,
+    private: list[str],
+    sigma: float,
+    ids: Sequence[str | int],
+    labels: dict[str, np.ndarray],
+    title: str,
+    run_file: Path | None,
+    folder: Path | None,
+) -> Path | None:
+    """The run as a file and as a page, as far as they are wanted; the page's path."""
+    from torchfil.report.linear_run import linear_run
+    from torchfil.report.run_file import save
+    from torchfil.report.writer import write_report
+
+    run = linear_run(
+        leakage.model,
+        encoded.inputs,
+        leakage.targets,
+        sigma,
+        ids=ids,
+        title=title,
+        attributes={name: columns for name, columns in encoded.attributes.items() if not private or name in private},
+        private_target=not private,
+        target=encoded.target,
+        groups=labels,
+        questions=leakage.guesses,
+        scores={name: getattr(leakage, name) for name in ("score", "released_score", "blind_score")},
+    )
+    if run_file is not None:
+        save(run, run_file)
+    return None if folder is None else write_report(run, folder)
 
 
 def _encoding(encoded: EncodedTable) -> str:

@@ -233,7 +233,8 @@ def _question(leakage: Leakage, name: str) -> QuestionRecord:
         both = {"divergence": guess.divergence.value, "divergence_high": guess.upper(0.95).divergence.value}
         return {kind: value.reshape(len(rows), len(asked.answers)) for kind, value in both.items()}
 
-    return QuestionRecord(name, list(asked.answers), asked.complete, **leakage.by_parts(divergences))
+    found = leakage.by_parts(divergences)
+    return QuestionRecord(name, list(asked.answers), asked.complete, found["divergence"], found["divergence_high"])
 
 
 def _labels(name: str, given: Labels, leakage: Leakage) -> np.ndarray:

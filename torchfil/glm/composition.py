@@ -80,7 +80,9 @@ class Composition:
                 "private_target=False"
             )
         first = self.releases[0][0]
-        columns = None if attributes is None else {name: first._columns(part) for name, part in attributes.items()}
+        columns = (
+            None if attributes is None else {name: first.column_numbers(part) for name, part in attributes.items()}
+        )
         return fisher_information_loss(parts, columns, groups, kind, one_hot)
 
     def mse_bound(self, X: Any, y: Any, **options: Any) -> Any:

@@ -11,7 +11,7 @@ import difflib
 import math
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -91,6 +91,22 @@ class CsvTable:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def labels(self, name: str) -> np.ndarray:
+        """A column's entries as the labels of groups, [n] texts; "(none)" where there is none.
+
+        Raises:
+            ValueError: There is no such column, or it has more than 10,000 different entries.
+        """
+        check_column(name, list(self.columns))
+        column = self.columns[name]
+        if column.codes is None:
+            raise ValueError(f"column {name!r} has more than {MOST_LEVELS:,} different entries: these are no groups")
+        return np.where(column.missing, "(none)", column.texts())
+
+    def without(self, names: Collection[str]) -> CsvTable:
+        """Without these columns."""
+        return replace(self, columns={name: own for name, own in self.columns.items() if name not in names})
 
     def complete_rows(self, used: Sequence[str]) -> CsvTable:
         """Without the rows that miss an entry in one of these columns.

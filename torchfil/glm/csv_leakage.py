@@ -52,6 +52,8 @@ class LeakageTable:
         released_score: The same of the model as it is released: the median over draws of the noise.
         blind_score: The same of a model that knows no input.
         guesses: What any attacker can tell, by question.
+        model: As it was fitted.
+        targets: What it was fitted to, [n].
     """
 
     columns: dict[str, np.ndarray]
@@ -59,6 +61,8 @@ class LeakageTable:
     released_score: float
     blind_score: float
     guesses: dict[str, Guess]
+    model: GeneralizedLinearModel
+    targets: np.ndarray
 
 
 class _NamedColumns(np.ndarray):
@@ -106,7 +110,7 @@ def leakage_table(
         columns[f"{text}_guess"] = best.accuracy
         columns[f"{text}_divergence"] = best.divergence.max(axis=1)
         columns[f"{text}_tpr"] = best.true_positive_rate(FALSE_POSITIVE_RATE)
-    return LeakageTable(columns, float(fitted.score(X, y)), *_released_scores(fitted, X, y, sigma), guesses)
+    return LeakageTable(columns, float(fitted.score(X, y)), *_released_scores(fitted, X, y, sigma), guesses, fitted, y)
 
 
 def _released_scores(fitted: GeneralizedLinearModel, X: Any, y: np.ndarray, sigma: float) -> tuple[float, float]:

@@ -227,7 +227,7 @@ class GeneralizedLinearModel(BaseEstimator):
             An array [n]; with ``attributes`` a dict {name: [n]}; with ``groups`` a dict {group: η}.
         """
         sensitivity = self.sensitivity(X, y, private_target=private_target, sample_weight=sample_weight)
-        columns = None if attributes is None else {name: self._columns(part) for name, part in attributes.items()}
+        columns = None if attributes is None else {name: self.column_numbers(part) for name, part in attributes.items()}
         return fisher_information_loss([Release(sensitivity, sigma)], columns, groups, kind, one_hot)
 
     def mse_bound(self, X: Any, y: Any, sigma: float = 1.0, **options: Any) -> Any:
@@ -281,7 +281,7 @@ class GeneralizedLinearModel(BaseEstimator):
         if len(decide) <= _MOST_VALUES and len(X) == len(self._training_weight):
             settings = {name: value for name, value in options.items() if name != "sample_weight"}
             if settings.get("attributes") is not None:
-                settings["attributes"] = {name: self._columns(v) for name, v in settings["attributes"].items()}
+                settings["attributes"] = {name: self.column_numbers(v) for name, v in settings["attributes"].items()}
             squares = information_of_choice(
                 self._objective(*self._tensors(X, y, None)[:2], self._training_weight),
                 self._fit.weights,
@@ -355,7 +355,8 @@ class GeneralizedLinearModel(BaseEstimator):
         self.coef_ = parameters[: self.n_features_in_]
         self.intercept_: float | np.ndarray = float(parameters[-1]) if self.fit_intercept else 0.0
 
-    def _columns(self, columns: Sequence[Any] | slice) -> list[int]:
+    def column_numbers(self, columns: Sequence[Any] | slice) -> list[int]:
+        """The numbers of columns that are given by number, by name or as a slice, of the fitted model."""
         if isinstance(columns, slice):
             return list(range(self.n_features_in_))[columns]
         names = list(getattr(self, "feature_names_in_", ()))

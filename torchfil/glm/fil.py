@@ -119,6 +119,22 @@ class Sensitivity:
             )
         return self.sample_weight.square() * result
 
+    def diagonal(self, rows: slice) -> Tensor:
+        """diag(J_iᵀJ_i) of the examples ``rows``, [rows, d + t]: each private coordinate by itself, targets last."""
+        pushed, r, m, c = self._pushed(rows), self.residual[rows], self.curvature[rows], self.coupling[rows]
+        inverse = self.inverse.view(-1, *self.weights.shape)[:, : self.num_inputs]  # [pK, d, K]
+        overlap = pushed @ pushed.mT  # [rows, K, K]
+        slopes = torch.cat([m @ self._input_weights.mT, c], dim=2)  # [rows, K, d + t]
+        diagonal = torch.einsum("nka,nkl,nla->na", slopes, overlap, slopes)
+
+        # an input also moves the gradient by itself, E z_x rᵀ; a target does not
+        mixed = torch.einsum("nlc,cak,nk->nla", pushed, inverse, r)
+        squares = self._squares.diagonal(dim1=2, dim2=3)  # [K, K, d]
+        diagonal[:, : self.num_inputs] += torch.einsum("nk,nl,kla->na", r, r, squares) + 2 * (
+            mixed * slopes[:, :, : self.num_inputs]
+        ).sum(dim=1)
+        return self.sample_weight[rows].square()[:, None] * diagonal
+
     def squared_norm(self) -> Tensor:
         """‖J_i‖₂² of every example, [n]; for one margin to about 1e-15 relative to its upper bound."""
         if self.weights.shape[1] > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,14 @@ from torch import Tensor
 from torchfil.glm.fil import Sensitivity, largest_eigenvalues
 from torchfil.glm.losses import tangent_basis
 
-__all__ = ["Kind", "Release", "fisher_information_loss", "mse_bound_from_fil", "squared_loss_at"]
+__all__ = [
+    "Kind",
+    "Release",
+    "fisher_information_loss",
+    "information_by_coordinate",
+    "mse_bound_from_fil",
+    "squared_loss_at",
+]
 
 Kind = Literal["spectral", "trace"]
 
@@ -74,6 +81,20 @@ def mse_bound_from_fil(eta: Any) -> Any:
     with np.errstate(divide="ignore"):
         bound = 1 / np.square(np.asarray(eta, dtype=float))
     return float(bound) if bound.ndim == 0 else bound
+
+
+def information_by_coordinate(releases: Sequence[Release]) -> Iterator[tuple[slice, np.ndarray]]:
+    """I_jj of every private coordinate, targets last, some examples at a time: which, and [rows, d + t].
+
+    1/sqrt(I_jj) is the least error of an unbiased attacker who knows all other coordinates; over s of them,
+    ``kind="trace"`` is the root of their mean.
+
+    Args:
+        releases: Of models fitted on the same examples.
+    """
+    for rows in _chunks(releases):
+        parts = [release.sensitivity.diagonal(rows) / release.scale**2 for release in releases]
+        yield rows, torch.stack(parts).sum(dim=0).clamp(min=0).cpu().numpy()
 
 
 def squared_loss_at(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.special import ndtr, ndtri
 
-from torchfil.guessing import largest_true_positive_rate
+from torchfil.guessing import largest_success, largest_true_positive_rate
 from torchfil.report.parted import ByExample
 
 __all__ = ["AttackRecord", "Attributes", "Pictures", "QuestionRecord", "Spread", "Texts", "Yardsticks"]
@@ -88,6 +89,8 @@ class QuestionRecord:
         complete: Whether the answers are all that are possible, the true one among them (with D = 0).
         divergence: D = KL(P ‖ P′), [n, m].
         divergence_high: The upper end of its 95 % interval, [n, m].
+        law: "normal" where P and P′ are normal laws of one covariance, as in a linear model's release, so that D tells
+            what the best attacker attains; "any": D bounds it.
     """
 
     name: str
@@ -95,11 +98,30 @@ class QuestionRecord:
     complete: bool
     divergence: ByExample
     divergence_high: ByExample
+    law: str = "any"
 
     def rate(self, false_positive_rate: float = 0.01) -> np.ndarray:
-        """The largest true-positive rate of any attacker, over all answers, at the upper ends, [n]."""
+        """The largest true-positive rate of any attacker, over all answers, at the upper ends, [n].
+
+        Φ(Φ⁻¹(FPR) + sqrt(2D)) between normal laws.
+        """
         worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1)
+        if self.law == "normal":
+            return ndtr(ndtri(false_positive_rate) + np.sqrt(2 * worst))
         return largest_true_positive_rate(torch.from_numpy(worst), false_positive_rate).numpy()
+
+    def success(self) -> np.ndarray:
+        """How often any attacker tells the true answer from the worst other one, equally likely, at most, [n].
+
+        Φ(sqrt(D/2)) between normal laws.
+        """
+        worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1)
+        if self.law == "normal":
+            return ndtr(np.sqrt(worst / 2))
+        known = ~np.isnan(worst)
+        success = np.full(len(worst), np.nan)
+        success[known] = largest_success(torch.from_numpy(worst[known]), 0.5).numpy()
+        return success
 
 
 @dataclass(frozen=True, eq=False)

@@ -94,7 +94,7 @@ def pack_rest(run: SavedRun, levels: Mapping[str, np.ndarray]) -> tuple[dict[str
         for each in run.attacks
     ]
     order = {kind: list(getattr(run, kind)) for kind in ("columns", "groups", "history", "rounds")}
-    questions = [{"name": q.name, "answers": q.answers, "complete": q.complete} for q in run.questions]
+    questions = [{name: getattr(q, name) for name in ("name", "answers", "complete", "law")} for q in run.questions]
     values = {"about": run.about, "bounds": run.bounds, "attacks": attacks, "order": order, "questions": questions}
     if run.yardsticks is not None:
         inputs = {name: float(value) for name, value in vars(run.yardsticks.inputs).items()}
@@ -161,6 +161,7 @@ def unpack(arrays: Mapping[str, Any], header: Mapping[str, str]) -> SavedRun:
                 text["complete"],
                 arrays[f"question/{number}/divergence"],
                 arrays[f"question/{number}/divergence_high"],
+                text.get("law", "any"),
             )
             for number, text in enumerate(json.loads(header.get("questions", "[]")))  # earlier files have none
         ],

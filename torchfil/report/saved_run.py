@@ -30,7 +30,8 @@ class SavedRun:
 
     Attributes:
         about: JSON values: title, model, dataset, mechanism, epsilon, delta, accountant, versions, seed, created,
-            exact; noise_choice where pilots chose σ, equalised where torchfil.equalise chose the clip weights.
+            exact; kind "linear" and linear for a linear model's release (:mod:`torchfil.report.linear_run`);
+            noise_choice where pilots chose σ, equalised where torchfil.equalise chose the clip weights.
         ids: The examples' names, [n], int64 or strings.
         columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low, participations, missed,
             squared_norm, epsilon (individual) where it was computed, clip_weight where weights were given, and
@@ -210,6 +211,9 @@ _NUMBERS = (
     "delta",
     "model.num_parameters",
     "mechanism.noise_multiplier",
+    "mechanism.sigma",
+    "mechanism.l2",
+    "mechanism.releases",
     "mechanism.max_grad_norm",
     "mechanism.sample_rate",
     "mechanism.steps",
@@ -223,8 +227,10 @@ _NUMBERS = (
     "equalised.target",
 )
 _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
-    **dict.fromkeys(("model", "dataset", "mechanism", "versions", "noise_choice", "equalised"), ("a dict", dict)),
-    **dict.fromkeys(("title", "accountant", "created", "mechanism.probe_precision"), ("a text", str)),
+    **dict.fromkeys(
+        ("model", "dataset", "mechanism", "versions", "noise_choice", "equalised", "linear"), ("a dict", dict)
+    ),
+    **dict.fromkeys(("kind", "title", "accountant", "created", "mechanism.probe_precision"), ("a text", str)),
     **dict.fromkeys(("noise_choice.target", "equalised.question", "equalised.stopped"), ("a text", str)),
     **dict.fromkeys(("exact", "equalised.met"), ("true or false", bool)),
     **dict.fromkeys(_NUMBERS, ("a number", (int, float))),

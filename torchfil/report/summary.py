@@ -30,6 +30,7 @@ __all__ = ["FALSE_POSITIVE_RATE", "Exposure", "QuestionSummary", "Summary", "sum
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
 PUBLIC = {
+    "kind": None,
     "title": None,
     "created": None,
     "epsilon": None,
@@ -40,6 +41,7 @@ PUBLIC = {
     "model": ("class", "name", "num_parameters"),
     "dataset": ("num_examples", "num_coordinates", "input_shape", "input_range"),
     "mechanism": (
+        *("sigma", "l2", "releases"),  # of a linear model
         "noise_multiplier",
         "max_grad_norm",
         "clip",

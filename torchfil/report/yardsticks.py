@@ -39,9 +39,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
-from torchfil.guessing import largest_success
 from torchfil.report.records import QuestionRecord, Spread
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.status import NOT_MEASURED, status_of
@@ -190,11 +188,7 @@ def gain_over_guessing(question: QuestionRecord) -> np.ndarray:
 
     For the worst of the answers, at the upper end of its 95 % interval; NaN where that is not known.
     """
-    worst = np.asarray(question.divergence_high, dtype=np.float64).max(axis=1)
-    gains = np.full(len(worst), math.nan)
-    known = ~np.isnan(worst)
-    gains[known] = largest_success(torch.from_numpy(worst[known]), 0.5).numpy() - 0.5
-    return gains
+    return question.success() - 0.5
 
 
 def answer_shares(question: QuestionRecord, rows: np.ndarray | None = None) -> dict[str, float] | None:

@@ -1,0 +1,354 @@
+r"""Two runs on the same examples beside each other: what a change did, and who moved.
+
+Examples are matched by id; only those that both runs have measured count. An example has **clearly moved** where its
+two FIL differ by more than chance explains, each example by itself: with h = 1/sqrt(mse_bound_low) − η̄ the half width
+of each 95 % interval,
+
+    |η̄_after − η̄_before| > sqrt(h_before² + h_after²).
+
+Closed forms have h = 0, and any difference counts. Of examples that did not move, about one in twenty clearly does by
+chance, where intervals are estimates.
+
+Made for publication, nothing rests on fewer than ``min_group`` examples: see :mod:`torchfil.report.disclosure`. Groups
+are those of the first run, cut the same way for both; runs whose examples differ by a few are refused, for the
+difference of two published numbers would be theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from torchfil.report.aggregates import geometric_mean, levels_of, published_count, rounded, rounded_count
+from torchfil.report.disclosure import joined, split_beside
+from torchfil.report.matching import check_alike, check_enough, matched_rows, setting
+from torchfil.report.saved_run import SavedRun
+from torchfil.report.yardsticks import blind_error_of_inputs
+
+__all__ = ["Comparison", "Moves", "Pair", "Side", "compare_runs"]
+
+SETTINGS = {
+    "kind": "kind of run",
+    "model.name": "model",
+    "mechanism.noise_multiplier": "noise multiplier σ",
+    "mechanism.sigma": "noise σ on the weights",
+    "mechanism.l2": "penalty λ",
+    "mechanism.releases": "releases",
+    "mechanism.max_grad_norm": "clipping norm C",
+    "mechanism.clip": "clip function",
+    "mechanism.sample_rate": "sampling rate q",
+    "mechanism.steps": "steps",
+    "mechanism.amplification": "amplification",
+    "mechanism.min_mse_bound": "bound that was kept to",
+    "epsilon": "ε for everybody",
+    "delta": "δ",
+}
+_SAME = 1e-9  # relative difference up to which closed forms are the same
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A number before and after; ``name`` says of what."""
+
+    name: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Side:
+    """One run, as far as the matched examples go.
+
+    Attributes:
+        title: Of the run.
+        examples: How many the run has; those without a partner, or that one run did not measure, included.
+        alone: How many of them are not compared.
+        fil: Typical η̄, the geometric mean.
+        bound: MSE bounds by level, "0" the smallest and "0.5" the median.
+        low_end: The smallest lower end; None where the run has none.
+        exposed: How many have a lower end below the squared error of a blind guess; None: that is not known.
+    """
+
+    title: str
+    examples: int
+    alone: int | str
+    fil: float
+    bound: dict[str, float]
+    low_end: float | None
+    exposed: int | str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """The matched examples one by one; never part of a public page.
+
+    Attributes:
+        ids: [m].
+        before: MSE bounds before, [m].
+        after: MSE bounds after, [m].
+        clearly: 1: clearly less exposed after, −1: clearly more, 0: neither, int [m].
+        newly_exposed: Whether exposed after and not before, [m] booleans; None: not known.
+        no_longer: Whether exposed before and not after, [m] booleans; None: not known.
+    """
+
+    ids: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+    clearly: np.ndarray
+    newly_exposed: np.ndarray | None
+    no_longer: np.ndarray | None
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Two runs compared.
+
+    Attributes:
+        redacted: Whether it may be published.
+        smallest: The least number of examples behind a number.
+        before: The first run.
+        after: The second run.
+        matched: How many examples are compared.
+        settings: What differs: name, before, after.
+        ratio: The MSE bounds after over those before: their geometric mean ("mean") and, unless redacted, the least,
+            the median and the largest ("0", "0.5", "1").
+        expected: (σ_after/σ_before)², by which the bounds would have grown at the same gradients; None: σ is the same,
+            or not known.
+        exact: Whether both runs are closed forms.
+        less: How many are clearly less exposed after.
+        more: How many are clearly more exposed after.
+        newly_exposed: How many are exposed after and were not before; None: not known.
+        no_longer: How many were exposed before and are not after; None: not known.
+        attributes: The least error of unbiased guesses, of the most exposed example of each attribute.
+        questions: The largest true-positive rate of any attacker at 1 % false positives, of the worst example.
+        groups: By grouping, each group's typical η̄.
+        notes: What could not be compared, and why.
+        moves: Single examples; None where redacted.
+    """
+
+    redacted: bool
+    smallest: int
+    before: Side
+    after: Side
+    matched: int
+    settings: list[tuple[str, Any, Any]]
+    ratio: dict[str, float]
+    expected: float | None
+    exact: bool
+    less: int | str
+    more: int | str
+    newly_exposed: int | str | None
+    no_longer: int | str | None
+    attributes: list[Pair]
+    questions: list[Pair]
+    groups: dict[str, list[Pair]]
+    notes: list[str] = field(default_factory=list)
+    moves: Moves | None = None
+
+    @property
+    def nothing_moved(self) -> bool:
+        """Whether no example has clearly moved."""
+        return self.less == 0 and self.more == 0
+
+
+def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, min_group: int = 10) -> Comparison:
+    """What changed from one run to another on the same examples.
+
+    Args:
+        before: A saved run.
+        after: Another, of the same private inputs.
+        redacted: Whether to leave out everything about fewer than ``min_group`` examples.
+        min_group: At least 2.
+
+    Raises:
+        ValueError: The runs share no ids, have an id twice, speak of other inputs or ask other questions, or, redacted,
+            differ by too few examples.
+
+    Example:
+        >>> from torchfil.report.saved_run import SavedRun
+        >>> columns = {"fil": np.array([1.0, 2.0]), "mse_bound": np.array([1.0, 0.25])}
+        >>> run = SavedRun(about={}, ids=np.arange(2), columns=columns)
+        >>> compare_runs(run, run).nothing_moved
+        True
+    """
+    if min_group < 2:
+        raise ValueError(f"min_group={min_group} must be at least 2: a group of one is an example")
+    smallest = min_group if redacted else 1
+    check_alike(before, after)
+    ids, rows, rows_after = matched_rows(before, after)
+    if redacted:
+        check_enough(before, after, len(ids), smallest)
+
+    # everything below speaks of the matched examples, in the order of ids
+    blind = _blind_error(before, after)
+    bounds = [
+        np.asarray(run.column("mse_bound"), dtype=np.float64)[own] for run, own in ((before, rows), (after, rows_after))
+    ]
+    exposed = [_exposed(run, own, blind) for run, own in ((before, rows), (after, rows_after))]
+    moves = Moves(ids, *bounds, _clearly(before, rows, after, rows_after), *_crossings(*exposed))
+    notes: list[str] = []
+    return Comparison(
+        redacted=redacted,
+        smallest=smallest,
+        before=_side(before, rows, exposed[0], smallest),
+        after=_side(after, rows_after, exposed[1], smallest),
+        matched=rounded_count(len(ids), smallest),
+        settings=_settings(before, after),
+        ratio=_ratio(*bounds, smallest),
+        expected=_expected(before, after),
+        exact=all(run.about.get("kind") == "linear" for run in (before, after)),
+        less=published_count(int((moves.clearly > 0).sum()), smallest),
+        more=published_count(int((moves.clearly < 0).sum()), smallest),
+        newly_exposed=_count(moves.newly_exposed, smallest),
+        no_longer=_count(moves.no_longer, smallest),
+        attributes=_attributes(before, rows, after, rows_after, smallest),
+        questions=_questions(before, rows, after, rows_after, smallest, notes),
+        groups=_groups(before, rows, after, rows_after, smallest, notes),
+        notes=notes,
+        moves=None if redacted else moves,
+    )
+
+
+def _settings(before: SavedRun, after: SavedRun) -> list[tuple[str, Any, Any]]:
+    pairs = [(text, setting(before, name), setting(after, name)) for name, text in SETTINGS.items()]
+    return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+def _expected(before: SavedRun, after: SavedRun) -> float | None:
+    """(σ′/σ)²: at the same gradients, or the same fit, Fisher information is proportional to 1/σ²."""
+    for name in ("mechanism.sigma", "mechanism.noise_multiplier"):
+        one, other = setting(before, name), setting(after, name)
+        if isinstance(one, int | float) and isinstance(other, int | float) and 0 < one != other > 0:
+            return float((other / one) ** 2)
+    return None
+
+
+def _blind_error(before: SavedRun, after: SavedRun) -> float | None:
+    """The squared error of a blind guess, where both runs say the same."""
+    one, other = (1.0 if setting(run, "linear.scaled") else blind_error_of_inputs(run) for run in (before, after))
+    return None if one is None or one != other else one**2
+
+
+def _lower_ends(run: SavedRun, rows: np.ndarray) -> np.ndarray:
+    return np.asarray(run.columns.get("mse_bound_low", run.columns["mse_bound"]), dtype=np.float64)[rows]
+
+
+def _exposed(run: SavedRun, rows: np.ndarray, blind: float | None) -> np.ndarray | None:
+    return None if blind is None else ~(_lower_ends(run, rows) >= blind)
+
+
+def _crossings(before: np.ndarray | None, after: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+    if before is None or after is None:
+        return None, None
+    return after & ~before, before & ~after
+
+
+def _count(which: np.ndarray | None, smallest: int) -> int | str | None:
+    return None if which is None else published_count(int(which.sum()), smallest)
+
+
+def _clearly(before: SavedRun, rows: np.ndarray, after: SavedRun, rows_after: np.ndarray) -> np.ndarray:
+    """1, −1 or 0 by example: less exposed, more exposed, or not told apart, [m]."""
+    fil, widths = [], []
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for run, own in ((before, rows), (after, rows_after)):
+            fil.append(np.asarray(run.column("fil"), dtype=np.float64)[own])
+            widths.append(np.maximum(1 / np.sqrt(_lower_ends(run, own)) - fil[-1], 0.0))
+        change = fil[0] - fil[1]
+        chance = np.sqrt(widths[0] ** 2 + widths[1] ** 2) + _SAME * np.maximum(*fil)
+        return np.where(np.abs(change) > chance, np.sign(change), 0).astype(np.int64)
+
+
+def _side(run: SavedRun, rows: np.ndarray, exposed: np.ndarray | None, smallest: int) -> Side:
+    bound, fil = (np.asarray(run.column(name), dtype=np.float64)[rows] for name in ("mse_bound", "fil"))
+    low_end = levels_of(_lower_ends(run, rows), smallest, levels=(0.0,)).get("0")
+    return Side(
+        title=str(run.about.get("title") or "a saved run"),
+        examples=len(run),
+        alone=published_count(len(run) - len(rows), smallest),
+        fil=rounded(geometric_mean(fil), smallest),
+        bound=levels_of(bound, smallest, levels=(0.0, 0.5)),
+        low_end=low_end if "mse_bound_low" in run.columns else None,
+        exposed=_count(exposed, smallest),
+    )
+
+
+def _ratio(before: np.ndarray, after: np.ndarray, smallest: int) -> dict[str, float]:
+    """Of the examples whose bounds are positive and finite in both; published only where few others are left out."""
+    usual = (before > 0) & (after > 0) & np.isfinite(before) & np.isfinite(after)
+    ratio = after[usual] / before[usual]
+    if len(ratio) < smallest or 0 < len(before) - len(ratio) < smallest:
+        return {}
+    levels = {} if smallest > 1 else {"0": 0.0, "0.5": 0.5, "1": 1.0}
+    quantiles = {name: float(np.quantile(ratio, level)) for name, level in levels.items()}
+    return {"mean": rounded(geometric_mean(ratio), smallest), **quantiles}
+
+
+def _worst(name: str, before: np.ndarray, after: np.ndarray, smallest: int, sign: int) -> Pair | None:
+    """The most exposed example's number on both sides; ``sign`` −1 where the largest is the worst."""
+    both = [
+        levels_of(sign * values[~np.isnan(values)], smallest, sign=sign, levels=(0.0,)) for values in (before, after)
+    ]
+    return Pair(name, both[0]["0"], both[1]["0"]) if all("0" in levels for levels in both) else None
+
+
+def _attributes(
+    before: SavedRun, rows: np.ndarray, after: SavedRun, rows_after: np.ndarray, smallest: int
+) -> list[Pair]:
+    one, other = before.attributes, after.attributes
+    if one is None or other is None:
+        return []
+    pairs = []
+    for place, name in enumerate(one.names):
+        if name in other.names and other.units[other.names.index(name)] == one.units[place]:
+            errors = np.asarray(one.shown[:, place], dtype=np.float64)[rows]
+            errors_after = np.asarray(other.shown[:, other.names.index(name)], dtype=np.float64)[rows_after]
+            unit = f", {one.units[place]}" if one.units[place] else ""
+            pairs.append(_worst(f"{name}{unit}", errors, errors_after, smallest, 1))
+    return [pair for pair in pairs if pair is not None]
+
+
+def _questions(
+    before: SavedRun, rows: np.ndarray, after: SavedRun, rows_after: np.ndarray, smallest: int, notes: list[str]
+) -> list[Pair]:
+    asked, asked_after = ({question.name: question for question in run.questions} for run in (before, after))
+    for name in sorted(asked.keys() ^ asked_after.keys()):
+        notes.append(f"The question “{name}” was asked in one run only.")
+    pairs = [
+        _worst(name, asked[name].rate()[rows], asked_after[name].rate()[rows_after], smallest, -1)
+        for name in asked
+        if name in asked_after
+    ]
+    return [pair for pair in pairs if pair is not None]
+
+
+def _groups(
+    before: SavedRun, rows: np.ndarray, after: SavedRun, rows_after: np.ndarray, smallest: int, notes: list[str]
+) -> dict[str, list[Pair]]:
+    """Each grouping that both runs have alike, beside those before it."""
+    fil, fil_after = (
+        np.asarray(run.column("fil"), dtype=np.float64)[own] for run, own in ((before, rows), (after, rows_after))
+    )
+    groups: dict[str, list[Pair]] = {}
+    cells = None
+    for name in before.groups:
+        if name not in after.groups:
+            continue
+        labels = np.asarray(before.groups[name])[rows]
+        if not np.array_equal(labels, np.asarray(after.groups[name])[rows_after]):
+            notes.append(f"By {name}, examples have other labels in the second run: not compared.")
+            continue
+        split = split_beside(labels, smallest, cells)
+        cells = joined(cells, split)
+        named = [*split.names, f"{split.merged} small groups together"] if split.merged else split.names
+        pairs = [
+            Pair(label, *(rounded(geometric_mean(own[split.codes == code]), smallest) for own in (fil, fil_after)))
+            for code, label in enumerate(named)
+        ]
+        groups[name] = sorted(pairs, key=lambda pair: -pair.before if math.isfinite(pair.before) else 0.0)
+        if not pairs:
+            notes.append(f"By {name}, groups are too small, or would tell of too few beside other groupings.")
+    return groups

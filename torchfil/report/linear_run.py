@@ -1,0 +1,307 @@
+r"""A linear model's release as a saved run: the same file, page and gate as for a training run.
+
+What is released is w* + N(0, σ²I), once. All numbers are closed forms (:mod:`torchfil.glm`) and have no error:
+``mse_bound_low`` is ``mse_bound``. What is random is the noise on the weights; there are no steps, no batches, no
+clipping, and no accountant's ε.
+
+Columns have units of their own, and a mean of squared years and squared milligrams means nothing. Therefore every
+private coordinate j counts in units of its standard deviation s_j over the rows, in which a blind guess, the mean, is
+off by 1 (root mean square):
+
+    η̄² = Σ_j s_j² I_jj / d,        mse_bound = 1/η̄².
+
+Single attributes stand in their own units. ``scales=None`` leaves all units as they are.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import platform
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from torchfil._version import __version__
+from torchfil.glm.guesses import Guess, guess
+from torchfil.glm.measures import Release, information_by_coordinate
+from torchfil.report.run_file import save
+from torchfil.report.saved_run import Attributes, QuestionRecord, SavedRun
+from torchfil.viz.common import as_array
+
+if TYPE_CHECKING:
+    from torchfil.glm import IRFIL, Composition, GeneralizedLinearModel, Question
+
+__all__ = ["linear_run", "save_linear_run"]
+
+Columns = Sequence[Any] | slice
+TARGET = "target"
+
+
+def save_linear_run(
+    path: str | os.PathLike[str], model: Any, X: Any, y: Any, sigma: float | None, **options: Any
+) -> Path:
+    """Write what :func:`linear_run` gives into a file, for ``torchfil report``, ``gate``, ``inspect`` and ``compare``.
+
+    Args:
+        path: The file; its suffix is .fil by custom. Readable by its owner only.
+        model: As for :func:`linear_run`.
+        X: The training inputs, [n, d].
+        y: The training targets, [n].
+        sigma: σ.
+        **options: Of :func:`linear_run`.
+    """
+    return save(linear_run(model, X, y, sigma, **options), path)
+
+
+def linear_run(
+    model: GeneralizedLinearModel | IRFIL | Composition,
+    X: Any,
+    y: Any,
+    sigma: float | None,
+    *,
+    ids: Sequence[Hashable] | None = None,
+    title: str | None = None,
+    attributes: Mapping[str, Columns] | None = None,
+    attribute_units: Mapping[str, str] | None = None,
+    private_target: bool | None = None,
+    target: str = TARGET,
+    groups: Mapping[str, Any] | None = None,
+    questions: Mapping[str, Question | Guess] | None = None,
+    scales: Literal["deviation"] | Sequence[float] | None = "deviation",
+    scores: Mapping[str, float] | None = None,
+    hash_data: bool = True,
+) -> SavedRun:
+    """What releasing w* + N(0, σ²I) leaks about every row. Confidential: it depends on private data.
+
+    Args:
+        model: Fitted; or what :func:`torchfil.glm.iteratively_reweighted_fil` gave, whose weights are held fixed; or a
+            :class:`torchfil.glm.Composition` of several releases.
+        X: The training inputs, [n, d].
+        y: The training targets, [n].
+        sigma: σ of the release; None for a composition, which has its own.
+        ids: The rows' names; None: their numbers.
+        title: Of the report.
+        attributes: {name: columns}: what is private; the attacker knows all else. None: every column by itself.
+        attribute_units: {name: unit}, e.g. {"age": "years"}.
+        private_target: Whether y is private, too. None: where no ``attributes`` are named.
+        target: The target's name.
+        groups: {grouping: one label per row}.
+        questions: {name: what an attacker asks, or what :func:`torchfil.glm.guess` gave for it}.
+        scales: s of every private coordinate, in units of which it counts. "deviation": its standard deviation over the
+            rows; None: 1.
+        scores: Of the model: ``score``, ``released_score``, ``blind_score``, as far as they are known.
+        hash_data: Whether to keep a checksum of X and y.
+
+    Raises:
+        ValueError: Lengths do not fit, or a question is asked of several releases.
+
+    Example:
+        >>> from torchfil.glm import LinearRegression
+        >>> X, y = np.eye(2), np.array([1.0, 2.0])
+        >>> run = linear_run(LinearRegression().fit(X, y), X, y, sigma=0.5, scales=None)
+        >>> bool(np.allclose(run.columns["mse_bound"], LinearRegression().fit(X, y).mse_bound(X, y, 0.5)))
+        True
+    """
+    releases, reweighted = _releases(model, sigma)
+    first = releases[0][0]
+    with_target = attributes is None if private_target is None else private_target
+    parts = [Release(each.sensitivity(X, y, private_target=with_target), scale) for each, scale in releases]
+    width, coordinates = first.n_features_in_, parts[0].sensitivity.num_coordinates
+    names = _attribute_columns(first, attributes)
+    if with_target:
+        names[_free_name(target, names)] = list(range(width, coordinates))
+    private = sorted({column for own in names.values() for column in own})
+    spread = _spreads(scales, X, y, coordinates)
+
+    # everybody's numbers, a few rows at a time: I_jj of a long table would take as much memory as the table
+    n = len(parts[0].sensitivity.X)
+    square, error = np.empty(n), np.empty((n, len(names)), dtype=np.float32)
+    with np.errstate(divide="ignore"):
+        for rows, information in information_by_coordinate(parts):
+            square[rows] = (information * spread**2)[:, private].mean(axis=1)
+            for place, own in enumerate(names.values()):
+                error[rows, place] = 1 / np.sqrt(information[:, own].mean(axis=1))
+        columns = _columns(np.sqrt(square), 1 / square)
+    if reweighted is not None:
+        columns["sample_weight"] = np.asarray(reweighted, dtype=np.float64)
+        columns["fil_before"] = _before(first, X, y, releases[0][1], private, spread, with_target)
+
+    units = attribute_units or {}
+    labels = {name: _labels(name, given, n) for name, given in (groups or {}).items()}
+    about = _about(releases, n, len(private), scaled=scales is not None, hashed=(X, y) if hash_data else None)
+    about["title"] = title if title is not None else f"{about['model']['name']} on {n:,} examples"
+    about["linear"] |= {
+        "private": list(names),
+        "reweighted": reweighted is not None,
+        **{name: float(value) for name, value in (scores or {}).items()},
+    }
+    return SavedRun(
+        about=about,
+        ids=_ids(ids, n),
+        columns=columns,
+        attributes=Attributes(list(names), [units.get(name, "") for name in names], error, error),
+        groups=labels,
+        questions=[_question(name, asked, releases, X, y) for name, asked in (questions or {}).items()],
+    )
+
+
+def _releases(model: Any, sigma: float | None) -> tuple[list[tuple[Any, float]], np.ndarray | None]:
+    """Models with the σ of their release, and the weights that were chosen from the data, where there are such."""
+    if hasattr(model, "releases"):  # a composition
+        if sigma is not None:
+            raise ValueError(f"sigma={sigma}: a composition has a σ for each of its releases; pass sigma=None")
+        return list(model.releases), None
+    if sigma is None or not 0 < sigma < float("inf"):
+        raise ValueError(f"sigma={sigma} must be positive and finite: without noise the release gives everything away")
+    if hasattr(model, "etas"):  # of iteratively_reweighted_fil
+        return [(model.model, float(sigma))], model.sample_weight
+    return [(model, float(sigma))], None
+
+
+def _attribute_columns(model: Any, attributes: Mapping[str, Columns] | None) -> dict[str, list[int]]:
+    """Each private attribute's columns, by number."""
+    if attributes is None:
+        names = getattr(model, "feature_names_in_", [f"column {j}" for j in range(model.n_features_in_)])
+        return {str(name): [j] for j, name in enumerate(names)}
+    if not attributes:
+        raise ValueError("attributes is empty: nothing would be private; None makes every column private")
+    return {name: model.column_numbers(part) for name, part in attributes.items()}
+
+
+def _free_name(name: str, taken: Mapping[str, Any]) -> str:
+    return name if name not in taken else _free_name(f"{name} (target)", taken)
+
+
+def _spreads(scales: Any, X: Any, y: Any, coordinates: int) -> np.ndarray:
+    """s of every private coordinate, the targets' last, [d + t]."""
+    if scales is None:
+        return np.ones(coordinates)
+    inputs = as_array(X)
+    if not isinstance(scales, str):
+        given = np.asarray(scales, dtype=float)
+        if given.shape != (coordinates,) or not bool(((given > 0) & np.isfinite(given)).all()):
+            raise ValueError(
+                f"scales must be {coordinates} positive numbers, one for each private coordinate, targets last"
+            )
+        return given
+    if scales != "deviation":
+        raise ValueError(f"scales={scales!r} must be 'deviation', numbers or None")
+
+    # a column with one value has nothing to guess: it counts as it is
+    spread = np.ones(coordinates)
+    width = inputs.shape[1]
+    spread[:width] = [np.asarray(inputs[:, j], dtype=float).std() for j in range(width)]
+    spread[width:] = _target_spread(as_array(y), coordinates - width)
+    return np.where(spread > 0, spread, 1.0)
+
+
+def _target_spread(y: np.ndarray, coordinates: int) -> float:
+    """Of a number its deviation; of k classes, a point of the simplex, sqrt(Σ p(1 − p)/(k − 1))."""
+    if coordinates == 1 and y.dtype.kind in "biuf":
+        return float(y.astype(float).std())
+    shares = np.unique(y, return_counts=True)[1] / len(y)
+    return float(np.sqrt((shares * (1 - shares)).sum() / max(1, coordinates)))
+
+
+def _columns(fil: np.ndarray, bound: np.ndarray) -> dict[str, np.ndarray]:
+    """What a run keeps of every example; nothing was missed, and nothing is estimated."""
+    return {
+        "fil": fil,
+        "fil_error": np.zeros_like(fil),
+        "mse_bound": bound,
+        "mse_bound_low": bound,
+        "missed": np.zeros(len(fil), dtype=np.int64),
+    }
+
+
+def _before(
+    model: Any, X: Any, y: Any, sigma: float, private: list[int], spread: np.ndarray, private_target: bool
+) -> np.ndarray:
+    """η̄ of the same model fitted without weights, [n]."""
+    from sklearn.base import clone
+
+    plain = clone(model).fit(X, y)
+    release = Release(plain.sensitivity(X, y, private_target=private_target), sigma)
+    parts = [(values * spread**2)[:, private].mean(axis=1) for _, values in information_by_coordinate([release])]
+    return np.sqrt(np.concatenate(parts))
+
+
+def _labels(name: str, given: Any, n: int) -> np.ndarray:
+    if len(given) != n:
+        raise ValueError(f"grouping {name!r} has {len(given)} labels for {n} rows; give one each, in order")
+    return np.asarray([str(label) for label in given], dtype=str)
+
+
+def _ids(given: Sequence[Hashable] | None, n: int) -> np.ndarray:
+    if given is None:
+        return np.arange(n)
+    if len(given) != n:
+        raise ValueError(f"ids has {len(given)} entries for {n} rows; give one each, in order")
+    whole = all(isinstance(entry, int | np.integer) for entry in given)
+    return np.asarray(given, dtype=np.int64) if whole else np.asarray([str(entry) for entry in given], dtype=str)
+
+
+def _question(name: str, asked: Any, releases: Sequence[tuple[Any, float]], X: Any, y: Any) -> QuestionRecord:
+    """D = Δ²/(2σ²) between normal laws, of which the best attacker's success is known exactly."""
+    if not isinstance(asked, Guess):
+        if len(releases) > 1:
+            raise ValueError(f"question {name!r}: questions are answered for one release, not for {len(releases)}")
+        asked = guess(releases[0][0], X, y, asked, releases[0][1])
+    answers, divergence = list(asked.answers), asked.divergence
+
+    # where all have the same answer (the row is there, the number is what it is), the others are what could be
+    first = int(asked.truth[0])
+    complete = bool((asked.truth != first).any())
+    if not complete and len(answers) > 1:
+        answers, divergence = answers[:first] + answers[first + 1 :], np.delete(divergence, first, axis=1)
+    return QuestionRecord(name, answers, complete, divergence, divergence, law="normal")
+
+
+def _about(
+    releases: Sequence[tuple[Any, float]], n: int, coordinates: int, *, scaled: bool, hashed: tuple[Any, Any] | None
+) -> dict[str, Any]:
+    model, sigma = releases[0]
+    names = [type(each).__name__ for each, _ in releases]
+    alone = len(releases) == 1
+    return {
+        "kind": "linear",
+        "model": {
+            "name": names[0] if alone else ", ".join(names),
+            "num_parameters": sum(
+                np.size(each.coef_) + each.fit_intercept * np.size(each.intercept_) for each, _ in releases
+            ),
+        },
+        "dataset": {
+            "num_examples": n,
+            "num_coordinates": coordinates,
+            "data_sha256": _digest(*hashed) if hashed is not None else None,
+        },
+        "mechanism": {
+            "sigma": sigma if alone else None,
+            "sigmas": None if alone else [scale for _, scale in releases],
+            "releases": len(releases),
+            "l2": float(model.l2) if alone else None,
+        },
+        "linear": {"scaled": scaled},
+        "unit_of_inputs": "standard deviations of the column" if scaled else "",
+        "epsilon": None,
+        "delta": None,
+        "accountant": None,
+        "versions": {"torchfil": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "exact": True,
+    }
+
+
+def _digest(X: Any, y: Any) -> str:
+    """SHA-256 of the inputs and targets as they were fitted."""
+    digest = hashlib.sha256()
+    for values in (as_array(X), as_array(y)):
+        digest.update(f"{values.dtype.str}{values.shape}".encode())
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()
