@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DEVICE, SIGMA, build, grouped, relative_error
-from test_recording import LAYERS, Flat
+from recorded_cases import LAYERS, Flat
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
