@@ -11,12 +11,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from opacus.accountants.analysis import rdp
 
 TIMEOUT = 240
 PRELOADED = ["rank_checkpoints", "rank_faults", "rank_sharded", "killed_runs"]  # and with them torchfil
@@ -80,6 +82,7 @@ def _context(preloaded: Sequence[str]) -> Any:
 def serve(rank: int, size: int, store: Path, end: Connection, backend: str) -> None:
     """One of the processes."""
     torch.set_num_threads(1)
+    rdp._compute_rdp = cache(rdp._compute_rdp)  # as in conftest.py
     timeout = datetime.timedelta(seconds=TIMEOUT)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     while True:

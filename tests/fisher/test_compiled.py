@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DEVICE, SIGMA, build, grouped, relative_error
-from test_recording import LAYERS, Flat
+from recorded_cases import LAYERS, Flat
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -93,10 +93,25 @@ def test_each_layer_alone(name: str) -> None:
     compare(*passes)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_models(name: str) -> None:
+def compare_case(name: str) -> None:
     cases = [build(name, 3, seed=seed) for seed in (0, 1)]
     compare(*(ExampleGradients.build(*case.arguments, case.private) for case in cases))
+
+
+LARGER = ("mnist_cnn", "groupnorm_residual", "transformer")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGER)) for name in ("two_inputs", *LARGER)]
+)
+def test_models(name: str) -> None:
+    compare_case(name)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "two_inputs"])
+@pytest.mark.usefixtures("without_compiler")
+def test_recorded_models(name: str) -> None:
+    compare_case(name)
 
 
 def passes_of(model: nn.Module, shape: tuple[int, ...], batch: int = 3) -> list[ExampleGradients]:
@@ -128,13 +143,11 @@ NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 def test_inductor_gives_the_same(backend: str) -> None:
     """Strides and poolings that overlap, and probes worked at together; in short without inductor's C++."""
     torch.manual_seed(1)
-    convolutions = [
-        nn.Conv2d(1, 4, 3, stride=2, padding=2),
-        nn.Tanh(),
-        nn.AvgPool2d(2, 1),
-        nn.Conv2d(4, 3, 3, stride=2),
-    ]
-    network = nn.Sequential(*convolutions, nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+    layers: list[nn.Module] = [nn.Conv2d(1, 4, 3, stride=2, padding=2), nn.Tanh(), nn.AvgPool2d(2, 1)]
+    if backend == "inductor":
+        layers += [nn.Conv2d(4, 3, 3, stride=2), nn.Tanh()]
+    network = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(3))
+    network(torch.zeros(1, 1, 9, 9))
     before, after = passes_of(network.double(), (1, 9, 9))
 
     def run(gradients: ExampleGradients, probes: Tensor, at_once: int) -> list[Tensor]:
@@ -281,7 +294,7 @@ def test_what_is_compiled_wrongly_is_not_used(
     wrong: str | None, expected: tuple[bool, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rows that come out too large by a thousandth of their size, from a compiler, are found."""
-    case = build("mnist_cnn", 8)
+    case = build("two_inputs", 8)
     gradients = ExampleGradients.build(*case.arguments, case.private)
     wanted, batch = Wanted((), "weight-probes", (1, 2, 3)), PrivateBatch(gradients, MECHANISM)
     monkeypatch.setattr(passes_module, "CapturedPass", _Uncaptured)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import DEVICE, relative_error
-from test_recording import BATCH, check
+from recorded_cases import BATCH, check
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -184,11 +184,11 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
 
     # everything below speaks of the matched examples, in the order of ids
     blind = _blind_error(before, after)
-    bounds = [
+    bounds, bounds_after = (
         np.asarray(run.column("mse_bound"), dtype=np.float64)[own] for run, own in ((before, rows), (after, rows_after))
-    ]
+    )
     exposed = [_exposed(run, own, blind) for run, own in ((before, rows), (after, rows_after))]
-    moves = Moves(ids, *bounds, _clearly(before, rows, after, rows_after), *_crossings(*exposed))
+    moves = Moves(ids, bounds, bounds_after, _clearly(before, rows, after, rows_after), *_crossings(*exposed))
     notes: list[str] = []
     return Comparison(
         redacted=redacted,
@@ -197,7 +197,7 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         after=_side(after, rows_after, exposed[1], smallest),
         matched=rounded_count(len(ids), smallest),
         settings=_settings(before, after),
-        ratio=_ratio(*bounds, smallest),
+        ratio=_ratio(bounds, bounds_after, smallest),
         expected=_expected(before, after),
         exact=all(run.about.get("kind") == "linear" for run in (before, after)),
         less=published_count(int((moves.clearly > 0).sum()), smallest),
