@@ -13,7 +13,7 @@ SLOWEST ?= 15
 PYTEST = $(PYTEST_ENV) $(VENV)/bin/python -m pytest $(PARALLEL) --durations $(SLOWEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-long test-all coverage bench lint test-vision test-opacus test-integrations models docs wheel format clean
+.PHONY: help demo test test-slow test-long test-all coverage bench lint test-vision test-opacus test-integrations models docs linkcheck wheel format clean
 
 help:
 	@echo "make demo         train privately on handwritten digits and write the leakage report"
@@ -26,7 +26,8 @@ help:
 	@echo "make test-opacus  Opacus's own tests with torchfil's engine, a part in under 3 minutes (OPACUS=--all: all)"
 	@echo "make test-integrations  the tests that need Lightning, Hugging Face and timm (0.2 GB more to install); docs/models.md"
 	@echo "make models       write docs/models.md: the models people train, each compared with brute force"
-	@echo "make docs         the guide and the API reference, as HTML in build/docs"
+	@echo "make docs         the site in build/docs: guide, tutorials (they are run), reference"
+	@echo "make linkcheck    every link inside of the site leads somewhere"
 	@echo "make wheel        sdist and wheel in dist/, the wheel tried in an empty environment (needs the build package)"
 	@echo "make format       let ruff format and fix the code"
 	@echo "make clean        remove the virtual environments and caches"
@@ -90,6 +91,8 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy
+	$(VENV)/bin/python -m codespell_lib
+	$(VENV)/bin/python -m pytest -q -p no:cacheprovider tests/test_docs.py -k links
 
 test-vision: $(VISION_VENV)/.installed
 	$(PYTEST_ENV) $(VISION_VENV)/bin/python -m pytest $(PARALLEL) -m "vision or torch_versions"
@@ -106,6 +109,9 @@ models: $(VISION_PACKAGES)/.installed
 docs: $(VENV)/.docs-installed
 	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs
 	@echo "build/docs/index.html"
+
+linkcheck: $(VENV)/.docs-installed
+	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -d build/docs/.doctrees -b linkcheck docs build/linkcheck
 
 # The wheel alone, in an environment and a folder of its own: what a newcomer has after `pip install torchfil`.
 wheel: $(VENV)/.installed

@@ -1,0 +1,112 @@
+"""The site is complete and its links lead somewhere; Sphinx is not needed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import re
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import torchfil
+from torchfil.report.policy import Policy
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [
+    *ROOT.glob("*.md"),
+    *DOCS.rglob("*.md"),
+    *(ROOT / "examples").glob("*.md"),
+    *(ROOT / "benchmarks").glob("*.md"),
+]
+NOT_INSTALLED = ("lightning", "huggingface")  # integrations, described without what they integrate
+DIRECTIVE = re.compile(r"^\.\. automodule:: (\S+)\n((?:   :.*\n)*)", flags=re.MULTILINE)
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and MyST make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#{1,3} (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_of_pages_resolve(page: Path) -> None:
+    text = re.sub(r"^```(?!\{).*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target, anchor in re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)", text):
+        there = (page.parent / target) if target else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in _anchors(there), f"{page.name} links to {target}#{anchor}"
+
+
+def test_links_of_the_toctrees_reach_every_page() -> None:
+    reached: set[Path] = set()
+    waiting = [DOCS / "index.md"]
+    while waiting:
+        page = waiting.pop()
+        reached.add(page)
+        for block in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
+            names = [line for line in block.splitlines() if line and not line.startswith(":")]
+            waiting += [path for name in names if (path := page.parent / f"{name}.md") not in reached]
+    assert {path.relative_to(DOCS) for path in DOCS.rglob("*.md")} == {path.relative_to(DOCS) for path in reached}
+
+
+def _documented() -> dict[str, list[object]]:
+    """What the API pages show, by name: the members that a directive names, or all that its module offers."""
+    shown: dict[str, list[object]] = {}
+    for page in (DOCS / "api").glob("*.md"):
+        for name, options in DIRECTIVE.findall(page.read_text()):
+            if ":no-members:" in options or name.split(".")[-1] in NOT_INSTALLED:
+                continue
+            module = importlib.import_module(name)
+            members = re.search(r":members: (.+)", options)
+            hidden = re.search(r":exclude-members: (.+)", options)
+            names = set(members[1].split(", ") if members else module.__all__)
+            for attribute in names - set(hidden[1].split(", ") if hidden else ()):
+                shown.setdefault(attribute, []).append(getattr(module, attribute))
+    return shown
+
+
+def _public_modules() -> list[str]:
+    """torchfil and its folders and modules that a user imports from; ``cli`` has a page of its own."""
+    names = [info.name for info in pkgutil.iter_modules(torchfil.__path__) if not info.name.startswith("_")]
+    return ["torchfil", *(f"torchfil.{name}" for name in names if name not in ("cli", "utils"))]
+
+
+@pytest.mark.parametrize("name", _public_modules())
+def test_every_public_name_is_in_the_api_reference(name: str) -> None:
+    module, shown = importlib.import_module(name), _documented()
+    names = [public for public in getattr(module, "__all__", []) if public != "__version__"]
+    values = {public: getattr(module, public) for public in names}
+    missing = [
+        public
+        for public, value in values.items()
+        if not isinstance(value, ModuleType) and not any(value is other for other in shown.get(public, []))
+    ]
+    assert not missing, f"{name}: not in docs/api"
+
+
+def test_every_policy_key_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    module = importlib.import_module("policy_keys")
+    keys = {key.name: key for key in module.policy_keys()}
+    assert set(keys) == {f.name for f in fields(Policy)}
+    for key in keys.values():
+        assert len(key.text) > 30, key.name
+        assert key.section
+    assert (keys["max_epsilon"].in_template, keys["max_epsilon"].left_out) == ("8.0", "not asked for")
+    assert (keys["max_share_spared"].in_template, keys["min_group_size"].left_out) == ("off", "10")
+    assert "min_attribute_error" in module.as_markdown(list(keys.values()))
+
+
+def test_every_picture_stands_in_the_gallery_with_its_script() -> None:
+    gallery = (DOCS / "gallery.md").read_text()
+    for picture in (DOCS / "images").glob("*.png"):
+        assert f"images/{picture.name}" in gallery, picture.name
+    for script in re.findall(r"\(\.\./((?:examples|benchmarks)/\w+\.py)\)", gallery):
+        assert (ROOT / script).exists()

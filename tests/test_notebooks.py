@@ -1,0 +1,87 @@
+"""Every tutorial runs from top to bottom, with smaller settings than on the site and without the site's packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
+NOTEBOOKS = sorted(path for path in TUTORIALS.glob("*.md") if path.stem != "index")
+# what the tests put in place of the first cell's values
+SMALL: dict[str, dict[str, object]] = {
+    "first-report": {"EPOCHS": 1},
+}
+
+
+def _runner() -> ModuleType:
+    """docs/tutorials/run.py, which is no part of a package."""
+    spec = importlib.util.spec_from_file_location("tutorial_runner", TUTORIALS / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+RUNNER = _runner()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    names = RUNNER.run_notebook(path, SMALL[path.stem], tmp_path / "pictures")
+    assert len(names) > 1
+    assert list((tmp_path / "pictures").glob("*.png")), "a tutorial shows a picture"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_is_a_notebook_for_jupytext_and_listed(path: Path) -> None:
+    text, index = path.read_text(), (TUTORIALS / "index.md").read_text()
+    assert "format_name: myst\n" in text.partition("\n---\n")[0]
+    assert f"]({path.name})" in index
+    assert f"\n{path.stem}\n" in index
+    cells = RUNNER.code_cells(text)
+    assert cells[0][0] == "[parameters]"
+    assert len(cells) == len(re.findall(r"^```\{code-cell\}", text, flags=re.MULTILINE))
+
+
+def test_small_settings_are_of_notebooks_that_exist() -> None:
+    assert set(SMALL) == {path.stem for path in NOTEBOOKS}
+
+
+TINY = """
+# A tutorial
+
+```{code-cell} python
+:tags: [parameters]
+EPOCHS = 3
+```
+
+```{code-cell} python
+2 * EPOCHS
+```
+
+```python
+not_a_cell
+```
+"""
+
+
+def test_settings_can_be_changed_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook = tmp_path / "tiny.md"
+    notebook.write_text(TINY)
+    for arguments, printed in (([], "6\n"), (["--set", "EPOCHS=5"], "10\n")):
+        monkeypatch.setattr(sys, "argv", ["run.py", str(notebook), *arguments])
+        RUNNER.main()
+        assert capsys.readouterr().out == printed
+    with pytest.raises(SystemExit, match=r"tiny\.md has no setting EPOCH$"):
+        RUNNER.run_notebook(notebook, {"EPOCH": 5})
