@@ -1,0 +1,74 @@
+"""Measure every table and figure of the four papers, and write the page.
+
+    python -m benchmarks.reproduce                    # what two cores do in an hour: make reproduce
+    python -m benchmarks.reproduce --gpu              # the rest: make reproduce-gpu
+    python -m benchmarks.reproduce --only plis-figure1,guo-figure2
+    python -m benchmarks.reproduce --write-page       # also docs/reproduction.md and docs/reproduction.json
+
+A row's record is written as soon as it is done; what has a record is not measured again, unless --again says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+
+from benchmarks.reproduce.page import PICTURES, joined, page
+from benchmarks.reproduce.records import read_records, run_rows, write_json
+from benchmarks.reproduce.registry import ROWS, chosen
+from benchmarks.reproduce.rows import Run
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def main() -> None:
+    """Run what is asked for, then write the page from the records."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="rows, with commas between them")
+    parser.add_argument("--gpu", action="store_true", help="the rows that need a GPU")
+    parser.add_argument("--device", help="cuda with --gpu, else cpu")
+    parser.add_argument("--out", type=Path, default=Path("build/reproduction"))
+    parser.add_argument("--again", action="store_true", help="measure what has a record, too")
+    parser.add_argument("--list", action="store_true", help="name the rows and run nothing")
+    parser.add_argument("--no-run", action="store_true", help="only write the page from the records")
+    parser.add_argument("--write-page", action="store_true", help="write docs/reproduction.* and its pictures")
+    options = parser.parse_args()
+    try:
+        rows = chosen([name for name in options.only.split(",") if name], gpu=options.gpu)
+    except ValueError as error:
+        parser.error(str(error))
+
+    if options.list:
+        for row in ROWS:
+            where = "nothing to run" if row.measure is None else "GPU" if row.gpu else "two cores"
+            print(f"{row.id:<34}{row.item:<28}{where:<16}{row.minutes:g} min")
+        return
+    device = options.device or ("cuda" if options.gpu else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here; --device cpu runs the same, in hours")
+    warnings.filterwarnings("ignore")
+    if not options.no_run:
+        run_rows(rows, Run(options.out, device=device), again=options.again)
+
+    records = joined(DOCS / "reproduction.json", read_records(options.out, ROWS))
+    text = page(ROWS, records)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "reproduction.md").write_text(text)
+    print(f"{options.out / 'reproduction.md'}, with pictures beside it")
+    if options.write_page:
+        write_json(records, DOCS / "reproduction.json")
+        (DOCS / "reproduction.md").write_text(text)
+        for name in PICTURES:
+            if (options.out / name).exists():
+                shutil.copyfile(options.out / name, DOCS / "images" / name)
+        print(f"{DOCS / 'reproduction.md'}, reproduction.json and pictures are written")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""Hannun et al. 2021: Table 1 and Figures 1 to 5, on linear models (Figures 6 and 7: ``hannun_attributes``)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from benchmarks.reproduce.rows import Check, Outcome, Row, Run, check_near, check_that
+from glm_table1 import CLASSES, COLOURS, Setting
+from torchfil.datasets import BinaryTask
+from torchfil.glm import LinearRegression, LogisticRegression, iteratively_reweighted_fil
+
+__all__ = ["ROWS", "task_of", "trained"]
+
+# mean η, its standard deviation, test accuracy in %; without and with IRFIL
+TABLE_1 = {
+    "MNIST linear": ((0.040, 0.014, 100.0), (0.047, 0.000, 99.8)),
+    "MNIST logistic": ((0.027, 0.012, 99.8), (0.024, 0.000, 99.7)),
+    "CIFAR linear": ((0.26, 0.08, 79.8), (0.30, 0.00, 80.7)),
+    "CIFAR logistic": ((0.32, 0.15, 79.9), (0.25, 0.00, 79.1)),
+}
+PENALTIES = {"MNIST": 8e-4, "CIFAR": 8e-5}
+NEEDS = {"MNIST": ("mnist",), "CIFAR": ("cifar10",)}
+DATA = {
+    "MNIST": "MNIST 0/1: 12,665 digits, 20 principal components",
+    "CIFAR": "CIFAR-10 plane/car: 10,000 photographs, 20 principal components; JPEG copies",
+}
+ROUNDS = 15
+JPEG = "The photographs at hand went through JPEG once, and the paper's PCA and L-BFGS are not the same code."
+
+
+@lru_cache(maxsize=4)
+def task_of(run: Run, data: str) -> BinaryTask:
+    """Inputs in the unit ball, projected to 20 components."""
+    readers = run.data(*NEEDS[data])
+    return readers.mnist_zero_one() if data == "MNIST" else readers.cifar_plane_car()
+
+
+@lru_cache(maxsize=8)
+def trained(run: Run, name: str) -> Setting:
+    """One cell of Table 1: the model without weights, and 15 rounds of IRFIL."""
+    data, kind = name.split()
+    task = task_of(run, data)
+    X, y = task.train_inputs, task.train_targets
+    model, targets = (
+        (LinearRegression(), 2 * y - 1) if kind == "linear" else (LogisticRegression(l2=PENALTIES[data]), y)
+    )
+    result = iteratively_reweighted_fil(model, X, targets, rounds=2 if run.tiny else ROUNDS)
+    return Setting(X, targets, y, model.fit(X, targets), result)
+
+
+def table_1(run: Run, name: str) -> Outcome:
+    """Mean and deviation of η and test accuracy, before and after IRFIL."""
+    setting, task = trained(run, name), task_of(run, name.split()[0])
+    digits = 3 if name.startswith("MNIST") else 2
+    # two units of the last digit that the paper prints, for η; half a point, for the accuracy
+    within = 2 * 10.0**-digits
+
+    checks: list[Check] = []
+    told = []
+    pairs = ((setting.model, setting.result.etas[0]), (setting.result.model, setting.result.etas[-1]))
+    for label, (model, eta), theirs in zip(("", " + IRFIL"), pairs, TABLE_1[name], strict=True):
+        correct = 100 * float(((model.margin(task.test_inputs) > 0) == task.test_targets).mean())
+        checks += [
+            check_near(f"mean η{label}", theirs[0], float(eta.mean()), within, digits),
+            check_near(f"std of η{label}", theirs[1], float(eta.std()), within, digits),
+            check_near(f"accuracy{label}, %", theirs[2], correct, 0.5, 1),
+        ]
+        told.append(f"{eta.mean():.4f} ± {eta.std():.4f}, {correct:.2f} %")
+    return Outcome("; IRFIL ".join(told), tuple(checks))
+
+
+def figure_1(run: Run) -> Outcome:
+    """η of an example, of an attribute and of a group, against blocks of the Jacobian of all data."""
+    task = run.data("iwpc").iwpc()
+    n = 40
+    X, y = task.train_inputs[:n], task.train_targets[:n]
+    columns = list(task.attributes["vkorc1"])
+    model = LinearRegression(l2=1e-2).fit(X, y)
+
+    # w* as a function of all data at once, differentiated by autograd: [d, n, d + 1].
+    def minimiser(data: torch.Tensor) -> torch.Tensor:
+        inputs, targets = data[:, :-1], data[:, -1]
+        hessian = inputs.T @ inputs + n * 1e-2 * torch.eye(inputs.shape[1], dtype=data.dtype)
+        return torch.linalg.solve(hessian, inputs.T @ targets)
+
+    data = torch.as_tensor(np.column_stack([X, y]), dtype=torch.float64)
+    jacobian: Any = torch.autograd.functional.jacobian(minimiser, data)
+    jacobian = jacobian.numpy()
+    width = jacobian.shape[0]
+
+    groups = np.arange(n) % 2
+    pairs = {
+        "an example": (model.fil(X, y), [np.linalg.norm(jacobian[:, i], 2) for i in range(n)]),
+        "an attribute of an example": (
+            model.fil(X, y, attributes={"a": columns})["a"],
+            [np.linalg.norm(jacobian[:, i, columns], 2) for i in range(n)],
+        ),
+        "a group": (
+            list(model.fil(X, y, groups=list(groups)).values()),
+            [np.linalg.norm(jacobian[:, groups == g].reshape(width, -1), 2) for g in (0, 1)],
+        ),
+    }
+    errors = {name: float(np.max(np.abs(np.array(a) / np.array(b) - 1))) for name, (a, b) in pairs.items()}
+    rule = "relative difference below 1e-6"
+    checks = [
+        check_that(f"η of {name}", "a block of the FIM", f"{e:.1e} off", rule, e < 1e-6) for name, e in errors.items()
+    ]
+    here = f"closed forms and blocks of the full Jacobian ({width} × {jacobian[0].size}) differ by {max(errors.values()):.0e} at most"
+    return Outcome(here, tuple(checks), {"relative differences": errors})
+
+
+def figure_2(run: Run, data: str) -> Outcome:
+    """Histograms of η by class, both models."""
+    more, less = (0, 1) if data == "MNIST" else (1, 0)  # which class leaks more, by the paper
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    checks, told = [], []
+    for axis, kind in zip(figure.subplots(1, 2), ("linear", "logistic"), strict=True):
+        setting = trained(run, f"{data} {kind}")
+        bins = np.histogram_bin_edges(setting.eta, 60)
+        means = [float(setting.eta[setting.classes == k].mean()) for k in (0, 1)]
+        for k in (0, 1):
+            axis.hist(setting.eta[setting.classes == k], bins, color=COLOURS[k], alpha=0.65, label=CLASSES[data][k])
+            axis.axvline(means[k], color=COLOURS[k], linestyle="--")
+        axis.set(title=f"{data}, {kind}", xlabel="η", ylabel="examples")
+        told.append(f"{kind}: {CLASSES[data][0]} {means[0]:.4f}, {CLASSES[data][1]} {means[1]:.4f}")
+        who = CLASSES[data][more]
+        checks.append(check_that(f"{kind}: larger mean η", who, told[-1], f"{who} above", means[more] > means[less]))
+    axis.legend(frameon=False)
+    name = f"repro_hannun_figure2_{data.lower()}.png"
+    figure.savefig(run.out / name, dpi=80)
+    return Outcome("mean η, " + "; ".join(told), tuple(checks), pictures=(name,))
+
+
+def figure_3(run: Run, data: str, count: int = 8) -> Outcome:
+    """Images of smallest and largest η; how many of the hundred largest both models share."""
+    settings = {kind: trained(run, f"{data} {kind}") for kind in ("linear", "logistic")}
+    readers = run.data(*NEEDS[data])
+    if data == "MNIST":
+        pixels = readers.mnist_zero_one(components=None, scaled=False).train_inputs.reshape(-1, 28, 28)
+    else:
+        pixels = readers.cifar_plane_car(components=None, scaled=False).train_inputs.reshape(-1, 32, 32, 3)
+
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    axes = figure.subplots(4, count)
+    for part, (kind, setting) in enumerate(settings.items()):
+        order = np.argsort(setting.eta)
+        for row, chosen in ((2 * part, order[:count]), (2 * part + 1, order[::-1][:count])):
+            for axis, example in zip(axes[row], chosen, strict=True):
+                axis.imshow(pixels[example], cmap="gray")
+                axis.set_title(f"{setting.eta[example]:.3f}", fontsize=8, pad=2)
+                axis.set(xticks=[], yticks=[])
+            axes[row, 0].set_ylabel(f"{kind}\n{'smallest' if row % 2 == 0 else 'largest'}", fontsize=8)
+    name = f"repro_hannun_figure3_{data.lower()}.png"
+    figure.savefig(run.out / name, dpi=70)
+
+    # The smallest are typical ones of one class; the overlap is a number of the text.
+    usual = 1 if data == "MNIST" else 0
+    shares = [float((s.classes[np.argsort(s.eta)[:100]] == usual).mean()) for s in settings.values()]
+    largest = [set(np.argsort(setting.eta)[-100:].tolist()) for setting in settings.values()]
+    shared, theirs = len(largest[0] & largest[1]), 24 if data == "MNIST" else 34
+    who = CLASSES[data][usual]
+    told = f"{100 * shares[0]:.0f} % (linear) and {100 * shares[1]:.0f} % (logistic)"
+    checks = (
+        check_that("the smallest η", f"{who}s", told, f"most of the 100 smallest are {who}s", min(shares) > 0.5),
+        check_near("of the 100 largest η, in both models", theirs, shared, 10, 0),
+    )
+    return Outcome(
+        f"of the 100 smallest η, {told} are {who}s; {shared} of the 100 largest are shared", checks, pictures=(name,)
+    )
+
+
+def figure_4(run: Run, count: int = 2000) -> Outcome:
+    """η against the loss and the gradient's norm, MNIST linear, 2,000 examples."""
+    setting = trained(run, "MNIST linear")
+    shown = np.random.default_rng(0).permutation(len(setting.targets))[:count]
+    X, eta, classes = setting.inputs[shown], setting.eta[shown], setting.classes[shown]
+    residual = setting.model.margin(X) - setting.targets[shown]
+    alternatives = {
+        "loss ℓ": 0.5 * np.square(residual),
+        "gradient norm ‖∇ℓ‖": np.abs(residual) * np.linalg.norm(X, axis=1),
+    }
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    correlations = {}
+    for axis, (label, values) in zip(figure.subplots(1, 2, sharey=True), alternatives.items(), strict=True):
+        correlations[label] = float(np.corrcoef(values, eta)[0, 1])
+        for k in (0, 1):
+            axis.scatter(values[classes == k], eta[classes == k], s=4, color=COLOURS[k], label=CLASSES["MNIST"][k])
+        axis.set(xlabel=label, title=f"correlation {correlations[label]:.2f}")
+    figure.axes[0].set_ylabel("η")
+    figure.axes[1].legend(frameon=False)
+    figure.savefig(run.out / "repro_hannun_figure4.png", dpi=70)
+
+    # "A low η invariably implies a low loss": the losses of the fifth of lowest η, among all losses.
+    loss = alternatives["loss ℓ"]
+    low = eta <= np.quantile(eta, 0.2)
+    highest = float((loss <= loss[low].max()).mean())
+    above = float((loss[eta >= np.quantile(eta, 0.9)] < np.median(loss)).mean())
+    checks = [
+        check_that(f"η and {label}", "correlated", f"{value:.2f}", "correlation above 0", value > 0)
+        for label, value in correlations.items()
+    ]
+    checks += [
+        check_that(
+            "a low η",
+            "a low loss",
+            f"largest loss at quantile {highest:.2f}",
+            "the fifth of lowest η has no loss above the 95 % quantile",
+            highest <= 0.95,
+        ),
+        check_that(
+            "a high η",
+            "occurs at any loss",
+            f"{100 * above:.0f} % of the top tenth",
+            "some of the top tenth have a loss below the median",
+            above > 0,
+        ),
+    ]
+    told = "; ".join(f"correlation with the {label} {value:.2f}" for label, value in correlations.items())
+    here = f"{told}. Of the tenth of highest η, {100 * above:.0f} % have a loss below the median"
+    return Outcome(here, tuple(checks), pictures=("repro_hannun_figure4.png",))
+
+
+def figure_5(run: Run) -> Outcome:
+    """Standard deviation of η over the rounds, all four settings."""
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    axis = figure.subplots()
+    checks, told = [], []
+    for name, style in zip(TABLE_1, ("-", "--", "-.", ":"), strict=True):
+        spread = trained(run, name).result.spread
+        axis.semilogy(spread, style, color=COLOURS[name.startswith("CIFAR")], label=name)
+        few = spread[min(5, len(spread) - 1)] / spread[0]
+        told.append(f"{name} {100 * few:.1f} %")
+        checks.append(
+            check_that(name, "converges after a few rounds", told[-1], "below a tenth after 5 rounds", few < 0.1)
+        )
+    axis.set(xlabel="iteration", ylabel="standard deviation of η")
+    axis.legend(frameon=False)
+    figure.savefig(run.out / "repro_hannun_figure5.png", dpi=80)
+    here = "deviation after five rounds, of that before: " + ", ".join(told)
+    return Outcome(here, tuple(checks), pictures=("repro_hannun_figure5.png",))
+
+
+def _table_row(name: str) -> Row:
+    data, kind = name.split()
+    theirs = "; IRFIL ".join(f"{mean:g} ± {std:g}, {correct:g} %" for mean, std, correct in TABLE_1[name])
+    return Row(
+        id=f"hannun-table1-{name.lower().replace(' ', '-')}",
+        paper="hannun",
+        item=f"Table 1, {name}",
+        theirs=f"mean η ± std, test accuracy: {theirs}",
+        data=DATA[data],
+        measure=lambda run: table_1(run, name),
+        minutes=0.5,
+        needs=NEEDS[data],
+        reason=JPEG if data == "CIFAR" else "",
+    )
+
+
+ROWS = (
+    Row(
+        "hannun-figure1",
+        "hannun",
+        "Figure 1",
+        "an illustration: the FIM of an example or attribute is a block of that of all data",
+        "IWPC, 40 patients",
+        figure_1,
+        0.1,
+        ("iwpc",),
+    ),
+    *(_table_row(name) for name in TABLE_1),
+    *(
+        Row(
+            f"hannun-figure2-{data.lower()}",
+            "hannun",
+            f"Figure 2, {data}",
+            theirs,
+            DATA[data],
+            lambda run, data=data: figure_2(run, data),  # type: ignore[misc]
+            0.5,
+            NEEDS[data],
+        )
+        for data, theirs in (
+            ("MNIST", "two modes; digit 0 has the larger η, in both models"),
+            ("CIFAR", "class means apart; cars have the larger η, in both models"),
+        )
+    ),
+    *(
+        Row(
+            f"hannun-figure3-{data.lower()}",
+            "hannun",
+            f"Figure 3, {data}",
+            theirs,
+            DATA[data],
+            lambda run, data=data: figure_3(run, data),  # type: ignore[misc]
+            0.5,
+            NEEDS[data],
+        )
+        for data, theirs in (
+            ("MNIST", "the smallest η are plain ones, the largest odd zeros; 24 of the 100 largest in both models"),
+            ("CIFAR", "the smallest η are small planes on blue sky; 34 of the 100 largest in both models"),
+        )
+    ),
+    Row(
+        "hannun-figure4",
+        "hannun",
+        "Figure 4",
+        "η correlates with loss and gradient norm; a low η means a low loss, a high η occurs throughout",
+        DATA["MNIST"] + ", 2,000 of them",
+        figure_4,
+        0.3,
+        ("mnist",),
+    ),
+    Row(
+        "hannun-figure5",
+        "hannun",
+        "Figure 5",
+        "the deviation of η falls to nothing in a few rounds of IRFIL, in all four settings",
+        "MNIST 0/1 and CIFAR-10 plane/car",
+        figure_5,
+        1.0,
+        ("mnist", "cifar10"),
+    ),
+)

@@ -1,0 +1,5 @@
+"""Later."""
+
+from benchmarks.reproduce.rows import Row
+
+ROWS: tuple[Row, ...] = ()

@@ -1,0 +1,9 @@
+PICTURES = ()
+
+
+def joined(p, r):
+    return r
+
+
+def page(a, b):
+    return ""

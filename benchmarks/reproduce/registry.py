@@ -1,0 +1,28 @@
+"""All rows, in the order of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.reproduce import guo, guo_networks, hannun, hannun_attributes, mo, plis
+from benchmarks.reproduce.rows import Row
+
+__all__ = ["ROWS", "chosen"]
+
+ROWS: tuple[Row, ...] = (*hannun.ROWS, *hannun_attributes.ROWS, *guo.ROWS, *guo_networks.ROWS, *plis.ROWS, *mo.ROWS)
+
+
+def chosen(only: Sequence[str], *, gpu: bool) -> list[Row]:
+    """The rows to run: those named, else all that fit two cores, or all that are left to a GPU.
+
+    Raises:
+        ValueError: A name is not in the registry, or has nothing to measure.
+    """
+    by_id = {row.id: row for row in ROWS}
+    if unknown := [name for name in only if name not in by_id]:
+        raise ValueError(f"no row is called {', '.join(unknown)}; there are {', '.join(by_id)}")
+    if idle := [name for name in only if by_id[name].measure is None]:
+        raise ValueError(f"nothing to measure in {', '.join(idle)}: {by_id[idle[0]].reason}")
+    if only:
+        return [by_id[name] for name in only]
+    return [row for row in ROWS if row.measure is not None and row.gpu == gpu]

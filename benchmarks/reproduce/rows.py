@@ -1,0 +1,171 @@
+"""What a row of the reproduction page is: what a paper reports, how it is measured here, how agreement is judged."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchfil.datasets import SOURCES, Readers, is_at_hand, real_or_stand_in
+
+__all__ = ["EXAMPLES", "PAPERS", "Check", "Earlier", "Outcome", "Row", "Run", "check_near", "check_that", "verdict_of"]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+if str(EXAMPLES) not in sys.path:  # the examples compute most of the figures; they are scripts, no package
+    sys.path.append(str(EXAMPLES))
+
+PAPERS = {
+    "hannun": "Hannun, Guo and van der Maaten 2021, *Measuring Data Leakage in Machine-Learning Models with Fisher Information*",
+    "guo": "Guo, Karrer, Chaudhuri and van der Maaten 2022, *Bounding Training Data Reconstruction in Private (Deep) Learning*",
+    "plis": "the PLIS paper, 2022, on the *Privacy Loss-Input Susceptibility*",
+    "mo": "Mo et al. 2021, on quantifying the leakage of gradients (V-information and sensitivity by layer)",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One number or statement of the paper beside ours.
+
+    Attributes:
+        what: Is compared.
+        theirs: As the paper says.
+        ours: As measured.
+        rule: When both count as the same.
+        holds: Whether they are.
+    """
+
+    what: str
+    theirs: str
+    ours: str
+    rule: str
+    holds: bool
+
+
+def check_near(what: str, theirs: float, ours: float, within: float, digits: int = 3) -> Check:
+    """Two numbers that may differ by ``within``.
+
+    Example:
+        >>> check_near("mean η", 0.040, 0.0405, 0.001).holds
+        True
+    """
+    rule = f"within {within:g}"
+    return Check(what, f"{theirs:.{digits}f}", f"{ours:.{digits + 1}f}", rule, bool(abs(ours - theirs) <= within))
+
+
+def check_that(what: str, theirs: str, ours: str, rule: str, holds: bool) -> Check:
+    """A statement, with the rule that was applied to our numbers."""
+    return Check(what, theirs, ours, rule, bool(holds))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What measuring a row gave.
+
+    Attributes:
+        here: Our result in a sentence or two, made from the numbers.
+        checks: What was compared.
+        values: Numbers behind it, for the JSON file.
+        pictures: Names of the pictures in the output folder.
+    """
+
+    here: str
+    checks: tuple[Check, ...]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    pictures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A result measured before on a machine that is not at hand, taken from where it is documented.
+
+    Attributes:
+        here: The result in words.
+        checks: As in an outcome.
+        device: The machine.
+        source: The file of this repository that has the numbers; a test looks for them there.
+        quotes: Pieces of text that the file must hold.
+        command: What ran.
+    """
+
+    here: str
+    checks: tuple[Check, ...]
+    device: str
+    source: str
+    quotes: tuple[str, ...]
+    command: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """How rows are measured.
+
+    Attributes:
+        out: Where pictures go.
+        tiny: Made-up data and a few steps: to see that a row runs, not to measure.
+        device: For rows that need a GPU.
+    """
+
+    out: Path
+    tiny: bool = False
+    device: str = "cpu"
+
+    def data(self, *names: str) -> Readers:
+        """Readers of these data sets: the real ones where they are at hand, else stand-ins."""
+        return real_or_stand_in(*names, folder=self.out / "no data" if self.tiny else None, say=_say)
+
+    def missing(self, names: tuple[str, ...]) -> list[str]:
+        """Which of these data sets are stand-ins, by their full names."""
+        return [SOURCES[name].name for name in names if self.tiny or not is_at_hand(name)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A table or figure, or a part of one.
+
+    Attributes:
+        id: Unique; the name of its file.
+        paper: A key of :data:`PAPERS`.
+        item: Which table or figure.
+        theirs: What the paper reports, read from its text.
+        data: What is used here.
+        measure: Measures it; None for an illustration, or where it cannot be done.
+        minutes: Expected, on two cores (on one GPU where ``gpu``).
+        needs: Data sets, by their names in torchfil.datasets.
+        gpu: Whether it is left to ``make reproduce-gpu``.
+        stand_in: What is not the paper's setting: other data, a smaller run. Empty: the paper's own.
+        reason: Why it differs, or cannot be done.
+        earlier: A result from before, shown until the row is measured again.
+    """
+
+    id: str
+    paper: str
+    item: str
+    theirs: str
+    data: str
+    measure: Callable[[Run], Outcome] | None
+    minutes: float = 0.0
+    needs: tuple[str, ...] = ()
+    gpu: bool = False
+    stand_in: str = ""
+    reason: str = ""
+    earlier: Earlier | None = None
+
+
+def verdict_of(checks: tuple[Check, ...], *, stand_in: bool) -> str:
+    """All, some or none of the checks hold; with other data or a smaller run that is said first.
+
+    Example:
+        >>> verdict_of((check_near("η", 1, 1, 0), check_near("η", 1, 2, 0)), stand_in=False)
+        'agrees in part'
+    """
+    held = sum(check.holds for check in checks)
+    if not checks:
+        return "nothing to compare"
+    plain = "agrees" if held == len(checks) else "differs" if held == 0 else "agrees in part"
+    return f"stand-in: {plain}" if stand_in else plain
+
+
+def _say(line: str) -> None:
+    """Which data are read is in the records; the lines are not printed."""
