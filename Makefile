@@ -123,7 +123,7 @@ wheel: $(VENV)/.installed
 	cd build/empty && bin/torchfil --version && bin/torchfil demo --epochs 1 -o demo
 	build/empty/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[glm,report,attacks]"
 	cp -r examples docs/tutorials build/empty
-	cd build/empty && for each in digits_one_step glm_iwpc plis_regression; do \
+	cd build/empty && for each in glm_iwpc plis_regression layer_sensitivity; do \
 		TORCHFIL_DATA=none bin/python examples/$$each.py --out out > out-$$each.txt || exit 1; head -n 1 out-$$each.txt; done
 	cd build/empty && bin/python tutorials/run.py tutorials/first-report.md --set EPOCHS=2 > /dev/null
 	@echo "the wheel works: demo, three examples and a tutorial"
