@@ -18,7 +18,7 @@ from torchfil.engine.run import Run
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.private import as_call
+from torchfil.private import Examples, as_call
 from torchfil.utils.trees import map_tensors
 
 __all__ = ["DatasetLooks"]
@@ -70,6 +70,10 @@ class DatasetLooks:
                 parts.setdefault(key, []).append(part)
         return {key: _joined(pieces) for key, pieces in parts.items()}
 
+    def examples(self, rows: Sequence[int]) -> Examples:
+        """These examples with their private coordinates laid out."""
+        return self._laid_out(self.collate_fn([self.dataset[row] for row in rows]))
+
     def _slopes_by_layer(self, gradients: ExampleGradients, mechanism: Mechanism) -> Tensor:
         """∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s² where each parameter's gradient is clipped by itself, [batch, d]."""
         chunks = PrivateBatch(gradients, mechanism).chunks(self.run.options.max_memory, 8)
@@ -92,12 +96,15 @@ class DatasetLooks:
             yield part, replace(gradients, examples=replace(gradients.examples, clip_weights=weights))
 
     def _gradients(self, batch: Any, loss: IdentifiedLoss) -> ExampleGradients:
+        return self.replica.gradients(self._laid_out(batch), loss)
+
+    def _laid_out(self, batch: Any) -> Examples:
         options = self.run.options
         inputs, targets = map_tensors(
             lambda leaf: leaf.to(self.replica.device), split_batch(batch, options.batch_to_inputs)
         )
         args, kwargs = as_call(inputs)
-        return self.replica.gradients(self.replica.lay_out(args, kwargs, targets, options.private), loss)
+        return self.replica.lay_out(args, kwargs, targets, options.private)
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

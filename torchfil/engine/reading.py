@@ -21,6 +21,7 @@ from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison
 from torchfil.bounds import PopulationBound, Prior, mse_from_rdp, population_mse_bound, replace_one_rdp
 from torchfil.engine.assembly import PrivateTraining
+from torchfil.engine.attribute_table import AttributeGroups, AttributeScales
 from torchfil.engine.calibration import NoiseChoice
 from torchfil.engine.clip_weights import weights_in_words
 from torchfil.engine.epsilon import individual_epsilon
@@ -353,6 +354,8 @@ class LeakageReading(PrivacyEngine):
         title: str | None = None,
         attribute_names: Sequence[str] | None = None,
         attribute_units: Sequence[str] | None = None,
+        attribute_scales: AttributeScales | None = None,
+        attribute_groups: AttributeGroups | None = None,
         unit_of_inputs: str = "",
         input_range: tuple[float, float] | None = None,
         groups: Mapping[str, Labels] | None = None,
@@ -374,6 +377,11 @@ class LeakageReading(PrivacyEngine):
             title: Of the report; None: the model's name and the number of examples.
             attribute_names: One per private coordinate, in order; needs ``track=("diagonal",)``.
             attribute_units: One per private coordinate, e.g. "years".
+            attribute_scales: {attribute: (unit, scale) or (unit, scale, offset)} of attributes that were scaled for
+                training: the attribute is scale · input + offset in that unit. ``{"age": ("years", 14.2, 51.0)}`` tells
+                its errors in years instead of standard deviations.
+            attribute_groups: {attribute: its levels' names}: the columns of a one-hot attribute as one attribute, whose
+                error is that of a guess of all its levels.
             unit_of_inputs: Of all coordinates together, e.g. "grey value, 0 to 1".
             input_range: Between which values every private coordinate lies, known without looking at the data; gives
                 the report a blind guess and the bound from ε to compare with.
@@ -385,7 +393,8 @@ class LeakageReading(PrivacyEngine):
                 ``track=("diagonal",)``. They are private data.
             attacks: What attacks on the run achieved (measure "mse"); each is set beside the run's bounds, unless it
                 comes from :func:`torchfil.compare_with_bounds`.
-            hash_data: Whether to read through the data set for its checksum.
+            hash_data: Whether to read through the data set for its checksum. How the data is spread, by which a blind
+                guess is known, is read from up to 65,536 examples; without ``hash_data`` from up to 2,048.
             equalised: What :func:`torchfil.equalise` gave, whose ``engine`` this is: the report then tells what each
                 round did, and how groups stood before.
         """
@@ -398,6 +407,8 @@ class LeakageReading(PrivacyEngine):
                 title=title,
                 attribute_names=attribute_names,
                 attribute_units=attribute_units,
+                attribute_scales=attribute_scales,
+                attribute_groups=attribute_groups,
                 unit_of_inputs=unit_of_inputs,
                 input_range=input_range,
                 groups=groups,
@@ -459,6 +470,7 @@ class LeakageReading(PrivacyEngine):
             epsilon=float(self.get_epsilon(delta)),
             rdp_mse_bound=self.get_rdp_mse_bound,
             plis=partial(looks.plis, optimizer=optimizer, private=True) if run.loss is not None else None,
+            examples=looks.examples if looks.dataset is not None else None,
             clip_weights=self.clip_weights,
             noise_choice=self._choice,
         )

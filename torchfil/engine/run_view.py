@@ -14,7 +14,7 @@ from torchfil.accounting.timeline import Timeline
 from torchfil.engine.calibration import NoiseChoice
 from torchfil.engine.loader import split_batch
 from torchfil.engine.options import RunOptions
-from torchfil.private import as_call
+from torchfil.private import Examples, as_call
 
 __all__ = ["RunView"]
 
@@ -42,6 +42,7 @@ class RunView:
         epsilon: ε at δ for everybody.
         rdp_mse_bound: From the range of a coordinate and ``reading=`` to the bound of Theorem 1.
         plis: From row numbers to their PLIS by private tensor, [rows, …]; None before the loss is known.
+        examples: From row numbers to these examples with their private coordinates laid out; None: a stream.
         clip_weights: ω of every example, [n]; None: none were given.
         noise_choice: How pilots chose σ; None: it was given.
     """
@@ -64,6 +65,7 @@ class RunView:
     epsilon: float
     rdp_mse_bound: Callable[..., float]
     plis: Callable[[Sequence[int]], Mapping[Hashable, Tensor]] | None
+    examples: Callable[[Sequence[int]], Examples] | None = None
     clip_weights: Tensor | None = None
     noise_choice: NoiseChoice | None = None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import math
 import platform
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -19,6 +18,7 @@ from torchfil.accounting.divergences import Divergence
 from torchfil.accounting.leakage import Leakage
 from torchfil.attacks.base import AttackResult
 from torchfil.attacks.comparison import BoundComparison, compare_with_bounds
+from torchfil.engine.attribute_table import AttributeGroups, AttributeScales, with_levels
 from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.chosen import (
     check_trained_with,
@@ -26,15 +26,17 @@ from torchfil.engine.chosen import (
     equalised_in_short,
     noise_choice_in_short,
 )
+from torchfil.engine.data_spread import read_spread
 from torchfil.engine.epsilon import epsilon_over_time
 from torchfil.engine.equalised import Equalised
 from torchfil.engine.exposed_words import exposed_words
 from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.robustness import everybodys_robustness
 from torchfil.engine.run_view import RunView
+from torchfil.engine.saved_attributes import attributes_of, table_to_save, yardsticks_of
 from torchfil.engine.thumbnails import thumbnails
 from torchfil.fisher.amplification import name_of_amplification
-from torchfil.report.saved_run import AttackRecord, Attributes, QuestionRecord, SavedRun
+from torchfil.report.saved_run import AttackRecord, QuestionRecord, SavedRun
 from torchfil.utils.trees import tensors_of
 
 __all__ = ["Labels", "build_saved_run"]
@@ -42,7 +44,6 @@ __all__ = ["Labels", "build_saved_run"]
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable]
 
 _MOST_TEXTS = 20
-_LARGEST_ATTRIBUTES = 2**31  # bytes of a table that is mostly empty
 _PRIORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
 
 
@@ -52,6 +53,8 @@ def build_saved_run(
     title: str | None = None,
     attribute_names: Sequence[str] | None = None,
     attribute_units: Sequence[str] | None = None,
+    attribute_scales: AttributeScales | None = None,
+    attribute_groups: AttributeGroups | None = None,
     unit_of_inputs: str = "",
     input_range: tuple[float, float] | None = None,
     groups: Mapping[str, Labels] | None = None,
@@ -64,25 +67,23 @@ def build_saved_run(
     """Everything of a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`."""
     _check_parts(pictures, input_range, groups)
     leakage = run.leakage
+    named: dict[str, Any] = {"attribute_names": attribute_names, "attribute_units": attribute_units}
+    named |= {"attribute_scales": attribute_scales, "attribute_groups": attribute_groups}
+    table = table_to_save(leakage, named, with_texts=texts is not None)
     records = [_attack_record(attack, leakage) for attack in attacks]
-    # coordinates of words have no names of their own: the words tell it
-    named = texts is None or attribute_names is not None
-    attributes = _attributes(leakage, attribute_names, attribute_units) if named else None
     labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
-    columns = leakage.arrays()
-    columns["epsilon"] = run.individual_epsilon.cpu().numpy()
-    if run.clip_weights is not None:
-        columns["clip_weight"] = run.clip_weights.cpu().numpy()
-    if equalised is not None:
-        check_trained_with(equalised, run)
-        if equalised.fil_before is not None:
-            columns["fil_before"] = equalised.fil_before.double().numpy()
+    columns = _columns(run, equalised)
 
-    # both read examples of the data set, whose augmentation would move the generators of a run that goes on
+    # all read examples of the data set, whose augmentation would move the generators of a run that goes on
     with generators_kept():
         about = _about(run, hash_data)
+        spread = read_spread(run, thorough=hash_data)
+        if table is not None and spread is not None:
+            table = with_levels(table, spread.coordinates)
+        attributes = None if table is None else attributes_of(run, table)
         pictures = pictures if run.dataset is not None else 0  # nothing of a stream can be read again
         shown = thumbnails(run, columns["fil"], columns["participations"], pictures) if pictures else None
+
     length = run.options.private.max_length if run.options.private is not None else None
     words = exposed_words(leakage, texts, length, columns["fil"], _MOST_TEXTS) if texts is not None else None
     about["title"] = title if title is not None else f"{about['model']['name']} on {len(columns['fil']):,} examples"
@@ -104,6 +105,7 @@ def build_saved_run(
         attacks=records,
         questions=[_question(leakage, name) for name in leakage.ledger.questions],
         rounds={} if equalised is None else columns_of_rounds(equalised),
+        yardsticks=None if spread is None else yardsticks_of(spread, table),
     )
 
 
@@ -181,48 +183,17 @@ def _mechanism(run: RunView) -> dict[str, Any]:
     }
 
 
-def _attributes(leakage: Leakage, names: Sequence[str] | None, units: Sequence[str] | None) -> Attributes | None:
-    d = leakage.num_coordinates
-    for what, given in (("attribute_names", names), ("attribute_units", units)):
-        if given is not None and len(given) != d:
-            raise ValueError(f"{what} has {len(given)} entries for {d} private coordinates; give one each, in order")
-        strange = [entry for entry in given or () if not isinstance(entry, str)]
-        if strange:
-            raise TypeError(f"{what} holds {strange[0]!r}, a {type(strange[0]).__name__}; give texts")
-
-    # nothing to save: not tracked, or for so few that the table would be empty
-    if not {"diagonal", "fim"} & leakage.ledger.sums.keys():
-        if names is not None:
-            raise ValueError(
-                "attribute_names were given, but attributes were not tracked: make_private(track=('diagonal',))"
-            )
-        return None
-    if leakage.ledger.chosen and 8 * leakage.ids.num_examples * d > _LARGEST_ATTRIBUTES:
-        warnings.warn(
-            f"the attributes of chosen ids are not saved: a table of {leakage.ids.num_examples:,} examples and {d:,} "
-            "attributes would be empty for the most part; read them with engine.get_attribute_fil(ids)",
-            stacklevel=5,
-        )
-        return None
-
-    errors = leakage.by_parts(_attribute_errors)
-    return Attributes(
-        names=list(names) if names is not None else [f"coordinate {j}" for j in range(d)],
-        units=list(units) if units is not None else [""] * d,
-        error=errors["error"],
-        error_low=None if errors["is_unknown"].any() else errors["error_low"],
-    )
-
-
-def _attribute_errors(leakage: Leakage, rows: Tensor) -> dict[str, Tensor]:
-    """1/sqrt(I_jj) and its lower end, [rows, d] each, and whether nothing is known of that, [rows]."""
-    fil = leakage.read_attribute_fil(rows)
-    low = fil.interval(0.95)[1].reciprocal().where(~fil.value.isnan(), math.nan)
-    return {
-        "error": fil.value.reciprocal().float(),
-        "error_low": low.float(),
-        "is_unknown": (fil.standard_error.isnan() & ~fil.value.isnan()).any(dim=1),  # not of ids that were not chosen
-    }
+def _columns(run: RunView, equalised: Equalised | None) -> dict[str, np.ndarray]:
+    """Numbers by example, [n] each."""
+    columns = run.leakage.arrays()
+    columns["epsilon"] = run.individual_epsilon.cpu().numpy()
+    if run.clip_weights is not None:
+        columns["clip_weight"] = run.clip_weights.cpu().numpy()
+    if equalised is not None:
+        check_trained_with(equalised, run)
+        if equalised.fil_before is not None:
+            columns["fil_before"] = equalised.fil_before.double().numpy()
+    return columns
 
 
 def _question(leakage: Leakage, name: str) -> QuestionRecord:

@@ -198,6 +198,15 @@ class Examples:
         return torch.cat([(every if own is None else own).expand(len(self), slot.size) for own, slot in sized], dim=1)
 
     @property
+    def values(self) -> Tensor:
+        """z, with NaN where it holds no value of the example: at padding, and where it is a submodule's offset."""
+        parts = []
+        for slot, part in zip(self._slots, self.z.split([slot.size for slot in self._slots], dim=1), strict=True):
+            parts.append(torch.full_like(part, float("nan")) if isinstance(slot.place, str) else part)
+        values = torch.cat(parts, dim=1)
+        return values if self.is_own is None else values.masked_fill(~self.is_own, float("nan"))
+
+    @property
     def own_coordinates(self) -> Tensor | int:
         """How many coordinates are an example's own: [batch], or one number for all."""
         return self.num_coordinates if self.is_own is None else self.is_own.sum(dim=1)

@@ -49,6 +49,7 @@ __all__ = [
     "attribute_exposure",
     "blind_error_of_inputs",
     "blind_errors",
+    "counted_spread",
     "exposed_examples",
     "gain_over_guessing",
     "is_exposed",
@@ -217,9 +218,6 @@ def answer_shares(question: QuestionRecord, rows: np.ndarray | None = None) -> d
 def spread_of(pieces: Iterable[np.ndarray]) -> Spread:
     """Mean, standard deviation and range of every column, from rows in pieces; NaN entries do not count.
 
-    Pieces are merged by Chan, Golub and LeVeque's formula, which loses no digits where the mean is far from 0:
-    M2 = M2ₐ + M2_b + (x̄_b − x̄ₐ)² nₐn_b/(nₐ + n_b). The deviation is the data's own, M2/n.
-
     Args:
         pieces: [rows, d] each; memory is needed for one at a time.
 
@@ -227,17 +225,26 @@ def spread_of(pieces: Iterable[np.ndarray]) -> Spread:
         >>> spread_of([np.array([[0.0], [1.0]]), np.array([[2.0]])]).std.round(3).tolist()
         [0.816]
     """
-    count: Any = 0
+    return counted_spread(pieces)[0]
+
+
+def counted_spread(pieces: Iterable[np.ndarray]) -> tuple[Spread, np.ndarray]:
+    """As :func:`spread_of`, and how many entries of every column were known, [d].
+
+    Pieces are merged by Chan, Golub and LeVeque's formula, which loses no digits where the mean is far from 0:
+    M2 = M2ₐ + M2_b + (x̄_b − x̄ₐ)² nₐn_b/(nₐ + n_b). The deviation is the data's own, sqrt(M2/n).
+    """
+    count: Any = np.zeros(())
     mean = squares = np.zeros(())
     low, high = np.asarray(math.inf), np.asarray(-math.inf)
     for piece in pieces:
         values = np.asarray(piece, dtype=np.float64)
         known = ~np.isnan(values)
         number = known.sum(axis=0)
-        filled = np.where(known, values, 0.0)
-        own_mean = filled.sum(axis=0) / np.maximum(number, 1)
+        own_mean = np.where(known, values, 0.0).sum(axis=0) / np.maximum(number, 1)
         own_squares = (np.where(known, values - own_mean, 0.0) ** 2).sum(axis=0)
 
+        # both parts together; a column that has no entry here moves nothing
         total = np.maximum(count + number, 1)
         apart = own_mean - mean
         squares = squares + own_squares + apart**2 * (count * number / total)
@@ -246,9 +253,8 @@ def spread_of(pieces: Iterable[np.ndarray]) -> Spread:
         low = np.minimum(low, np.where(known, values, math.inf).min(axis=0, initial=math.inf))
         high = np.maximum(high, np.where(known, values, -math.inf).max(axis=0, initial=-math.inf))
 
-    nothing = np.asarray(count) == 0
     columns = (mean, np.sqrt(squares / np.maximum(count, 1)), low, high)
-    return Spread(*(np.where(nothing, math.nan, column) for column in columns))
+    return Spread(*(np.where(count == 0, math.nan, column) for column in columns)), count
 
 
 def level_shares(spread: Spread) -> np.ndarray:

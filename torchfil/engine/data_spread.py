@@ -1,0 +1,99 @@
+"""How the run's data is spread: read once through, a part after the other, for yardsticks of a blind guess."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from torchfil.engine.run_view import RunView
+from torchfil.report.saved_run import Spread
+from torchfil.report.yardsticks import counted_spread
+
+__all__ = ["DataSpread", "pixels_of_coordinates", "read_spread"]
+
+_MOST_ROWS = 2**16  # a deviation made from so many is off by 0.3 %
+_FEW_ROWS = 2**11  # by 1.6 %
+_MOST_VALUES, _VALUES_AT_ONCE = 2**30, 2**22
+_SMALLEST_IMAGE = 4
+
+
+@dataclass(frozen=True, eq=False)
+class DataSpread:
+    """Mean, deviation and range of the private coordinates.
+
+    Attributes:
+        examples: How many examples were read.
+        coordinates: Of each coordinate, [d]; NaN where nothing is known, as of submodules' outputs.
+        counts: How many of the examples have it, [d]; texts may be shorter.
+    """
+
+    examples: int
+    coordinates: Spread
+    counts: np.ndarray
+
+    @property
+    def inputs(self) -> Spread:
+        """Of all coordinates, each as often as examples have it: mean, root of the mean variance, whole range."""
+        known, each = self.counts > 0, self.coordinates
+        weight = self.counts[known] / self.counts.sum()
+        mean, variance = (np.sum(values[known] * weight) for values in (each.mean, each.std**2))
+        ends = np.min(each.low[known]), np.max(each.high[known])
+        return Spread(np.asarray(mean), np.asarray(math.sqrt(variance)), *map(np.asarray, ends))
+
+
+def read_spread(run: RunView, *, thorough: bool) -> DataSpread | None:
+    """The spread of the run's data; None for streams, and where no private coordinate has a value of its own.
+
+    Where there are more than 65,536 examples (2,048 unless ``thorough``), so many are drawn without repetition, always
+    the same ones.
+
+    Args:
+        run: The run.
+        thorough: Whether reading many examples is no burden.
+    """
+    count = run.leakage.ids.num_examples
+    if run.examples is None or count == 0:
+        return None
+    d = max(1, run.leakage.num_coordinates)
+    most = min(_MOST_ROWS if thorough else _FEW_ROWS, max(_FEW_ROWS, _MOST_VALUES // d))
+    rows = np.arange(count)
+    if count > most:
+        rows = np.sort(np.random.default_rng(0).choice(count, most, replace=False))
+
+    spread, counts = counted_spread(_pieces(run, rows, max(1, min(1024, _VALUES_AT_ONCE // d))))
+    return DataSpread(len(rows), spread, counts) if np.shape(counts) == (d,) and counts.any() else None
+
+
+def _pieces(run: RunView, rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """The private coordinates of these examples, [size, d] at a time, NaN where one is not the example's own."""
+    assert run.examples is not None
+    for start in range(0, len(rows), size):
+        values = run.examples(rows[start : start + size].tolist()).values
+        if values.shape[1] != run.leakage.num_coordinates or values.isnan().all():
+            return
+        yield values.detach().to("cpu", torch.float64).numpy()
+
+
+def pixels_of_coordinates(run: RunView) -> np.ndarray | None:
+    """Row and column of every private coordinate in the image, int64 [d, 2]; None where the inputs are no images."""
+    if run.examples is None or run.leakage.ids.num_examples == 0:
+        return None
+    d = run.leakage.num_coordinates
+    examples = run.examples([0])
+    if examples.num_coordinates != d:
+        return None
+    maps = list(examples.maps(torch.arange(d, dtype=torch.float64)[None]).values())
+    if len(maps) != 1 or maps[0].ndim not in (3, 4) or examples.values.isnan().any():
+        return None
+    places = maps[0][0]  # which coordinate lies where, NaN where none does
+    channels = places.shape[0] if places.ndim == 3 else 1
+    if channels not in (1, 3) or min(places.shape[-2:]) < _SMALLEST_IMAGE:
+        return None
+    flat = places.reshape(-1).cpu().numpy()
+    at = np.flatnonzero(~np.isnan(flat))
+    at = at[np.argsort(flat[at])] % math.prod(places.shape[-2:])
+    return np.stack([at // places.shape[-1], at % places.shape[-1]], axis=1).astype(np.int64)
