@@ -45,9 +45,9 @@ def render(report: Report) -> str:
         "kind": join("Leakage report, public version" if report.summary.redacted else "Leakage report"),
         "made": join(_made(report)),
         "label": join(label),
-        "verdict": on_the_cover(report),
+        "verdict": _unbroken(on_the_cover(report)),
         "warning": join(_warning(report)),
-        "cards": cards.render(report),
+        "cards": _unbroken(cards.render(report)),
         "contents": contents.render(entries),
         "sections": join(chapters),
         "style": Markup(style.replace("{{label}}", label)),
@@ -56,6 +56,11 @@ def render(report: Report) -> str:
         "hash": Markup(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
+
+
+def _unbroken(text: Markup) -> Markup:
+    """No line ends between a number and its per-cent sign: cards are narrow."""
+    return Markup(text.replace(" %", "\u00a0%"))
 
 
 def _made(report: Report) -> str:

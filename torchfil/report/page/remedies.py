@@ -19,7 +19,7 @@ from torchfil.report.saved_run import SavedRun
 from torchfil.report.status import NOT_MEASURED, status_of
 from torchfil.report.verdict import Verdict
 
-__all__ = ["factor_for", "factor_for_all", "lower_ends", "rounded_up", "worst_divergence"]
+__all__ = ["divergence_of_gain", "factor_for", "factor_for_all", "lower_ends", "rounded_up", "worst_divergence"]
 
 
 def rounded_up(value: float, digits: int = 3) -> float:
@@ -73,7 +73,7 @@ def factor_for(verdict: Verdict, run: SavedRun, policy: Policy, blind: float | N
     elif kind == "max_share_of_concern" and policy.mse_bound_of_concern is not None:
         factor = _quotient(policy.mse_bound_of_concern, _spared_rank(run, limit))
     elif kind == "max_gain_over_guessing" and limit > 0:
-        factor = _quotient(worst_divergence(run, subject), _divergence_of_gain(limit))
+        factor = _quotient(worst_divergence(run, subject), divergence_of_gain(limit))
     elif kind == "max_true_positive_rate" and policy.at_false_positive_rate < limit < 1:
         factor = _quotient(worst_divergence(run, subject), divergence_of_rate(limit, policy.at_false_positive_rate))
     return factor if factor is not None and 0 < factor < math.inf else None
@@ -109,10 +109,15 @@ def _spared_rank(run: SavedRun, share: float) -> float:
     return float(low[place]) if place < len(low) else math.inf
 
 
-def _divergence_of_gain(gain: float) -> float:
+def divergence_of_gain(gain: float) -> float:
     """The D at which any attacker tells two equally likely answers apart in 1/2 + gain of the cases at most.
 
     The inverse of :func:`torchfil.guessing.largest_success` at a prior of 1/2: total variation 2·gain.
+
+    Example:
+        >>> from torchfil.guessing import largest_success
+        >>> largest_success([divergence_of_gain(0.1), divergence_of_gain(0.4)], 0.5)
+        tensor([0.6000, 0.9000], dtype=torch.float64)
     """
     variation = min(2 * gain, 1.0)
     return max(2 * variation**2, -math.log1p(-(variation**2)) if variation < 1 else math.inf)

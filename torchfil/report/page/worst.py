@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torchfil.guessing import largest_success
+from torchfil.guessing import divergence_of_rate, largest_success
 from torchfil.report.page.context import Report
 from torchfil.report.page.html import count, number, percent, plus_minus
+from torchfil.report.page.remedies import divergence_of_gain
 from torchfil.report.saved_run import QuestionRecord, SavedRun
 from torchfil.report.status import NOT_MEASURED, status_of
+from torchfil.report.summary import FALSE_POSITIVE_RATE
 
-__all__ = ["Leaks", "blind_error", "exposed_count", "is_exposed", "unprotected"]
+__all__ = ["Leaks", "blind_error", "exposed_count", "is_exposed", "success_of", "unprotected"]
 
 GAIN = 0.1  # above one half: what the template of a policy allows
 
@@ -33,12 +35,14 @@ class Leaks:
         asked: The same in words; "" where there were none.
         sentences: One for each that is not protected, the worst first, questions before attributes.
         unknown: What cannot be said, and why.
+        factor: By how much σ² would have to grow, at fixed gradients, until all of it were protected; 1: it is.
     """
 
     number: int
     asked: str
     sentences: list[str]
     unknown: list[str]
+    factor: float = 1.0
 
 
 def blind_error(report: Report) -> float | None:
@@ -59,11 +63,9 @@ def exposed_count(report: Report) -> tuple[int | str | None, int]:
     summary, blind = report.summary, blind_error(report)
     unmeasured = summary.not_measured
     everyone = summary.examples - (unmeasured if isinstance(unmeasured, int) else 0)
-    if blind is None:
-        return None, everyone
-    if report.run is not None:
-        return int(is_exposed(report.run, blind).sum()), everyone
-    return (summary.below_guess if summary.low_below_guess is None else summary.low_below_guess), everyone
+    if report.run is None:
+        return (summary.below_guess if summary.low_below_guess is None else summary.low_below_guess), everyone
+    return None if blind is None else int(is_exposed(report.run, blind).sum()), everyone
 
 
 def unprotected(report: Report) -> Leaks:
@@ -74,15 +76,21 @@ def unprotected(report: Report) -> Leaks:
         for name, some in (("question", questions), ("attribute", attributes))
         if some
     ]
-    sentences, unknown = _attribute_sentences(report)
+    of_attributes, unknown = _attributes(report)
+    found = [*_questions(report), *of_attributes]
     return Leaks(
-        len(questions) + len(attributes), " and ".join(parts), [*_question_sentences(report), *sentences], unknown
+        len(questions) + len(attributes),
+        " and ".join(parts),
+        [sentence for _, sentence in found],
+        unknown,
+        max((factor for factor, _ in found), default=1.0),
     )
 
 
-def _question_sentences(report: Report) -> list[str]:
+def _questions(report: Report) -> list[tuple[float, str]]:
+    """Of each question that is not protected, the factor on σ² that it needs and a sentence, the worst first."""
     if report.run is None:
-        return _public_question_sentences(report)
+        return _public_questions(report)
     limit = GAIN
     if report.policy is not None and report.policy.max_gain_over_guessing is not None:
         limit = report.policy.max_gain_over_guessing
@@ -95,8 +103,9 @@ def _question_sentences(report: Report) -> list[str]:
             most = float(np.nanmax(success))
             told = f"guessed right up to {percent(most)} of the time instead of 50 %"
             of = f"{wrong:,} of {int(measured.sum()):,} examples"
-            ranked.append((most, f"“{question.name}” of {of} is not protected: {told}, by any attacker."))
-    return [sentence for _, sentence in sorted(ranked, key=lambda pair: -pair[0])]
+            needed = float(np.nanmax(np.asarray(question.divergence_high)[measured])) / divergence_of_gain(limit)
+            ranked.append((needed, f"“{question.name}” of {of} is not protected: {told}, by any attacker."))
+    return sorted(ranked, key=lambda pair: -pair[0])
 
 
 def success_of(question: QuestionRecord) -> np.ndarray:
@@ -108,23 +117,25 @@ def success_of(question: QuestionRecord) -> np.ndarray:
     return success
 
 
-def _public_question_sentences(report: Report) -> list[str]:
-    """From the published levels alone."""
-    sentences = []
+def _public_questions(report: Report) -> list[tuple[float, str]]:
+    """From the published levels alone; a rate of 5 % at 1 % false alarms is taken for protected."""
+    found = []
     for question in sorted(report.summary.questions, key=lambda q: -q.rate.get("0", 0.0)):
         above = question.above["0.05"]
         if above != 0 and "0" in question.rate:
             some = f"{'about ' * isinstance(above, int)}{count(above)} of {report.summary.examples:,} examples"
-            sentences.append(
+            rate = min(question.rate["0"], 1.0)
+            sentence = (
                 f"“{question.name}” of {some} is not protected: any attacker may tell it rightly in up to "
-                f"{percent(min(question.rate['0'], 1.0))} of the runs instead of 1 % (the {report.summary.smallest} "
-                "most exposed together)."
+                f"{percent(rate)} of the runs instead of 1 % (the {report.summary.smallest} most exposed together)."
             )
-    return sentences
+            high = divergence_of_rate(rate, FALSE_POSITIVE_RATE) if rate < 1 else math.inf
+            found.append((high / divergence_of_rate(0.05, FALSE_POSITIVE_RATE), sentence))
+    return found
 
 
-def _attribute_sentences(report: Report) -> tuple[list[str], list[str]]:
-    """Of each attribute whose blind guess is known and beaten; and one sentence on all others."""
+def _attributes(report: Report) -> tuple[list[tuple[float, str]], list[str]]:
+    """As for questions, of each attribute whose blind guess is known and beaten; and one sentence on all others."""
     ranked, unknown = [], []
     for place, attribute in enumerate(report.summary.attributes):
         if not attribute.error:
@@ -135,13 +146,14 @@ def _attribute_sentences(report: Report) -> tuple[list[str], list[str]]:
         elif least < blind:
             whose, usual = _how_many(report, place, blind), f"{number(blind)} {attribute.unit}".strip()
             off = f"an unbiased guess may be off by as little as {number(least)} instead of {usual}"
-            ranked.append((least / blind, f"“{attribute.name}” {whose} is not protected: {off}."))
-    sentences = [sentence for _, sentence in sorted(ranked, key=lambda pair: pair[0])]
+            needed = (blind / least) ** 2 if least > 0 else math.inf
+            ranked.append((needed, f"“{attribute.name}” {whose} is not protected: {off}."))
+    ranked.sort(key=lambda pair: -pair[0])
     if not unknown:
-        return sentences, []
+        return ranked, []
 
     names = ", ".join(f"“{name}” ({error})" for name, error in unknown[:3]) + (" …" if len(unknown) > 3 else "")
-    return sentences, [
+    return ranked, [
         f"How far off a blind guess is was not saved for {len(unknown):,} attribute{'s' if len(unknown) != 1 else ''}, "
         f"so that the closest unbiased guesses say little by themselves: {names}."
     ]

@@ -10,7 +10,7 @@ from torchfil.report.page.context import Report
 from torchfil.report.page.html import Markup, join, number, percent, tag
 from torchfil.report.page.remedies import factor_for_all, lower_ends, rounded_up, worst_divergence
 from torchfil.report.page.rules import kind_and_subject
-from torchfil.report.page.worst import blind_error, exposed_count, is_exposed
+from torchfil.report.page.worst import blind_error, exposed_count, is_exposed, unprotected
 from torchfil.report.policy import Policy
 from torchfil.report.verdict import Verdict
 
@@ -21,6 +21,7 @@ EXTRAPOLATED = (
     "An extrapolation at the gradients of this run (bounds grow as σ²), for the attackers named beside: train again "
     "and measure."
 )
+EXACT = "The noise is added once, to the fitted weights: bounds grow as σ², for the attackers named beside."
 NOTHING = "It says what the measured numbers ask for, no more: unbiased attackers, or every attacker where said so."
 OF_BOUNDS = ("min_error_share", "max_share_exposed", "min_mse_bound", "max_share_of_concern")
 OF_QUESTIONS = ("max_gain_over_guessing", "max_true_positive_rate")
@@ -52,15 +53,16 @@ def advice(report: Report) -> Advice:
 
     exposed, _ = exposed_count(report)
     kept = "By the policy nothing need be done." if verdicts is not None else ""
-    if exposed is None:
+    leaks = unprotected(report)
+    if exposed is None and leaks.factor <= 1:
         text = "Save the run with input_range=(a, b), so that it can be held against a blind guess."
         return Advice(
-            "Nothing" if kept else "First a yardstick", [join(kept or text), *_in_general(report)], EXTRAPOLATED
+            "Nothing" if kept else "First a yardstick", [join(kept or text), *_in_general(report)], _basis(report)
         )
-    if exposed == 0:
+    if exposed == 0 and leaks.factor <= 1:
         text = "No example is exposed. A policy would say what else the run has to keep." * (verdicts is None)
         return Advice("Nothing", [join(kept or text)], NOTHING)
-    return _for_everybody(report, kept)
+    return _for_everybody(report, leaks.factor, kept)
 
 
 def _for_policy(
@@ -79,27 +81,35 @@ def _for_policy(
         lines += _sparing(report, broken, factor)
     for verdict in others:
         lines.append(_other_remedy(verdict, policy))
-    return Advice(figure, lines, EXTRAPOLATED if factor is not None else NOTHING)
+    return Advice(figure, lines, _basis(report) if factor is not None else NOTHING)
 
 
-def _for_everybody(report: Report, kept: str) -> Advice:
-    """The σ at which nobody would be exposed, from the lowest lower end; of a public page, from what it publishes."""
+def _for_everybody(report: Report, factor: float, kept: str) -> Advice:
+    """The σ at which nothing would be guessed better than blindly; of a public page, from what it publishes.
+
+    Args:
+        report: The report.
+        factor: What questions and attributes need.
+        kept: That the policy is kept; "" where there is none.
+    """
     summary, sigma, blind = report.summary, _sigma(report), blind_error(report)
-    end = summary.lowest_end if summary.lowest_end is not None else summary.exposure[0].mse_bound
-    assert blind is not None
-    if not end > 0:
-        text = "Measure more (every step, more probes, a longer run): for some examples one run does not tell how much."
-        return Advice("Measure more", [join(text), *([join(kept)] if kept else [])], NOTHING)
-    factor = blind**2 / end
+    end = summary.exposure[0].mse_bound if summary.exposure else math.inf
+    end = end if summary.lowest_end is None else summary.lowest_end
+    needed = 1.0 if blind is None else blind**2 / end if end > 0 else math.inf
+    factor = max(factor, needed)
+    if not factor < math.inf:
+        text = "Measure more (every step, more probes, a longer run): of some examples one run does not tell enough."
+        return Advice("Nothing" if kept else "Measure more", [join(kept, " ", text)], NOTHING)
+
     figure = "More noise"
     if sigma is not None:
         sigma_then = rounded_up(sigma * math.sqrt(factor))
         figure, factor = f"σ = {number(sigma_then)}", (sigma_then / sigma) ** 2
-    goal = "the most exposed would be no better guessed than blindly"
+    goal = "nothing that was measured would be guessed much better than blindly"
     line = join(_noise(report, factor), f", {goal}", _given(report, factor), ".")
     if kept:
         figure, line = "Nothing", join(kept, " It could be better: ", line)
-    return Advice(figure, [line, *_sparing(report, [], factor)], EXTRAPOLATED)
+    return Advice(figure, [line, *_sparing(report, [], factor)], _basis(report))
 
 
 def _noise(report: Report, factor: float) -> Markup:
@@ -145,8 +155,10 @@ def _sparing(report: Report, broken: list[Verdict], factor: float) -> list[Marku
 
     # bounds and questions can be spared by name; attributes only as part of their example
     kinds = dict(kind_and_subject(verdict.rule) for verdict in broken)
-    codes = []
-    if not broken or not kinds.keys().isdisjoint(OF_BOUNDS):
+    codes = ["torchfil.glm.iteratively_reweighted_fil(…)"] * _is_linear(report)
+    if codes:
+        kinds = {}
+    elif not broken or not kinds.keys().isdisjoint(OF_BOUNDS):
         codes.append(f"make_private(min_mse_bound={number(float(f'{factor * lower_ends(run)[0]:.2g}'))})")
     codes += [f'torchfil.equalise(question="{kinds[kind]}", target=…)' for kind in OF_QUESTIONS if kind in kinds]
     if not codes:
@@ -173,9 +185,20 @@ def _other_remedy(verdict: Verdict, policy: Policy) -> Markup:
 
 
 def _in_general(report: Report) -> list[Markup]:
-    sigma = _sigma(report)
+    sigma, steps = _sigma(report), report.about("mechanism", "steps")
     told = "" if sigma is None else f", σ = {number(2 * sigma)} instead of {number(sigma)},"
-    return [join(f"Twice the noise{told} would give four times every MSE bound; a quarter of the steps as well.")]
+    as_well = "" if steps is None else "; a quarter of the steps as well"
+    return [join(f"Twice the noise{told} would give four times every MSE bound{as_well}.")]
+
+
+def _is_linear(report: Report) -> bool:
+    """Whether a linear model's weights were released once, with noise, and nothing on the way."""
+    return bool(report.about("kind") == "linear")
+
+
+def _basis(report: Report) -> str:
+    """What a number for another σ stands on."""
+    return EXACT if _is_linear(report) else EXTRAPOLATED
 
 
 def _sigma(report: Report) -> float | None:

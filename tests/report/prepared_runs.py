@@ -1,0 +1,112 @@
+"""Runs for the first screen: four kinds, safe and not, and ten that a reader has to tell apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from run_cases import made_up
+
+from torchfil.report.policy import Policy
+from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, QuestionRecord, SavedRun, Texts
+
+N = 200
+KINDS = ("image", "table", "text", "linear")
+POLICY = Policy(min_error_share=0.5, max_share_exposed=0.05, max_share_not_measured=0.01)
+WHOLE = dataclasses.replace(POLICY, min_attribute_error_share=0.5, max_gain_over_guessing=0.1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run and a policy, and what a reader of the first screen has to find: the verdict and, if it fails, why."""
+
+    name: str
+    run: SavedRun
+    policy: Policy
+    verdict: str
+    reason: str = ""
+
+
+def bare(title: str, bound: np.ndarray | float, **changes: Any) -> SavedRun:
+    """Inputs between 0 and 1, so that a blind guess has a squared error of 0.25; nothing asked, tracked or attacked."""
+    bounds = np.broadcast_to(np.asarray(bound, dtype=np.float64), N).copy()
+    run = made_up(N, text_ids=True, attacks=[], questions=[], groups={}, attributes=None, pictures=None, texts=None)
+    columns = {
+        "fil": bounds**-0.5,
+        "mse_bound": bounds,
+        "mse_bound_low": 0.9 * bounds,
+        "participations": np.full(N, 20),
+        "missed": np.zeros(N, dtype=np.int64),
+    }
+    about = run.about | {"title": title, "dataset": {"num_examples": N, "input_range": [0.0, 1.0]}}
+    about = {key: value for key, value in about.items() if key not in ("noise_choice", "equalised")}
+    return dataclasses.replace(run, **{"about": about, "columns": columns, "rounds": {}, "history": {}, **changes})
+
+
+def some(value: float, few: float, places: list[int]) -> np.ndarray:
+    """A value for all but some."""
+    values = np.full(N, value)
+    values[places] = few
+    return values
+
+
+def attributes(errors: np.ndarray) -> Attributes:
+    """Age and weight, [n] errors of the former."""
+    table = np.stack([errors, np.full(N, 3.0)], axis=1)
+    return Attributes(["age", "weight"], ["", ""], table, table)
+
+
+def question(name: str, divergence: np.ndarray) -> QuestionRecord:
+    return QuestionRecord(name, ["other"], False, divergence[:, None], divergence[:, None])
+
+
+def of_kind(kind: str, *, safe: bool) -> SavedRun:
+    """An image, table, text or linear run; if not safe, three examples are known to half of a blind guess's error."""
+    rng, bound = np.random.default_rng(3), 2.0 if safe else some(2.0, 0.01, [3, 4, 5])
+    if kind == "image":
+        images = rng.integers(256, size=(6, 8, 8), dtype=np.uint8)
+        return bare("X-rays", bound, pictures=Pictures(np.arange(6), images, rng.normal(size=(6, 8, 8)).astype("f4")))
+    if kind == "table":
+        asked = [question("genotype", some(0.001, 0.001 if safe else 0.5, [3, 4]))]
+        groups = {"sex": np.where(np.arange(N) % 2, "f", "m"), "site": np.where(np.arange(N) < 80, "A", "B")}
+        return bare("Doses", bound, attributes=attributes(np.full(N, 2.0)), questions=asked, groups=groups)
+    if kind == "text":
+        words = [["patient", "has", "gout"], ["patient", "has", "a", "cold"]]
+        eta = np.asarray([[0.1, 0.1, 0.6, np.nan], [0.1, 0.1, 0.2, 0.3]], "f4")
+        return bare("Notes", bound, texts=Texts(np.arange(2), words, eta))
+    run = bare("A linear model", bound)
+    about = {key: value for key, value in run.about.items() if key not in ("epsilon", "delta", "accountant")}
+    about |= {"kind": "linear", "exact": True, "mechanism": {"sigma": 0.3, "l2": 0.01, "releases": 1}}
+    return dataclasses.replace(run, about=about)
+
+
+def disparate() -> SavedRun:
+    """Women leak three times as much as men; nobody is exposed."""
+    women = np.arange(N) % 2 == 0
+    return bare("Groups", np.where(women, 1.0, 9.0), groups={"sex": np.where(women, "f", "m")})
+
+
+def attacked_once() -> SavedRun:
+    """An attack of a single trial, which tests nothing."""
+    attack = AttackRecord(
+        "gradient matching", "knows all else", np.arange(3), np.ones(3), np.full(3, 2.0), np.zeros(3, bool), False
+    )
+    return bare("Attacked", 2.0, attacks=[dataclasses.replace(attack, untestable="one trial")])
+
+
+def ten() -> list[Case]:
+    """Five that may be released and five that may not, each for another reason."""
+    spread = bare("Attributes", 2.0, attributes=attributes(some(2.0, 0.1, [9])))
+    told = bare("Questions", 2.0, questions=[question("genotype", some(0.001, 1.0, [1, 2, 7]))])
+    few = dataclasses.replace(POLICY, min_error_share=0.05)
+    return [
+        *(Case(f"safe {kind}", of_kind(kind, safe=True), POLICY, "PASS") for kind in KINDS),
+        Case("few exposed, as the policy allows", of_kind("table", safe=False), few, "PASS"),
+        Case("one person", bare("One", some(2.0, 0.01, [17])), POLICY, "FAIL", "person"),
+        Case("an attribute", spread, dataclasses.replace(POLICY, min_attribute_error_share=0.5), "FAIL", "attribute"),
+        Case("a question", told, dataclasses.replace(POLICY, max_gain_over_guessing=0.1), "FAIL", "question"),
+        Case("groups", disparate(), dataclasses.replace(POLICY, max_group_disparity=2.0), "FAIL", "groups"),
+        Case("an attack", attacked_once(), dataclasses.replace(POLICY, min_attacks=1), "FAIL", "attacks"),
+    ]
