@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, named_level, paragraph, root
 from torchfil.report.page.html import Markup, count, join, number, table, tag
+from torchfil.report.page.wording import is_linear
 
 __all__ = ["render"]
 
@@ -94,7 +95,7 @@ def _table(report: Report) -> Markup:
         table(head, rows),
         paragraph(
             f"± per input is the root of {of_what}: an unbiased guess of an input is off by at least this, on average. "
-            "Bounds are estimates from one run; the largest are so partly by luck. ",
+            "Bounds are estimates; the largest are so partly by luck. " * (not is_linear(report)),
             note,
             class_="note",
         ),
