@@ -7,11 +7,11 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from attack_glm_reconstruction import RANGE, blind_guess
 from matplotlib.figure import Figure
 from scipy import stats
 
 import torchfil
-from attack_glm_reconstruction import RANGE, blind_guess
 from benchmarks.reproduce.rows import Outcome, Row, Run, check_near, check_that
 from torchfil.attacks import GLMReconstruction
 from torchfil.bounds import mse_from_rdp

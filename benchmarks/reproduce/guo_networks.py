@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import mnist_dpsgd
 import numpy as np
 import torch
+from equalise_cifar10 import balanced
 from matplotlib.figure import Figure
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import mnist_dpsgd
 from benchmarks.reproduce.rows import Check, Earlier, Outcome, Row, Run, check_near, check_that
-from equalise_cifar10 import balanced
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.clipping import get_clip
 from torchfil.datasets import ResidentDataset

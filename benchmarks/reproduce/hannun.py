@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from glm_table1 import CLASSES, COLOURS, Setting
 from matplotlib.figure import Figure
 
 from benchmarks.reproduce.rows import Check, Outcome, Row, Run, check_near, check_that
-from glm_table1 import CLASSES, COLOURS, Setting
 from torchfil.datasets import BinaryTask
 from torchfil.glm import LinearRegression, LogisticRegression, iteratively_reweighted_fil
 

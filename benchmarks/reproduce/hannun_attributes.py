@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from glm_iwpc import COLOURS, PENALTIES, SIGMA, reweighted
 from matplotlib.figure import Figure
 
 from benchmarks.reproduce.rows import Outcome, Row, Run, check_near, check_that
-from glm_iwpc import COLOURS, PENALTIES, SIGMA, reweighted
 from torchfil.attacks import (
     BlackBoxInversion,
     NominalAttribute,

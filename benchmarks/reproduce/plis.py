@@ -6,16 +6,16 @@ import argparse
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-import torch
-from matplotlib.figure import Figure
-from torch import Tensor, nn
-
 import attack_inversion
+import numpy as np
 import plis_mnist
 import plis_regression
-from benchmarks.reproduce.rows import Earlier, Outcome, Row, Run, check_near, check_that
+import torch
+from matplotlib.figure import Figure
 from plis_xrays import concentration
+from torch import Tensor, nn
+
+from benchmarks.reproduce.rows import Earlier, Outcome, Row, Run, check_near, check_that
 from torchfil import PLIS, viz
 from torchfil.papers.zoo import mnist_cnn
 

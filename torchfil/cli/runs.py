@@ -109,11 +109,7 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
 
 def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     about, examples, fil = run.about, data["examples"], data["fil"]
-    model, mechanism = about.get("model", {}), about.get("mechanism", {})
-    target, count = mechanism.get("rel_error"), mechanism.get("num_probes")
-    drawn = f"{count} probes" if target is None else f"probes for a relative error of {100 * target:g} %"
-    probed = "no probes" if about.get("exact") else f"{drawn}, {mechanism.get('estimator')}"
-
+    model = about.get("model", {})
     lines = [
         ["", str(about.get("title", "a saved run"))],
         ["model", f"{model.get('name')}, {number(model.get('num_parameters'))} parameters"],
@@ -121,15 +117,9 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
             "data",
             f"{examples['total']:,} examples, SHA-256 {about.get('dataset', {}).get('data_sha256') or 'not taken'}",
         ],
-        [
-            "training",
-            f"{number(mechanism.get('steps'))} steps, σ = {mechanism.get('noise_multiplier')}, "
-            f"C = {mechanism.get('max_grad_norm')}, sampling rate {number(mechanism.get('sample_rate'))}, {probed}",
-        ],
-        ["ε", f"{number(about.get('epsilon'))} at δ = {about.get('delta')} ({about.get('accountant')})"],
+        *(_release_lines(about) if about.get("kind") == "linear" else _training_lines(about)),
         ["FIL", f"median {number(fil['median'])}, 95 % below {number(fil['q95'])}, largest {number(fil['max'])}"],
-        ["MSE bound", f"{number(data['smallest_mse_bound'])}, the smallest lower end (95 %, each example by itself):"],
-        ["", "unbiased attackers err by at least this on average, biased ones may err less; 0: one run does not tell"],
+        *_bound_lines(about, data["smallest_mse_bound"]),
     ]
 
     # the rest only where there is something to tell
@@ -158,8 +148,59 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     if data["most_exposed"]:
         shown = [name for name in ("fil", "fil_error", "mse_bound", "mse_bound_low", "epsilon") if name in run.columns]
         rows = [[str(row["id"]), *(number(float(row[name])) for name in shown)] for row in data["most_exposed"]]
-        text += "\n\nmost exposed (estimates from one run)\n" + table(["id", *shown], rows)
+        text += f"\n\nmost exposed ({_origin(about)})\n" + table(["id", *shown], rows)
     return text
+
+
+def _training_lines(about: dict[str, Any]) -> list[list[str]]:
+    """How it was trained, how often, and the ε of that."""
+    mechanism, runs = about.get("mechanism", {}), (about.get("merged") or {}).get("runs")
+    target, count = mechanism.get("rel_error"), mechanism.get("num_probes")
+    drawn = f"{count} probes" if target is None else f"probes for a relative error of {100 * target:g} %"
+    probed = "no probes" if about.get("exact") else f"{drawn}, {mechanism.get('estimator')}"
+    lines = [
+        [
+            "training",
+            f"{number(mechanism.get('steps'))} steps, σ = {mechanism.get('noise_multiplier')}, "
+            f"C = {mechanism.get('max_grad_norm')}, sampling rate {number(mechanism.get('sample_rate'))}, {probed}",
+        ],
+        ["ε", f"{number(about.get('epsilon'))} at δ = {about.get('delta')} ({about.get('accountant')})"],
+    ]
+    if runs is not None:
+        of_all = number(about["merged"].get("epsilon_of_all"))
+        lines.append(["runs", f"means over {runs}: they speak of one release; ε of all {runs} together is {of_all}"])
+    return lines
+
+
+def _release_lines(about: dict[str, Any]) -> list[list[str]]:
+    """What was released of a linear model."""
+    mechanism = about.get("mechanism", {})
+    several = mechanism.get("releases", 1)
+    how = f"once, with noise σ = {mechanism.get('sigma')}" if several == 1 else f"{several} times, with noise"
+    return [
+        ["release", f"the fitted weights, {how}; penalty λ = {mechanism.get('l2')}; no steps, no batches, no clipping"],
+        ["ε", "none: no accountant; what is random is the noise on the weights alone"],
+    ]
+
+
+def _bound_lines(about: dict[str, Any], smallest: float | None) -> list[list[str]]:
+    if about.get("kind") == "linear":
+        unit = f" ({about['unit_of_inputs']}, squared)" if about.get("unit_of_inputs") else ""
+        return [
+            ["MSE bound", f"{number(smallest)}, the smallest{unit}, in closed form:"],
+            ["", "unbiased attackers err by at least this on average over the noise, biased ones may err less"],
+        ]
+    return [
+        ["MSE bound", f"{number(smallest)}, the smallest lower end (95 %, each example by itself):"],
+        ["", "unbiased attackers err by at least this on average, biased ones may err less; 0: one run does not tell"],
+    ]
+
+
+def _origin(about: dict[str, Any]) -> str:
+    if about.get("kind") == "linear":
+        return "closed forms"
+    runs = (about.get("merged") or {}).get("runs")
+    return "estimates from one run" if runs is None else f"means over {runs} runs"
 
 
 def _shortened(names: list[str], most: int = 6) -> str:

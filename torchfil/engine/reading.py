@@ -26,6 +26,7 @@ from torchfil.engine.calibration import NoiseChoice
 from torchfil.engine.clip_weights import weights_in_words
 from torchfil.engine.epsilon import individual_epsilon
 from torchfil.engine.equalised import Equalised
+from torchfil.engine.merged import as_merged, epsilon_of_all
 from torchfil.engine.metrics import engine_lines, engine_table, engine_text
 from torchfil.engine.options import Accounting
 from torchfil.engine.robustness import everybodys_robustness, individual_robustness, robustness_with_known_batches
@@ -321,6 +322,32 @@ class LeakageReading(PrivacyEngine):
                 "what is private; got " + "; ".join(text if len(text) < 500 else f"{text[:500]} …" for text in told)
             )
         return average
+
+    @classmethod
+    def save_merged(
+        cls, engines: Sequence[LeakageReading], path: str | os.PathLike[str], *, delta: float, **options: Any
+    ) -> Path:
+        """Save the average over repeated runs (:meth:`merge`) as one run; the report says how many there were.
+
+        The numbers speak of one release, on average over runs, with the errors from run to run. ε is that of one run;
+        beside it stands that of all of them together, for whoever releases more than one.
+
+        Args:
+            engines: At least two, of repetitions with the same settings on the same data.
+            path: The file.
+            delta: δ of ε.
+            **options: Of :meth:`save_run`; pictures are the first run's.
+        """
+        if len(engines) < 2:
+            raise ValueError(f"save_merged was given {len(engines)} engines; for one run there is save_run")
+        first = engines[0]
+        view = replace(first._view(delta), leakage=cls.merge(engines))
+        with first._training.replica.gathered():
+            if not first._writes:
+                return Path(path)
+            run = build_saved_run(view, **options)
+        together = epsilon_of_all(first.accountant, len(engines), delta)
+        return save(as_merged(run, len(engines), together), path)
 
     def _mechanism(self) -> str:
         """What must be the same in repetitions of a run, in words."""

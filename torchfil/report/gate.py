@@ -49,6 +49,12 @@ def notes(run: SavedRun) -> list[str]:
         found.append(
             f"{count:,} {were} trained with a smaller weight, of {len(run):,}: bounds and ε take the weights as fixed"
         )
+    if run.about.get("kind") == "linear":
+        weights = "; weights that were chosen from the data are taken as fixed" * ("sample_weight" in run.columns)
+        found.append(f"a linear model’s release: closed forms, no ε; what is random is its noise alone{weights}")
+    runs = (run.about.get("merged") or {}).get("runs")
+    if runs is not None:
+        found.append(f"means over {runs} runs: they speak of one release; several together leak more")
     choice = run.about.get("noise_choice")
     if choice is not None:
         found.append(f"σ was chosen by pilots, for this target: {choice.get('target')}; bounds and ε take σ as given")
@@ -123,7 +129,9 @@ def _epsilon(run: SavedRun, policy: Policy) -> list[Verdict]:
         return []
     epsilon = run.about.get("epsilon")
     passed = epsilon is not None and epsilon <= limit
-    detail = "the run's ε is not known" if epsilon is None else f"ε at δ = {run.about.get('delta')}, for everybody"
+    none = "a linear model's release has no accountant's ε: take the rule out for it"
+    unknown = none if run.about.get("kind") == "linear" else "the run's ε is not known"
+    detail = unknown if epsilon is None else f"ε at δ = {run.about.get('delta')}, for everybody"
     return [Verdict("max_epsilon", passed, limit, epsilon, nobody() if passed else everybody(run), detail)]
 
 

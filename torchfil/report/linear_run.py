@@ -212,7 +212,6 @@ def _columns(fil: np.ndarray, bound: np.ndarray) -> dict[str, np.ndarray]:
     """What a run keeps of every example; nothing was missed, and nothing is estimated."""
     return {
         "fil": fil,
-        "fil_error": np.zeros_like(fil),
         "mse_bound": bound,
         "mse_bound_low": bound,
         "missed": np.zeros(len(fil), dtype=np.int64),

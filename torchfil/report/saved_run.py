@@ -30,7 +30,8 @@ class SavedRun:
 
     Attributes:
         about: JSON values: title, model, dataset, mechanism, epsilon, delta, accountant, versions, seed, created,
-            exact; kind "linear" and linear for a linear model's release (:mod:`torchfil.report.linear_run`);
+            exact; kind "linear" and linear for a linear model's release (:mod:`torchfil.report.linear_run`); merged
+            for the mean over several runs;
             noise_choice where pilots chose σ, equalised where torchfil.equalise chose the clip weights.
         ids: The examples' names, [n], int64 or strings.
         columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low, participations, missed,
@@ -225,10 +226,12 @@ _NUMBERS = (
     "noise_choice.num_pilots",
     "noise_choice.headroom",
     "equalised.target",
+    "merged.runs",
+    "merged.epsilon_of_all",
 )
 _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(
-        ("model", "dataset", "mechanism", "versions", "noise_choice", "equalised", "linear"), ("a dict", dict)
+        ("model", "dataset", "mechanism", "versions", "noise_choice", "equalised", "linear", "merged"), ("a dict", dict)
     ),
     **dict.fromkeys(("kind", "title", "accountant", "created", "mechanism.probe_precision"), ("a text", str)),
     **dict.fromkeys(("noise_choice.target", "equalised.question", "equalised.stopped"), ("a text", str)),

@@ -63,6 +63,7 @@ PUBLIC = {
     # neither how many pilots there were nor whether their target was met: both rest on the most exposed example;
     # nothing of "equalised", whose target may be read off an example
     "noise_choice": ("target", "confidence"),
+    "merged": ("runs", "epsilon_of_all"),
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, number, tag
+from torchfil.report.page.sections import linear
+from torchfil.report.page.wording import is_linear, num_merged, over
 
 __all__ = ["render"]
 
@@ -31,11 +33,12 @@ def render(report: Report) -> Markup | None:
             "give something away themselves. Neither ε nor FIL counts it, nor other runs on the same data.",
         ),
     ]
+    points = linear.assumptions(report) if is_linear(report) else points
 
     return join(
         paragraph(
             "Fisher information loss (FIL, η̄) tells how much the released model changes when an example’s "
-            "inputs change a little. On average over repeated trainings, its inverse square is a floor under the mean "
+            f"inputs change a little. On average {over(report)}, its inverse square is a floor under the mean "
             "squared error of every unbiased guess of these inputs: the larger the bound, the safer the example."
         ),
         tag("dl", [join(tag("dt", name), tag("dd", text)) for name, text in points if text], class_="points"),
@@ -123,6 +126,12 @@ def _certainty(report: Report) -> str:
         drawn = f" from {probes} random probe{'s' if probes != 1 else ''} a step" if probes else ""
         some = f", on {100 * rate:g} % of the steps" if rate is not None and rate < 1 else ""
         how = f"FIL was measured{drawn}{some}; the standard error of the probes stands beside it."
+    if num_merged(report) > 1:
+        return (
+            f"FIL² is the mean over {num_merged(report)} runs, and its error the one from run to run; the MSE bound is "
+            "its inverse. The “low end” is the lower end of the bound’s 95 % interval, of each example by itself. The "
+            "bounds from ε are proven, the same for all, and loose."
+        )
     return (
         f"{how} FIL² and the MSE bound, its inverse, are estimates from one run: with other batches and other noise "
         "the training would have gone another way, and an inverse of an estimate is too large on average. The “low "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torchfil.report.attribute_summary import AttributeSummary
 from torchfil.report.page.context import Report, named_level, paragraph
 from torchfil.report.page.html import Markup, join, plus_minus, table
+from torchfil.report.page.wording import certainty
 
 __all__ = ["render"]
 
 MOST = 24
-LOWER_END = "Each number is the lower end of a 95 % interval, of each example by itself."
 ESTIMATE = "These are estimates from one run; how far below them the truth may lie is not known."
 
 
@@ -34,7 +34,7 @@ def render(report: Report) -> Markup | None:
             "An unbiased guess of the attribute, by somebody who knows everything else about the example, all its "
             "other attributes included, is off by at least this on average (root mean square, in the attribute’s own "
             "unit). ",
-            LOWER_END if attributes[0].lower_end else ESTIMATE,
+            certainty(report) if attributes[0].lower_end else ESTIMATE,
             " A number much larger than the attribute’s range means that the model gives an unbiased attacker nothing. "
             "Somebody who knows what values are usual can guess more closely, with bias.",
             rest,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, named_level, paragraph
 from torchfil.report.page.html import Markup, count, join, number, table, tag
+from torchfil.report.page.wording import is_linear, over
 
 __all__ = ["render"]
 
@@ -108,8 +109,9 @@ def _table(report: Report) -> Markup:
     return join(
         table(head, rows),
         paragraph(
-            "The mean squared error of an unbiased guess of an input is at least the MSE bound, on average over "
-            "repeated trainings. Bounds are estimates from one run; the largest are so partly by luck. ",
+            "The mean squared error of an unbiased guess of an input is at least the MSE bound, on average ",
+            f"{over(report)}. ",
+            None if is_linear(report) else "Bounds are estimates; the largest are so partly by luck. ",
             note,
             class_="note",
         ),

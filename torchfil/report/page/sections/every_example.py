@@ -58,6 +58,7 @@ COLUMNS = (
     Column("mse_bound_low", "low end", "of the 95 % interval of the MSE bound: the number to quote"),
     Column("epsilon", "own ε", "the example’s own ε for this run’s outputs; an estimate, no guarantee"),
     Column("clip_weight", "weight", "ω, by which the example’s clipped gradient was multiplied; below 1 it was spared"),
+    Column("sample_weight", "weight", "ω of the example in the fit, of mean 1; chosen so that examples leak alike"),
     Column("participations", "drawn", "how many batches held the example"),
     Column("fil_error", "error", "standard error of FIL from probes and skipped steps alone"),
     Column("sampling_error", "sampling", "how much the random choice of batches could change FIL"),

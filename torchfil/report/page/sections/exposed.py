@@ -9,6 +9,7 @@ import numpy as np
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, number, plus_minus, tag
 from torchfil.report.page.png import as_data_url, overlay, thumbnail
+from torchfil.report.page.wording import is_linear, origin
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 
@@ -42,13 +43,19 @@ def render(report: Report) -> Markup | None:
     maps = run.pictures is not None and run.pictures.maps is not None
     return join(
         paragraph(
-            f"Ranked by their MSE bound, an estimate from one run, among {rank.max():,} measured examples; select one "
+            f"Ranked by their MSE bound, {origin(report)}, among {rank.max():,} measured examples; select one "
             "for its details.",
             PLIS if maps else "",
         ),
         tag("h3", "Most exposed"),
         draw(run, most, rank, pictured, status),
-        [tag("h3", "Least exposed"), paragraph(LUCK), draw(run, least, rank, pictured, status)] if least else None,
+        [
+            tag("h3", "Least exposed"),
+            None if is_linear(report) else paragraph(LUCK),
+            draw(run, least, rank, pictured, status),
+        ]
+        if least
+        else None,
     )
 
 

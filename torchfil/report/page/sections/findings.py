@@ -6,15 +6,12 @@ import math
 
 from torchfil.report.page.context import Report
 from torchfil.report.page.html import Markup, count, join, number, percent, tag
+from torchfil.report.page.wording import every_attacker, is_linear, origin, over
 from torchfil.report.summary import Summary
 
 __all__ = ["render"]
 
 FEW_PARTICIPATIONS = 20
-WHO_IS_BOUND = (
-    "These bounds bind unbiased attackers: those whose guesses are right on average over repeated trainings. Somebody "
-    "who starts from beliefs about the data is biased and may come closer; ε and ReRo bind every attacker."
-)
 
 
 def render(report: Report) -> Markup | None:
@@ -48,13 +45,20 @@ def _exposure(report: Report) -> list[Markup]:
     worst = summary.exposure[0]
     whom = f"the {worst.examples} most exposed examples together" if summary.redacted else "the most exposed example"
     most_exposed = join(
-        f"An unbiased guess of {whom} has a mean squared error of an estimated ",
+        f"An unbiased guess of {whom} has a mean squared error of{' an estimated' * (not is_linear(report))} ",
         tag("b", number(worst.mse_bound)),
-        f" or more per input on average (its MSE bound{_unit(report)}). That is an estimate from one run",
-        _lowest_end(summary, worst.mse_bound),
+        f" or more per input on average (its MSE bound{_unit(report)}). That is {origin(report)}",
+        None if is_linear(report) else _lowest_end(summary, worst.mse_bound),
         ".",
     )
-    return [most_exposed, join(WHO_IS_BOUND), *_below_guess(report)]
+    return [most_exposed, join(_who_is_bound(report)), *_below_guess(report)]
+
+
+def _who_is_bound(report: Report) -> str:
+    return (
+        f"These bounds bind unbiased attackers: those whose guesses are right on average {over(report)}. Somebody who "
+        f"starts from beliefs about the data is biased and may come closer; {every_attacker(report)}."
+    )
 
 
 def _below_guess(report: Report) -> list[Markup]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchfil.report.page.context import Report, named_level, paragraph
 from torchfil.report.page.html import Markup, join, table
+from torchfil.report.page.wording import is_linear, randomness
 from torchfil.report.summary import FALSE_POSITIVE_RATE, QuestionSummary
 
 __all__ = ["render"]
@@ -39,14 +40,17 @@ def render(report: Report) -> Markup | None:
     return join(
         paragraph(
             "These numbers bind every attacker, biased or not, whatever else it knows. Let one look at everything "
-            f"that training released, and claim that an example has its true answer, wrongly in at most {percent} of "
+            f"that was released, and claim that an example has its true answer, wrongly in at most {percent} of "
             f"such runs. The table says in how many runs it can be right. {percent} means that it can only guess; "
             "100 % that nothing is hidden."
         ),
         table(head, rows),
         paragraph(
-            "What is random is the run: its batches and its noise. The numbers are estimated from this run, for the "
-            "worst of each question’s answers, at the upper end of the 95 % interval of each example by itself.",
+            randomness(report),
+            " The numbers are those of the worst of each question’s answers, ",
+            "computed in closed form: the best attacker attains them."
+            if is_linear(report)
+            else "estimated, at the upper end of the 95 % interval of each example by itself.",
             class_="note",
         ),
     )
