@@ -15,9 +15,10 @@ from torch import Tensor
 
 from torchfil.accounting.contributions import Contribution
 from torchfil.accounting.divergences import Asked, Divergence
+from torchfil.accounting.packed import BatchRows, bytes_per_row
 from torchfil.accounting.path import follow, path_state
 from torchfil.accounting.quantities import OWN_SUMS, Sum, Track, TrackedQuantity, tracked
-from torchfil.accounting.rows import RowTable, bytes_per_row
+from torchfil.accounting.rows import RowTable
 
 __all__ = ["Ledger", "Track"]
 
@@ -48,7 +49,7 @@ class Ledger:
 
     Example:
         >>> ledger = Ledger(num_examples=3, num_coordinates=2)
-        >>> ledger.add(Contribution(torch.tensor([0, 2]), torch.ones(2)))  # a step that was skipped at random
+        >>> after = ledger.add(Contribution(torch.tensor([0, 2]), torch.ones(2)))  # a step that was skipped at random
         >>> ledger.sums["participations"].tolist()
         [1, 0, 1]
         >>> ledger
@@ -77,7 +78,9 @@ class Ledger:
         self.chosen = {name: examples.sort().values.cpu() for name, examples in (chosen or {}).items()}
         layout = _layout(self.quantities, num_coordinates, sketch_rank)
         of_chosen = _sums_of_chosen(self.quantities, self.chosen)
-        self.sums = RowTable(layout, num_examples, device, lazy=lazy, chosen=of_chosen)
+        large = [each for each in self.quantities if each.by_coordinate and not each.followed]
+        only_added = {name for quantity in large for name in quantity.sums(1, 1)}
+        self.sums = RowTable(layout, num_examples, device, lazy=lazy, chosen=of_chosen, only_added=only_added)
 
     @staticmethod
     def bytes_needed(
@@ -115,10 +118,10 @@ class Ledger:
         )
 
     @classmethod
-    def like(cls, ledger: Ledger) -> Ledger:
-        """An empty one for the same examples and quantities, on the CPU, with a row for everybody."""
+    def like(cls, ledger: Ledger, num_rows: int) -> Ledger:
+        """An empty one for the same quantities, on the CPU, with rows for all examples or for a block of them."""
         empty = cls(
-            ledger.num_examples,
+            num_rows,
             ledger.laid_out,
             track=ledger.track,
             sketch_rank=ledger.sketch_rank,
@@ -126,6 +129,7 @@ class Ledger:
             lazy=False,
             chosen=ledger.chosen,
         )
+        empty.num_examples = ledger.num_examples
         empty.steps, empty.missed_steps = ledger.steps, ledger.missed_steps
         return empty
 
@@ -170,34 +174,42 @@ class Ledger:
         self.sums.extend(num_examples)
         self.num_examples = max(self.num_examples, num_examples)
 
-    def add(self, contribution: Contribution) -> None:
-        """Add what one batch contributes; each example occurs at most once in it."""
-        examples = contribution.rows.to(self.device)
-        rows = self.sums.give(examples)
-        sums = {name: self.sums.own(name) for name in self.sums}
-        ones = torch.ones_like(rows, dtype=torch.int32)
-        sums["participations"].index_add_(0, rows, ones)
-        sums["squared_norm"].index_add_(0, rows, contribution.squared_norm.to(self.device, torch.float64))
-        d, own = sums["num_coordinates"], contribution.num_coordinates
-        own = own.to(self.device, torch.int32) if isinstance(own, Tensor) else own
-        d[rows] = d[rows].clamp(min=self.laid_out if own is None else own)
+    def add(self, *contributions: Contribution) -> Mapping[str, Tensor]:
+        """Add what the batches of one step contribute, at least one; each example occurs at most once in them.
+
+        Returns the sums of these examples after it, [examples, …] each, on the device of the contributions: all that
+        lie side by side, so none of those by coordinate.
+        """
+        examples = torch.cat([contribution.rows.to(self.device) for contribution in contributions])
+        with self.sums.rows_of(examples, contributions[0].squared_norm.device) as sums:
+            sizes = [len(contribution.rows) for contribution in contributions]
+            for contribution, own in zip(contributions, sums.split(sizes), strict=True):
+                self._book(contribution, own)
+        return sums
+
+    def _book(self, contribution: Contribution, sums: BatchRows) -> None:
+        """Add what one batch contributes to the sums of its examples."""
+        sums["participations"].add_(1)
+        sums.add("squared_norm", contribution.squared_norm)
+        own = self.laid_out if contribution.num_coordinates is None else contribution.num_coordinates
+        sums["num_coordinates"].clamp_(min=own.to(sums.device, torch.int32) if isinstance(own, Tensor) else own)
         if not contribution.measured:
-            sums["missed"].index_add_(0, rows, ones)
+            sums["missed"].add_(1)
             return
 
-        additions = {name: value.to(self.device) for name, value in contribution.additions.items()}
+        # what depends on the participation before comes first
+        additions = contribution.additions
         followed = [name for quantity in self.quantities for name in quantity.followed]
         for name in followed:
-            follow(name, sums, rows, additions)
+            follow(name, sums, additions)
         booked = {state for name in followed for state in path_state(name)}
         for name, value in additions.items():
-            if name in booked:
-                continue
-            self.sums.add(name, examples, rows, value)
+            if name not in booked:
+                sums.add(name, value)
         for quantity in self.quantities:
             for name, number in quantity.unless_told.items():
                 if name not in additions:
-                    sums[name][rows] += number
+                    sums.add(name, torch.full((), number, dtype=torch.float64, device=sums.device))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors and plain numbers."""

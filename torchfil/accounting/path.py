@@ -74,15 +74,22 @@ def path_additions(name: str, value: Tensor, noise: Tensor, rate: float | Tensor
     }
 
 
-def follow(name: str, sums: Mapping[str, Tensor], rows: Tensor, additions: Mapping[str, Tensor]) -> None:
-    """Note the change since each example's last measured participation, before the step's additions are booked."""
+def follow(name: str, sums: Mapping[str, Tensor], additions: Mapping[str, Tensor]) -> None:
+    """Note the change since each example's last measured participation, before the step's additions are booked.
+
+    Args:
+        name: Of the sum.
+        sums: Of the batch's examples, changed in place.
+        additions: Of :func:`path_additions`.
+    """
     last, changes = path_state(name)
     if last not in additions:  # the step was skipped
         return
-    seen = sums[f"{name}_measured"][rows] > 0
-    change = (additions[last] - sums[last][rows]).square() + additions[changes]
-    sums[changes].index_add_(0, rows, torch.where(seen, change, 0.0).to(sums[changes].dtype))
-    sums[last][rows] = additions[last].to(sums[last].dtype)
+    value, noise = (additions[each].to(sums[last].device) for each in (last, changes))
+    seen = sums[f"{name}_measured"] > 0
+    change = (value - sums[last]).square() + noise
+    sums[changes].add_(torch.where(seen, change, 0.0).to(sums[changes].dtype))
+    sums[last].copy_(value)
 
 
 def typical_change(name: str, sums: Mapping[str, Tensor], participations: Tensor) -> tuple[Tensor, Tensor]:

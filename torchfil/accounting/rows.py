@@ -3,33 +3,44 @@
 A large data set has many examples that no batch has drawn yet. With ``lazy=True`` these share row 0, which holds what
 holds for all of them, and an example that is drawn gets a copy of it: n places of 4 bytes, and a whole row only for
 whom the run knows something.
+
+A step reads and writes the rows of its batch at once (:meth:`RowTable.rows_of`). Where the table lies in main memory
+and the step runs on a GPU, only these rows go there and come back, and nobody waits for them: they are put in their
+places when the table is next read or written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchfil.accounting.packed import BatchRows, Packing
 from torchfil.accounting.quantities import Sum
+from torchfil.utils.deferred import copy_later, pinned_bytes, read_later
 
-__all__ = ["LAZY_FROM", "RowTable", "bytes_per_row"]
+__all__ = ["LAZY_FROM", "RowTable"]
 
 LAZY_FROM = 2**20  # examples from which on a table on the CPU gives rows when they are needed
 _GROWTH = 1.5
+_Added = list[tuple[str, slice, Tensor]]
 
 
 class RowTable(Mapping[str, Tensor]):
     """Tensors by name, with a row for every example; ``table[name]`` is [n, …].
 
     Guarantees:
-        * Without ``lazy``, ``table[name]`` is the tensor itself: what is written into it stays.
+        * Without ``lazy``, ``table[name]`` is a view of the rows: what is written into it before the next step stays.
         * With it, ``table[name]`` is put together when it is read, and :meth:`at` reads some rows without that.
+        * Every reader sees what was booked before, also what is still on its way from a GPU.
 
     Args:
         layout: Shape and dtype of a row, by name.
@@ -37,11 +48,12 @@ class RowTable(Mapping[str, Tensor]):
         where: A device, or a folder: the rows then lie in files there, mapped into memory and gone with the process.
         lazy: Whether rows are given when they are needed; on CPUs only. None: from 2²⁰ examples on.
         chosen: By name, the only examples (distinct numbers) that have some tensors; all others read NaN there.
+        only_added: Those that steps add to and do not read; large ones need not travel to be added to.
 
     Example:
         >>> table = RowTable({"sum": Sum()}, 5, lazy=True)
-        >>> places = table.give(torch.tensor([3, 1]))
-        >>> table.own("sum")[places] += torch.tensor([1.0, 2.0])
+        >>> with table.rows_of(torch.tensor([3, 1])) as rows:
+        ...     rows.add("sum", torch.tensor([1.0, 2.0]))
         >>> table["sum"].tolist(), table.num_rows
         ([0.0, 2.0, 0.0, 1.0, 0.0], 3)
     """
@@ -54,6 +66,7 @@ class RowTable(Mapping[str, Tensor]):
         *,
         lazy: bool | None = None,
         chosen: Mapping[str, Tensor] | None = None,
+        only_added: Collection[str] = (),
     ) -> None:
         self.layout = dict(layout)
         self.num_examples = num_examples
@@ -62,64 +75,157 @@ class RowTable(Mapping[str, Tensor]):
         self.lazy = on_cpu and num_examples >= LAZY_FROM if lazy is None else lazy and on_cpu
         self._places = torch.zeros(num_examples, dtype=torch.int32) if self.lazy else None
         self.num_rows = 1 if self.lazy else num_examples
-        indices = {id(examples): self._index(examples) for examples in (chosen or {}).values()}  # sums may share one
-        self._chosen = {name: indices[id(examples)] for name, examples in (chosen or {}).items()}
-        self._tensors = {
-            name: self._zeros(len(chosen[name]) + 1 if chosen and name in chosen else self.num_rows, each)
-            for name, each in self.layout.items()
-        }
+
+        # what batches read lies side by side
+        chosen = chosen or {}
+        self._packing = Packing({name: layout[name] for name in layout if name not in {*chosen, *only_added}})
+        self._tables = [self._zeros((self.num_rows, count), word) for word, count in self._packing.words]
+        apart = [name for name in layout if name not in self._packing.layout]
+        sizes = {name: len(chosen[name]) + 1 if name in chosen else self.num_rows for name in apart}
+        self._apart = {name: self._zeros((sizes[name], *layout[name].shape), layout[name].dtype) for name in apart}
+        indices = {id(examples): self._index(examples) for examples in chosen.values()}  # sums may share one
+        self._chosen = {name: indices[id(examples)] for name, examples in chosen.items()}
         for name in self._chosen:
-            self._tensors[name][0] = math.nan  # of everybody else, whatever is added
+            self._apart[name][0] = math.nan  # of everybody else, whatever is added
+
+        # the rows of one step that are on their way back, and the memory that they travel through
+        self._arrive: Callable[[], None] | None = None
+        self._buffer: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         places = self._chosen.get(name, self._places)
-        values = self._tensors[name]
+        values = self.own(name)
         return values if places is None else values.index_select(0, places)
 
     def __setitem__(self, name: str, values: Tensor) -> None:
         """Put the numbers of all examples, [n, …], in the place of those there are."""
-        values = values.to(self.layout[name].dtype)
-        if self._places is not None:
-            places = self.give(torch.arange(self.num_examples))
-            self._tensors[name][places] = values
+        if self._places is None:
+            self.own(name).copy_(values)
         else:
-            self._tensors[name] = values
+            places = self.give(torch.arange(self.num_examples))
+            self.own(name)[places] = values.to(self.layout[name].dtype)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self.layout)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self.layout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, in this process or another."""
+        self.flush()
+        return {**vars(self), "_buffer": None}
 
     @property
     def device(self) -> torch.device:
         """Where the rows lie."""
-        return next(iter(self._tensors.values())).device
+        return next(iter((*self._tables, *self._apart.values()))).device
 
     @property
     def num_bytes(self) -> int:
         """What it takes, in bytes."""
         indices = {id(each): each.nbytes for each in (self._places, *self._chosen.values()) if each is not None}
-        return sum(indices.values()) + sum(values.nbytes for values in self._tensors.values())
+        return sum(indices.values()) + sum(values.nbytes for values in (*self._tables, *self._apart.values()))
+
+    # ------------------------------------------------------------------ a batch's rows
+
+    @contextlib.contextmanager
+    def rows_of(self, examples: Tensor, device: torch.device | None = None) -> Iterator[BatchRows]:
+        """The rows of some distinct examples, [examples], to be changed; put back at the end.
+
+        Guarantees:
+            * After an exception inside, the table reads as before.
+            * Nothing waits for a GPU but for what was booked before; ``examples`` are then best given on the CPU.
+
+        Args:
+            examples: Their numbers.
+            device: Where the step runs: a GPU gets the rows if they are not there. None: they stay where they are.
+        """
+        self.flush()
+        examples = examples.to(self.device)
+        places = self.give(examples)
+        is_far = device is not None and len(places) > 0 and self._is_far_from(device)
+        sent = self._sent(places, device) if is_far else None
+        tables = self._gathered(places) if sent is None else self._packing.tables(sent)
+        added: _Added = []
+        yield BatchRows(self._packing, tables, self.layout, added)
+
+        if sent is None:
+            self._put(examples, places, tables, [(name, rows, values.to(self.device)) for name, rows, values in added])
+        else:
+            self._put_later(examples, places, sent, added)
+
+    @contextlib.contextmanager
+    def rows_at(self, places: Tensor) -> Iterator[BatchRows]:
+        """The same for all examples at these places, where lazy also everybody else's at 0; nothing is added apart."""
+        self.flush()
+        tables = self._gathered(places)
+        yield BatchRows(self._packing, tables, {}, [])
+        self._put(places, places, tables, [])
+
+    def flush(self) -> None:
+        """Put what is on its way in its place; every reader and writer does that first."""
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+
+    def _is_far_from(self, device: torch.device) -> bool:
+        """Whether rows travel to a step on that device."""
+        return device.type == "cuda" and self.device.type == "cpu"
+
+    def _gathered(self, places: Tensor) -> list[Tensor]:
+        return [table.index_select(0, places) for table in self._tables]
+
+    def _sent(self, places: Tensor, device: torch.device | None) -> Tensor:
+        """The rows at some places on their way to a device, as bytes, through pinned memory that is free."""
+        size = len(places) * self._packing.row_bytes
+        if self._buffer is None or len(self._buffer) < size:
+            self._buffer = pinned_bytes(int(_GROWTH * size))
+        buffer = self._buffer[:size]
+        for table, rows in zip(self._tables, self._packing.tables(buffer), strict=True):
+            torch.index_select(table, 0, places, out=rows)
+        return torch.empty(size, dtype=torch.uint8, device=device).copy_(buffer, non_blocking=True)
+
+    def _put_later(self, examples: Tensor, places: Tensor, sent: Tensor, added: _Added) -> None:
+        """Fetch rows from where they are now, to be put in their places when the table is needed."""
+        assert self._buffer is not None
+        buffer = self._buffer[: len(sent)]  # read before it is written: the GPU keeps the order
+        wait = copy_later(sent, buffer)
+        reads = [(name, rows, read_later(values)) for name, rows, values in added]
+
+        def arrive() -> None:
+            wait()
+            tables = self._packing.tables(buffer)
+            self._put(examples, places, tables, [(name, rows, read()) for name, rows, read in reads])
+
+        self._arrive = arrive
+        _travelling[id(self)] = self
+
+    def _put(self, examples: Tensor, places: Tensor, tables: Sequence[Tensor], added: _Added) -> None:
+        """Write rows at their places, and add what is added apart."""
+        for table, rows in zip(self._tables, tables, strict=True):
+            table.index_copy_(0, places, rows)
+        for name, which, values in added:
+            where = self._chosen[name][examples[which]].long() if name in self._chosen else places[which]
+            self._apart[name].index_add_(0, where, values)
+
+    # ------------------------------------------------------------------ all rows
 
     def own(self, name: str) -> Tensor:
         """All rows that there are, to be written at places of :meth:`give`; 0, where lazy, is everybody else's."""
-        return self._tensors[name]
+        self.flush()
+        if name in self._apart:
+            return self._apart[name] if name in self._chosen else self._apart[name][: self.num_rows]
+        return self._packing.view(name, self._tables)[: self.num_rows]
 
     def kept(self, name: str) -> Tensor:
         """What a state holds: [n, …]; of chosen examples row 0, everybody else's, and theirs."""
-        return self._tensors[name] if name in self._chosen else self[name]
+        return self.own(name) if name in self._chosen else self[name]
 
     def at(self, name: str, examples: Tensor) -> Tensor:
         """The numbers of some examples, [examples, …]."""
         places = self._chosen.get(name, self._places)
-        return self._tensors[name][examples if places is None else places[examples].long()]
-
-    def add(self, name: str, examples: Tensor, places: Tensor, values: Tensor) -> None:
-        """Add numbers of some examples, whose places :meth:`give` has told, [examples, …]."""
-        if name in self._chosen:
-            places = self._chosen[name][examples].long()
-        self._tensors[name].index_add_(0, places, values.to(self._tensors[name].dtype))
+        return self.own(name)[examples if places is None else places[examples].long()]
 
     def distinct(self, examples: Tensor) -> tuple[Tensor, Tensor | None]:
         """Some of these examples, no two of which share a row, and for each of all the place of its like among them.
@@ -141,12 +247,12 @@ class RowTable(Mapping[str, Tensor]):
         is_new = places == 0
         first, count = self.num_rows, int(is_new.sum())
         if count:
-            self._grow(first + count)
+            self._reserve(first + count)
+            self.num_rows = first + count
             places[is_new] = torch.arange(first, first + count)
             self._places[examples] = places.int()
-            for name, values in self._tensors.items():
-                if name not in self._chosen:
-                    values[first : first + count] = values[0]
+            for rows in self._of_all():
+                rows[first : first + count] = rows[0]
         return places
 
     def extend(self, num_examples: int) -> None:
@@ -163,12 +269,7 @@ class RowTable(Mapping[str, Tensor]):
         if self._places is not None:
             self._places = torch.cat([self._places, self._places.new_zeros(more)])
             return
-        for name, values in self._tensors.items():
-            room = values if values._base is None else values._base
-            if len(room) < num_examples:
-                room = self._zeros(int(_GROWTH * num_examples), self.layout[name])
-                room[: len(values)] = values
-            self._tensors[name] = room[:num_examples]
+        self._reserve(num_examples)
         self.num_rows = num_examples
 
     def keep_only(self, is_kept: Tensor) -> None:
@@ -176,8 +277,8 @@ class RowTable(Mapping[str, Tensor]):
         others = (~is_kept).to(self.device)
         if self._places is not None:
             others = self._places[others].unique().long()
-        for values in self._tensors.values():
-            values[others] = 0
+        for name in self.layout:
+            self.own(name)[others] = 0
 
     def load(self, state: Mapping[str, Tensor], is_known: Tensor) -> None:
         """Take over numbers of all examples, as :meth:`kept` gives them, by name.
@@ -188,21 +289,30 @@ class RowTable(Mapping[str, Tensor]):
         """
         examples = torch.arange(self.num_examples) if self._places is None else is_known.cpu().nonzero()[:, 0]
         places = self.give(examples)
-        for name, values in self._tensors.items():
+        for name in self.layout:
+            values = self.own(name)
             if self._places is None or name in self._chosen:
                 values.copy_(state[name])
             else:
                 values[places] = state[name].cpu()[examples].to(values.dtype)
 
-    def _grow(self, rows: int) -> None:
+    def _of_all(self) -> list[Tensor]:
+        """What has a row at every place."""
+        return [*self._tables, *(values for name, values in self._apart.items() if name not in self._chosen)]
+
+    def _reserve(self, rows: int) -> None:
         """Make room for so many rows: half as many again as there were, so that growing is rare."""
-        self.num_rows = rows
-        for name, values in self._tensors.items():
-            room = min(max(rows, int(_GROWTH * len(values))), self.num_examples + 1)
-            if len(values) < rows and name not in self._chosen:
-                larger = self._zeros(room, self.layout[name])
-                larger[: len(values)] = values
-                self._tensors[name] = larger
+
+        def grown(values: Tensor) -> Tensor:
+            if len(values) >= rows:
+                return values
+            most = self.num_examples + 1 if self.lazy else math.inf
+            larger = self._zeros((int(min(max(rows, _GROWTH * len(values)), most)), *values.shape[1:]), values.dtype)
+            larger[: len(values)] = values
+            return larger
+
+        self._tables = [grown(table) for table in self._tables]
+        self._apart = {name: each if name in self._chosen else grown(each) for name, each in self._apart.items()}
 
     def _index(self, examples: Tensor) -> Tensor:
         """Each example's place among the chosen ones, counted from 1; 0: it is none of them."""
@@ -211,21 +321,10 @@ class RowTable(Mapping[str, Tensor]):
         index[examples.to(where)] = torch.arange(1, len(examples) + 1, dtype=torch.int32, device=where)
         return index
 
-    def _zeros(self, rows: int, each: Sum) -> Tensor:
-        shape = (rows, *each.shape)
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if isinstance(self._where, Path):
-            return _mapped(shape, each.dtype, self._where)
-        return torch.zeros(shape, dtype=each.dtype, device=self._where)
-
-
-def bytes_per_row(layout: Mapping[str, Sum]) -> int:
-    """What an example takes.
-
-    Example:
-        >>> bytes_per_row({"sum": Sum(), "counts": Sum((3,), torch.int32)})
-        20
-    """
-    return sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in layout.values())
+            return _mapped(shape, dtype, self._where)
+        return torch.zeros(shape, dtype=dtype, device=self._where)
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: Path) -> Tensor:
@@ -240,3 +339,16 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: Path) -> Tensor:
     finally:
         os.close(handle)
         os.unlink(name)
+
+
+_travelling: weakref.WeakValueDictionary[int, RowTable] = weakref.WeakValueDictionary()  # tables of a step under way
+
+
+def _flush_all() -> None:
+    """A forked process cannot ask the GPU any more."""
+    for table in list(_travelling.values()):
+        table.flush()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_flush_all)

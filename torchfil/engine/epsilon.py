@@ -22,8 +22,9 @@ from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
 from torch import Tensor
 
+from torchfil.accounting.packed import BatchRows, bytes_per_row
 from torchfil.accounting.quantities import Sum
-from torchfil.accounting.rows import RowTable, bytes_per_row
+from torchfil.accounting.rows import RowTable
 from torchfil.engine.norm_levels import ENTRIES, LEVELS, RATIO, added, as_table, squeezed
 
 __all__ = ["NormHistory", "epsilon_over_time", "individual_epsilon"]
@@ -98,21 +99,23 @@ class NormHistory:
             self.anchor = self.noise_multiplier = noise_multiplier
         if noise_multiplier != self.noise_multiplier:
             for places in torch.arange(self._rows.num_rows, device=self.device).split(_AT_ONCE):
-                self._settle(places)
+                with self._rows.rows_at(places) as part:
+                    self._settle(part)
             self.noise_multiplier = noise_multiplier
         self.lowest = min(self.lowest, noise_multiplier)
         self.sample_rate = max(self.sample_rate, sample_rate)
-        self.set_ratios(rows, ratio)
-        if self._own_steps:
-            places = self._rows.give(rows.to(self.device))
-            self._count(places, torch.ones_like(places))
+        with self._rows.rows_of(rows, ratio.device) as part:
+            self._set(part, ratio)
+            if self._own_steps:
+                self._count(part, torch.ones_like(part["since"]))
         self.steps += 1
 
     def grow(self, num_examples: int) -> None:
         """Make room for so many examples, where only their own steps count."""
         before = self._rows.num_examples
         self._rows.extend(num_examples)
-        self._rows.own("ratio")[before:] = 1.0
+        if not self._rows.lazy:  # where nobody's own row has it
+            self._rows.own("ratio")[before:] = 1.0
 
     def replace(self, rows: Tensor, ratio: Tensor) -> None:
         """How a refresh pass reports."""
@@ -120,9 +123,8 @@ class NormHistory:
 
     def set_ratios(self, rows: Tensor, ratio: Tensor) -> None:
         """From now on these examples have these norms."""
-        places = self._rows.give(rows.to(self.device))
-        self._settle(places)
-        self._rows.own("ratio")[places] = ratio.to(self.device, torch.float32)
+        with self._rows.rows_of(rows, ratio.device) as part:
+            self._set(part, ratio)
 
     def distinct(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """See :meth:`torchfil.accounting.rows.RowTable.distinct`."""
@@ -182,19 +184,25 @@ class NormHistory:
     def _numbers(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
-    def _settle(self, places: Tensor) -> None:
-        """Book the steps since the norms at these places were last set."""
-        if len(places) == 0 or self.anchor == 0 or self._own_steps:
-            return
-        since = self._rows.own("since")
-        self._count(places, self.steps - since[places])
-        since.index_fill_(0, places, self.steps)
+    def _set(self, part: BatchRows, ratio: Tensor) -> None:
+        """These examples have these norms from now on."""
+        self._settle(part)
+        part["ratio"].copy_(ratio)
 
-    def _count(self, places: Tensor, steps: Tensor) -> None:
-        """Book so many steps at the present norms at these places."""
-        levels, counts = self._rows.own("levels"), self._rows.own("counts")
-        level = self.levels_of(self._rows.own("ratio")[places])
-        levels[places], counts[places] = added(levels[places], counts[places], level, steps)
+    def _settle(self, part: BatchRows) -> None:
+        """Book the steps since the norms of these examples were last set."""
+        if part.num_rows == 0 or self.anchor == 0 or self._own_steps:
+            return
+        since = part["since"]
+        self._count(part, self.steps - since)
+        since.fill_(self.steps)
+
+    def _count(self, part: BatchRows, steps: Tensor) -> None:
+        """Book so many steps at the present norms of these examples."""
+        levels, counts = part["levels"], part["counts"]
+        level = self.levels_of(part["ratio"].contiguous())
+        for entries, booked in zip((levels, counts), added(levels, counts, level, steps), strict=True):
+            entries.copy_(booked)
 
 
 _LAYOUT = {

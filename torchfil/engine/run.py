@@ -114,7 +114,8 @@ class Run:
         self._whole: Whole | None = None  # what all ranks have booked, as they last came together
         self._exposed = max(2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1)))
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
-        self.timeline = Timeline(self._steps_between_looks)
+        self._timeline = Timeline(self._steps_between_looks)
+        self._look_due: int | None = None  # the step after which the leakage is to be noted, and is not yet
         self.test_matrix: Tensor | None = None
         self.pace = options.accounting.pace()
         self.paused = False
@@ -184,6 +185,14 @@ class Run:
             return None
         rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
         return self.clip_weights[rows]
+
+    @property
+    def timeline(self) -> Timeline:
+        """How the leakage grew."""
+        if self._look_due is not None and self.ledger is not None:
+            self._timeline.note(self._look_due, self.ledger.sums["trace"], self.ledger.own_coordinates)
+        self._look_due = None
+        return self._timeline
 
     @property
     def inside_logical_batch(self) -> bool:
@@ -273,10 +282,9 @@ class Run:
             return None
         if self._grows:  # an example may have no row yet
             return None
-        rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
-        sums = self.ledger.sums
+        rows, sums = self._rows(ids), self.ledger.sums
         present = clipped_norm.double().square()
-        trace, squares = (sums.at(name, rows.to(sums.device)).to(self.device) for name in ("trace", "squared_norm"))
+        trace, squares = (sums.at(name, rows).to(self.device, non_blocking=True) for name in ("trace", "squared_norm"))
         return exposed_rows(trace, squares, present, self._exposed)
 
     def new_ledger(self, num_coordinates: int) -> tuple[Ledger, Tensor | None]:
@@ -342,24 +350,28 @@ class Run:
         self._staged.append(Staged(contribution, clipped_norm / noise.max_grad_norm, tuple(ids), noise))
 
     def _rows(self, rows: Sequence[int]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.long).to(self.device, non_blocking=True)
+        """Numbers of examples where the sums lie, which need them first: reading them from a GPU would wait for it."""
+        return torch.tensor(rows, dtype=torch.long).to(self.history.device, non_blocking=True)
 
     def book(self, optimizer: FILOptimizer) -> None:
         """The logical batch has been released: enter what was staged."""
+        _ = self.timeline  # what is due there is read before this step, while a GPU computes it, and not after the last
         self._enter_ids()
-        for staged in self._staged:
+        contributions = [staged.contribution for staged in self._staged]
+        if contributions:
             assert self.ledger is not None
-            self.ledger.add(staged.contribution)
-            self.pace.note(staged.contribution)
-            self._spare(staged.contribution.rows)
+            sums = self.ledger.add(*contributions)
+            for contribution in contributions:
+                self.pace.note(contribution)
+            self._spare(torch.cat([contribution.rows for contribution in contributions]), sums)
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
         self._note_leakage(self.history.steps + 1)
 
-        rows, ratios = [s.contribution.rows for s in self._staged], [s.ratio for s in self._staged]
+        rows, ratios = [contribution.rows for contribution in contributions], [s.ratio for s in self._staged]
         self.history.step(
-            _joined(rows, torch.zeros(0, dtype=torch.long, device=self.device)),
+            _joined(rows, self._rows([])),
             _joined(ratios, torch.zeros(0, device=self.device)),
             float(optimizer.noise_multiplier),
             self._accounted_rate(),
@@ -431,15 +443,16 @@ class Run:
     def _note_leakage(self, step: int) -> None:
         """Note the leakage so far, of all ranks, where it is this step's turn (collective then)."""
         ledger = self.ledger
+        if not self._timeline.is_due(step):
+            return
         if self.ranks is None:
-            if ledger is not None:
-                self.timeline.note(step, ledger.sums["trace"], ledger.own_coordinates)
-        elif self.timeline.is_due(step):
+            self._look_due = step if ledger is not None else None
+        else:
             empty = torch.zeros(2, self.ids.num_examples, dtype=torch.float64)
             trace, own = empty if ledger is None else (ledger.sums["trace"], ledger.sums["num_coordinates"].double())
             trace, own = self.ranks.sum(trace), self.ranks.maximum(own)
             if bool(own.any()):  # nobody was drawn yet
-                self.timeline.note(step, trace.to(self.device), own.clamp(min=1).to(self.device))
+                self._timeline.note(step, trace.to(self.device), own.clamp(min=1).to(self.device))
 
     def _present_weights(self, device: torch.device) -> Tensor | None:
         """ω before anybody leaked anything; for everybody where a bound is kept, apart from those that were given."""
@@ -449,19 +462,16 @@ class Run:
             return self.first_weights.clone()
         return torch.ones(self.ids.num_examples, dtype=torch.float64, device=device)
 
-    def _spare(self, rows: Tensor) -> None:
-        """Lower the weights of these examples where they near the bound that is to be kept."""
+    def _spare(self, rows: Tensor, sums: Mapping[str, Tensor]) -> None:
+        """Lower the weights of these examples, whose sums are those, where they near the bound that is to be kept."""
         kept = self.options.accounting.min_mse_bound
-        if kept is None or self.clip_weights is None or self.ledger is None:
+        if kept is None or self.clip_weights is None:
             return
-        sums = self.ledger.sums
-        trace, own = (sums.at(name, rows.to(sums.device)) for name in ("trace", "num_coordinates"))
-        weights = weights_for_the_rest(kept * trace / own.clamp(min=1)).to(self.device)
+        rows = rows.to(self.device, non_blocking=True)
+        weights = weights_for_the_rest(kept * sums["trace"] / sums["num_coordinates"].clamp(min=1)).to(self.device)
         if self.first_weights is not None:
             weights = weights * self.first_weights[rows]
-        self.clip_weights.index_copy_(
-            0, rows, weights
-        )  # in place: a copy of all would cost each step the data set's size
+        self.clip_weights.index_copy_(0, rows, weights)  # in place: a copy of all would cost the data set's size
 
     def _empty_history(self) -> NormHistory:
         n = self.ids.num_examples
@@ -580,7 +590,8 @@ class Run:
         if self.ranks is not None:
             take_part(self.ranks, state.get("ranks"), ledger, history.steps, self.generator)
         self.pace.load_state_dict(state["pace"])
-        self.ids, self.ledger, self.history, self.timeline, self._whole = ids, ledger, history, timeline, None
+        self.ids, self.ledger, self.history, self._whole = ids, ledger, history, None
+        self._timeline, self._look_due = timeline, None
         present = state.get("present_weights")
         self.clip_weights = self._present_weights(self.device) if present is None else present.to(self.device).clone()
         matrix = state["test_matrix"]

@@ -1,0 +1,143 @@
+"""The numbers of an example side by side in one row, so that a batch's are read and written at once.
+
+A row of 68 bytes lies in one or two cache lines, and the rows of a batch are one gather and one scatter for each table,
+however many numbers an example has; numbers apart from each other would take one of each, and a cache line, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from torchfil.accounting.quantities import Sum
+
+__all__ = ["BatchRows", "Packing", "bytes_per_row"]
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class Packing:
+    """Where each number of an example lies: in one of a few tables, [rows, words] each.
+
+    Guarantees:
+        * A row takes as many bytes as its numbers; nothing is filled up.
+        * Every number is a strided view of its table: wide ones come first, and where the bytes of a row are no
+          multiple of the widest, these have a table of their own.
+
+    Args:
+        layout: Shape and dtype of a row, by name.
+
+    Attributes:
+        words: Of each table its dtype, in which rows are copied, and how many words a row has.
+        row_bytes: What a row takes in all tables.
+
+    Example:
+        >>> packing = Packing({"count": Sum(dtype=torch.int32), "sum": Sum(), "levels": Sum((4,), torch.uint8)})
+        >>> packing.words, packing.row_bytes
+        ([(torch.int64, 2)], 16)
+        >>> tables = packing.tables(torch.zeros(3 * 16, dtype=torch.uint8))
+        >>> packing.view("sum", tables)[1] = 0.5
+        >>> packing.view("sum", tables).tolist(), packing.view("levels", tables).shape
+        ([0.0, 0.5, 0.0], torch.Size([3, 4]))
+    """
+
+    def __init__(self, layout: Mapping[str, Sum]) -> None:
+        self.layout = dict(layout)
+        self.words: list[tuple[torch.dtype, int]] = []
+        self.row_bytes = bytes_per_row(layout)
+        self._columns: dict[str, tuple[int, int]] = {}  # table, and place there in items of the number's own dtype
+        names = sorted(layout, key=lambda name: -layout[name].dtype.itemsize)
+        while names:
+            widest = layout[names[0]].dtype
+            fits = bytes_per_row({name: layout[name] for name in names}) % widest.itemsize == 0
+            here = [name for name in names if fits or layout[name].dtype.itemsize == widest.itemsize]
+            end = 0
+            for name in here:
+                self._columns[name] = len(self.words), end // layout[name].dtype.itemsize
+                end += bytes_per_row({name: layout[name]})
+            self.words.append((_WORDS.get(widest.itemsize, widest), end // widest.itemsize))
+            names = names[len(here) :]
+
+    def view(self, name: str, tables: Sequence[Tensor]) -> Tensor:
+        """The numbers of that name in these tables, [rows, …], to be read and written."""
+        (table, first), each = self._columns[name], self.layout[name]
+        items = tables[table].view(each.dtype)
+        if not each.shape:
+            return items[:, first]
+        return items[:, first : first + torch.Size(each.shape).numel()].view(len(items), *each.shape)
+
+    def tables(self, buffer: Tensor) -> list[Tensor]:
+        """Bytes, [rows · row_bytes], as tables one after the other."""
+        rows = len(buffer) // max(1, self.row_bytes)
+        parts = buffer.split([rows * count * word.itemsize for word, count in self.words])
+        return [part.view(word).view(rows, count) for part, (word, count) in zip(parts, self.words, strict=True)]
+
+
+class BatchRows(Mapping[str, Tensor]):
+    """The rows of some examples on one device; ``rows[name]`` is [examples, …], to be read and changed in place.
+
+    Args:
+        packing: Where the numbers lie.
+        tables: That hold them.
+        apart: Of the sums that are only added to, which are not among the tables.
+        added: Takes what is added to these: name, which of the examples, values.
+        first: Which of the examples is the first here.
+    """
+
+    def __init__(
+        self,
+        packing: Packing,
+        tables: Sequence[Tensor],
+        apart: Mapping[str, Sum],
+        added: list[tuple[str, slice, Tensor]],
+        first: int = 0,
+    ) -> None:
+        self._packing, self._tables, self._apart = packing, tables, apart
+        self._added, self._rows = added, slice(first, first + len(tables[0]))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._packing.view(name, self._tables)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._packing.layout)
+
+    def __len__(self) -> int:
+        return len(self._packing.layout)
+
+    @property
+    def num_rows(self) -> int:
+        """How many examples these are."""
+        return len(self._tables[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self._tables[0].device
+
+    def add(self, name: str, values: Tensor) -> None:
+        """Add numbers of these examples, [examples, …], in the dtype of their sum."""
+        if name in self._packing.layout:
+            self[name].add_(values.to(self.device, self._packing.layout[name].dtype))
+        else:
+            each = self._apart[name]
+            self._added.append((name, self._rows, values.to(each.dtype).expand(self.num_rows, *each.shape)))
+
+    def split(self, sizes: Sequence[int]) -> list[BatchRows]:
+        """The same rows in parts, each of so many examples."""
+        parts, first = [], self._rows.start
+        for tables in zip(*(table.split(list(sizes)) for table in self._tables), strict=True):
+            parts.append(BatchRows(self._packing, tables, self._apart, self._added, first))
+            first += len(tables[0])
+        return parts
+
+
+def bytes_per_row(layout: Mapping[str, Sum]) -> int:
+    """What an example takes.
+
+    Example:
+        >>> bytes_per_row({"sum": Sum(), "counts": Sum((3,), torch.int32)})
+        20
+    """
+    return sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in layout.values())
