@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchfil.report.aggregates import levels_of, published_count, rounded
+from torchfil.report.aggregates import levels_of, published_count
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.yardsticks import blind_errors, is_exposed, share_of_blind_guess
 
@@ -27,7 +27,7 @@ class AttributeSummary:
             over share would tell the data's deviation.
         lower_end: Whether all of it is made from the lower ends of the errors' 95 % intervals, otherwise from the
             errors.
-        share: The same over a blind guess's error, at most 1; empty where that is not known.
+        share: The same of errors over a blind guess's, of each example at most 1; empty where that is not known.
         exposed: How many examples can be guessed more closely than blindly; None where that is not known.
         blind: What a blind guess errs by; None where it is not known, and in public where it is made from the data.
         levels: Of a categorical attribute, the share of each level; always empty in public.
@@ -65,10 +65,7 @@ def summarise_attributes(run: SavedRun, measured: np.ndarray, smallest: int) -> 
         from_data = yardsticks is not None and math.isfinite(yardsticks.attributes.std[j])
         share, exposed = dict[str, float](), None
         if not math.isnan(blind[j]):
-            share = {
-                level: rounded(float(share_of_blind_guess(error, blind[j])), smallest)
-                for level, error in levels.items()
-            }
+            share = levels_of(share_of_blind_guess(errors, blind[j]), smallest)
             few = len(errors) < smallest
             exposed = None if few else published_count(int(is_exposed(errors, blind[j]).sum()), smallest)
         summaries.append(

@@ -1,0 +1,225 @@
+"""Attributes in their own units, one-hot levels as one: against slow references, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loops import train
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from torchfil import Private
+from torchfil.engine.attribute_table import attribute_table, with_levels
+from torchfil.report import load
+from torchfil.report.summary import summarise
+from torchfil.report.yardsticks import spread_of
+
+NAMES = ["age", "a=1", "a=2", "a=3", "smokes"]
+GROUPS = {"a": ["a=1", "a=2", "a=3"]}
+DELTA = 1e-5
+
+
+def table_of_people(n: int = 60, *, standardised: bool = False) -> TensorDataset:
+    """Age, one attribute of three levels as three columns, and one of two."""
+    generator = torch.Generator().manual_seed(0)
+    level = torch.multinomial(torch.tensor([0.6, 0.3, 0.1]), n, replacement=True, generator=generator)
+    level[:3] = torch.arange(3)
+    one_hot = nn.functional.one_hot(level, 3).double()
+    if standardised:
+        one_hot = (one_hot - one_hot.mean(dim=0)) / one_hot.std(dim=0)
+    age = torch.randn(n, 1, generator=generator, dtype=torch.float64)
+    smokes = (torch.rand(n, 1, generator=generator) < 0.25).double()
+    target = torch.randint(3, (n,), generator=generator)
+    return TensorDataset(torch.cat([age, one_hot, smokes], dim=1), target)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    return train(table_of_people(), steps=12, track=("diagonal",))
+
+
+class TestSaved:
+    def test_scales_and_levels(self, trained: Any, tmp_path: Path) -> None:
+        scales = {"age": ("years", 14.2, 51.0)}
+        plain = load(trained.engine.save_run(tmp_path / "plain.fil", delta=DELTA, attribute_names=NAMES))
+        path = trained.engine.save_run(
+            tmp_path / "run.fil", delta=DELTA, attribute_names=NAMES, attribute_scales=scales, attribute_groups=GROUPS
+        )
+        run = load(path)
+        assert plain.attributes is not None
+        assert run.attributes is not None
+        assert plain.attributes.names == NAMES  # before, levels could only be attributes of their own
+        assert run.attributes.names == ["age", "a", "smokes"]
+        assert run.attributes.units == ["years", "", ""]
+        assert run.attributes.error_low is not None
+        np.testing.assert_allclose(run.attributes.error[:, 0], 14.2 * np.asarray(plain.attributes.error[:, 0]), 1e-5)
+        np.testing.assert_array_equal(run.attributes.error[:, 2], plain.attributes.error[:, 4])
+        trace = (np.asarray(plain.attributes.error[:, 1:4], dtype=float) ** -2).sum(axis=1)
+        with np.errstate(divide="ignore"):  # of those who were never drawn
+            np.testing.assert_allclose(run.attributes.error[:, 1], np.sqrt(4 / (3 * trace)), rtol=1e-5)
+        assert (np.asarray(run.attributes.error_low) <= run.attributes.error).all()
+
+    def test_yardsticks_are_those_of_the_data(self, trained: Any, tmp_path: Path) -> None:
+        run = load(
+            trained.engine.save_run(
+                tmp_path / "run.fil",
+                delta=DELTA,
+                attribute_names=NAMES,
+                attribute_scales={"age": ("years", -14.2, 51.0)},
+                attribute_groups=GROUPS,
+            )
+        )
+        x = table_of_people().tensors[0].numpy()
+        age, shares = 51 - 14.2 * x[:, 0], x[:, 1:4].mean(axis=0)
+        assert run.yardsticks is not None
+        known, inputs = run.yardsticks.attributes, run.yardsticks.inputs
+        blind = math.sqrt(np.sum(shares * (1 - shares)) / 3)
+        np.testing.assert_allclose(known.std, [age.std(), blind, x[:, 4].std()], rtol=1e-9)
+        np.testing.assert_allclose(known.mean[[0, 2]], [age.mean(), x[:, 4].mean()])
+        np.testing.assert_allclose([known.low[0], known.high[0]], [age.min(), age.max()])
+        assert run.yardsticks.examples == 60
+        assert run.yardsticks.levels["a"] == pytest.approx(dict(zip(NAMES[1:4], shares, strict=True)))
+        assert run.yardsticks.levels["smokes"] == pytest.approx({"0": 1 - x[:, 4].mean(), "1": x[:, 4].mean()})
+        assert "age" not in run.yardsticks.levels
+        assert float(inputs.std) == pytest.approx(math.sqrt(np.mean(x.var(axis=0))))
+        assert (float(inputs.low), float(inputs.high)) == pytest.approx((x.min(), x.max()))
+        assert summarise(run).exposed is not None
+
+    def test_nothing_else_changes(self, trained: Any, tmp_path: Path) -> None:
+        before, generator = trained.engine.state_dict(), torch.get_rng_state()
+        trained.engine.save_run(tmp_path / "run.fil", delta=DELTA, attribute_names=NAMES, attribute_groups=GROUPS)
+        after = trained.engine.state_dict()
+        assert str(before) == str(after)
+        assert torch.equal(generator, torch.get_rng_state())
+
+    def test_chosen_coordinates_and_pixels(self, tmp_path: Path) -> None:
+        images = torch.rand(24, 1, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        dataset = TensorDataset(images, torch.randint(3, (24,)))
+        model = nn.Sequential(nn.Flatten(), nn.Linear(30, 3)).double()
+        chosen = [7, 12, 29]
+        mask = torch.zeros(1, 6, 5, dtype=torch.bool).flatten().index_fill(0, torch.tensor(chosen), True).view(1, 6, 5)
+        engine = train(dataset, steps=4, module=model, track=("diagonal",), private=Private(coordinates=mask)).engine
+        run = load(engine.save_run(tmp_path / "run.fil", delta=DELTA, pictures=0))
+        assert run.attributes is not None
+        assert run.yardsticks is not None
+        np.testing.assert_array_equal(run.attributes.pixels, [[1, 2], [2, 2], [5, 4]])
+        np.testing.assert_allclose(run.yardsticks.attributes.std, images.flatten(1)[:, chosen].std(dim=0, correction=0))
+
+    def test_without_attributes_inputs_have_a_yardstick(self, tmp_path: Path) -> None:
+        engine = train(table_of_people(24), steps=3).engine
+        run = load(engine.save_run(tmp_path / "run.fil", delta=DELTA, hash_data=False))
+        assert run.attributes is None
+        assert run.yardsticks is not None
+        assert run.yardsticks.attributes.std.shape == (0,)
+        assert float(run.yardsticks.inputs.std) > 0
+
+
+class TestGroups:
+    def test_the_bound_holds_for_the_best_unbiased_guess(self) -> None:
+        """r²/(m tr I) is at most the mean squared error of the efficient estimator on the simplex, tr(I⁻¹)/m."""
+        rng = np.random.default_rng(0)
+        columns = np.eye(3)[rng.integers(3, size=50)]
+        table = attribute_table(3, ["x", "y", "z"], None, None, {"level": ["x", "y", "z"]})
+        table = with_levels(table, spread_of([columns]))
+        basis = np.linalg.svd(np.ones((1, 3)))[2][1:].T  # directions in which shares can change
+        for _ in range(50):
+            root = rng.normal(size=(3, 4))
+            information = root @ root.T
+            best = np.trace(np.linalg.inv(basis.T @ information @ basis)) / 3
+            told = float(table.errors(torch.as_tensor(np.diag(information).copy())[None])[0, 0]) ** 2
+            assert told <= best * (1 + 1e-12)
+
+    def test_standardised_columns_are_told_as_shares(self) -> None:
+        plain, scaled = (table_of_people(standardised=flag).tensors[0].numpy() for flag in (False, True))
+        information = torch.rand(4, 5, dtype=torch.float64) + 0.1
+        tables = []
+        for x in (plain, scaled):
+            spread = spread_of([x])
+            tables.append((with_levels(attribute_table(5, NAMES, None, None, GROUPS), spread), spread))
+        (first, of_plain), (second, of_scaled) = tables
+        widths = torch.as_tensor(scaled.max(axis=0) - scaled.min(axis=0))
+        widths[[0, 4]] = 1.0
+        torch.testing.assert_close(first.errors(information * widths**2)[:, 1], second.errors(information)[:, 1])
+        np.testing.assert_allclose(first.spread(of_plain)[0].std[1], second.spread(of_scaled)[0].std[1])
+        assert first.spread(of_plain)[1]["a"] == pytest.approx(second.spread(of_scaled)[1]["a"])
+
+    def test_a_level_left_out_is_told(self) -> None:
+        x = table_of_people().tensors[0].numpy()
+        table = with_levels(attribute_table(5, NAMES, None, None, {"a": ["a=1", "a=3"]}), spread_of([x]))
+        _, levels = table.spread(spread_of([x]))
+        assert levels["a"]["none of these"] == pytest.approx(x[:, 2].mean())
+        assert table.directions == {"a": 2}
+        assert table.names == ["age", "a", "a=2", "smokes"]
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"attribute_scales": {"agee": ("years", 1.0)}}, ValueError, "no such attribute; did you mean 'age'"),
+    ({"attribute_scales": {"age": ("years", 0.0)}}, ValueError, "scale must be finite and not 0"),
+    ({"attribute_scales": {"age": ("years", math.inf)}}, ValueError, "scale must be finite and not 0"),
+    ({"attribute_scales": {"age": ("years", 1.0, math.nan)}}, ValueError, "offset finite"),
+    ({"attribute_scales": {"age": 14.2}}, TypeError, r"\(unit, scale\) or \(unit, scale, offset\)"),
+    ({"attribute_scales": {"age": ("years", "14")}}, TypeError, "must be numbers"),
+    ({"attribute_scales": {"age": ("years", True)}}, TypeError, "must be numbers"),
+    ({"attribute_scales": [("age", "years", 1.0)]}, TypeError, "attribute_scales is a list; name the attribute"),
+    ({"attribute_groups": [["a=1", "a=2"]]}, TypeError, "attribute_groups is a list; name the attribute"),
+    ({"attribute_groups": {"a": "a=1"}}, TypeError, "must be a list of attribute names"),
+    ({"attribute_groups": {"a": ["a=1"]}}, ValueError, "joins two levels or more"),
+    ({"attribute_groups": {"a": ["a=1", "a=4"]}}, ValueError, "names 'a=4', which is no attribute; did you mean 'a="),
+    ({"attribute_groups": {"a": ["a=1", "a=2"], "b": ["a=2", "a=3"]}}, ValueError, "which 'a' has already"),
+    ({"attribute_groups": {"a": ["a=1", "a=1"]}}, ValueError, "which 'a' has already"),
+    ({"attribute_groups": {"smokes": ["a=1", "a=2"]}}, ValueError, "has the name of an attribute"),
+    ({"attribute_groups": {"a": ["age", "a=2"]}}, ValueError, "'age' takes more than two values"),
+    ({"attribute_groups": {"a": [*NAMES[1:4], "smokes"]}}, ValueError, r"on average 1\.\d+ of its levels hold at once"),
+    (
+        {"attribute_groups": GROUPS, "attribute_scales": {"a=1": ("", 2.0)}},
+        ValueError,
+        "it is a level of 'a', whose levels are told as shares",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), REFUSED)
+def test_what_does_not_fit_is_refused_and_nothing_written(
+    trained: Any, tmp_path: Path, wrong: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        trained.engine.save_run(tmp_path / "run.fil", delta=DELTA, attribute_names=NAMES, **wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_not_tracked_has_no_scale(tmp_path: Path) -> None:
+    engine = train(table_of_people(24), steps=2).engine
+    with pytest.raises(ValueError, match="attribute_groups were given, but attributes were not tracked"):
+        engine.save_run(tmp_path / "run.fil", delta=DELTA, attribute_groups={"a": ["coordinate 1", "coordinate 2"]})
+
+
+@pytest.mark.slow
+def test_many_rows_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000 rows: one piece is in memory at a time, and no more than the most are read."""
+    from torchfil.engine import data_spread
+
+    sizes = []
+
+    def recorded(pieces: Any) -> Any:
+        def noted() -> Any:
+            for piece in pieces:
+                sizes.append(piece.shape)
+                yield piece
+
+        return original(noted())
+
+    original = data_spread.counted_spread
+    monkeypatch.setattr(data_spread, "counted_spread", recorded)
+    n, x = 100_000, torch.randn(100_000, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    engine = train(TensorDataset(x, torch.zeros(n, dtype=torch.long)), steps=1, batch_size=64).engine
+    run = load(engine.save_run(tmp_path / "run.fil", delta=DELTA))
+    assert run.yardsticks is not None
+    assert run.yardsticks.examples == 2**16 == sum(rows for rows, _ in sizes)
+    assert max(rows for rows, _ in sizes) <= 1024
+    truth: Tensor = x.var(dim=0, correction=0).mean().sqrt()
+    assert float(run.yardsticks.inputs.std) == pytest.approx(float(truth), rel=0.01)

@@ -1,0 +1,298 @@
+"""Blind guesses, shares of their error and who is exposed: against brute force, and the same everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from run_cases import made_up, pixelated, with_yardsticks, worrying
+
+from torchfil.report import load, save, write_report
+from torchfil.report.gate import check
+from torchfil.report.page.html import number
+from torchfil.report.policy import parse_policy
+from torchfil.report.saved_run import Attributes, QuestionRecord, SavedRun
+from torchfil.report.status import NOT_MEASURED, status_of
+from torchfil.report.summary import summarise
+from torchfil.report.yardsticks import (
+    answer_shares,
+    attribute_exposure,
+    blind_error_of_inputs,
+    blind_errors,
+    counted_spread,
+    exposed_examples,
+    gain_over_guessing,
+    level_shares,
+    share_in_words,
+    share_of_blind_guess,
+    spread_of,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_png(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)
+
+
+def words(page: Path, section: str) -> str:
+    """The text of a section, without what is folded away."""
+    (content,) = re.findall(rf'<section id="{section}">(.*?)</section>', page.read_text(), re.DOTALL)
+    content = re.sub(r"<details>.*?</details>", "", content, flags=re.DOTALL)
+    return re.sub(r"<[^>]+>", " ", content).replace("\u00a0", " ")
+
+
+class TestSpread:
+    @pytest.mark.parametrize("pieces", [1, 2, 7, 50])
+    def test_pieces_give_what_all_rows_give(self, pieces: int) -> None:
+        rng = np.random.default_rng(pieces)
+        values = rng.normal(1e6, [1e-2, 1.0, 50.0], size=(100, 3))  # far from 0: sums of squares would keep no digit
+        values[rng.random(values.shape) < 0.2] = np.nan
+        spread, counts = counted_spread(np.array_split(values, pieces))
+        np.testing.assert_array_equal(counts, (~np.isnan(values)).sum(axis=0))
+        for name, brute in (("mean", np.nanmean), ("std", np.nanstd), ("low", np.nanmin), ("high", np.nanmax)):
+            np.testing.assert_allclose(getattr(spread, name), brute(values, axis=0), rtol=1e-7)
+
+    def test_nothing_is_known_of_what_is_never_there(self) -> None:
+        spread = spread_of([np.array([[1.0, np.nan]]), np.array([[3.0, np.nan]])])
+        assert spread.std.tolist()[0] == 1.0
+        assert all(math.isnan(values[1]) for values in vars(spread).values())
+
+    def test_levels_are_told_by_moments_alone(self) -> None:
+        rng = np.random.default_rng(0)
+        two = np.where(rng.random(500) < 0.3, 1.7, -0.4)
+        three = rng.choice([0.0, 0.5, 1.0], size=500)
+        nearly = two.copy()
+        nearly[0] = 0.6  # one value between the two
+        shares = level_shares(spread_of([np.stack([two, three, nearly, np.ones(500)], axis=1)]))
+        assert shares[0] == pytest.approx((two == 1.7).mean())
+        assert np.isnan(shares[1:]).all()
+
+
+class TestBlindGuess:
+    def test_what_is_stated_goes_first_then_the_data_then_the_range(self) -> None:
+        run = made_up()
+        assert blind_error_of_inputs(run) is None
+        assert np.isnan(blind_errors(run)).all()
+        ranged = dataclasses.replace(run, about=run.about | {"dataset": {"input_range": [-1.0, 3.0]}})
+        assert blind_error_of_inputs(ranged) == 2.0
+        assert blind_errors(ranged).tolist() == [2.0] * 3
+        known = with_yardsticks(ranged, [3.0, 0.0, math.nan])
+        assert blind_error_of_inputs(with_yardsticks(ranged, 0.7)) == pytest.approx(0.7)
+        assert blind_errors(known).tolist() == [3.0, 0.0, 2.0]
+        assert blind_error_of_inputs(known, 5.0) == 5.0
+        assert blind_errors(known, {"age": 7.0}, 1.0).tolist() == [7.0, 0.0, 1.0]
+
+    def test_a_blind_guess_errs_by_so_much(self) -> None:
+        """Simulated: whoever answers the mean, or every level's share, is off by the yardstick."""
+        rng = np.random.default_rng(1)
+        ages = rng.gamma(9.0, 6.0, size=4000)
+        spread = spread_of([ages[:, None]])
+        assert float(spread.std[0]) == pytest.approx(math.sqrt(np.mean((ages - ages.mean()) ** 2)))
+        levels = rng.choice(3, p=[0.6, 0.3, 0.1], size=4000)
+        one_hot = np.eye(3)[levels]
+        prior = one_hot.mean(axis=0)
+        off = math.sqrt(np.mean((one_hot - prior) ** 2))
+        assert off == pytest.approx(math.sqrt(np.sum(prior * (1 - prior)) / 3))
+
+    def test_nothing_is_left_to_guess_of_a_constant(self) -> None:
+        assert share_of_blind_guess([0.0, 0.3, math.inf], 0.0).tolist() == [1.0] * 3
+        run = with_yardsticks(made_up(), 0.0)
+        assert not attribute_exposure(run, 0, 0.0).any()
+
+    @pytest.mark.parametrize(("share", "text"), [(0.9999, "99 %"), (0.38, "38 %"), (0.0099, "below 1 %")])
+    def test_shares_are_rounded_down(self, share: float, text: str) -> None:
+        assert share_in_words(share) == f"{text} of a blind guess’s error"
+
+
+class TestOneRule:
+    """Who is exposed: the same people, whoever asks."""
+
+    @staticmethod
+    def told(run: SavedRun) -> tuple[int, int, int]:
+        """By the rule, by the gate and on the page."""
+        exposed = exposed_examples(run)
+        assert exposed is not None
+        (verdict,) = (v for v in check(run, parse_policy({"max_share_exposed": 0.0})) if v.rule == "max_share_exposed")
+        page = summarise(run).exposed
+        assert isinstance(page, int)
+        return int(exposed.sum()), verdict.offending, page
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_page_and_gate_count_the_same(self, seed: int) -> None:
+        run = with_yardsticks(made_up(seed=seed), 0.8)
+        run.columns["mse_bound_low"][3] = np.nan  # not known: nothing says that it is safe
+        run.columns["participations"][7] = 0  # not measured
+        brute = sum(
+            not run.columns["mse_bound_low"][i] >= 0.8**2 and status_of(run)[i] != NOT_MEASURED for i in range(len(run))
+        )
+        assert self.told(run) == (brute, brute, brute)
+        assert brute > 1
+
+    def test_the_data_goes_before_the_range(self) -> None:
+        """Before, page and gate took half the range of the inputs, whatever the data was like."""
+        run = worrying(safe=True)  # errors of 2 in a range of 1
+        run.columns["mse_bound_low"][:] = 0.4**2
+        assert self.told(run) == (100, 100, 100)
+        assert self.told(with_yardsticks(run, 0.3)) == (0, 0, 0)
+
+    def test_attributes_on_page_and_gate(self) -> None:
+        run = with_yardsticks(worrying(), [0.15, 5.0])
+        age, height = summarise(run).attributes
+        assert (age.exposed, height.exposed) == (1, 100)
+        assert age.share["0"] == pytest.approx(0.1 / 0.15)
+        assert age.share["0.5"] == 1.0
+        (verdict,) = (v for v in check(run, parse_policy({"min_attribute_error_share": 1.0})) if "attribute" in v.rule)
+        exposed = attribute_exposure(run, 0, 0.15) | attribute_exposure(run, 1, 5.0)
+        assert verdict.rows.tolist() == np.flatnonzero(exposed).tolist()
+        assert verdict.found == pytest.approx(min(0.1 / 0.15, 2 / 5))
+
+    def test_gains_and_answers_of_questions(self) -> None:
+        run = made_up()
+        (question,) = run.questions
+        gains = gain_over_guessing(question)
+        (verdict,) = (v for v in check(run, parse_policy({"max_gain_over_guessing": 0.1})) if "gain" in v.rule)
+        assert verdict.rows.tolist() == np.flatnonzero(gains > 0.1).tolist()
+        truth = np.random.default_rng(0).integers(3, size=90)
+        divergence = np.where(np.arange(3) == truth[:, None], 0.0, 0.2)
+        divergence[5] = 0.0  # never drawn: it does not tell its answer
+        told = answer_shares(QuestionRecord("q", list("abc"), True, divergence, divergence))
+        counts = np.bincount(np.delete(truth, 5), minlength=3) / 89
+        assert told == pytest.approx(dict(zip("abc", counts, strict=True)))
+        assert answer_shares(dataclasses.replace(question, complete=False)) is None
+
+
+class TestPage:
+    def test_shares_first_and_raw_numbers_folded_away(self, tmp_path: Path) -> None:
+        """Before, the table said ± 0.4 in standard deviations, and nothing to measure it against."""
+        error = np.full((40, 3), 0.4)
+        error[:, 1] = 9.0
+        run = made_up(attributes=Attributes(["age", "height", "weight"], ["years", "cm", ""], error, error))
+        run = with_yardsticks(run, [1.0, 2.0, 0.5], height={"tall": 0.25, "small": 0.75})
+        page = write_report(run, tmp_path / "report")
+        text = words(page, "attributes")
+        assert "40 %" in text
+        assert "80 %" in text
+        assert "no better than guessing" in text
+        assert "±" not in text
+        whole = page.read_text().replace("\u00a0", " ")
+        assert "± 0.4 years" in whole
+        assert "small 75 %, tall 25 %" in whole
+
+    def test_without_a_yardstick_it_is_said(self, tmp_path: Path) -> None:
+        text = words(write_report(made_up(), tmp_path / "report"), "attributes")
+        assert "no share of a blind guess can be told" in text
+        assert "±" in text
+
+    def test_nothing_of_the_data_is_public(self, tmp_path: Path) -> None:
+        """Mean, deviation, range and shares of levels; and no error beside its share, whose quotient is a deviation."""
+        run = with_yardsticks(made_up(240), [1.234567, 2.345678, 0.456789], age={"PLANTED-level": 0.2718281828})
+        private = b"".join(p.read_bytes() for p in write_report(run, tmp_path / "private").parent.iterdir())
+        public = write_report(run, tmp_path / "public", redacted=True).parent
+        content = b"".join(p.read_bytes() for p in public.iterdir())
+        assert run.yardsticks is not None
+        spreads = [*vars(run.yardsticks.inputs).values(), *vars(run.yardsticks.attributes).values()]
+        values = [float(value) for each in spreads for value in each.flat]
+        planted = {number(value) for value in values if abs(value) > 100} | {f"{value:.5g}" for value in values}
+        planted |= {"PLANTED-level", "27 %", "0.2718"}
+        assert sum(text.encode() in private for text in planted) > 5  # the search can find them
+        assert [text for text in planted if text.encode() in content] == []
+        summary = json.loads((public / "summary.json").read_text())
+        assert summary["guess"] is None
+        assert all(row["share"] is None for row in summary["exposure"])
+        for attribute in summary["attributes"]:
+            assert (attribute["error"], attribute["blind"], attribute["levels"]) == ({}, None, {})
+            assert attribute["share"]
+
+    def test_public_shares_rest_on_many(self) -> None:
+        run = with_yardsticks(made_up(240), 1.7)
+        assert run.attributes is not None
+        for j, attribute in enumerate(summarise(run, redacted=True, min_group=12).attributes):
+            least = np.sort(run.attributes.error[:, j])[:12]
+            share = math.exp(np.log(np.minimum(least / 1.7, 1)).mean())
+            assert attribute.share["0"] == float(f"{share:.2g}")
+            assert isinstance(attribute.exposed, str) or attribute.exposed % 12 == 0
+
+
+class TestMaps:
+    def test_pixels_are_a_picture_not_rows(self, tmp_path: Path) -> None:
+        """Before, 24 rows of "pixel 4,4" stood here."""
+        page = write_report(pixelated(), tmp_path / "report")
+        text = words(page, "attributes")
+        assert len(re.findall(r"pixel \d", text)) == 1  # the most exposed, in the caption
+        (content,) = re.findall(r'<section id="attributes">(.*?)</section>', page.read_text(), re.DOTALL)
+        steps = re.findall(r'<path d="([^"]+)"[^>]*data-step="(\d)"', content)
+        assert {step for _, step in steps} == {"2"}  # 0.1 of 0.25 is 40 %; the rest is no better than guessing
+        assert {way.count("M") for way, _ in steps} == {4}  # four rows of one rectangle each
+        assert "16 of 64 can be guessed more closely than blindly" in text
+        assert len(steps) == 2 * 3  # three levels of exposure, for wide and for narrow screens
+
+    def test_the_public_map_is_made_of_many(self, tmp_path: Path) -> None:
+        page = write_report(pixelated(), tmp_path / "report", redacted=True)
+        assert "<img" not in page.read_text()
+        assert 'data-step="2"' in page.read_text()
+        few = write_report(pixelated(9), tmp_path / "few", redacted=True)
+        assert "data-step" not in few.read_text()
+
+    def test_an_earlier_file_tells_pixels_by_its_shape(self) -> None:
+        run = pixelated()
+        assert run.attributes is not None
+        before = dataclasses.replace(
+            run,
+            attributes=dataclasses.replace(run.attributes, pixels=None),
+            about=run.about | {"dataset": {"input_shape": [1, 8, 8]}},
+        )
+        assert [a.pixel for a in summarise(before).attributes] == [a.pixel for a in summarise(run).attributes]
+        odd = dataclasses.replace(before, about=run.about | {"dataset": {"input_shape": [64]}})
+        assert summarise(odd).attributes[0].pixel is None
+
+
+class TestFile:
+    @pytest.mark.parametrize("rows_per_part", [1000, 16])
+    def test_round_trip(self, tmp_path: Path, rows_per_part: int) -> None:
+        run = with_yardsticks(pixelated(40), 0.3)
+        run = dataclasses.replace(
+            run, yardsticks=dataclasses.replace(run.yardsticks, levels={"pixel 0,0": {"0": 0.1, "1": 0.9}})
+        )
+        loaded = load(save(run, tmp_path / "run.fil", rows_per_part=rows_per_part))
+        self.same(loaded, run)
+        self.same(load(save(loaded.take(slice(3, 20)), tmp_path / "some.fil")), run)
+        assert json.dumps(_plain(summarise(loaded))) == json.dumps(_plain(summarise(run)))
+
+    @staticmethod
+    def same(loaded: SavedRun, run: SavedRun) -> None:
+        assert loaded.yardsticks is not None
+        assert run.yardsticks is not None
+        assert loaded.yardsticks.examples == run.yardsticks.examples
+        assert loaded.yardsticks.levels == run.yardsticks.levels
+        for what in ("inputs", "attributes"):
+            for name, values in vars(getattr(run.yardsticks, what)).items():
+                np.testing.assert_array_equal(getattr(getattr(loaded.yardsticks, what), name), values)
+        assert loaded.attributes is not None
+        assert run.attributes is not None
+        np.testing.assert_array_equal(loaded.attributes.pixels, run.attributes.pixels)
+
+    def test_an_earlier_file_has_none(self, tmp_path: Path) -> None:
+        path = save(made_up(), tmp_path / "old.fil")
+        assert b"yardsticks" not in path.read_bytes()
+        loaded = load(path)
+        assert loaded.yardsticks is None
+        write_report(loaded, tmp_path / "report")
+
+    def test_what_does_not_fit_is_refused(self) -> None:
+        run = with_yardsticks(made_up())
+        with pytest.raises(ValueError, match=r"yardsticks of shapes \[\(3,\)\] for 0 attributes"):
+            dataclasses.replace(run, attributes=None)
+        with pytest.raises(ValueError, match="levels of 'nobody', which is no attribute"):
+            with_yardsticks(made_up(), 1.0, nobody={"a": 1.0})
+        with pytest.raises(ValueError, match=r"pixels of shape \[3, 3\] for 3 attributes"):
+            made_up(attributes=dataclasses.replace(run.attributes, pixels=np.zeros((3, 3), dtype=np.int64)))
+
+
+def _plain(value: Any) -> Any:
+    return repr(value)
