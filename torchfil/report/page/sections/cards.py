@@ -12,7 +12,7 @@ from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, count, join, number, tag
 from torchfil.report.page.rules import concerned
 from torchfil.report.page.sections.to_do import advice
-from torchfil.report.page.worst import exposed_count, unprotected
+from torchfil.report.page.worst import blind_error, exposed_count, unprotected
 
 __all__ = ["Card", "render"]
 
@@ -141,8 +141,9 @@ def _smallest(report: Report) -> str:
     least = end if known else summary.exposure[0].mse_bound
     of = f", the {summary.smallest} most exposed together" if summary.redacted else ""
     kind = "lower end of a 95 % interval" if known else "an estimate"
-    blind = f"; that of a blind guess is {number(summary.guess)} at most" if summary.guess is not None else ""
-    return f"Smallest MSE bound{of}: {number(least)} ({kind}){blind}."
+    blind = blind_error(report)
+    beside = "" if blind is None else f"; that of a blind guess is {number(blind**2)} at most"
+    return f"Smallest MSE bound{of}: {number(least)} ({kind}){beside}."
 
 
 def _random(report: Report) -> str:

@@ -16,7 +16,7 @@ from torchfil.report.verdict import Verdict
 
 __all__ = ["Advice", "advice"]
 
-FEW = 0.05  # up to this share of the examples, sparing them is better than noise for all
+FEW = 0.1  # up to this share of the examples, sparing them is better than noise for all
 EXTRAPOLATED = (
     "An extrapolation at the gradients of this run (bounds grow as σ²), for the attackers named beside: train again "
     "and measure."
