@@ -7,46 +7,19 @@ from __future__ import annotations
 
 import base64
 import re
-import shutil
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from in_browser import Keys, WebDriverWait, click, complaints, opened, search, shown
 from run_cases import made_up
 
 from torchfil.report import write_report
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-from selenium.webdriver.chrome.service import Service  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="no browser: apt-get install chromium chromium-driver"
-)
-ARGUMENTS = (
-    "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
-    "disable-component-update disable-sync disable-dev-shm-usage window-size=1100,900"
-)
 EVIL = "<script>window.ran = true</script>"
 ROWS = 50_000
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for argument in [*ARGUMENTS.split(), f"user-data-dir={tmp_path_factory.mktemp('profile')}"]:
-        options.add_argument(f"--{argument}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(service=Service(str(DRIVER)), options=options)
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture(scope="module")
@@ -68,37 +41,6 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "public": write_report(small, folder / "public", redacted=True),
             "large": write_report(large, folder / "large"),
         }
-
-
-def opened(browser: Any, page: Path) -> Any:
-    browser.get(page.as_uri())
-    WebDriverWait(browser, 30).until(
-        lambda d: d.execute_script("const g = document.getElementById('grid'); return !g || g.dataset.ready === 'true'")
-    )
-    return browser
-
-
-def complaints(browser: Any) -> list[Any]:
-    return [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
-
-
-def shown(browser: Any, column: int) -> list[str]:
-    """The texts of a column of the rows on screen, from top to bottom."""
-    lines = "[...document.querySelectorAll('#rows .line')].filter(line => !line.hidden)"
-    script = f"return {lines}.map(line => line.children[arguments[0]].textContent)"
-    return browser.execute_script(script, column)
-
-
-def click(browser: Any, selector: str) -> None:
-    browser.execute_script("document.querySelector(arguments[0]).click()", selector)
-
-
-def search(browser: Any, text: str, expected: str) -> None:
-    box = browser.find_element("id", "search")
-    box.send_keys(Keys.CONTROL, "a")
-    box.send_keys(Keys.DELETE)
-    box.send_keys(text)
-    WebDriverWait(browser, 5).until(lambda d: d.find_element("id", "found").text == expected)
 
 
 def test_the_page_loads_without_a_word_and_runs_no_script_of_the_data(browser: Any, reports: dict[str, Path]) -> None:

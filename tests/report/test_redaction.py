@@ -9,6 +9,7 @@ import json
 import re
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from run_cases import made_up
 from torchfil.report import SavedRun, write_report
 from torchfil.report.aggregates import histogram, windows
 from torchfil.report.page.html import number
+from torchfil.report.saved_run import QuestionRecord
 from torchfil.report.summary import summarise
 
 N = 240
@@ -110,6 +112,32 @@ def test_nothing_of_one_example_is_in_any_byte(tmp_path: Path) -> None:
     assert b'id="spec"' not in public
     assert b"<img" not in public
     assert b"rare-" not in public
+
+
+def test_the_cards_count_in_tens_and_name_nobody(tmp_path: Path) -> None:
+    """Three are exposed by their inputs, five by a question; the private page says so, with whom."""
+    run = planted(questions=[])
+    bound = np.full(N, 4.0)
+    bound[[17, 18, 19]] = 1e-3
+    run.columns["mse_bound"][:] = run.columns["mse_bound_low"][:] = bound
+    run.columns["fil"][:] = bound**-0.5
+    divergence = np.where(np.arange(N) < 5, 1.0, 1e-4)[:, None]
+    run = replace(run, questions=[QuestionRecord("smokes", ["no"], False, divergence, divergence)])
+
+    def first_screen(name: str, redacted: bool) -> str:
+        text = write_report(run, tmp_path / name, redacted=redacted).read_text()
+        screen = re.search(r'<header class="cover" id="first">(.*?)</header>', text, flags=re.DOTALL)
+        assert screen is not None
+        return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", screen[1]))
+
+    private, public = first_screen("private", False), first_screen("public", True)
+    assert "3 of 239" in private
+    assert "“smokes” of 4 of 239 examples" in private  # one of the five was not measured
+    assert "fewer than 10 of 240" in public
+    assert "“smokes” of fewer than 10 of 240 examples" in public
+    counts = re.findall(r"([\d,]+) of 2\d0", public)
+    assert {int(count) % 10 for count in counts} <= {0}
+    assert not re.search(r"PLANTED|PASS|FAIL|NO POLICY|#show|make_private|239", public)
 
 
 def test_only_known_files_are_written(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from typing import Any
 
 __all__ = ["Markup", "count", "join", "number", "percent", "plus_minus", "table", "tag"]
 
+MOST_SIDE_BY_SIDE = 3  # columns of a table that fit on a narrow screen
 VOID = {"br", "hr", "img", "input", "line", "rect", "circle", "path", "col"}
 
 
@@ -52,21 +54,30 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
 
 
 def table(head: list[Any], rows: list[list[Any]], *, class_: str = "plain", caption: str | None = None) -> Markup:
-    """A table whose first column names its rows."""
+    """A table whose first column names its rows; on narrow screens one of many columns becomes a list a row."""
+    stacked = len(head) > MOST_SIDE_BY_SIDE
+    labels = [_plain(cell) if stacked else None for cell in head] if head else [None] * max(map(len, rows), default=0)
+
+    def line(row: list[Any]) -> Markup:
+        cells = [tag("td", cell, data_label=label) for cell, label in zip(row[1:], labels[1:], strict=False)]
+        return tag("tr", tag("th", row[0], scope="row"), cells)
+
     return tag(
         "div",
         tag(
             "table",
             tag("caption", caption) if caption else None,
             tag("thead", tag("tr", [tag("th", cell, scope="col") for cell in head])) if head else None,
-            tag(
-                "tbody",
-                [tag("tr", tag("th", row[0], scope="row"), [tag("td", cell) for cell in row[1:]]) for row in rows],
-            ),
-            class_=class_,
+            tag("tbody", [line(row) for row in rows]),
+            class_=f"{class_} stacked" if stacked else class_,
         ),
         class_="scroll",
     )
+
+
+def _plain(cell: Any) -> str:
+    """A heading without its elements, for an attribute."""
+    return html.unescape(re.sub(r"<[^>]*>", "", cell)) if isinstance(cell, Markup) else str(cell)
 
 
 def number(value: float | None, digits: int = 3, *, even: bool = False) -> str:

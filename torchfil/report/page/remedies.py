@@ -1,8 +1,9 @@
 """How much more noise would keep the rules that a run broke, and what it would give.
 
 At fixed gradients the Fisher information of a Gaussian release is proportional to 1/σ². With σ' for σ and
-f = (σ'/σ)², an MSE bound b becomes f·b, the error of a guess √f times as large, and a question's divergence D at most
-D/f. Training T/f of T steps alike does the same. This is an **extrapolation**: another training takes other gradients.
+f = (σ'/σ)², an MSE bound b becomes f·b, the error of a guess √f times as large, and a question's divergence D/f
+(exactly where batches are known; about, where they are drawn in secret). T/f of T steps that leak alike do the same.
+This is an **extrapolation**: another training takes other gradients.
 """
 
 from __future__ import annotations

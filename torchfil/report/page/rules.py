@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from torchfil.report.verdict import Verdict, told_apart
+import numpy as np
 
-__all__ = ["in_words", "kind_and_subject"]
+from torchfil.report.verdict import Verdict, nobody, told_apart
+
+__all__ = ["concerned", "in_words", "kind_and_subject"]
 
 
 def kind_and_subject(rule: str) -> tuple[str, str]:
@@ -22,11 +24,15 @@ def kind_and_subject(rule: str) -> tuple[str, str]:
     return kind[0], rule[kind.end() :].strip(" .").removeprefix("(").removesuffix(")")
 
 
+def concerned(broken: Sequence[Verdict]) -> np.ndarray:
+    """The places of all examples that break one of the rules, ascending."""
+    return np.unique(np.concatenate([nobody(), *(verdict.rows for verdict in broken)]))
+
+
 def in_words(verdict: Verdict) -> str:
     """What a broken rule means: whom it concerns, what was found, what the policy says and which attacker is bound.
 
     Example:
-        >>> import numpy as np
         >>> in_words(Verdict("max_epsilon", False, 8.0, 12.5, np.arange(3), "ε at δ = 1e-5, for everybody"))
         'ε is 12.5; the policy allows 8 (every attacker).'
     """

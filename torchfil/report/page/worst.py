@@ -15,11 +15,12 @@ import torch
 
 from torchfil.guessing import divergence_of_rate, largest_success
 from torchfil.report.page.context import Report
-from torchfil.report.page.html import count, number, percent, plus_minus
+from torchfil.report.page.html import count, percent, plus_minus
 from torchfil.report.page.remedies import divergence_of_gain
 from torchfil.report.saved_run import QuestionRecord, SavedRun
 from torchfil.report.status import NOT_MEASURED, status_of
 from torchfil.report.summary import FALSE_POSITIVE_RATE
+from torchfil.report.verdict import told_apart
 
 __all__ = ["Leaks", "blind_error", "exposed_count", "is_exposed", "success_of", "unprotected"]
 
@@ -144,8 +145,8 @@ def _attributes(report: Report) -> tuple[list[tuple[float, str]], list[str]]:
         if blind is None:
             unknown.append((attribute.name, plus_minus(least, attribute.unit)))
         elif least < blind:
-            whose, usual = _how_many(report, place, blind), f"{number(blind)} {attribute.unit}".strip()
-            off = f"an unbiased guess may be off by as little as {number(least)} instead of {usual}"
+            whose, (usual, close) = _how_many(report, place, blind), told_apart(blind, least)
+            off = f"an unbiased guess may be off by as little as {close} instead of {usual} {attribute.unit}".strip()
             needed = (blind / least) ** 2 if least > 0 else math.inf
             ranked.append((needed, f"“{attribute.name}” {whose} is not protected: {off}."))
     ranked.sort(key=lambda pair: -pair[0])

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, count, join, number, tag
+from torchfil.report.page.rules import concerned
 from torchfil.report.page.sections.to_do import advice
-from torchfil.report.page.worst import exposed_count, unprotected
+from torchfil.report.page.worst import blind_error, exposed_count, unprotected
 
 __all__ = ["Card", "render"]
 
 MOST = 3  # sentences of a card
-WHO_IS_BOUND = "Unbiased attackers, on average over repeated trainings: batches and noise are random."
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,16 @@ def who(report: Report) -> Card:
         links.append(("Show them in the table", "#show-exposed"))
 
     lines.append(join(_smallest(report)))
-    breaking = {int(row) for verdict in report.verdicts or [] if not verdict.passed for row in verdict.rows}
+    breaking = len(concerned([verdict for verdict in report.verdicts or [] if not verdict.passed]))
     if breaking:
-        some = f"{len(breaking):,} example{'s' if len(breaking) != 1 else ''}"
+        some = f"{breaking:,} example{'s' if breaking != 1 else ''}"
         lines.append(join(f"A broken rule concerns {some}."))
         links.append(("Show whom a broken rule concerns", "#show-broken"))
     if summary.not_measured != 0:
         lines.append(join(f"{_capital(count(summary.not_measured))} not measured: not safe, only not known."))
         links.append(("Show who was not measured", "#show-unmeasured"))
-    return Card("who", "Who is exposed?", figure, lines, WHO_IS_BOUND, links if report.run is not None else [])
+    bound = f"Unbiased attackers, on average over repeated trainings: {_random(report)}."
+    return Card("who", "Who is exposed?", figure, lines, bound, links if report.run is not None else [])
 
 
 def what(report: Report) -> Card:
@@ -120,7 +121,7 @@ def what(report: Report) -> Card:
         if some > MOST:
             lines.append(join(f"{some - MOST} more below."))
     lines += [join(sentence) for sentence in leaks.unknown]
-    bound = "Questions: every attacker. Attributes: unbiased attackers. Batches and noise are random."
+    bound = f"Questions: every attacker. Attributes: unbiased attackers. Here too, {_random(report)}."
     return Card("what", "What leaks?", figure, lines, bound, links)
 
 
@@ -140,8 +141,14 @@ def _smallest(report: Report) -> str:
     least = end if known else summary.exposure[0].mse_bound
     of = f", the {summary.smallest} most exposed together" if summary.redacted else ""
     kind = "lower end of a 95 % interval" if known else "an estimate"
-    blind = f"; that of a blind guess is {number(summary.guess)} at most" if summary.guess is not None else ""
-    return f"Smallest MSE bound{of}: {number(least)} ({kind}){blind}."
+    blind = blind_error(report)
+    beside = "" if blind is None else f"; that of a blind guess is {number(blind**2)} at most"
+    return f"Smallest MSE bound{of}: {number(least)} ({kind}){beside}."
+
+
+def _random(report: Report) -> str:
+    """What differs from one training to the next."""
+    return "the noise is random" if report.about("kind") == "linear" else "batches and noise are random"
 
 
 def _capital(text: str) -> str:

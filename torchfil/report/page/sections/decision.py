@@ -25,10 +25,8 @@ def render(report: Report) -> Markup | None:
 
     return join(
         _what_is_signed(report),
-        paragraph(
-            "Write here before printing; the page does not save what is written. ",
-            "Signed is this page together with:" if report.digests else None,
-        ),
+        paragraph("Write here before printing; the page does not save what is written.", class_="screen"),
+        paragraph("Signed is this page together with:") if report.digests else None,
         signed,
         _form(choices),
     )

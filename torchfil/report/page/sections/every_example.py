@@ -11,6 +11,7 @@ import numpy as np
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, tag
 from torchfil.report.page.payload import Packed, pack, pack_text
+from torchfil.report.page.rules import concerned
 from torchfil.report.page.sections import exposed, spared
 from torchfil.report.page.worst import blind_error, is_exposed
 from torchfil.report.saved_run import SavedRun
@@ -25,7 +26,7 @@ MOST_ATTACKED = 20_000
 MOST_LEVELS = 500  # of a grouping, to choose from
 STATUSES = (
     ("all", "all examples"),
-    ("exposed", "exposed: below a blind guess"),
+    ("exposed", "exposed"),
     ("broken", "concerned by a broken rule"),
     ("measured", "measured"),
     ("partly", "measured in part"),
@@ -151,6 +152,7 @@ def _tools(spec: dict[str, Any]) -> Markup:
     ]
     columns = [tag("option", column["label"], value=column["key"]) for column in spec["columns"]]
     sides = [tag("option", "at most", value="most"), tag("option", "at least", value="least")]
+    threshold = [chooser("column", columns, "Column"), chooser("side", sides, "Side")]
     anybody = tag("option", "all", value="")
     limit = tag("input", type="number", step="any", id="limit", autocomplete="off", disabled="", aria_label="Threshold")
     search = tag("input", type="search", id="search", autocomplete="off", spellcheck="false", disabled="")
@@ -159,7 +161,7 @@ def _tools(spec: dict[str, Any]) -> Markup:
         tag("label", tag("span", "Find an id"), search),
         tag("label", tag("span", "Show"), chooser("filter", statuses)),
         tag("label", tag("span", "Group"), chooser("group", [anybody, *groups])) if groups else None,
-        tag("span", chooser("column", columns, "Column"), chooser("side", sides, "Side"), limit, class_="threshold"),
+        tag("span", "Only", threshold, limit, class_="threshold"),
         tag("button", "Clear filters", type="button", id="clear", hidden=""),
         tag("span", "Reading the table …", id="found", role="status"),
         class_="tools",
@@ -205,8 +207,8 @@ def _marks(report: Report) -> dict[str, np.ndarray]:
     if blind is not None:
         marks["exposed"] = is_exposed(report.run, blind)
     if report.verdicts is not None:
-        rows = [verdict.rows for verdict in report.verdicts if not verdict.passed]
-        marks["broken"] = np.isin(np.arange(len(report.run)), np.concatenate(rows) if rows else [])
+        marks["broken"] = np.zeros(len(report.run), dtype=bool)
+        marks["broken"][concerned([verdict for verdict in report.verdicts if not verdict.passed])] = True
     if "clip_weight" in report.run.columns:
         marks["spared"] = is_spared(report.run)
     return marks

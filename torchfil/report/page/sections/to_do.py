@@ -9,14 +9,14 @@ from torchfil.guessing import largest_success
 from torchfil.report.page.context import Report
 from torchfil.report.page.html import Markup, join, number, percent, tag
 from torchfil.report.page.remedies import factor_for_all, lower_ends, rounded_up, worst_divergence
-from torchfil.report.page.rules import kind_and_subject
+from torchfil.report.page.rules import concerned, kind_and_subject
 from torchfil.report.page.worst import blind_error, exposed_count, is_exposed, unprotected
 from torchfil.report.policy import Policy
 from torchfil.report.verdict import Verdict
 
 __all__ = ["Advice", "advice"]
 
-FEW = 0.05  # up to this share of the examples, sparing them is better than noise for all
+FEW = 0.1  # up to this share of the examples, sparing them is better than noise for all
 EXTRAPOLATED = (
     "An extrapolation at the gradients of this run (bounds grow as σ²), for the attackers named beside: train again "
     "and measure."
@@ -148,8 +148,7 @@ def _sparing(report: Report, broken: list[Verdict], factor: float) -> list[Marku
     run, blind = report.run, blind_error(report)
     if run is None:
         return []
-    concerned = {int(row) for verdict in broken for row in verdict.rows}
-    some = len(concerned) if broken else int(is_exposed(run, blind).sum()) if blind is not None else 0
+    some = len(concerned(broken)) if broken else int(is_exposed(run, blind).sum()) if blind is not None else 0
     if not 0 < some <= FEW * len(run):
         return []
 
