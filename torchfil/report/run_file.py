@@ -203,6 +203,8 @@ def _pack_rest(run: SavedRun, levels: Mapping[str, np.ndarray]) -> tuple[dict[st
     if run.texts is not None:
         arrays["texts/rows"] = run.texts.rows.astype(np.int64)
         arrays["texts/fil"] = run.texts.fil
+        if run.texts.plis is not None:
+            arrays["texts/plis"] = run.texts.plis
         arrays["texts/lengths"] = np.asarray([len(words) for words in run.texts.words], dtype=np.int64)
         _pack_strings(arrays, "texts/words", [word for words in run.texts.words for word in words])
     for number, attack in enumerate(run.attacks):
@@ -238,7 +240,7 @@ def _unpacked(arrays: Mapping[str, Any], header: Mapping[str, str]) -> SavedRun:
     if "texts/rows" in arrays:
         words = iter(_unpack_strings(arrays, "texts/words"))
         by_text = [list(islice(words, length)) for length in arrays["texts/lengths"].tolist()]
-        texts = Texts(arrays["texts/rows"], by_text, arrays["texts/fil"])
+        texts = Texts(arrays["texts/rows"], by_text, arrays["texts/fil"], arrays.get("texts/plis"))
 
     order = json.loads(header["order"])
     columns, groups = _unpacked_tables(arrays, order["columns"], order["groups"])
