@@ -42,7 +42,7 @@ def test_tokens_are_shown_with_their_shares(tmp_path: Path) -> None:
     shown = section(with_tokens(), tmp_path / "page")
     assert " ".join(re.findall(r"--share: (\d+)%", shown)) == "4 16 100 0 2 100 2 0 100 100 0 100"
     assert 'title="83 % of the text, η = 0.5"' in shown
-    assert 'title="96 % of the text, ‖PLIS‖ = 7"' in shown
+    assert 'title="96.1 % of the text, ‖PLIS‖ = 7"' in shown
     assert "␣" in shown  # a token that is a blank
     assert "##ld" in shown
     assert "no bound on anybody" in shown

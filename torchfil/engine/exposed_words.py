@@ -9,7 +9,7 @@ Of token t, whose embedding has w private coordinates:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,10 +20,19 @@ from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.run_view import RunView
 from torchfil.report.saved_run import Texts
 
-__all__ = ["TokenTexts", "exposed_words"]
+__all__ = ["Decodes", "TokenTexts", "exposed_words"]
 
-TokenTexts = Sequence[Sequence[str]] | Callable[[list[int]], str] | Any
 _TOKENS = "input_ids"
+
+
+class Decodes(Protocol):
+    """What makes strings of token ids, as Hugging Face's tokenizers do."""
+
+    def decode(self, token_ids: Any) -> str:
+        """The string of a list of ids."""
+
+
+TokenTexts = Sequence[Sequence[str]] | Callable[[list[int]], str] | Decodes
 
 
 def exposed_words(run: RunView, texts: TokenTexts, fil: np.ndarray, count: int) -> Texts | None:
@@ -40,21 +49,20 @@ def exposed_words(run: RunView, texts: TokenTexts, fil: np.ndarray, count: int) 
     Raises:
         ValueError: The diagonal was not tracked, or texts and coordinates do not fit.
     """
-    leakage, given = run.leakage, _is_given(texts)
+    leakage, decode = run.leakage, _decoder(texts)
+    strings: Any = texts if decode is None else None
     if not {"diagonal", "fim"} & leakage.ledger.sums.keys():
         raise ValueError("texts= shows leakage by word, which needs make_private(track=('diagonal',))")
-    if given and len(texts) != len(fil):
-        raise ValueError(f"texts has {len(texts)} entries for {len(fil)} examples; give one each, in order")
+    if strings is not None and len(strings) != len(fil):
+        raise ValueError(f"texts has {len(strings)} entries for {len(fil)} examples; give one each, in order")
 
     # who leaked nothing in this run is not among the most exposed
     rows = np.argsort(-fil, kind="stable")[:count]
     rows = rows[fil[rows] > 0]
-    longest = max(map(len, texts), default=0) if given else 0
-    if not given and len(rows):
+    if decode is not None:
         with generators_kept():
-            tokens = _token_ids(run, rows.tolist())
-        longest = tokens.shape[1]
-    positions = _positions(run, longest)
+            tokens = _token_ids(run, rows.tolist()) if len(rows) else torch.zeros(0, 0)
+    positions = _positions(run, tokens.shape[1] if decode is not None else max(map(len, strings), default=0))
     if not len(rows):
         return None
 
@@ -63,19 +71,24 @@ def exposed_words(run: RunView, texts: TokenTexts, fil: np.ndarray, count: int) 
     by_token = diagonal.unflatten(1, (positions, -1)).mean(dim=2).sqrt()  # [m, positions]
     with generators_kept():
         plis = _plis(run, rows.tolist(), positions)
-    if given:
-        words = [[str(word) for word in texts[row]] for row in rows]
+    if decode is None:
+        words = [[str(word) for word in strings[row]] for row in rows]
         own = torch.arange(positions) < torch.tensor([len(each) for each in words])[:, None]
     else:
         # padding has neither: its coordinates are nobody's
         own = by_token > 0 if plis is None else ~plis.isnan()
-        words = [_decoded(texts, part[mask[: len(part)]]) for part, mask in zip(tokens, own, strict=True)]
+        words = [
+            [str(decode([token])) for token in part[mask[: len(part)]].tolist()]
+            for part, mask in zip(tokens, own, strict=True)
+        ]
     return Texts(rows.astype(np.int64), words, _compact(by_token, own), None if plis is None else _compact(plis, own))
 
 
-def _is_given(texts: TokenTexts) -> bool:
-    """Whether the tokens are there as strings, rather than what makes strings of ids."""
-    return not (callable(texts) or hasattr(texts, "decode"))
+def _decoder(texts: TokenTexts) -> Callable[[list[int]], str] | None:
+    """What makes a string of a list with one id; None where the tokens are there as strings."""
+    if hasattr(texts, "decode"):
+        return texts.decode
+    return texts if callable(texts) else None
 
 
 def _positions(run: RunView, longest: int) -> int:
@@ -108,12 +121,6 @@ def _token_ids(run: RunView, rows: list[int]) -> Tensor:
 
 def _are_tokens(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32)
-
-
-def _decoded(texts: Any, tokens: Tensor) -> list[str]:
-    """Each token's string; a tokenizer's own ``decode`` gives a space where a word begins."""
-    decode = texts.decode if hasattr(texts, "decode") else texts
-    return [str(decode([int(token)])) for token in tokens]
 
 
 def _plis(run: RunView, rows: list[int], positions: int) -> Tensor | None:

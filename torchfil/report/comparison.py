@@ -26,7 +26,6 @@ from torchfil.report.aggregates import geometric_mean, levels_of, published_coun
 from torchfil.report.disclosure import joined, split_beside
 from torchfil.report.matching import check_alike, check_enough, matched_rows, setting
 from torchfil.report.saved_run import SavedRun
-from torchfil.report.summary import blind_guess
 
 __all__ = ["Comparison", "Moves", "Pair", "Side", "compare_runs"]
 
@@ -183,21 +182,22 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         check_enough(before, after, len(ids), smallest)
 
     # everything below speaks of the matched examples, in the order of ids
-    blind = _blind_error(before, after)
-    bounds = [
+    blind = _blind_square(before, after)
+    bound, bound_after = (
         np.asarray(run.column("mse_bound"), dtype=np.float64)[own] for run, own in ((before, rows), (after, rows_after))
-    ]
-    exposed = [_exposed(run, own, blind) for run, own in ((before, rows), (after, rows_after))]
-    moves = Moves(ids, *bounds, _clearly(before, rows, after, rows_after), *_crossings(*exposed))
+    )
+    exposed, exposed_after = _exposed(before, rows, blind), _exposed(after, rows_after, blind)
+    newly, no_longer = _crossings(exposed, exposed_after)
+    moves = Moves(ids, bound, bound_after, _clearly(before, rows, after, rows_after), newly, no_longer)
     notes: list[str] = []
     return Comparison(
         redacted=redacted,
         smallest=smallest,
-        before=_side(before, rows, exposed[0], smallest),
-        after=_side(after, rows_after, exposed[1], smallest),
+        before=_side(before, rows, exposed, smallest),
+        after=_side(after, rows_after, exposed_after, smallest),
         matched=rounded_count(len(ids), smallest),
         settings=_settings(before, after),
-        ratio=_ratio(*bounds, smallest),
+        ratio=_ratio(bound, bound_after, smallest),
         expected=_expected(before, after),
         exact=all(run.about.get("kind") == "linear" for run in (before, after)),
         less=published_count(int((moves.clearly > 0).sum()), smallest),
@@ -226,10 +226,14 @@ def _expected(before: SavedRun, after: SavedRun) -> float | None:
     return None
 
 
-def _blind_error(before: SavedRun, after: SavedRun) -> float | None:
-    """The squared error of a blind guess, where both runs say the same."""
-    one, other = (1.0 if setting(run, "linear.scaled") else blind_guess(run.about) for run in (before, after))
-    return one if one == other else None
+def _blind_square(before: SavedRun, after: SavedRun) -> float | None:
+    """The squared error of a blind guess, where both runs say the same: a deviation, or half the inputs' range."""
+    squares = []
+    for run in (before, after):
+        ends = setting(run, "dataset.input_range")
+        half = (ends[1] - ends[0]) / 2 if ends is not None else math.nan
+        squares.append(1.0 if setting(run, "linear.scaled") else half**2)
+    return squares[0] if squares[0] == squares[1] and 0 < squares[0] < math.inf else None
 
 
 def _lower_ends(run: SavedRun, rows: np.ndarray) -> np.ndarray:

@@ -61,7 +61,7 @@ def matched_rows(before: SavedRun, after: SavedRun) -> tuple[np.ndarray, np.ndar
                 f"the {which} run has the id {values[counts.argmax()]} {counts.max()} times, so that its examples "
                 "cannot be matched; save both runs with ids of their own"
             )
-    ids, rows, rows_after = np.intersect1d(*names, assume_unique=True, return_indices=True)
+    ids, rows, rows_after = np.intersect1d(names[0], names[1], assume_unique=True, return_indices=True)
     if not len(ids):
         raise ValueError(
             f"the runs share no ids ({names[0][0]}, … and {names[1][0]}, …): examples are matched by id"
