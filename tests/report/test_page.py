@@ -540,8 +540,8 @@ def test_words_are_shaded_by_their_leakage_and_left_out_of_the_public_version(tm
         r"<section id=\"words\">(.*?)</section>", write_report(run, tmp_path / "full").read_text(), flags=re.DOTALL
     )
     assert section is not None
-    assert re.findall(r"--share: (\d+)%", section[1]) == ["20", "40", "100", "60"]
-    assert "&lt;gout&gt;: η = 0.5" in section[1]
+    assert re.findall(r"--share: (\d+)%", section[1]) == ["4", "16", "100", "100"]  # of the text's largest share
+    assert "&lt;gout&gt;: 83 % of the text, η = 0.5" in section[1]
     assert "unbiased attacker" in section[1]
     public = write_report(run, tmp_path / "public", redacted=True)
     assert not any("gout" in path.read_text(errors="ignore") for path in public.parent.rglob("*") if path.is_file())

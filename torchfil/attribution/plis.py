@@ -26,7 +26,15 @@ from torchfil.fisher.recording.passes import UnsupportedCallError
 from torchfil.fisher.recording.trial import Plan, plan
 from torchfil.private import Inputs, Private
 
-__all__ = ["PLIS", "Susceptibility", "column_norms", "subject_norms", "superpixel_norms", "susceptibility"]
+__all__ = [
+    "PLIS",
+    "Susceptibility",
+    "column_norms",
+    "subject_norms",
+    "superpixel_norms",
+    "susceptibility",
+    "token_norms",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -267,6 +275,19 @@ def column_norms(attribution: Tensor) -> Tensor:
     """
     values = attribution.nan_to_num(nan=0.0)
     return torch.linalg.vector_norm(values.reshape(len(values), -1, values.shape[-1]), dim=1)
+
+
+def token_norms(attribution: Tensor) -> Tensor:
+    """‖∂PL/∂z_t‖ of every token t of a text, over its embedding's coordinates, [batch, T]; NaN at padding.
+
+    Args:
+        attribution: The PLIS of an embedding's output, [batch, T, width].
+
+    Example:
+        >>> token_norms(torch.tensor([[[3.0, 4.0], [float("nan")] * 2]]))
+        tensor([[5., nan]])
+    """
+    return torch.linalg.vector_norm(attribution.flatten(2), dim=2)
 
 
 def superpixel_norms(attribution: Tensor, segments: Tensor) -> Tensor:

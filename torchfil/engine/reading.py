@@ -26,6 +26,7 @@ from torchfil.engine.calibration import NoiseChoice
 from torchfil.engine.clip_weights import weights_in_words
 from torchfil.engine.epsilon import individual_epsilon
 from torchfil.engine.equalised import Equalised
+from torchfil.engine.exposed_words import TokenTexts
 from torchfil.engine.merged import as_merged, epsilon_of_all
 from torchfil.engine.metrics import engine_lines, engine_table, engine_text
 from torchfil.engine.options import Accounting
@@ -387,7 +388,7 @@ class LeakageReading(PrivacyEngine):
         input_range: tuple[float, float] | None = None,
         groups: Mapping[str, Labels] | None = None,
         pictures: int = 8,
-        texts: Sequence[Sequence[str]] | None = None,
+        texts: TokenTexts | None = None,
         attacks: Sequence[AttackResult | BoundComparison] = (),
         hash_data: bool = True,
         equalised: Equalised | None = None,
@@ -415,9 +416,10 @@ class LeakageReading(PrivacyEngine):
             groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
             pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, where
                 inputs are images of 1 or 3 channels; 0: none.
-            texts: Every example's words, in the order of the data set, one for each position of the private embedding:
-                the report shows those of the 20 most exposed examples, each with its leakage; needs
-                ``track=("diagonal",)``. They are private data.
+            texts: Every example's words, in the order of the data set, one for each position of the private embedding;
+                or a tokenizer with ``decode``, or a function from a list with one token id to its string. The report
+                shows the 20 most exposed examples, each token with its FIL and PLIS; needs ``track=("diagonal",)``.
+                They are private data.
             attacks: What attacks on the run achieved (measure "mse"); each is set beside the run's bounds, unless it
                 comes from :func:`torchfil.compare_with_bounds`.
             hash_data: Whether to read through the data set for its checksum. How the data is spread, by which a blind

@@ -29,7 +29,7 @@ from torchfil.engine.chosen import (
 from torchfil.engine.data_spread import read_spread
 from torchfil.engine.epsilon import epsilon_over_time
 from torchfil.engine.equalised import Equalised
-from torchfil.engine.exposed_words import exposed_words
+from torchfil.engine.exposed_words import TokenTexts, exposed_words
 from torchfil.engine.fingerprint import data_sha256
 from torchfil.engine.robustness import everybodys_robustness
 from torchfil.engine.run_view import RunView
@@ -59,7 +59,7 @@ def build_saved_run(
     input_range: tuple[float, float] | None = None,
     groups: Mapping[str, Labels] | None = None,
     pictures: int = 8,
-    texts: Sequence[Sequence[str]] | None = None,
+    texts: TokenTexts | None = None,
     attacks: Sequence[AttackResult | BoundComparison] = (),
     hash_data: bool = True,
     equalised: Equalised | None = None,
@@ -84,8 +84,7 @@ def build_saved_run(
         pictures = pictures if run.dataset is not None else 0  # nothing of a stream can be read again
         shown = thumbnails(run, columns["fil"], columns["participations"], pictures) if pictures else None
 
-    length = run.options.private.max_length if run.options.private is not None else None
-    words = exposed_words(leakage, texts, length, columns["fil"], _MOST_TEXTS) if texts is not None else None
+    words = exposed_words(run, texts, columns["fil"], _MOST_TEXTS) if texts is not None else None
     about["title"] = title if title is not None else f"{about['model']['name']} on {len(columns['fil']):,} examples"
     about["unit_of_inputs"] = unit_of_inputs
     about["noise_choice"] = noise_choice_in_short(run)

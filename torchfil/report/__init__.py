@@ -1,5 +1,7 @@
 """From a saved run to a page: reads tables, computes no privacy."""
 
+from torchfil.report.comparison import compare_runs
+from torchfil.report.linear_run import linear_run, save_linear_run
 from torchfil.report.page.sections import register_section
 from torchfil.report.run_file import load, save
 from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, SavedRun, Texts
@@ -11,8 +13,11 @@ __all__ = [
     "Pictures",
     "SavedRun",
     "Texts",
+    "compare_runs",
+    "linear_run",
     "load",
     "register_section",
     "save",
+    "save_linear_run",
     "write_report",
 ]

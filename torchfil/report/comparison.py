@@ -183,21 +183,22 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         check_enough(before, after, len(ids), smallest)
 
     # everything below speaks of the matched examples, in the order of ids
-    blind = _blind_error(before, after)
-    bounds, bounds_after = (
+    blind = _blind_square(before, after)
+    bound, bound_after = (
         np.asarray(run.column("mse_bound"), dtype=np.float64)[own] for run, own in ((before, rows), (after, rows_after))
     )
-    exposed = [_exposed(run, own, blind) for run, own in ((before, rows), (after, rows_after))]
-    moves = Moves(ids, bounds, bounds_after, _clearly(before, rows, after, rows_after), *_crossings(*exposed))
+    exposed, exposed_after = _exposed(before, rows, blind), _exposed(after, rows_after, blind)
+    newly, no_longer = _crossings(exposed, exposed_after)
+    moves = Moves(ids, bound, bound_after, _clearly(before, rows, after, rows_after), newly, no_longer)
     notes: list[str] = []
     return Comparison(
         redacted=redacted,
         smallest=smallest,
-        before=_side(before, rows, exposed[0], smallest),
-        after=_side(after, rows_after, exposed[1], smallest),
+        before=_side(before, rows, exposed, smallest),
+        after=_side(after, rows_after, exposed_after, smallest),
         matched=rounded_count(len(ids), smallest),
         settings=_settings(before, after),
-        ratio=_ratio(bounds, bounds_after, smallest),
+        ratio=_ratio(bound, bound_after, smallest),
         expected=_expected(before, after),
         exact=all(run.about.get("kind") == "linear" for run in (before, after)),
         less=published_count(int((moves.clearly > 0).sum()), smallest),
@@ -226,7 +227,7 @@ def _expected(before: SavedRun, after: SavedRun) -> float | None:
     return None
 
 
-def _blind_error(before: SavedRun, after: SavedRun) -> float | None:
+def _blind_square(before: SavedRun, after: SavedRun) -> float | None:
     """The squared error of a blind guess, where both runs say the same."""
     one, other = (1.0 if setting(run, "linear.scaled") else blind_error_of_inputs(run) for run in (before, after))
     return None if one is None or one != other else one**2

@@ -141,17 +141,19 @@ class Pictures:
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Some examples as words, with how much of each leaks.
+    """Some examples as words or tokens, with how much of each leaks.
 
     Attributes:
         rows: Places in ``ids``, [m].
         words: m lists of words.
         fil: η_t = sqrt(Σ_j I_jj / w) over the w coordinates of word t, [m, T]; NaN behind a text's end.
+        plis: ‖∂PL/∂z_t‖ over the same coordinates, at the weights when it was saved, [m, T]; None: not known.
     """
 
     rows: np.ndarray
     words: list[list[str]]
     fil: np.ndarray
+    plis: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -115,6 +115,8 @@ def _pack_some_examples(run: SavedRun) -> dict[str, np.ndarray]:
     if run.texts is not None:
         arrays["texts/rows"] = run.texts.rows.astype(np.int64)
         arrays["texts/fil"] = run.texts.fil
+        if run.texts.plis is not None:
+            arrays["texts/plis"] = run.texts.plis
         arrays["texts/lengths"] = np.asarray([len(words) for words in run.texts.words], dtype=np.int64)
         _pack_strings(arrays, "texts/words", [word for words in run.texts.words for word in words])
     for number, attack in enumerate(run.attacks):
@@ -196,7 +198,7 @@ def _unpack_texts(arrays: Mapping[str, Any]) -> Texts | None:
         return None
     words = iter(_unpack_strings(arrays, "texts/words"))
     by_text = [list(islice(words, length)) for length in arrays["texts/lengths"].tolist()]
-    return Texts(arrays["texts/rows"], by_text, arrays["texts/fil"])
+    return Texts(arrays["texts/rows"], by_text, arrays["texts/fil"], arrays.get("texts/plis"))
 
 
 def _unpacked_tables(

@@ -128,7 +128,8 @@ class SavedRun:
             maps = [] if self.pictures.maps is None else [self.pictures.maps]
             parts.append(("pictures", self.pictures.rows, [self.pictures.images, *maps]))
         if self.texts is not None:
-            parts.append(("texts", self.texts.rows, [self.texts.words, self.texts.fil]))
+            plis = [] if self.texts.plis is None else [self.texts.plis]
+            parts.append(("texts", self.texts.rows, [self.texts.words, self.texts.fil, *plis]))
         for a in self.attacks:
             blind = [] if a.blind is None else [a.blind]
             parts.append((f"attack {a.name!r}", a.rows, [a.predicted, a.achieved, a.violated, *blind]))
