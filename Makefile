@@ -11,13 +11,15 @@ PYTEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PARALLEL = -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-all bench lint test-vision test-opacus test-integrations models docs wheel format clean
+.PHONY: help demo test test-long test-all bench reproduce reproduce-gpu lint test-vision test-opacus test-integrations models docs wheel format clean
 
 help:
 	@echo "make demo         train privately on handwritten digits and write the leakage report"
 	@echo "make test         lint, type check, tests and doctests"
 	@echo "make test-all     the same with the tests that take minutes each (make test-long: those alone)"
 	@echo "make bench        what the accounting costs on this machine (BENCH=--quick: in minutes)"
+	@echo "make reproduce    the papers' tables and figures, measured here: within an hour on two cores (docs/reproduction.md)"
+	@echo "make reproduce-gpu  those that need a GPU"
 	@echo "make test-vision  the second test leg: torch 2.10 with torchvision 0.25 (CPU wheels exist on aarch64)"
 	@echo "make test-opacus  Opacus's own tests with torchfil's engine, a part in under 3 minutes (OPACUS=--all: all)"
 	@echo "make test-integrations  the tests that need Lightning, Hugging Face and timm (0.2 GB more to install); docs/models.md"
@@ -75,6 +77,13 @@ test-long: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks $(BENCH)
+
+# Both go on where they ended. REPRODUCE="--only guo-figure2 --again": one row, again.
+reproduce: $(VENV)/.installed
+	$(VENV)/bin/python -m benchmarks.reproduce $(REPRODUCE)
+
+reproduce-gpu: $(VENV)/.installed
+	$(VENV)/bin/python -m benchmarks.reproduce --gpu $(REPRODUCE)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/python -m ruff check .

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from glm_table1 import CLASSES, COLOURS, Setting
 from matplotlib.figure import Figure
 
 from benchmarks.reproduce.rows import Check, Outcome, Row, Run, check_near, check_that
-from glm_table1 import CLASSES, COLOURS, Setting
 from torchfil.datasets import BinaryTask
 from torchfil.glm import LinearRegression, LogisticRegression, iteratively_reweighted_fil
 
@@ -110,7 +110,10 @@ def figure_1(run: Run) -> Outcome:
     checks = [
         check_that(f"η of {name}", "a block of the FIM", f"{e:.1e} off", rule, e < 1e-6) for name, e in errors.items()
     ]
-    here = f"closed forms and blocks of the full Jacobian ({width} × {jacobian[0].size}) differ by {max(errors.values()):.0e} at most"
+    here = (
+        f"closed forms and blocks of the full Jacobian ({width} × {jacobian[0].size}) differ by "
+        f"{max(errors.values()):.0e} at most"
+    )
     return Outcome(here, tuple(checks), {"relative differences": errors})
 
 
@@ -246,7 +249,7 @@ def figure_5(run: Run) -> Outcome:
 
 
 def _table_row(name: str) -> Row:
-    data, kind = name.split()
+    data = name.split()[0]
     theirs = "; IRFIL ".join(f"{mean:g} ± {std:g}, {correct:g} %" for mean, std, correct in TABLE_1[name])
     return Row(
         id=f"hannun-table1-{name.lower().replace(' ', '-')}",
