@@ -304,7 +304,7 @@ def weights_of(model: nn.Module) -> list[str]:
     told = []
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
-            size, stride, padding = layer.kernel_size[0], layer.stride[0], layer.padding[0]  # type: ignore[index]
+            size, stride, padding = layer.kernel_size[0], layer.stride[0], layer.padding[0]
             told.append(f"{layer.out_channels}@{size}×{size}/{stride}+{padding}")
         elif isinstance(layer, nn.Linear):
             told.append(f"{layer.out_features} units")

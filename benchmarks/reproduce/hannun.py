@@ -143,6 +143,7 @@ def figure_3(run: Run, data: str, count: int = 8) -> Outcome:
     """Images of smallest and largest η; how many of the hundred largest both models share."""
     settings = {kind: trained(run, f"{data} {kind}") for kind in ("linear", "logistic")}
     readers = run.data(*NEEDS[data])
+    pixels: np.ndarray
     if data == "MNIST":
         pixels = readers.mnist_zero_one(components=None, scaled=False).train_inputs.reshape(-1, 28, 28)
     else:

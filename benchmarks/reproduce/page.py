@@ -81,11 +81,12 @@ orphan: true
 *This page is written by `python -m benchmarks.reproduce --write-page` from `docs/reproduction.json` and the registry in
 `benchmarks/reproduce`; it is not edited by hand.*
 
-torchfil builds on four papers. Every table and figure of theirs is a row below: what they report, what our code measures, on
-which data, in what time, and whether both agree. Where they do not, the reason is given as far as it is known."""
+torchfil builds on four papers. Every table and figure of theirs is a row below: what they report, what our code
+measures, on which data, in what time, and whether both agree. Where they do not, the reason is given as far as it is
+known."""
 
-HOW = """* `make reproduce` measures what two cores do within an hour; `make reproduce-gpu` the rest. Both go on where they
-  ended.
+HOW = """* `make reproduce` measures what two cores do within an hour; `make reproduce-gpu` the rest. Both go on where
+  they ended.
 * `python -m benchmarks.reproduce --list` names the rows; `--only plis-figure1,guo-figure2` runs single ones.
 * Data: the folder that `TORCHFIL_DATA` names (examples/README.md). Where files are missing a row runs on made-up data
   and says so.
