@@ -13,7 +13,7 @@ SLOWEST ?= 15
 PYTEST = $(PYTEST_ENV) $(VENV)/bin/python -m pytest $(PARALLEL) --durations $(SLOWEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-long test-all coverage bench lint test-vision test-opacus test-integrations models docs linkcheck wheel format clean
+.PHONY: help demo test test-slow test-long test-all coverage bench reproduce reproduce-gpu lint test-vision test-opacus test-integrations models docs linkcheck wheel format clean
 
 help:
 	@echo "make demo         train privately on handwritten digits and write the leakage report"
@@ -22,6 +22,8 @@ help:
 	@echo "make test-all     all three together"
 	@echo "make coverage     make test's tests, and which lines of torchfil they run (as HTML in build/coverage)"
 	@echo "make bench        what the accounting costs on this machine (BENCH=--quick: in minutes)"
+	@echo "make reproduce    the papers' tables and figures, measured here: within an hour on two cores (docs/reproduction.md)"
+	@echo "make reproduce-gpu  those that need a GPU"
 	@echo "make test-vision  the second test leg: torch 2.10 with torchvision 0.25 (CPU wheels exist on aarch64)"
 	@echo "make test-opacus  Opacus's own tests with torchfil's engine, a part in under 3 minutes (OPACUS=--all: all)"
 	@echo "make test-integrations  the tests that need Lightning, Hugging Face and timm (0.2 GB more to install); docs/models.md"
@@ -86,6 +88,13 @@ coverage: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks $(BENCH)
+
+# Both go on where they ended. REPRODUCE="--only guo-figure2 --again": one row, again.
+reproduce: $(VENV)/.installed
+	$(VENV)/bin/python -m benchmarks.reproduce $(REPRODUCE)
+
+reproduce-gpu: $(VENV)/.installed
+	$(VENV)/bin/python -m benchmarks.reproduce --gpu $(REPRODUCE)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/python -m ruff check .

@@ -110,7 +110,10 @@ def figure_1(run: Run) -> Outcome:
     checks = [
         check_that(f"η of {name}", "a block of the FIM", f"{e:.1e} off", rule, e < 1e-6) for name, e in errors.items()
     ]
-    here = f"closed forms and blocks of the full Jacobian ({width} × {jacobian[0].size}) differ by {max(errors.values()):.0e} at most"
+    here = (
+        f"closed forms and blocks of the full Jacobian ({width} × {jacobian[0].size}) differ by "
+        f"{max(errors.values()):.0e} at most"
+    )
     return Outcome(here, tuple(checks), {"relative differences": errors})
 
 
@@ -140,6 +143,7 @@ def figure_3(run: Run, data: str, count: int = 8) -> Outcome:
     """Images of smallest and largest η; how many of the hundred largest both models share."""
     settings = {kind: trained(run, f"{data} {kind}") for kind in ("linear", "logistic")}
     readers = run.data(*NEEDS[data])
+    pixels: np.ndarray
     if data == "MNIST":
         pixels = readers.mnist_zero_one(components=None, scaled=False).train_inputs.reshape(-1, 28, 28)
     else:
@@ -246,7 +250,7 @@ def figure_5(run: Run) -> Outcome:
 
 
 def _table_row(name: str) -> Row:
-    data, kind = name.split()
+    data = name.split()[0]
     theirs = "; IRFIL ".join(f"{mean:g} ± {std:g}, {correct:g} %" for mean, std, correct in TABLE_1[name])
     return Row(
         id=f"hannun-table1-{name.lower().replace(' ', '-')}",

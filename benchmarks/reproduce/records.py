@@ -19,7 +19,7 @@ from benchmarks.measuring import attempt
 from benchmarks.reproduce.rows import Row, Run, verdict_of
 from torchfil.utils.files import replaced_when_complete
 
-__all__ = ["earlier_record", "machine", "measured", "read_records", "record_path", "run_rows", "write_json"]
+__all__ = ["Record", "earlier_record", "machine", "measured", "read_records", "record_path", "run_rows", "write_json"]
 
 Record = dict[str, Any]
 PACKAGES = ("torchfil", "torch", "opacus", "numpy", "scikit-learn", "torchmetrics")

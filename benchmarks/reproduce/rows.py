@@ -17,8 +17,10 @@ if str(EXAMPLES) not in sys.path:  # the examples compute most of the figures; t
     sys.path.append(str(EXAMPLES))
 
 PAPERS = {
-    "hannun": "Hannun, Guo and van der Maaten 2021, *Measuring Data Leakage in Machine-Learning Models with Fisher Information*",
-    "guo": "Guo, Karrer, Chaudhuri and van der Maaten 2022, *Bounding Training Data Reconstruction in Private (Deep) Learning*",
+    "hannun": "Hannun, Guo and van der Maaten 2021, *Measuring Data Leakage in Machine-Learning Models with Fisher "
+    "Information*",
+    "guo": "Guo, Karrer, Chaudhuri and van der Maaten 2022, *Bounding Training Data Reconstruction in Private "
+    "(Deep) Learning*",
     "plis": "the PLIS paper, 2022, on the *Privacy Loss-Input Susceptibility*",
     "mo": "Mo et al. 2021, on quantifying the leakage of gradients (V-information and sensitivity by layer)",
 }

@@ -1,0 +1,162 @@
+"""The reproduction page: the registry is complete, rows run, and the page is what the records give."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+sys.path.append(str(Path(__file__).parents[1]))
+from benchmarks.reproduce import records
+from benchmarks.reproduce.page import PICTURES, joined, page
+from benchmarks.reproduce.registry import ROWS, chosen
+from benchmarks.reproduce.rows import PAPERS, Outcome, Row, Run, check_near, check_that, verdict_of
+from torchfil.datasets import SOURCES, stand_ins
+
+ROOT = Path(__file__).parents[1]
+BY_ID = {row.id: row for row in ROWS}
+RUN = [row for row in ROWS if row.measure is not None]
+# a second or less each on made-up data; the others take a few seconds
+QUICK = {
+    "guo-appendix-c",
+    "guo-figure1",
+    "guo-table1",
+    "guo-table2",
+    "hannun-attacks-iwpc",
+    "hannun-figure1",
+    "hannun-figure7a",
+    "hannun-figure7b",
+    "hannun-table1-mnist-linear",
+    "plis-figure1",
+}
+
+
+def test_the_registry_is_complete() -> None:
+    assert len(BY_ID) == len(ROWS)
+    assert {row.paper for row in ROWS} == set(PAPERS)
+    assert min(Counter(row.paper for row in RUN).values()) >= 4
+    assert len([row for row in RUN if not row.gpu]) >= 25
+    assert sum(row.minutes for row in RUN if not row.gpu) <= 60, "make reproduce is promised to fit into an hour"
+    for row in ROWS:
+        assert row.theirs, row.id
+        assert set(row.needs) <= set(SOURCES), row.id
+        assert row.measure is not None or row.reason, f"{row.id}: say why it is not measured"
+        assert row.measure is None or row.minutes > 0, row.id
+
+
+@pytest.mark.parametrize(
+    ("paper", "items"),
+    [
+        ("hannun", [f"Figure {n}" for n in range(1, 8)] + ["Table 1"]),
+        ("guo", [f"Figure {n}" for n in range(1, 7)] + ["Table 1", "Table 2", "Tables 3 and 4"]),
+        ("plis", ["Figure 1", "Figure 2", "Figure 3", "Table 1"]),
+        ("mo", [f"Figure {n}" for n in range(1, 5)]),
+    ],
+)
+def test_every_table_and_figure_has_a_row(paper: str, items: list[str]) -> None:
+    told = [row.item for row in ROWS if row.paper == paper]
+    assert [item for item in items if not any(text.startswith(item) for text in told)] == []
+
+
+def test_results_from_before_are_documented_where_they_say() -> None:
+    cited = [row for row in ROWS if row.earlier is not None]
+    assert cited
+    for row in cited:
+        assert row.earlier is not None
+        text = " ".join((ROOT / row.earlier.source).read_text().split())
+        assert [quote for quote in row.earlier.quotes if quote not in text] == [], row.id
+
+
+@pytest.fixture
+def few_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins of few rows, forests of few trees: what is learned is not looked at here."""
+    ensemble = pytest.importorskip("sklearn.ensemble")
+    forest = ensemble.RandomForestClassifier
+    monkeypatch.setattr(ensemble, "RandomForestClassifier", lambda trees, **options: forest(trees // 40, **options))
+    for name, count in (("mnist", 200), ("chest_xrays", 60), ("cifar10", 80)):
+        whole = getattr(stand_ins, name)
+        monkeypatch.setattr(stand_ins, name, lambda *args, w=whole, n=count: tuple(part[:n] for part in w(*args)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("few_made_up")
+@pytest.mark.parametrize(
+    "name", [pytest.param(row.id, marks=[] if row.id in QUICK else [pytest.mark.slow]) for row in RUN]
+)
+def test_every_row_runs_on_made_up_data(name: str, tmp_path: Path) -> None:
+    """The made-up data are few and the steps too: no result is looked at, but that there is one and it is told so."""
+    pytest.importorskip("torchmetrics" if name.startswith("plis") else "sklearn")
+    row = BY_ID[name]
+    record = records.measured(row, Run(tmp_path, tiny=True))
+    assert "failed" not in record, record.get("failed")
+    assert record["here"]
+    assert record["checks"]
+    assert record["verdict"].startswith("stand-in: ") == bool(row.needs or row.stand_in)
+    for picture in record["pictures"]:
+        assert (tmp_path / picture).stat().st_size > 0
+    json.dumps(record)
+
+
+def test_a_row_is_measured_once_and_a_failure_is_tried_again(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def works(run: Run) -> Outcome:
+        calls.append("works")
+        return Outcome("done", (check_near("x", 1.0, 1.0, 0.0),))
+
+    def fails(run: Run) -> Outcome:
+        calls.append("fails")
+        raise RuntimeError("no luck")
+
+    rows = [Row(name, "guo", "Figure 9", "1", "–", measure, 0.1) for name, measure in (("a", works), ("b", fails))]
+    for _ in range(2):
+        outcomes = records.run_rows(rows, Run(tmp_path))
+        assert [record.get("failed") for record in outcomes] == [None, "RuntimeError: no luck"]
+    assert calls == ["works", "fails", "fails"]
+    records.run_rows(rows[:1], Run(tmp_path), again=True)
+    assert calls[-1] == "works"
+    assert set(records.read_records(tmp_path, rows)) == {"a"}
+    assert "not run" in page(rows, {})
+    assert "| done | – | 0 s | agrees |" in page(rows, records.read_records(tmp_path, rows))
+
+
+def test_verdicts() -> None:
+    good, bad = check_near("x", 1.0, 1.0, 0.0), check_that("y", "yes", "no", "the same", False)
+    assert verdict_of((good,), stand_in=False) == "agrees"
+    assert verdict_of((good, bad), stand_in=True) == "stand-in: agrees in part"
+    assert verdict_of((bad,), stand_in=False) == "differs"
+
+
+def test_rows_are_chosen_by_name_and_by_machine() -> None:
+    assert {row.gpu for row in chosen([], gpu=True)} == {True}
+    assert [row.id for row in chosen(["guo-figure2"], gpu=False)] == ["guo-figure2"]
+    with pytest.raises(ValueError, match="no row is called fgure"):
+        chosen(["fgure"], gpu=False)
+    with pytest.raises(ValueError, match="nothing to measure in mo-figure4"):
+        chosen(["mo-figure4"], gpu=False)
+
+
+def test_the_page_is_what_the_records_give() -> None:
+    """docs/reproduction.md is never edited by hand."""
+    found = joined(ROOT / "docs" / "reproduction.json", {})
+    assert set(found) <= set(BY_ID), "records of rows that are gone"
+    assert page(ROWS, found) == (ROOT / "docs" / "reproduction.md").read_text()
+    shown = {name for name in PICTURES if f"images/{name}" in page(ROWS, found)}
+    for name in shown:
+        size = (ROOT / "docs" / "images" / name).stat().st_size
+        assert size < 120_000, f"{name} has {size:,} bytes"
+
+
+def test_the_page_holds_enough() -> None:
+    found = joined(ROOT / "docs" / "reproduction.json", {})
+    measured = [name for name, record in found.items() if not record["made_up"]]
+    assert len(measured) >= 25
+    assert {BY_ID[name].paper for name in measured} == set(PAPERS)
+    for name in measured:
+        assert {"device", "torch", "torchfil"} <= set(found[name]["machine"])
+        assert found[name]["date"]
