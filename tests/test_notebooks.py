@@ -14,7 +14,10 @@ TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
 NOTEBOOKS = sorted(path for path in TUTORIALS.glob("*.md") if path.stem != "index")
 # what the tests put in place of the first cell's values
 SMALL: dict[str, dict[str, object]] = {
+    "ci-gate": {"EPOCHS": 1},
+    "clinic-table": {"EPOCHS": 1},
     "first-report": {"EPOCHS": 1},
+    "linear-models": {"SIGMA_GRID": 3, "RELEASES": 200},
 }
 
 
