@@ -14,7 +14,13 @@ TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
 NOTEBOOKS = sorted(path for path in TUTORIALS.glob("*.md") if path.stem != "index")
 # what the tests put in place of the first cell's values
 SMALL: dict[str, dict[str, object]] = {
+    "choosing-noise": {"EPOCHS": 4, "PATIENTS": 60, "ROUNDS": 1},
+    "ci-gate": {"EPOCHS": 1},
+    "clinic-table": {"EPOCHS": 1},
     "first-report": {"EPOCHS": 1},
+    "images-plis": {"STEPS": 20},
+    "linear-models": {"SIGMA_GRID": 3, "RELEASES": 200},
+    "text-lora": {"EPOCHS": 1, "PUBLIC_STEPS": 20},
 }
 
 
@@ -31,6 +37,7 @@ def _runner() -> ModuleType:
 RUNNER = _runner()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")

@@ -12,6 +12,7 @@ import argparse
 import ast
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def run_notebook(path: Path, settings: dict[str, Any] | None = None, pictures: P
         path: The notebook, a MyST file.
         settings: Put in place of values that the cell tagged ``parameters`` sets, as papermill does. A name that it
             does not set is refused.
-        pictures: A folder for every picture that a cell ends with, ``01.png`` and on.
+        pictures: A folder for every picture that a cell shows, ``01.png`` and on.
     """
     os.environ.setdefault("MPLBACKEND", "Agg")
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -50,14 +51,26 @@ def run_notebook(path: Path, settings: dict[str, Any] | None = None, pictures: P
                 raise SystemExit(f"{path.name} has no setting {', '.join(sorted(unknown))}")
             namespace.update(settings)
 
-        is_picture = hasattr(value, "savefig")
-        if is_picture and pictures is not None:
+        figures = _open_figures()
+        if hasattr(value, "savefig"):
+            figures.append(value)
+        elif value is not None:
+            print(value)
+        for figure in figures if pictures is not None else ():
             shown += 1
             pictures.mkdir(parents=True, exist_ok=True)
-            value.savefig(pictures / f"{shown:02}.png", dpi=100)
-        elif value is not None and not is_picture:
-            print(value)
+            figure.savefig(pictures / f"{shown:02}.png", dpi=100)
     return namespace
+
+
+def _open_figures() -> list[Any]:
+    """pyplot's figures, which a notebook shows at the end of their cell; they are closed."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is None:
+        return []
+    figures = [pyplot.figure(number) for number in pyplot.get_fignums()]
+    pyplot.close("all")
+    return figures
 
 
 def _run_cell(code: str, name: str, namespace: dict[str, Any]) -> Any:
