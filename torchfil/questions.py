@@ -108,7 +108,7 @@ class Change(Question):
             if not callable(function):
                 raise TypeError(f"the answer {name!r} of Change is {function!r}; give a function of (inputs, targets)")
         if not self._functions:
-            raise ValueError("Change was given no function; it needs at least one answer")
+            raise ValueError("Change got no function; it needs at least one answer")
 
     @property
     def _functions(self) -> Mapping[str, Callable[[Any, Any], tuple[Any, Any]]]:
@@ -158,7 +158,7 @@ class Column(Question):
 
     def __post_init__(self) -> None:
         if bool(self.values) == bool(self.by):
-            raise ValueError(f"Column({self.column}) needs either values= or by=, one of both")
+            raise ValueError(f"Column({self.column}) needs either values= or by=, not both")
         _check_names(self.names, len(self.values or self.by))
 
     @property
@@ -303,7 +303,7 @@ class Token(Question):
 
     def __post_init__(self) -> None:
         if not self.values:
-            raise ValueError("Token was given no values; name the token numbers that are answers")
+            raise ValueError("Token got no values; name the token numbers that are answers")
         _check_names(self.names, len(self.values))
 
     @property
@@ -376,7 +376,7 @@ def check_questions(questions: Mapping[str, Question]) -> dict[str, Question]:
         raise TypeError(f"questions={questions!r} must name each question: questions={{'member': Absent()}}")
     for name, question in questions.items():
         if not isinstance(name, str) or not name:
-            raise TypeError(f"the question {name!r} needs a name that is a text")
+            raise TypeError(f"the question {name!r} needs a string as its name")
         if not isinstance(question, Question):
             raise TypeError(
                 f"the question {name!r} is {question!r}; give one of torchfil.questions, such as Absent(), or "
@@ -390,7 +390,7 @@ def check_questions(questions: Mapping[str, Question]) -> dict[str, Question]:
 
 def _check_names(names: Sequence[str] | None, count: int) -> None:
     if names is not None and len(names) != count:
-        raise ValueError(f"names has {len(names)} entries for {count} answers; give one each, in order")
+        raise ValueError(f"names has {len(names)} entries for {count} answers; give one for each, in order")
 
 
 def _with_input(inputs: Any, key: Key, change: Callable[[Tensor], Tensor]) -> Any:

@@ -111,7 +111,7 @@ class SmoothnessValidator:
                 errors.append(
                     NonSmoothModuleError(
                         f"{type(model).__name__}.forward calls {operator}, whose derivative jumps. Replace the call in "
-                        "the model's code by a smooth function (torch.tanh, F.gelu, F.softplus, F.avg_pool2d)."
+                        "the model's code with a smooth function (torch.tanh, F.gelu, F.softplus, F.avg_pool2d)."
                     )
                 )
 
@@ -139,7 +139,7 @@ class SmoothnessValidator:
             NonSmoothModuleError: Dilated max pooling.
         """
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r} is not known; use one of {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
         fixed = copy.deepcopy(model)
         return _fixed(fixed, activation, {})
 

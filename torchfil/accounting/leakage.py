@@ -187,7 +187,9 @@ class Leakage:
             The smallest estimate, and the end; both infinite where nobody was measured.
         """
         if not 0.5 < confidence < 1:
-            raise ValueError(f"confidence={confidence} must lie strictly between 0.5 and 1: it is that of one end")
+            raise ValueError(
+                f"confidence={confidence} must lie strictly between 0.5 and 1: it is the confidence of one end"
+            )
         bound, measured = self.get_mse_bound(), self.was_measured()
         low = bound.interval(2 * confidence - 1, of)[0]
         if not bool(measured.any()):
@@ -435,7 +437,7 @@ class Leakage:
             if self.conditions.typical_changes is not None:  # a part of a reading that has warned
                 return "lower bound"
             warnings.warn(
-                f"{int((missed > 0).sum())} of {len(rows)} examples took part in steps that were paused: their Fisher "
+                f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps: their Fisher "
                 "information is a lower bound, and error bounds made from it are not guarantees",
                 stacklevel=5,
             )
@@ -490,7 +492,7 @@ class Leakage:
         if self.conditions.skipping and self.conditions.degrees_of_freedom is None and bool(few.any()):
             warnings.warn(
                 f"{int(few.sum())} of {len(rows)} examples were measured in fewer than {FEWEST_PARTICIPATIONS} of the "
-                "steps that used them, as steps are skipped at random: a low FIL of theirs may be luck, and their "
+                "steps that used them, because steps are skipped at random: their low FIL may be luck, and their "
                 "mse_bound_low is 0. Train longer, measure more steps (fil_rate, rel_error), or average runs (merge).",
                 stacklevel=4,
             )

@@ -111,7 +111,7 @@ class Ledger:
         kept = ", ".join(("trace", *self.track, *self.questions))
         return (
             f"Ledger({kept} of {self.num_examples:,} examples after {self.steps:,} steps, "
-            f"{bytes_per_row(self.sums.layout):,} bytes an example, {self.sums.num_bytes / 2**20:,.1f} MiB now)"
+            f"{bytes_per_row(self.sums.layout):,} bytes per example, {self.sums.num_bytes / 2**20:,.1f} MiB now)"
         )
 
     @classmethod
@@ -161,8 +161,8 @@ class Ledger:
         if num_coordinates != self.laid_out and self.by_coordinate:
             raise ValueError(
                 f"this batch has {num_coordinates} private coordinates per example, earlier ones {self.laid_out}, and "
-                f"{' and '.join(self.by_coordinate)} is summed by coordinate. Declare the longest text, "
-                "private=Private(max_length=…), so that all are laid out alike; or pad to one length, or track less"
+                f"{' and '.join(self.by_coordinate)} is summed by coordinate. Declare the longest text with "
+                "private=Private(max_length=…), so that all have one layout; or pad to one length, or track less"
             )
 
     def grow(self, num_examples: int) -> None:

@@ -329,7 +329,9 @@ def register_quantity(quantity: TrackedQuantity, *, overwrite: bool = False) -> 
     others = [other for other in _REGISTRY.values() if other.name != quantity.name]
     taken = set(OWN_SUMS).union(*(other.sums(1, 1) for other in others)) & set(quantity.sums(1, 1))
     if taken:
-        raise ValueError(f"quantity {quantity.name!r} keeps sums called {sorted(taken)}, as others do; rename them")
+        raise ValueError(
+            f"quantity {quantity.name!r} keeps sums called {sorted(taken)}, which others use already; rename them"
+        )
     _REGISTRY[quantity.name] = quantity
 
 
@@ -337,7 +339,7 @@ def tracked(track: Collection[Track]) -> tuple[TrackedQuantity, ...]:
     """The quantities of a run that tracks these, the trace first, in the order of their registration."""
     unknown = set(track) - set(_REGISTRY)
     if unknown:
-        raise ValueError(f"track={sorted(unknown)} is not known; choose from {', '.join(available_quantities())}")
+        raise ValueError(f"track={sorted(unknown)} is unknown; choose from {', '.join(available_quantities())}")
     return tuple(quantity for name, quantity in _REGISTRY.items() if name == "trace" or name in track)
 
 

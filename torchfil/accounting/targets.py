@@ -52,9 +52,11 @@ class LeakageTarget:
         if self.mse_bound is not None and not 0 < self.mse_bound < math.inf:
             raise ValueError(f"target_mse_bound={self.mse_bound} must be positive and finite: a mean squared error")
         if not 0.5 < self.confidence < 1:
-            raise ValueError(f"confidence={self.confidence} must lie strictly between 0.5 and 1: it is that of one end")
+            raise ValueError(
+                f"confidence={self.confidence} must lie strictly between 0.5 and 1: it is the confidence of one end"
+            )
         if self.of not in ("run", "probes"):
-            raise ValueError(f"of={self.of!r} must be 'run' (all that is random in it) or 'probes'")
+            raise ValueError(f"of={self.of!r} must be 'run' (everything that is random in it) or 'probes'")
         self._check_rates()
 
     def _check_rates(self) -> None:
@@ -66,7 +68,7 @@ class LeakageTarget:
         if not wrong < rate < 1:
             raise ValueError(
                 f"target_true_positive_rate={rate} must lie strictly between at_false_positive_rate={wrong}, which an "
-                "attacker reaches who says yes at random, and 1"
+                "attacker reaches by saying yes at random, and 1"
             )
         if self.question is None:
             raise ValueError("target_true_positive_rate= needs question=, the name of one of questions=")
@@ -201,13 +203,17 @@ class TargetCheck:
             f"  {self.measured}, over {self.num_measured} examples{runs}",
         ]
         if self.num_measured < self.num_examples:
-            lines.append(f"  {self.num_examples - self.num_measured} examples were never measured: nothing is known")
+            lines.append(
+                f"  {self.num_examples - self.num_measured} examples were never measured: nothing is known about them"
+            )
         if self.mse_bound is not None:
             lines.append("  The bound binds unbiased attackers, on average over runs: batches and noise are random.")
         if self.divergence is not None:
             lines.append("  The rate binds every attacker, biased or not; batches and noise are random.")
         if self.target.of == "probes":
-            lines.append("  The ends hold the measurement's error alone; other batches and noise would give others.")
+            lines.append(
+                "  The ends cover the measurement's error alone; other batches and noise would give other ends."
+            )
         return "\n".join(lines)
 
 

@@ -131,7 +131,7 @@ class BoundComparison:
         if unknown:
             raise ValueError(
                 f"attacked examples {unknown[:5]} are not among the run's {len(rows):,} ids; attack examples of the "
-                "run, by the ids that it has"
+                "run, by its own ids"
             )
         return AttackRecord(
             self.attack.name,
@@ -226,8 +226,8 @@ def compare_with_bounds(
     """
     if attack.measure != "mse":
         raise ValueError(
-            f"the attack's measure is {attack.measure!r}, a Fisher bound speaks of the mean squared error; compare an "
-            "attack whose measure is 'mse'"
+            f"the attack's measure is {attack.measure!r}, but a Fisher bound is about the mean squared error; compare "
+            "an attack with measure 'mse'"
         )
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
@@ -264,7 +264,7 @@ def _bounds(
         return values, values, values
 
     if options:
-        raise ValueError(f"unknown options {list(options)}: they are for linear models only")
+        raise ValueError(f"unknown options {list(options)}: they apply to linear models only")
     if hasattr(source, "get_mse_bound"):
         estimate = source.get_mse_bound(attack.ids)
         low, high = estimate.interval(level)
@@ -274,7 +274,7 @@ def _bounds(
     if isinstance(source, Mapping):
         unknown = [key for key in attack.ids if key not in source]
         if unknown:
-            raise ValueError(f"no bound is given for the attacked examples {unknown[:5]}")
+            raise ValueError(f"there is no bound for the attacked examples {unknown[:5]}")
         source = [float(source[key]) for key in attack.ids]
 
     if not isinstance(source, Sequence | np.ndarray | Tensor) or isinstance(source, str):
@@ -284,9 +284,11 @@ def _bounds(
         )
     values = as_array(source).astype(np.float64)
     if values.shape != (len(attack.ids),):
-        raise ValueError(f"{list(values.shape)} bounds for {len(attack.ids)} attacked examples; give one each")
+        raise ValueError(f"{list(values.shape)} bounds for {len(attack.ids)} attacked examples; give one for each")
     if not bool((values >= 0).all()):
-        raise ValueError(f"a bound is {values[~(values >= 0)][0]}; bounds on squared errors are not negative, nor NaN")
+        raise ValueError(
+            f"a bound is {values[~(values >= 0)][0]}; bounds on squared errors are neither negative nor NaN"
+        )
     return values, values, values
 
 
@@ -304,7 +306,9 @@ def _of_linear_model(model: Any, attack: AttackResult, options: dict[str, Any]) 
         )
     for name in ("attributes", "groups"):
         if options.get(name) is not None:
-            raise ValueError(f"{name} asks for other bounds than those of whole examples, which the attack guessed")
+            raise ValueError(
+                f"{name} selects other bounds than those of whole examples, but the attack guessed whole examples"
+            )
 
     options.setdefault("private_target", False)
     values = as_array(model.mse_bound(**options))

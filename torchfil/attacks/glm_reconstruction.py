@@ -83,7 +83,7 @@ class GLMReconstruction:
             raise ValueError(f"label={label!r} must be 'known' or 'unknown'")
         if label == "unknown" and not self._intercept:
             raise ValueError(
-                "without an intercept the gradient of an example does not tell its length: fit the model with "
+                "without an intercept the gradient of an example does not reveal its length: fit the model with "
                 "fit_intercept=True, or attack with label='known'"
             )
         if value_range is not None and not value_range[0] < value_range[1]:

@@ -52,8 +52,8 @@ class ShadowRuns:
         diverged = (~self.log_odds.isfinite()).any(dim=1).nonzero().flatten().tolist()
         if diverged:
             raise ValueError(
-                f"the log-odds of runs {diverged[:5]} are NaN or infinite: these runs diverged, and would spoil what "
-                "the others say; leave them out, or train them again"
+                f"the log-odds of runs {diverged[:5]} are NaN or infinite: these runs diverged and would spoil the "
+                "result; leave them out, or train them again"
             )
 
 
@@ -142,7 +142,7 @@ def shadow_runs(
     n = len(inputs)
     size = round(share * n)
     if not 0 < size < n:
-        raise ValueError(f"share={share} of {n} examples leaves {size} members; there must be members and others")
+        raise ValueError(f"share={share} of {n} examples leaves {size} members; there must be members and non-members")
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1")
     source = make_generator(generator, seed, targets.device)

@@ -37,10 +37,10 @@ class Client:
         if not len(self.inputs) == len(self.targets) == len(self.property):
             raise ValueError(
                 f"inputs, targets and property have {len(self.inputs)}, {len(self.targets)} and {len(self.property)} "
-                "entries; they must have one each"
+                "entries; they must have the same number"
             )
         if not 0 < int(self.property.sum()) < len(self.property):
-            raise ValueError("all examples or none have the property; a client needs both kinds")
+            raise ValueError("all examples have the property, or none has; a client needs both kinds")
 
     def to(self, device: torch.device | str) -> Client:
         """The same client with its data on a device."""
@@ -171,7 +171,7 @@ def as_result(table: LayerTable, trials: int) -> AttackResult:
     """The table as an attack's result; its ids are layers, and its trials the observed batches."""
     return AttackResult(
         name=f"property inference, {table.measure}",
-        threat_model="takes part in FedSGD with one other client; has data of its own with known property",
+        threat_model="takes part in FedSGD with one other client; has its own data with known property",
         ids=list(table.layers),
         achieved=table.value,
         measure="auc",

@@ -96,7 +96,7 @@ def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any)
     if not parameters:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter (requires_grad=True), so it has no gradient; unfreeze "
-            "the layers to look at"
+            "the layers to examine"
         )
     first = next(iter(parameters.values()))
     nothing = torch.zeros(n, 0, dtype=first.dtype, device=first.device)

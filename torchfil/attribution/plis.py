@@ -183,7 +183,7 @@ class PLIS:
     ) -> None:
         for name, value in (("noise_std", noise_std), ("max_grad_norm", max_grad_norm), ("max_memory", max_memory)):
             if value is not None and not value > 0:
-                raise ValueError(f"{name}={value} must be positive; leave it out for none")
+                raise ValueError(f"{name}={value} must be positive; leave it out to have none")
         self.model = model
         self.loss_fn = loss_fn
         self.noise_std = noise_std

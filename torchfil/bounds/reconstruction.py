@@ -232,7 +232,7 @@ def _stretches(
     if len(lengths) > 1 or any(each.ndim != 1 or not len(each) for each in given):
         raise ValueError(
             f"q, noise_multiplier and steps have {[len(each) for each in given]} entries; give one number for the "
-            "whole run, or one for each stretch of it"
+            "whole run, or one for each part of it"
         )
     total: dict[tuple[float, float], int] = {}
     for rate, sigma, count in zip(*np.broadcast_arrays(*given), strict=True):

@@ -235,7 +235,7 @@ def read_folder(
 def _read(folder: Path, like: Callable[[str], Tensor | None], without: tuple[str, ...]) -> dict[str, Any]:
     name = _latest(folder)
     if name is None:
-        raise ValueError("it holds no whole checkpoint: the file 'latest', which names it, is not there")
+        raise ValueError("it holds no complete checkpoint: the file 'latest', which names it, is missing")
     reader = _FolderReader(folder / name)
     kinds = reader.read_metadata().state_dict_metadata
 
@@ -287,7 +287,7 @@ def _latest(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError):
         name = None
     if not isinstance(name, str) or not name.startswith(_PREFIX) or Path(name).name != name:
-        raise ValueError(f"its file 'latest' is {content[:80]!r}, which names no checkpoint")
+        raise ValueError(f"its file 'latest' is {content[:80]!r}, which does not name a checkpoint")
     return name
 
 
@@ -316,7 +316,7 @@ class _FolderReader(FileSystemReader):
         if name in self._checked:
             return
         if file.parent != Path(self.path) or str(_checksum(file)) != Path(f"{file}{_SUMS}").read_text():
-            raise ValueError(f"the file {file.name} was changed after it was written, or is not whole")
+            raise ValueError(f"the file {file.name} was changed after it was written, or is incomplete")
         self._checked.add(name)
 
 

@@ -395,7 +395,7 @@ class FILPrivacyEngine(Resuming):
 
     def _check_unused(self) -> None:
         if self._made is not None:
-            raise ValueError("this engine accounts for a run already; make a new FILPrivacyEngine for another one")
+            raise ValueError("this engine already accounts for a run; make a new FILPrivacyEngine for another one")
 
     def _checked_options(
         self,
@@ -590,7 +590,7 @@ def _asked_question(question: str | None, rate: float | None, accounting: Accoun
     asked = list(accounting.questions)
     if rate is None:
         if question is not None:
-            raise ValueError(f"question={question!r} is given without target_true_positive_rate=; pass it, too")
+            raise ValueError(f"question={question!r} is given without target_true_positive_rate=; pass that as well")
         return None
     if question is None and len(asked) == 1:
         return asked[0]

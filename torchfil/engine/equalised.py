@@ -15,17 +15,17 @@ __all__ = ["HELD_FIXED", "Equalised", "Round", "Stopped"]
 Stopped = Literal["target met", "no further progress", "floor", "max_rounds"]
 
 HELD_FIXED = (
-    "The clip weights were computed from private data and are held fixed in these bounds and in ε, as in IRFIL: what "
-    "the weights themselves tell about an example is not in them. Keep weights and pilot models as confidential as "
-    "the data. Ways out: by= (weights that are functions of public attributes), or count every round as released "
-    "(epsilon_of_all_rounds, worst_of_all_rounds)."
+    "The clip weights were computed from private data and are held fixed in these bounds and in ε, as in IRFIL: they "
+    "do not include what the weights themselves reveal about an example. Keep weights and pilot models as "
+    "confidential as the data. Alternatives: by= (weights that are functions of public attributes), or count every "
+    "round as released (epsilon_of_all_rounds, worst_of_all_rounds)."
 )
 
 _REASONS = {
-    "target met": "the rounds met it, what is reported does not: a larger margin= leaves room for chance",
-    "no further progress": "two rounds in a row brought nothing; raise margin=, or the noise",
-    "floor": "no weight would change any more; lower floor= or the target, or raise the noise",
-    "max_rounds": "the rounds are over; raise max_rounds=, or the noise",
+    "target met": "the rounds met it, but the reported runs do not: a larger margin= leaves room for chance",
+    "no further progress": "two rounds in a row did not help; raise margin=, or the noise",
+    "floor": "no weight would change further; lower floor= or the target, or raise the noise",
+    "max_rounds": "all rounds are used up; raise max_rounds=, or the noise",
 }
 
 

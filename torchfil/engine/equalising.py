@@ -184,7 +184,7 @@ def _check_options(
     if not callable(train):
         raise TypeError(f"train is a {type(train).__name__}; give a function of clip weights that returns the engine")
     if max_rounds < 1:
-        raise ValueError(f"max_rounds={max_rounds} must be at least 1, and 2 for weights that were trained with")
+        raise ValueError(f"max_rounds={max_rounds} must be at least 1, and at least 2 to train with the chosen weights")
     if fresh_runs < 0:
         raise ValueError(f"fresh_runs={fresh_runs} must be 0 or a number of further trainings")
     if not 0 < floor <= 1:
@@ -192,7 +192,7 @@ def _check_options(
     if not 1 <= margin < math.inf:
         raise ValueError(f"margin={margin} must be at least 1: weights aim at so many times the target")
     if not (isinstance(grid, int) and grid >= 1):
-        raise ValueError(f"grid={grid} must be a whole number of steps an octave, at least 1")
+        raise ValueError(f"grid={grid} must be a whole number of steps per octave, at least 1")
     if weights is not None:
         check_clip_weights(weights)
     if delta is not None and not 0 < delta < 1:
@@ -204,10 +204,10 @@ def _check_lengths(columns: Mapping[str, Any]) -> None:
     given = {name: column for name, column in columns.items() if column is not None}
     for name, column in given.items():
         if isinstance(column, str) or not hasattr(column, "__len__"):
-            raise TypeError(f"{name} is a {type(column).__name__}; give one label an example, or a mapping id ↦ label")
+            raise TypeError(f"{name} is a {type(column).__name__}; give one label per example, or a mapping id ↦ label")
     lengths = {name: len(column) for name, column in given.items() if not isinstance(column, Mapping)}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"{lengths} must have one entry an example each, in the order of the data set")
+        raise ValueError(f"{lengths} must each have one entry per example, in the order of the data set")
 
 
 def _check_used(weights: Tensor | None, engine: Any) -> None:
@@ -220,7 +220,7 @@ def _check_used(weights: Tensor | None, engine: Any) -> None:
     if used is None or not torch.equal(used.cpu(), weights.double().cpu()):
         has = "has none" if used is None else "has others"
         raise ValueError(
-            f"train was given clip weights, and its engine {has}; hand them on: make_private(…, clip_weights=weights)"
+            f"train was given clip weights, and its engine {has}; pass them on: make_private(…, clip_weights=weights)"
         )
 
 
@@ -327,8 +327,8 @@ class _Rounds:
             trained = self.train(chosen.weights.values, goal)
             if any(torch.equal(trained.exposure.value, each.exposure.value) for each in (chosen.trained, *runs)):
                 raise ValueError(
-                    "train() repeated a run to the last digit: it sets the same seed each time, so that a fresh run "
-                    "tells nothing new; fix no seed, or another one at each call"
+                    "train() repeated a run to the last digit: it sets the same seed each time, so a fresh run adds "
+                    "no information; set no seed, or another one at each call"
                 )
             self.book(trained, goal, chosen.weights, fresh=True)
             runs.append(trained)

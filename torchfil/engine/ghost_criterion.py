@@ -42,8 +42,8 @@ class GhostCriterion:
         own = getattr(given, "reduction", loss_reduction)
         if own != loss_reduction:
             raise ValueError(
-                f"the criterion's reduction is {own!r} and loss_reduction={loss_reduction!r}; ghost clipping wants the "
-                f"same of both: pass loss_reduction={own!r}, or a criterion with reduction={loss_reduction!r}"
+                f"the criterion's reduction is {own!r} and loss_reduction={loss_reduction!r}; ghost clipping needs the "
+                f"same for both: pass loss_reduction={own!r}, or a criterion with reduction={loss_reduction!r}"
             )
         self.criterion, self.reduction = given, loss_reduction
         self._by_example = given

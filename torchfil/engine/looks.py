@@ -80,8 +80,8 @@ class DatasetLooks:
         loss = self.run.loss
         if self.dataset is None:
             raise RuntimeError(
-                "the examples of a stream cannot be read again, so that their gradients cannot be looked at outside "
-                "steps; this needs a data set with numbered examples"
+                "the examples of a stream cannot be read again, so their gradients are not available outside steps; "
+                "this needs a data set with numbered examples"
             )
         if loss is None:
             raise RuntimeError("the loss is not known before the first step; pass criterion= to make_private")

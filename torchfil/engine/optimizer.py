@@ -128,9 +128,9 @@ class FILOptimizer(DPOptimizer):
             RuntimeError: Whatever the answer: it skips steps by what the batch's gradients are, unaccounted for.
         """
         raise RuntimeError(
-            "a GradScaler scales the loss, and skips a step where a gradient of the batch overflows: both the scale "
-            "and the skipped steps tell of the examples without any noise. Use torch.autocast with "
-            "dtype=torch.bfloat16, which needs no scaler, and call loss.backward() and optimizer.step() as they are. "
+            "a GradScaler scales the loss and skips a step if a gradient of the batch overflows: both the scale and "
+            "the skipped steps reveal something about the examples without any noise. Use torch.autocast with "
+            "dtype=torch.bfloat16, which needs no scaler, and call loss.backward() and optimizer.step() directly. "
             "This step was not taken."
         )
 
@@ -354,7 +354,7 @@ class GradSampleOptimizer(FILOptimizer):
             ]
             raise RuntimeError(
                 f"per-example gradients of {min(sizes)} and of {max(sizes)} examples in one step: the parameters of "
-                f"shape {shapes} saw one row for the whole batch (position embeddings do). Use "
+                f"shape {shapes} saw one row for the whole batch (as position embeddings do). Use "
                 "grad_sample_mode='auto', give them a row per example (position_ids in the batch), or freeze them "
                 "(requires_grad_(False))."
             )

@@ -217,8 +217,8 @@ class Accounting:
             raise ValueError(f"rel_error={self.rel_error} must lie strictly between 0 and 1; 0.05 means 5 %")
         if self.num_probes is not None or self.fil_rate != 1:
             raise ValueError(
-                f"rel_error={self.rel_error} chooses the probes and the share of steps by itself; leave out num_probes="
-                f"{self.num_probes} and fil_rate={self.fil_rate}"
+                f"rel_error={self.rel_error} chooses the probes and the share of steps itself; leave out "
+                f"num_probes={self.num_probes} and fil_rate={self.fil_rate}"
             )
         if not self.chosen_estimator.one_pass:
             able = names_of_estimators(lambda other: other.one_pass)
@@ -232,8 +232,8 @@ class Accounting:
             raise ValueError(f"extra_probes={self.extra_probes} must be 0, or more than num_probes: at least {fewest}")
         if self.skips_steps:
             raise ValueError(
-                f"extra_probes={self.extra_probes} measures few examples closely, and steps that are skipped at random "
-                "leave more to chance; leave out rel_error and fil_rate, or extra_probes"
+                f"extra_probes={self.extra_probes} measures few examples closely, but randomly skipped steps leave "
+                "more to chance; leave out rel_error and fil_rate, or extra_probes"
             )
         if not self.chosen_estimator.one_pass or self.needs.products:
             able = names_of_estimators(lambda other: other.one_pass)
@@ -246,8 +246,9 @@ class Accounting:
             raise ValueError(f"min_mse_bound={self.min_mse_bound} must be a positive, finite MSE bound")
         if self.skips_steps:
             raise ValueError(
-                f"min_mse_bound={self.min_mse_bound} spares an example by what it has leaked so far, which steps that "
-                "are not measured would not tell; leave out rel_error and fil_rate, and use num_probes=1 if time counts"
+                f"min_mse_bound={self.min_mse_bound} spares an example by what it has leaked so far, and steps that "
+                "are not measured do not show that; leave out rel_error and fil_rate, and use num_probes=1 to save "
+                "time"
             )
 
     def rows_place(self, device: torch.device) -> torch.device | Path:
@@ -345,7 +346,7 @@ class Accounting:
                 raise _unknown_option(name)
             value, default = getattr(self, name), usual[name]
             if (value is not None) if default is None else (value != default):  # arrays are not compared
-                raise ValueError(f"{name} is given twice, beside accounting= and in it; keep one of both")
+                raise ValueError(f"{name} is given twice, in accounting= and besides it; keep one of them")
         return replace(self, **shortcuts)
 
 
@@ -412,8 +413,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.sample_rate is not None and self.sample_rate > 1:
             raise ValueError(
-                f"accumulation_steps={self.accounting.accumulation_steps} batches hold more than the data set has "
-                f"(a rate of {self.sample_rate:g}); accumulate over fewer, or make batch_size smaller"
+                f"accumulation_steps={self.accounting.accumulation_steps} batches hold more than the data set (a rate "
+                f"of {self.sample_rate:g}); accumulate fewer, or lower batch_size"
             )
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction={self.loss_reduction!r} must be 'mean' or 'sum'")

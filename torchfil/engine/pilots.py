@@ -66,14 +66,14 @@ class Pilots:
             return
         if self.accounting.accumulation_steps > 1:
             raise ValueError(
-                f"accumulation_steps={self.accounting.accumulation_steps} is for loops, and pilots take whole draws by "
-                "train_step: pass your loop, train=f(engine, model, optimizer, loader)"
+                f"accumulation_steps={self.accounting.accumulation_steps} is for loops, but pilots take whole draws "
+                "with train_step: pass your loop, train=f(engine, model, optimizer, loader)"
             )
         if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             warnings.warn(
                 "the optimizer has a learning-rate scheduler, which pilots do not step: the noise is chosen for the "
-                "learning rate as it is now. Pass your loop, train=f(engine, model, optimizer, loader), with a "
-                "scheduler for the optimizer that it is given.",
+                "current learning rate. Pass your loop, train=f(engine, model, optimizer, loader), with a scheduler "
+                "for the optimizer that it is given.",
                 stacklevel=4,
             )
 
@@ -143,7 +143,7 @@ class Pilots:
         except Exception as error:
             raise TypeError(
                 f"pilots train copies of model and optimizer, and copy.deepcopy failed ({error}); choose "
-                "noise_multiplier by runs of make_private instead, each with a model of its own"
+                "noise_multiplier by runs of make_private instead, each with its own model"
             ) from error
 
 

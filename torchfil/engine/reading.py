@@ -244,9 +244,9 @@ class LeakageReading(PrivacyEngine):
         leakage = self.totals
         if not leakage.same_coordinates:
             raise ValueError(
-                "examples have different numbers of private coordinates (texts of different lengths), and a population "
-                "bound speaks of one: take those of one length, torchfil.bounds.population_mse_bound("
-                "engine.totals.get_trace(ids), d, prior)"
+                "examples have different numbers of private coordinates (texts of different lengths), but a "
+                "population bound needs one number: take those of one length, "
+                "torchfil.bounds.population_mse_bound(engine.totals.get_trace(ids), d, prior)"
             )
         if isinstance(prior, tuple) and len(prior) == 2:
             prior = Prior.box(*prior, num_coordinates=leakage.num_coordinates)
@@ -311,7 +311,9 @@ class LeakageReading(PrivacyEngine):
         if not engines:
             raise ValueError("merge needs at least one engine")
         if len(set(map(id, engines))) < len(engines):
-            raise ValueError("merge was given one engine twice: a run agrees with itself, whatever its error")
+            raise ValueError(
+                "merge got the same engine twice: a run agrees with itself, whatever its error; pass different runs"
+            )
         average = Leakage.average([engine.totals for engine in engines])
         told = sorted({engine._mechanism() for engine in engines})
         if len(told) > 1:

@@ -82,7 +82,9 @@ class Resuming(LeakageReading):
             raise ValueError(f"the state lacks {missing}; was it saved by FILPrivacyEngine.state_dict?")
         saved = state_dict["accountant"].get("mechanism")
         if saved != self.accountant.mechanism():
-            raise ValueError(f"the state is of accountant {saved!r}, this engine's is {self.accountant.mechanism()!r}")
+            raise ValueError(
+                f"the state is from accountant {saved!r}, this engine's is {self.accountant.mechanism()!r}"
+            )
         if run.inside_logical_batch:
             raise RuntimeError(
                 "a state can be loaded only between logical batches; finish the batch first, or call "
@@ -233,7 +235,9 @@ class Resuming(LeakageReading):
             saved = load_whole(path, **(torch_load_kwargs or {}))
             return in_parts(saved, like) if is_sharded(module) else saved
         if torch_load_kwargs:
-            raise TypeError(f"torch_load_kwargs={torch_load_kwargs} is for files; a folder's tensors come to the CPU")
+            raise TypeError(
+                f"torch_load_kwargs={torch_load_kwargs} is for files; a folder's tensors are loaded to the CPU"
+            )
         self._wait_for_saving()
         without = () if optimizer is not None else (_OPTIMIZER,)
         saved = read_folder(path, like, without, self._training.run.ranks)
@@ -274,7 +278,7 @@ def _check_file(path: Any, module: nn.Module | None, *, asynchronous: bool) -> N
     if asynchronous:
         raise ValueError(f"asynchronous=True writes folders, and path={path!r} is a file; {remedy}")
     if module is not None and is_sharded(module):
-        raise ValueError(f"the model is sharded, and a file would hold the weights of rank 0 alone; {remedy}")
+        raise ValueError(f"the model is sharded, and a file would hold only the weights of rank 0; {remedy}")
 
 
 def _refuse_other_module(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -289,4 +293,4 @@ def _refuse_other_module(module: nn.Module, state: Mapping[str, Any], *, strict:
     ]
     if apart or shapes:
         found = "; ".join([*(f"only one of both has {name}" for name in apart[:5]), *shapes[:5]])
-        raise ValueError(f"the checkpoint is of another model ({found}); build the same one. Nothing was loaded.")
+        raise ValueError(f"the checkpoint is from another model ({found}); build the same one. Nothing was loaded.")

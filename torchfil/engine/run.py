@@ -206,8 +206,8 @@ class Run:
                 raise RuntimeError(
                     f"noise_multiplier and max_grad_norm changed from {before} to "
                     f"{(noise.noise_multiplier, noise.max_grad_norm)} within one logical batch: step their schedulers "
-                    "only after a whole one. Put them back, or call optimizer.discard_partial_batch(). This step was "
-                    "not taken."
+                    "only after a whole one. Restore the values, or call optimizer.discard_partial_batch(). This step "
+                    "was not taken."
                 )
         return noise
 
@@ -239,7 +239,7 @@ class Run:
         if len(together) != len(ids) + sum(len(staged.ids) for staged in self._staged):
             raise RuntimeError(
                 "an example occurs twice under one draw of noise: its gradient would count twice. Check the sampler "
-                "(no replacement within a batch), do not accumulate gradients over passes that share examples."
+                "(no replacement within a batch), and do not accumulate gradients over passes that share examples."
             )
         if isinstance(self.ids, GrowingIds):
             self._check_room(self.ids.count_new(together))
@@ -392,7 +392,7 @@ class Run:
             raise StepNotTakenError(
                 f"example {twice!r} is in this step's batches of ranks "
                 f"{[rank for rank, keys in enumerate(by_rank) if twice in keys]}: its gradient would count twice under "
-                "one draw of noise. Give every rank shards of its own. This step was not taken."
+                "one draw of noise. Give every rank its own shards. This step was not taken."
             )
 
     def _settled(self) -> list[Hashable]:
@@ -485,7 +485,7 @@ class Run:
             raise MemoryError(
                 f"the ledger would take {needed / 2**30:.2f} GiB, over the limit of "
                 f"{accounting.max_ledger_memory / 2**30:.2f} GiB. Track less (track={tuple(accounting.track)}) or for "
-                f"chosen ids, or confirm with accounting=Accounting(max_ledger_memory={needed})."
+                f"chosen ids only, or confirm with accounting=Accounting(max_ledger_memory={needed})."
             )
 
     # ------------------------------------------------------------------ state

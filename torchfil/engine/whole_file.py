@@ -113,6 +113,6 @@ def _check_seal(file: IO[bytes], named: str) -> bool:
 
 def _refusal(named: str, reason: str) -> str:
     return (
-        f"{named} is damaged or cut short ({reason}), or it is no checkpoint of torchfil, which holds tensors and "
-        "plain values only. Nothing was loaded: copy the file again, or go on from an earlier checkpoint."
+        f"{named} is damaged or truncated ({reason}), or it is not a torchfil checkpoint, which holds only tensors and "
+        "plain values. Nothing was loaded: copy the file again, or resume from an earlier checkpoint."
     )

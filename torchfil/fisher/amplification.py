@@ -169,12 +169,12 @@ def agreed_rate(amplification: Amplification, q: float | None) -> float:
     name = type(amplification).__name__
     if own is None and q is None:
         raise ValueError(
-            f"{name} needs the rate with which examples are drawn, and none is known: give it as {name}(q=…), or as "
-            "sample_rate to the mechanism; where batches are known to the attacker, use NoAmplification()"
+            f"{name} needs the rate at which examples are drawn, which is unknown: give it as {name}(q=…), or as "
+            "sample_rate to the mechanism; if the attacker knows the batches, use NoAmplification()"
         )
     if own is not None and q is not None and not math.isclose(own, q, rel_tol=1e-9):
         raise ValueError(
-            f"{name} was made for the sampling rate q={own:g}, but examples are drawn with rate {q:g}; leave q out of "
+            f"{name} was made for the sampling rate q={own:g}, but examples are drawn at rate {q:g}; leave q out of "
             f"{name}(), so that it follows the sampler"
         )
     rate = q if own is None else own
@@ -203,7 +203,7 @@ def get_amplification(amplification: str | Amplification) -> Amplification:
         return amplification
     if amplification not in _REGISTRY:
         raise ValueError(
-            f"amplification={amplification!r} is not known; use one of {', '.join(available_amplifications())}, an "
+            f"amplification={amplification!r} is unknown; use one of {', '.join(available_amplifications())}, an "
             "object, or register your own with torchfil.fisher.register_amplification"
         )
     return _REGISTRY[amplification]
@@ -239,13 +239,13 @@ def check_amplification(amplification: Any) -> None:
     name = type(amplification).__name__
     if not callable(getattr(amplification, "factors", None)):
         raise TypeError(
-            f"amplification={amplification!r} has no method factors(rho, q, sigma); use an object that has, or one of "
-            f"the names {', '.join(available_amplifications())}"
+            f"amplification={amplification!r} has no method factors(rho, q, sigma); use an object that has it, or one "
+            f"of the names {', '.join(available_amplifications())}"
         )
     if not isinstance(getattr(amplification, "secret_batches", None), bool):
         raise TypeError(
-            f"{name} does not say whether the attacker knows who was in a batch; set secret_batches = True on it where "
-            "batches are secret, False where they are known"
+            f"{name} does not say whether the attacker knows who was in a batch; set secret_batches = True on it if "
+            "batches are secret, False if they are known"
         )
     try:
         inspect.signature(amplification.factors).bind(None, None, None)

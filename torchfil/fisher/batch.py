@@ -106,7 +106,7 @@ class PrivateBatch:
         if weights.shape != (len(gradients),):
             raise ValueError(
                 f"clip_weights has shape {list(weights.shape)} for a batch of {len(gradients)} examples; give one "
-                "weight for each of them"
+                "weight for each"
             )
         check_clip_weights(weights)
         weighted = replace(gradients.examples, clip_weights=weights)

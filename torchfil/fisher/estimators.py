@@ -246,7 +246,7 @@ def names_of_estimators(able: Callable[[Estimator], bool]) -> str:
 def get_estimator(name: str) -> Estimator:
     """The estimator of that name."""
     if name not in _REGISTRY:
-        raise ValueError(f"estimator={name!r} is not known; use one of {', '.join(available_estimators())}")
+        raise ValueError(f"estimator={name!r} is unknown; use one of {', '.join(available_estimators())}")
     return _REGISTRY[name]
 
 
@@ -274,8 +274,8 @@ def register_estimator(
     unknown = set(quantities) - set(get_args(Quantity))
     if unknown or "trace" not in quantities:
         raise ValueError(
-            f"estimator {name!r} is to give {list(quantities)}; choose from {', '.join(get_args(Quantity))}, and the "
-            "trace must be among them"
+            f"estimator {name!r} was registered for {list(quantities)}; choose from {', '.join(get_args(Quantity))}, "
+            "and the trace must be among them"
         )
     _REGISTRY[name] = estimator = Estimator(function, tuple(quantities), exact, one_pass, name)
     return estimator

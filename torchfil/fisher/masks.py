@@ -82,8 +82,8 @@ class _Recorder(TorchDispatchMode):
             drawn = result[1] if func in _MASK_SECOND else result
             if not isinstance(drawn, Tensor) or not _gives_all_it_draws(func):
                 raise UnsupportedModuleError(
-                    f"the model calls {func}, whose random numbers cannot be seen from outside, so that its gradient "
-                    "cannot be repeated for the accounting. Use dropout of 0 there, or put that part in eval mode."
+                    f"the model calls {func}, whose random numbers cannot be seen from outside, so its gradient cannot "
+                    "be repeated for the accounting. Use dropout 0 there, or put that part in eval mode."
                 )
             self.masks.append(drawn.detach().clone())  # it may be changed in place afterwards
             self.draws.append(_Draw.of(func, args, kwargs or {}))
@@ -345,8 +345,8 @@ def _in_shape(mask: Tensor, shape: torch.Size) -> Tensor:
 
 def _other_draws(what: str) -> UnsupportedModuleError:
     return UnsupportedModuleError(
-        f"the model draws {what} in the training loop's forward pass, so that its dropout cannot be repeated example "
-        "by example: does it draw across examples, or by chance? Use dropout of 0 there, or put that part in eval mode."
+        f"the model draws {what} in the training loop's forward pass, so its dropout cannot be repeated example by "
+        "example: does it draw across examples, or only sometimes? Use dropout 0 there, or put that part in eval mode."
     )
 
 

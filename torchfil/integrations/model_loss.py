@@ -90,7 +90,7 @@ class ModelLoss:
         kind = next((kind for part, kind in _KINDS.items() if part in classes), None)
         if kind is None or config is None:
             raise ValueError(
-                f"the loss of {name} is not known: its class is no {', '.join(_KINDS)}. Pass "
+                f"the loss of {name} is unknown: its class is not one of {', '.join(_KINDS)}. Pass "
                 "FILTrainer(criterion=a function of (logits, labels)), a mean over examples."
             )
         if kind == "next tokens" and getattr(config, "is_encoder_decoder", False):
@@ -185,13 +185,13 @@ class ModelLoss:
         fits = labels.shape == expected or (logits.ndim == 2 and labels.numel() == len(logits))
         if labels.is_floating_point() or not fits or classes < 2:
             raise ValueError(
-                f"{given}: integers {list(expected)} below the number of classes, {classes}, are needed, and two "
-                "classes at least. For numbers to be predicted set problem_type='regression' in the model's config, "
-                "for several labels at once 'multi_label_classification'."
+                f"{given}: integers {list(expected)} below the number of classes, {classes}, are needed, and at least "
+                "two classes. To predict numbers, set problem_type='regression' in the model's config, for several "
+                "labels at once 'multi_label_classification'."
             )
         outside = labels[(labels != _IGNORED) & ((labels < 0) | (labels >= classes))]
         if outside.numel():
-            raise ValueError(f"{given}: label {int(outside[0])} is none of the classes 0 to {classes - 1}")
+            raise ValueError(f"{given}: label {int(outside[0])} is not one of the classes 0 to {classes - 1}")
 
     def _check_numbers(self, logits: Tensor, labels: Tensor, given: str) -> None:
         """Raise unless there is a floating-point label for each logit, as regression and several labels need it."""
@@ -204,8 +204,8 @@ class ModelLoss:
             raise ValueError(f"{given}: one number for each logit is needed, {list(logits.shape)}")
         if self.label_smoothing:
             raise ValueError(
-                f"{given}: label_smoothing_factor={self.label_smoothing} smooths the choice among classes, and "
-                "there is none here; leave it out"
+                f"{given}: label_smoothing_factor={self.label_smoothing} smooths the choice among classes, but there "
+                "are no classes here; leave it out"
             )
 
     def _check_own(self, outputs: Mapping[str, Any], labels: Labels) -> None:
@@ -217,8 +217,8 @@ class ModelLoss:
         if abs(ours - theirs) > _TOLERANCE.get(own.dtype, _LOOSE_TOLERANCE) * max(abs(theirs), 1e-3):
             raise ValueError(
                 f"the model's own loss on one example is {theirs:.6g}, that of FILTrainer ({self.kind}) {ours:.6g}: "
-                "the model adds or weights something that its logits do not tell (an auxiliary loss, class weights). "
-                "Pass the loss that you mean as criterion=a function of (logits, labels), a mean over examples."
+                "the model adds or weights something that its logits do not show (an auxiliary loss, class weights). "
+                "Pass the loss you want as criterion=, a function of (logits, labels) that averages over examples."
             )
 
 

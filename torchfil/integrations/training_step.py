@@ -83,8 +83,8 @@ class StepRedirected:
                 result = plain_step(batch, *more, **named)
             if loss.calls != 1:
                 raise ValueError(
-                    f"training_step calls a loss of torch.nn.functional {loss.calls} times; one call tells where the "
-                    f"model ends. {_REMEDY}"
+                    f"training_step calls a loss of torch.nn.functional {loss.calls} times; exactly one call must mark "
+                    f"where the model ends. {_REMEDY}"
                 )
             return result
 
@@ -125,7 +125,9 @@ class _UpToItsLoss:
                 self.training_step(batch, 0) if _takes_index(self.training_step) else self.training_step(batch)
         except _LossReached as reached:
             return reached.output
-        raise ValueError(f"training_step calls no loss of torch.nn.functional, so it cannot be told from it. {_REMEDY}")
+        raise ValueError(
+            f"training_step calls no loss of torch.nn.functional, so the end of the model cannot be found. {_REMEDY}"
+        )
 
     def log(self, *_: Any, **__: Any) -> None:
         """Nothing: the step itself logs."""

@@ -315,7 +315,7 @@ def _slots(
     for what, told in (("coordinates", private.coordinates), ("lengths", private.lengths)):
         unknown = [key for key in told if key not in known] if isinstance(told, Mapping) else []
         if unknown:
-            raise ValueError(f"{what} are given for {unknown}, but what is private is {sorted(known, key=str)}")
+            raise ValueError(f"{what} are given for {unknown}, but private are {sorted(known, key=str)}")
 
     slots: list[tuple[_Slot, torch.dtype]] = []
     for key in chosen:
@@ -355,7 +355,7 @@ def _slot(
         return _Slot(keys[0], place, shape, flat_index(private, keys, shape, device), own=own)
     if shape[0] > limit:
         raise ValueError(
-            f"{keys[0]!r} has {shape[0]} positions in this batch, and max_length={limit} was declared to be the most; "
+            f"{keys[0]!r} has {shape[0]} positions in this batch, and max_length={limit} was declared as the maximum; "
             "declare more in Private(max_length=…), or cut texts to that length"
         )
     laid_out = torch.Size((limit, *shape[1:]))
@@ -379,9 +379,8 @@ def _check_target(targets: Any) -> None:
     if not (isinstance(targets, Tensor) and targets.is_floating_point()):
         what = f"dtype {targets.dtype}" if isinstance(targets, Tensor) else type(targets).__name__
         raise TypeError(
-            f"Private(target=True) needs a floating-point target, got {what}: Fisher information "
-            "speaks of continuous values. Use class probabilities (a one-hot tensor) as targets, or "
-            "leave the target public."
+            f"Private(target=True) needs a floating-point target, got {what}: Fisher information needs continuous "
+            "values. Use class probabilities (a one-hot tensor) as targets, or leave the target public."
         )
 
 

@@ -69,8 +69,7 @@ class OwnPositions:
         if own.ndim < 2 or own.shape[1] != length:
             raise ValueError(
                 f"lengths={self.source!r} gives a mask of shape {tuple(own.shape)} for private values at {length} "
-                "positions; give [batch, positions], true or 1 where a position is the example's own, or lengths "
-                "[batch]"
+                "positions; give [batch, positions], true or 1 at the example's own positions, or lengths [batch]"
             )
         return own if batched else own[0]
 

@@ -81,8 +81,8 @@ def lack_of_space_told(path: str | os.PathLike[str]) -> Iterator[None]:
         free = shutil.disk_usage(Path(path).absolute().parent).free
         raise OSError(
             number,
-            f"{os.strerror(number)}; {free / 2**20:,.1f} MiB are free on that disk. What stood there before is still "
-            "whole, and nothing of the new is left. Free some space or name another place, and save again",
+            f"{os.strerror(number)}; {free / 2**20:,.1f} MiB are free on that disk. The earlier file is intact, and "
+            "nothing of the new one is left. Free some space or choose another place, and save again",
             os.fspath(path),
         ) from error
 

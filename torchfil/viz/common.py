@@ -54,7 +54,7 @@ def as_finite(values: Any, name: str) -> np.ndarray:
         where = [int(i) for i in np.argwhere(bad)[0]]
         raise ValueError(
             f"{name} holds {array[tuple(where)]:g} at {where} ({int(bad.sum())} of {array.size} values not finite), "
-            "which no colour or length can show; find the cause, or replace or drop such values before drawing"
+            "which cannot be drawn; find the cause, or replace or drop such values before drawing"
         )
     return array
 
@@ -70,8 +70,8 @@ def as_vector(values: Any, name: str, length: int | None = None, *, infinite: bo
         return as_finite(array, name)
     if np.isnan(array).any():
         raise ValueError(
-            f"{name} holds NaN at {[int(i) for i in np.flatnonzero(np.isnan(array))[:5]]}; drop such entries "
-            "before drawing: their place in the order is unknown"
+            f"{name} holds NaN at {[int(i) for i in np.flatnonzero(np.isnan(array))[:5]]}; drop such entries before "
+            "drawing: they cannot be ordered"
         )
     return array
 

@@ -19,13 +19,13 @@ NONE = "–"
 
 HEADER = """# The models people train
 
-Models that run unchanged, and those that are refused. `make test-integrations` trains every row again and fails if this page
-is no longer true; `make models` rewrites it.
+Models that run unchanged, and those that are refused. `make test-integrations` trains every row again and fails if
+this page is no longer true; `make models` rewrites it.
 
 Each model is built from a small configuration, in float64, and takes two private steps with the defaults of
 `make_private`: Poisson sampling, smooth clipping, three weight probes, the recorded pass. Private are the input of
-images and tables, and the word embedding's output for texts, which are padded and come with an attention mask. Dropout is 0.2
-wherever a model offers it.
+images and tables, and the word embedding's output for texts, which are padded and come with an attention mask.
+Dropout is 0.2 wherever a model offers it.
 
 **runs** means that every example's trace of the Fisher information after both steps, and the sum of clipped gradients
 released at each step, agree with brute force to 1e-6: plain reverse mode through the clipped gradient of one example

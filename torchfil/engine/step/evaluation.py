@@ -326,12 +326,12 @@ class Evaluator:
 
 def _tell(tried: Plan, autocast: torch.dtype | None) -> None:
     if tried.reason is not None and autocast is not None:
-        logger.warning("gradients that are mapped over examples are computed without autocast (torch.func has none)")
+        logger.warning("gradients mapped over examples are computed without autocast (torch.func does not support it)")
     if tried.reason is not None:
         logger.warning("gradients are mapped over examples (vmap), which is slower: %s", tried.reason)
     elif tried.generic:
         logger.info(
-            "no layer rule for %s: their gradients are formed example by example, which is slower "
-            "(CONTRIBUTING.md tells how to add one)",
+            "no layer rule for %s: their gradients are formed example by example, which is slower (CONTRIBUTING.md "
+            "shows how to add one)",
             ", ".join(tried.generic),
         )

@@ -76,8 +76,8 @@ class PassMemory:
             if not self.halve(cut, reason):
                 self.limit = before
                 raise torch.OutOfMemoryError(
-                    f"the pass over one example ran out of memory ({_shortened(reason)}). Nothing was booked, and the "
-                    "step was not taken. Free memory on that device, track less (track=()), or take fewer probes "
+                    f"the pass over one example ran out of memory ({_shortened(reason)}). Nothing was recorded, and "
+                    "the step was not taken. Free memory on that device, track less (track=()), or use fewer probes "
                     "(num_probes=)."
                 )
 
@@ -103,8 +103,8 @@ class PassMemory:
         if not self._told:
             self._told = True
             warnings.warn(
-                f"{text}, as later ones will be. The step gives the same numbers, but for rounding; "
-                f"Execution(max_memory={limit}) begins so.",
+                f"{text}, as later ones will be. The numbers are the same up to rounding; "
+                f"Execution(max_memory={limit}) starts with that size.",
                 stacklevel=2,
             )
         return True

@@ -35,7 +35,7 @@ def how_rows_mix(given: Tensor, rows: Tensor) -> str | None:
     x, t = (leaf.detach().reshape(batch, numbers).double() for leaf in (given, rows))
     changed = (x != t).any(dim=1).nonzero().flatten()[:_MOST_ROWS]
     if len(changed) > 1 and _are_copies(x[changed], t, changed):
-        return "rows in another order than the loader gave them, so that they would be booked for other examples"
+        return "rows in another order than the loader gave them, so they would be recorded for other examples"
     if given.is_floating_point():
         if _are_blends(x[changed], t, changed):
             return "blends of two rows (mixup?)"

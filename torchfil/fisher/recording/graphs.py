@@ -83,7 +83,7 @@ class CapturedPass:
         if needed > _LARGEST_SHARE * free:
             raise RuntimeError(
                 f"graphs over {self.size} examples would keep {needed / 2**30:.1f} GiB, more than half of the "
-                f"{free / 2**30:.1f} GiB that are free"
+                f"{free / 2**30:.1f} GiB of free memory"
             )
 
     def _capture(self, stages: Iterator[Any], num_stages: int, pool: Any) -> None:

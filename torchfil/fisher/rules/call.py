@@ -58,7 +58,7 @@ class Call:
         """
         value = self.args[0] if self.args else None
         if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != self.delta.shape[0]:
-            raise UnsupportedCallError(f"{self.name}: its input does not run over the examples first")
+            raise UnsupportedCallError(f"{self.name}: the first dimension of its input does not run over the examples")
         return value
 
     @property
