@@ -218,7 +218,7 @@ class TestMakePrivate:
     def test_accounting_that_is_none(self, given: Any) -> None:
         with pytest.raises(TypeError, match=r"accounting=.* is no Accounting; pass e.g. Accounting\("):
             private(accounting=given)
-        with pytest.raises(TypeError, match=r"execution=.* is no Execution"):
+        with pytest.raises(TypeError, match=r"execution=.* is not an Execution"):
             Accounting(execution=given)
 
     @pytest.mark.parametrize(
