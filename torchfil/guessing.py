@@ -49,7 +49,7 @@ class Guess:
 
     Attributes:
         divergence: D = KL(P ‖ P') of each example, [ids], or of each of several alternatives, [ids, alternatives].
-        alternatives: The names of the alternatives, one a column of D; empty: not named.
+        alternatives: The names of the alternatives, one per column of D; empty: not named.
         complete: Whether the alternatives are all possible answers, the true one among them (with D = 0).
 
     Example:

@@ -1,8 +1,8 @@
-"""Questions about an example with finitely many answers: which answer could an attacker tell from the model?
+"""Questions about an example with finitely many answers: which answer could an attacker infer from the model?
 
 A question gives, for every example of a batch, one or more alternatives: the same example with another answer (another
 value of a column, another label, another token), or no example at all. The run then keeps, per example and alternative,
-D = KL(P ‖ P′) between the laws of all that training released with the true example and with the alternative; see
+D = KL(P ‖ P′) between the laws of everything that training released with the true example and with the alternative; see
 :mod:`torchfil.guessing` for what D says about every attacker.
 """
 
@@ -42,10 +42,10 @@ class Alternative(NamedTuple):
 
 
 class Question:
-    """What an attacker wants to know of an example; a subclass says what the answers are.
+    """What an attacker wants to know about an example; a subclass defines the answers.
 
     Attributes:
-        complete: Whether the answers are all that are possible, so that the true one is always among them.
+        complete: Whether the answers are all possible ones, so that the true one is always among them.
     """
 
     complete: ClassVar[bool] = False
@@ -58,11 +58,11 @@ class Question:
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
         """The batch with each of the answers; None: without the example.
 
-        Where an answer is the true one of an example, its alternative is the example itself, and D = 0.
+        If an answer is the true one of an example, its alternative is the example itself, and D = 0.
 
         Args:
-            inputs: As the model takes them: a tensor, a tuple, a dict; a dict by position and name where the model is
-                called with both. Not to be changed in place.
+            inputs: As the model takes them: a tensor, a tuple, a dict; a dict by position and name if the model is
+                called with both. Do not change them in place.
             targets: As the loss takes them, or None.
         """
         raise NotImplementedError
@@ -120,7 +120,7 @@ class Change(Question):
         return tuple(map(str, self._functions))
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
-        """What the functions give, each for copies of its own, which it may change."""
+        """What the functions return, each for its own copies, which it may change."""
         return tuple(_called(name, function, inputs, targets) for name, function in self._functions.items())
 
 
@@ -136,7 +136,7 @@ def _called(name: str, function: Callable[[Any, Any], Any], inputs: Any, targets
 
 @dataclass(frozen=True)
 class Column(Question):
-    """Another value of one column of a table: given values, or the true value and so much more.
+    """Another value of one column of a table: given values, or the true value plus so much.
 
     Attributes:
         column: Its number, along the last dimension of the input.
@@ -218,12 +218,12 @@ class OneHot(Question):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The one without a column, where there is one, and one a column."""
+        """The one without a column, if there is one, and one per column."""
         named = tuple(self.names) if self.names is not None else tuple(f"column {column}" for column in self.columns)
         return named if self.dropped is None else (self.dropped, *named)
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
-        """Each column high, the others low; all low first, where that is an answer."""
+        """Each column high, the others low; all low first, if that is an answer."""
 
         def chosen(place: int) -> Alternative:
             def fill(tensor: Tensor) -> Tensor:
@@ -327,12 +327,12 @@ class Token(Question):
 
 @dataclass(frozen=True, eq=False)
 class Region(Question):
-    """A part of the input blotted out: a superpixel greyed, some columns set to their mean.
+    """A part of the input hidden: a superpixel greyed out, some columns set to their mean.
 
     Attributes:
         coordinates: A boolean mask that broadcasts to one example (:func:`torchfil.private.superpixel` makes one), or
             numbers or a slice along the last dimension.
-        value: What stands there instead.
+        value: What replaces it.
         input: The position or name of the input.
 
     Example:

@@ -1,4 +1,4 @@
-"""What a run shall reach: every example's exposure, beside the most that a target allows.
+"""What a run should reach: every example's exposure, and the largest that a target allows.
 
 The exposure e of an example is 1/bound = tr(I)/d (unbiased attackers), or the D of a question's worst answer (every
 attacker). Both scale as the square of a clip weight.
@@ -55,14 +55,14 @@ class Goal:
     """What is to be reached, checked when it is made.
 
     Attributes:
-        target: The bound that every example's shall reach, or with a question the largest true-positive rate that any
-            attacker shall reach; None: ``share`` says it, or there is none.
+        target: The bound that every example should reach, or with a question the largest true-positive rate that any
+            attacker may reach; None: ``share`` sets it, or there is none.
         question: Its name; None: Fisher information.
-        false_positive_rate: At which the true-positive rate is meant.
+        false_positive_rate: At which the true-positive rate is read.
         share: Of the examples that are to be brought down to where the others begin.
         confidence: That of the ends, by the probes' errors, that must meet the target, one-sided; None: estimates.
         group_ratio: The largest over the smallest of the groups' means that counts as equal.
-        has_groups: Whether there are groups; then no share is taken for granted.
+        has_groups: Whether there are groups; then no share is assumed.
 
     Example:
         >>> Goal(target=2.0).most

@@ -35,7 +35,7 @@ class Ledger:
     Args:
         num_examples: n.
         num_coordinates: d. Examples may have others, where nothing is kept by coordinate.
-        track: What to keep beside the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "sketch" (ndr),
+        track: What to keep besides the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "sketch" (ndr),
             "plis" (nd), or a registered quantity.
         sketch_rank: r, the number of columns of the test matrix.
         device: A device or a folder, where the sums lie (:class:`torchfil.accounting.rows.RowTable`).
@@ -52,7 +52,7 @@ class Ledger:
         >>> ledger.sums["participations"].tolist()
         [1, 0, 1]
         >>> ledger
-        Ledger(trace of 3 examples after 0 steps, 68 bytes an example, 0.0 MiB now)
+        Ledger(trace of 3 examples after 0 steps, 68 bytes per example, 0.0 MiB now)
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Ledger:
 
     @property
     def track(self) -> tuple[Track, ...]:
-        """The names of what is kept beside the trace."""
+        """The names of what is kept besides the trace."""
         others = (quantity for quantity in self.quantities if not isinstance(quantity, Divergence))
         return tuple(quantity.name for quantity in others if quantity.name != "trace")
 

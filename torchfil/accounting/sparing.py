@@ -145,7 +145,7 @@ def members_of(labels: Any, ids: Sequence[Hashable], name: str) -> tuple[Tensor,
     """The number of every example's group, [n], and the groups' labels.
 
     Args:
-        labels: One label an example, in the order of the data set (a sequence, an array, a tensor), or a mapping
+        labels: One label per example, in the order of the data set (a sequence, an array, a tensor), or a mapping
             id ↦ label that has every id.
         ids: Of all examples, in the order of the data set.
         name: Of the argument, for errors.

@@ -1,4 +1,4 @@
-"""Bounds beside attacks: by example, the error that the theory allows and the error that an attack achieved."""
+"""Bounds and attacks compared: by example, the error that the theory allows and the error that an attack achieved."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class BoundComparison:
     def blind_share_below(self) -> float:
         """The same of a guess without the model; NaN where that was not computed.
 
-        Where it is not smaller than :attr:`share_below`, coming below the bound is no feat of the attack.
+        Where it is not smaller than :attr:`share_below`, falling below the bound is no achievement of the attack.
         """
         return math.nan if self.attack.blind is None else float((self.attack.blind < self.predicted).mean())
 
@@ -199,14 +199,14 @@ def compare_with_bounds(
     simultaneous: bool = False,
     **options: Any,
 ) -> BoundComparison:
-    """Set the bound of every attacked example beside the error that the attack achieved.
+    """Compare the bound of every attacked example with the error that the attack achieved.
 
     A bound is violated where achieved + t·standard error < bound, t the quantile of Student's distribution with
     ``trials`` − 1 degrees of freedom; of a bound that is an estimate, the lower end counts.
 
     An example that a run has not measured has no bound that could be violated, and an infinite one in the table.
 
-    The bound speaks of unbiased attackers. A biased one (who guesses the mean of all, or keeps to a range) can go below
+    The bound is about unbiased attackers. A biased one (who guesses the mean of all, or keeps to a range) can go below
     it, most of all where the bound exceeds the spread of the data; ``squared_bias`` in the table tells, and ``blind``,
     what a guess without the model achieves. An attack that never saw the model is not testable.
 
@@ -216,7 +216,7 @@ def compare_with_bounds(
             or one number for each attacked example, in order.
         attack: A result whose measure is "mse".
         confidence: Of the intervals, each for itself.
-        simultaneous: Whether the intervals shall hold for all examples together (Bonferroni): then a single violation
+        simultaneous: Whether the intervals hold for all examples together (Bonferroni): then a single violation
             means something.
         **options: Of the linear model's ``mse_bound``. ``sigma`` is the attack's own where that is known;
             ``private_target`` is False unless given, because a reconstruction's error is that of the inputs.

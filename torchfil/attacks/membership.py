@@ -59,7 +59,7 @@ class ShadowRuns:
 
 @dataclass(frozen=True, eq=False)
 class MembershipResult:
-    """How well members are told from others.
+    """How well members are distinguished from others.
 
     Attributes:
         name: Of the attack.
@@ -88,7 +88,7 @@ class MembershipResult:
         return float(true[false <= fpr].max())
 
     def by_example(self, ids: Any = None) -> AttackResult:
-        """How often each example is told right at the threshold that is best, on average, for others, by example.
+        """How often each example is classified correctly, at the threshold that is best on average for others.
 
         The best threshold of every second example judges the rest, and the other way round: chosen on the scores that
         it judges, it would find members among random numbers. It is the column beside FIL and individual ε; its mean

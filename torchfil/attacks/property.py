@@ -88,7 +88,7 @@ def federated_gradients(
 
     In each round the victim's batch has the property or not, by a fair coin; the attacker's own update is from a batch
     of random examples; the server takes the mean of both. The attacker removes its own part and computes gradients of
-    ``own_batches`` batches of its own with the property and as many without.
+    ``own_batches`` own batches with the property and as many without.
 
     Args:
         model: Trained in place.
@@ -139,7 +139,7 @@ def property_inference(
     """AUC of an attacker who sees one layer's gradient, for each layer, with a 95 % bootstrap interval over batches.
 
     Threat model: the attacker takes part in FedSGD with one other client, sees that client's gradient of a layer and
-    has data of its own with known property. 0.5: guessing; 1: every batch told right. Intervals are over batches of the
+    has data of its own with known property. 0.5: guessing; 1: every batch right. Intervals are over batches of the
     clients at hand: with few examples a client (100), whose own differences a gradient shows, an unrelated property was
     told with an interval that misses 0.5 in a quarter to a half of the repetitions; with 3,000 in none to a tenth.
 

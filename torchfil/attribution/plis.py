@@ -153,7 +153,7 @@ class PLIS:
         clip: The clip function, where there is one.
         private: Which coordinates to attribute to; None: every floating-point input. ``Private(submodule="embedding")``
             attributes to the output of an embedding, for integer inputs.
-        max_memory: Bytes that the computation may hold beside the model and the result, as far as it can be told
+        max_memory: Bytes that the computation may hold besides the model and the result, as far as it can be known
             beforehand from two examples.
         cuda_graphs: Whether batches of a size that was seen before run as CUDA graphs on a GPU.
 

@@ -231,7 +231,7 @@ def _water_filled(
 
 
 def _check_continuous(table: Tensor) -> None:
-    """Refuse columns whose values repeat so much that they have no density; a constant column is no matter."""
+    """Refuse columns whose values repeat so much that they have no density; a constant column is fine."""
     ordered = table.sort(dim=0).values
     distinct = 1 + (ordered[1:] != ordered[:-1]).sum(dim=0)
     few = ((distinct > 1) & (distinct <= _FEW) & (2 * distinct < len(table))).nonzero().flatten().tolist()

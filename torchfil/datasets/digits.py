@@ -27,7 +27,7 @@ def read_idx(data: bytes, name: str = "the file") -> np.ndarray:
         name: For the errors.
 
     Raises:
-        DataFormatError: It is another format, of another type than unsigned bytes, or cut short.
+        DataFormatError: It is another format, of another type than unsigned bytes, or truncated.
 
     Example:
         >>> read_idx(bytes([0, 0, 8, 2, 0, 0, 0, 1, 0, 0, 0, 3, 7, 8, 9]))

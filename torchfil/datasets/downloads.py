@@ -42,7 +42,7 @@ def download(name: str, folder: Folder = None, *, progress: bool = False) -> Pat
 
 
 def _download_file(file: SourceFile, root: Path, progress: bool) -> None:
-    """Download beside its place and move there once the checksum is right, so that a wrong file is never found."""
+    """Download next to its place and move it there once the checksum is right, so that a wrong file is never used."""
     pooch = _pooch()
     target = root / file.path
     arriving = target.with_name(f"{target.name}.part")

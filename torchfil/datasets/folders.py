@@ -20,7 +20,7 @@ class DataNotFoundError(FileNotFoundError):
 
 
 class DataFormatError(ValueError):
-    """A file is not in its publisher's format: cut short, damaged, or another one."""
+    """A file is not in its publisher's format: truncated, damaged, or another one."""
 
 
 def data_folder(folder: Folder = None, *, create: bool = False) -> Path:

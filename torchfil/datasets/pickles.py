@@ -2,7 +2,7 @@
 
 A pickle is a program: it names functions, which unpickling imports and calls. Here the few names that an array's
 pickle holds stand for functions of our own, which take apart what they are given; every other name is refused. Not even
-numpy's own reading of an array's pickle runs, which trusts what it is told about types and sizes.
+numpy's own reading of an array's pickle runs, which trusts the types and sizes in the file.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def chest_xrays(
 
     Args:
         split: "train", "val" or "test".
-        folder: Holds ``pneumoniamnist.npz``, by itself or in ``pneumoniamnist``.
+        folder: Holds ``pneumoniamnist.npz``, directly or in ``pneumoniamnist``.
         download: Download it where it is missing (4 MB).
     """
     name = "pneumoniamnist"

@@ -40,7 +40,7 @@ class NoiseSearch:
     """Which noise is tried.
 
     Attributes:
-        margin: By how much a pilot is to be better than the target: runs differ, so that one in a few pilots of the
+        margin: By how much a pilot must beat the target: runs differ, so one in a few pilots of the
             smallest σ that meets the target on average is lucky.
         grid: The factor between neighbouring σ.
         max_pilots: How many are run at most.
@@ -142,7 +142,7 @@ class Pilot:
         noise_multiplier: σ.
         epochs: How long it was.
         share: Its epochs over those of the run.
-        check: What it leaked, beside the target.
+        check: What it leaked, compared with the target.
         leakage: The same by example, of pilots as long as the run.
     """
 
@@ -160,7 +160,7 @@ class Pilot:
 
 @dataclass(frozen=True)
 class NoiseChoice:
-    """The σ that was chosen, and the pilots it rests on; ``str`` it. Confidential: it was measured on private data.
+    """The chosen σ and its pilots; print it. Confidential: it was measured on private data.
 
     Attributes:
         noise_multiplier: σ.
@@ -282,7 +282,7 @@ def check_participations(
 def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[], Leakage], every: int) -> None:
     """From now on the optimizer warns, once, when the estimate so far is worse than the target already.
 
-    What leaked does not come back, so that the run will miss it; nothing is changed by itself.
+    Leakage cannot be undone, so the run will miss it; nothing changes automatically.
 
     Args:
         optimizer: The private one; its step hook is called as before.

@@ -79,8 +79,8 @@ def check(
 
     Guarantees:
         * What a run would refuse for model, loss or private data is a result (``verdict == "refused"``, ``reason``), no
-          exception. A model that fails on the batch by itself raises as ever.
-        * Nothing is trained and nothing released; the table has no number that depends on the batch's values but d.
+          exception. A model that itself fails on the batch raises as usual.
+        * Nothing is trained and nothing released; apart from d, no number in the table depends on the batch's values.
 
     Args:
         model: The model, in training mode.
@@ -224,7 +224,7 @@ def _examined(result: ModelCheck, subject: _Subject, options: RunOptions, repeat
     seeds = Draws.seeds_from(options.accounting.num_probes or 1, torch.Generator().manual_seed(0))
     wanted = Wanted((), options.accounting.estimator, seeds)
 
-    # An example whose loss depends on others has no gradient of its own: the values of a first pass tell.
+    # An example whose loss depends on others has no own gradient: the values of a first pass show it.
     values = evaluator.evaluate(batch, wanted)
     assert values.losses is not None
     with warnings.catch_warnings():
@@ -327,5 +327,5 @@ def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tup
 
 
 def _one_line(error: BaseException) -> str:
-    """What an error says, but for the step that it was not raised in."""
+    """What an error says, without the step that it was not raised in."""
     return " ".join(re.sub(r"This step was not taken[^.]*\.", "", str(error)).split()) or type(error).__name__

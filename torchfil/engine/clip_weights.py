@@ -1,4 +1,4 @@
-"""A clip threshold for each example: ω ∈ (0, 1], by which its clipped gradient is multiplied.
+"""A clip threshold for each example: its clipped gradient is multiplied by ω ∈ (0, 1].
 
 With g̃ = ωφ(‖g‖) g an example's norm is at most ωC; noise and ε stay those of C, and its own leakage falls. ω is held
 fixed in every bound: what weights that were chosen from the data reveal by themselves is not counted.

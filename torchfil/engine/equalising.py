@@ -84,18 +84,18 @@ def equalise(
             ``make_private(…, clip_weights=)``) and returns the engine, or (engine, score) with any number to be kept
             in the history, the accuracy for instance. Runs must differ in their random numbers: fix no seed, or
             another one at each call.
-        target: The bound that every example's shall reach; with ``question`` the largest true-positive rate that any
-            attacker shall reach. None: with ``groups`` only groups are equalised, otherwise it comes from ``share``.
+        target: The bound that every example should reach; with ``question`` the largest true-positive rate that any
+            attacker may reach. None: with ``groups`` only groups are equalised, otherwise it comes from ``share``.
         question: The name of a question that the run is asked; None: Fisher information (unbiased attackers).
-        false_positive_rate: At which the true-positive rate of a question is meant.
+        false_positive_rate: At which the true-positive rate of a question is read.
         share: Without a target: bring the most exposed share of all examples down to where the others begin, by the
             first round; None: 0.01.
         confidence: One-sided: the lower ends of the bounds (upper ends of D) at it, by the probes' errors, must meet
             the target. What another run would draw is not in them, but in ``margin``: the ends that ``torchfil gate``
             looks at hold it, and are far lower where single steps decide. An example whose probes tell no error
             counts by its estimate, and is counted in the history. None: estimates.
-        groups: One label an example in the order of the data set, or a mapping id ↦ label. Every group gets a common
-            factor beside its members' own weights, so that the groups' mean FIL (of a question: mean D) become equal.
+        groups: One label per example in the order of the data set, or a mapping id ↦ label. Every group gets a common
+            factor besides its members' own weights, so that the groups' mean FIL (of a question: mean D) become equal.
         group_ratio: The largest over the smallest of these means that counts as equal.
         by: Public cells, given as ``groups`` is: every example gets the smallest weight that any member of its cell
             needs. Groups must be made of whole cells.
@@ -200,7 +200,7 @@ def _check_options(
 
 
 def _check_lengths(columns: Mapping[str, Any]) -> None:
-    """Raise where columns of one entry an example differ in length; whether they fit the data the first round tells."""
+    """Raise if columns of one entry per example differ in length; the first round shows whether they fit the data."""
     given = {name: column for name, column in columns.items() if column is not None}
     for name, column in given.items():
         if isinstance(column, str) or not hasattr(column, "__len__"):
@@ -246,7 +246,7 @@ class _Booked:
 
     @property
     def left(self) -> tuple[int, float]:
-        """What is left to be done: how many miss the target, which is less a matter of chance than the worst one."""
+        """What is left to do: how many miss the target, which depends less on chance than the worst one."""
         return self.round.num_below, self.missing
 
 

@@ -1,4 +1,4 @@
-"""The criterion that ``grad_sample_mode="ghost"`` hands back, called as Opacus's.
+"""The criterion that ``grad_sample_mode="ghost"`` returns, called like Opacus's.
 
 Opacus's returns an object whose ``backward()`` goes through the model twice. Here the loop's backward pass ends at the
 model's outputs, so that an ordinary tensor does: ``loss.backward()``, ``loss.item()``, ``loss / 2`` are torch's own.
@@ -23,7 +23,7 @@ class GhostCriterion:
     are averaged.
 
     Args:
-        criterion: A torch loss, or a function(outputs, targets) that gives one number or one an example; None:
+        criterion: A torch loss, or a function(outputs, targets) that gives one number or one per example; None:
             cross-entropy.
         loss_reduction: "mean" or "sum", over the batch.
 

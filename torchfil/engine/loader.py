@@ -39,7 +39,7 @@ _TARGET_NAMES = ("targets", "target", "y", "start_positions", "end_positions")
 
 
 class NotingDataset(Dataset[Any]):
-    """The user's data set, which also notes which items were fetched last; all else is passed through."""
+    """The user's data set, which also notes which items were fetched last; everything else is passed through."""
 
     def __init__(self, dataset: Any, note: list[int]) -> None:
         self.dataset = dataset
@@ -68,7 +68,7 @@ class NotingDataset(Dataset[Any]):
 
 
 class RememberingCollate:
-    """Collates as before and hands out a batch that remembers its ids."""
+    """Collates as before and returns a batch that remembers its ids."""
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], note: list[int], token: int, workers: bool) -> None:
         self.collate_fn = collate_fn
@@ -177,7 +177,7 @@ class FILBatchSampler(BatchSampler):
 
 
 class FILDataLoader(DataLoader[Any]):
-    """A prepared loader, the same in every respect but that its batches remember their ids.
+    """A prepared loader, unchanged except that its batches remember their ids.
 
     Args:
         loader: The loader that Opacus prepared (Poisson), or the user's own.

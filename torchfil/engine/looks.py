@@ -71,7 +71,7 @@ class DatasetLooks:
         return {key: _joined(pieces) for key, pieces in parts.items()}
 
     def _slopes_by_layer(self, gradients: ExampleGradients, mechanism: Mechanism) -> Tensor:
-        """∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s² where each parameter's gradient is clipped by itself, [batch, d]."""
+        """∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s² where each parameter's gradient is clipped separately, [batch, d]."""
         chunks = PrivateBatch(gradients, mechanism).chunks(self.run.options.max_memory, 8)
         parts = [2 * jacobian.clipped_norm[:, None] * jacobian.clipped_norm_gradient for _, jacobian in chunks]
         return torch.cat(parts) / mechanism.noise_std**2

@@ -67,7 +67,7 @@ class IdentifiedLoss:
 
     @property
     def is_models_own(self) -> bool:
-        """Whether the model computes it by itself, in a way that could not be told from its other outputs."""
+        """Whether the model computes it itself, in a way that could not be identified from its other outputs."""
         return isinstance(self.function, ModelLoss)
 
     def weights(self, targets: Any) -> Tensor | None:
@@ -246,7 +246,7 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
 
     Returns:
         The mean over a batch's tokens that weights the examples as the loop does, where they do not weigh alike and
-        the loss does not know that by itself; else None.
+        the loss does not know that itself; else None.
     """
     if loss.is_models_own:
         _check_own_loss(outputs, observed)
@@ -269,7 +269,7 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
         if relative_difference(weighted(alone, by_tokens), observed) < tolerance:
             return mean
 
-    # Say what it looks like, as far as that can be told.
+    # Say what it looks like, as far as that is known.
     factor = _common_factor(expected, observed)
     if factor is not None:
         hint = (
@@ -293,7 +293,7 @@ def scale_of_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: An
     """c where the observed gradient at the output is c times that of the loss; None where it is no multiple."""
     try:
         return _common_factor(output_gradients(loss, outputs, targets), observed)
-    except (RuntimeError, ValueError, TypeError, IndexError):  # told by the check of the loss
+    except (RuntimeError, ValueError, TypeError, IndexError):  # reported by the check of the loss
         return None
 
 

@@ -64,7 +64,7 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
 
 
 def check_accumulation(accumulation_steps: int, mode: str, *, poisson_sampling: bool) -> None:
-    """Raise where a draw cannot be handed out in several batches."""
+    """Raise if a draw cannot be split into several batches."""
     if accumulation_steps != 1 and (mode != "auto" or not poisson_sampling):
         raise ValueError(
             f"accumulation_steps={accumulation_steps} is for Poisson sampling in grad_sample_mode='auto', not for "
@@ -105,7 +105,7 @@ def thresholds(
 
 
 def check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Raise unless the optimizer takes one gradient a step, of the module's trainable parameters and no others."""
+    """Raise unless the optimizer takes one gradient per step, of the module's trainable parameters and no others."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(

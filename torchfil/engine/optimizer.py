@@ -1,4 +1,4 @@
-"""Opacus's optimizer with a clip function of choice; clipping is told to the engine, and so is each release.
+"""Opacus's optimizer with a clip function of choice; it reports clipping and each release to the engine.
 
 Noise is added here and nowhere else: ``step()`` is clip and accumulate → noise → scale → update, and
 :meth:`FILOptimizer.release` the same from sums that are given.
@@ -86,9 +86,9 @@ class FILOptimizer(DPOptimizer):
     Args:
         optimizer: The wrapped torch optimizer.
         clip: The clip function.
-        source: Gives the sums, and is told of releases.
+        source: Gives the sums, and learns of releases.
         names: The parameters' names by identity.
-        shares: C_l/C by name, where each parameter's gradient is clipped by itself.
+        shares: C_l/C by name, if each parameter's gradient is clipped separately.
         ranks: The processes that train together; None: a single one. Then rank 0 adds the noise, and gradients are
             added up over the ranks, as in Opacus.
         **settings: As in :class:`DPOptimizer`.
@@ -297,7 +297,7 @@ class FILOptimizer(DPOptimizer):
 class GradSampleOptimizer(FILOptimizer):
     """A :class:`FILOptimizer` that clips the per-example gradients of Opacus's hooks, g̃ = ωφ(‖g‖) g.
 
-    Where each parameter is clipped by itself, g̃_l = ωφ_l(‖g_l‖) g_l.
+    If each parameter is clipped separately, g̃_l = ωφ_l(‖g_l‖) g_l.
     """
 
     @property

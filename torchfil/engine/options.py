@@ -333,7 +333,7 @@ class Accounting:
         return accounting or cls()
 
     def with_shortcuts(self, shortcuts: Mapping[str, Any]) -> Accounting:
-        """The same with the options that ``make_private`` was given beside it.
+        """The same with the options that ``make_private`` got besides it.
 
         Raises:
             TypeError: An option that is not known, with the place where it belongs.
@@ -396,7 +396,7 @@ class RunOptions:
         private: What is private; None: see :meth:`FILPrivacyEngine.make_private`.
         loss_reduction: "mean" or "sum".
         batch_to_inputs: Maps a batch to (inputs, targets).
-        shares: C_l/‖C‖ by parameter name, where each parameter's gradient is clipped by itself; else None.
+        shares: C_l/‖C‖ by parameter name, if each parameter's gradient is clipped separately; else None.
     """
 
     accounting: Accounting

@@ -1,4 +1,4 @@
-"""Pilots: whole training runs on copies, from which the noise is chosen; nothing of the user's is changed by them.
+"""Pilots: whole training runs on copies, which choose the noise; they change nothing of the user's.
 
 A pilot trains a copy of model and optimizer on the user's loader with a make of its own, from random numbers of its
 own: it is independent of the run that follows, which goes on as if no number had been drawn.
@@ -44,8 +44,8 @@ class Pilots:
         optimizer: The user's optimizer, copied with it.
         data_loader: The user's loader.
         epochs: Of the run that follows.
-        accounting: Of the run that follows; pilots track nothing beside the trace and the questions.
-        options: Others of ``make_private``, but for the noise.
+        accounting: Of the run that follows; pilots track nothing besides the trace and the questions.
+        options: Others of ``make_private``, except the noise.
         train: A loop of the user's: called with the engine and what ``make_private`` returns, it trains for all epochs.
             None: ``engine.train_step`` on each batch.
         progress: Whether each pilot shows a bar with the time that is left; not for a loop of the user's.
@@ -82,7 +82,7 @@ class Pilots:
 
         Args:
             noise_multiplier: σ.
-            number: Of the pilot: each has random numbers of its own.
+            number: Of the pilot: each has its own random numbers.
             epochs: How long it is; None: as long as the run.
         """
         seed = (torch.initial_seed() + (number + 1) * _BETWEEN_SEEDS) % 2**63

@@ -331,7 +331,7 @@ class LeakageReading(PrivacyEngine):
             steps[float(sigma), float(q)] += count
         noise = ", ".join(f"{count} steps of σ = {sigma}, q = {q}" for (sigma, q), count in sorted(steps.items()))
         private = options.private or Private()
-        told = None if private.lengths is None else "told"  # functions are told apart by their address alone
+        told = None if private.lengths is None else "told"  # functions differ only by their address
         private = replace(private, coordinates=_listed(private.coordinates), lengths=told)
         limits = training.optimizer.max_grad_norms or float(training.optimizer.max_grad_norm)
         told_weights = weights_in_words(training.run.first_weights)

@@ -220,7 +220,7 @@ class Replica:
     def follow(self) -> None:
         """Bring the copy's modules to where the live ones are: in training or not, with the same plain attributes.
 
-        A recorded pass has numbers and flags built in; it is tried and made anew where one has changed. An integer that
+        A recorded pass has numbers and flags built in; it is tried and made again if one has changed. An integer that
         goes on changing counts something, and is not taken for a change any more.
 
         Raises:

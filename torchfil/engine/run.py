@@ -122,7 +122,7 @@ class Run:
         # the step that is under way
         self._accounted_rate = accounted_rate
         self._staged: list[Staged] = []
-        self._keys_of_step: list[Hashable] | None = None  # of all ranks; None: they have not been told yet
+        self._keys_of_step: list[Hashable] | None = None  # of all ranks; None: not exchanged yet
         self._measure_this_step: bool | None = None  # chosen by chance once for a logical batch
 
     # ------------------------------------------------------------------ reading
@@ -268,7 +268,7 @@ class Run:
         return max(self.pace.num_probes, early)
 
     def exposed_rows(self, ids: Sequence[int], clipped_norm: Tensor) -> Tensor | None:
-        """The rows of a batch to measure anew, with more probes; None: the present step has none."""
+        """The rows of a batch to measure again, with more probes; None: the current step has none."""
         if not self.options.accounting.extra_probes or not self._past_first_passes or self.ledger is None:
             return None
         if self._grows:  # an example may have no row yet
@@ -396,7 +396,7 @@ class Run:
             )
 
     def _settled(self) -> list[Hashable]:
-        """Who takes part in this step, on all ranks, which have told each other before it is released."""
+        """Who takes part in this step, on all ranks; they exchange this before it is released."""
         if self._keys_of_step is None:
             self.settle_ids()
         assert self._keys_of_step is not None

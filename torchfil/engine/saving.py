@@ -65,7 +65,7 @@ def build_saved_run(
     _check_parts(pictures, input_range, groups)
     leakage = run.leakage
     records = [_attack_record(attack, leakage) for attack in attacks]
-    # coordinates of words have no names of their own: the words tell it
+    # coordinates of words have no own names: the words do
     named = texts is None or attribute_names is not None
     attributes = _attributes(leakage, attribute_names, attribute_units) if named else None
     labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
@@ -118,7 +118,7 @@ def _check_parts(pictures: int, input_range: tuple[float, float] | None, groups:
 
 
 def _attack_record(attack: AttackResult | BoundComparison, leakage: Leakage) -> AttackRecord:
-    """What an attack achieved beside the run's bounds, unless it was set beside bounds already."""
+    """An attack compared with the run's bounds, unless it was compared with bounds already."""
     if not isinstance(attack, AttackResult | BoundComparison):
         raise TypeError(
             f"attacks contains a {type(attack).__name__}; give an AttackResult of torchfil.attacks, or what "

@@ -49,7 +49,7 @@ def check_sharded(module: nn.Module, num_ranks: int) -> None:
 
     Args:
         module: A model of which :func:`is_sharded` holds.
-        num_ranks: How many processes there are, each of which draws examples of its own.
+        num_ranks: How many processes there are; each draws its own examples.
     """
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         raise ValueError(

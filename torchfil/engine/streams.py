@@ -123,7 +123,7 @@ def _as_keys(given: Any) -> list[Hashable]:
 
 
 class StreamCollate:
-    """Collates as before and hands out a batch that remembers its ids, without the part that held them."""
+    """Collates as before and returns a batch that remembers its ids, without the part that held them."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], id_of: IdOf, token: int) -> None:
         self.collate_fn = collate_fn
@@ -141,9 +141,9 @@ class StreamCollate:
 
 
 class FILStreamLoader(DataLoader[Any]):
-    """A loader of a stream, the same in every respect but that its batches remember their ids.
+    """A loader of a stream, unchanged except that its batches remember their ids.
 
-    On several ranks each reads a stream of its own, and all of them take as many steps as the longest has batches: a
+    On several ranks each reads its own stream, and all of them take as many steps as the longest has batches: a
     rank whose stream has ended gets empty ones.
 
     Args:

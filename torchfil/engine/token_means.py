@@ -1,7 +1,7 @@
 """Means over the tokens of an example: the loss of an example alone, and what a mean over a whole batch makes of it.
 
 A mean over all targets of a batch that count, Σ_i Σ_t ℓ_it / Σ_j n_j, weights example i by n_i / Σ_j n_j, so by how
-many targets *others* have: no example has a loss of its own in it. Here ℓ_i = Σ_t ℓ_it / n_i is the mean over the
+many targets *others* have: no example has its own loss in it. Here ℓ_i = Σ_t ℓ_it / n_i is the mean over the
 example's own targets, as it is in a batch of one, and every example weighs alike.
 """
 

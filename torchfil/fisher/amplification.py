@@ -48,7 +48,7 @@ _SENSITIVITIES = {"replace-one": 2.0, "add-remove": 1.0}  # over C
 class Amplification(Protocol):
     """Maps ρ = ‖g̃‖/s, the sampling rate q and the noise multiplier σ to the factors (κ⊥, κ∥).
 
-    :class:`torchfil.fisher.Mechanism` hands in q and σ at every use, so that a factor follows a noise scheduler.
+    :class:`torchfil.fisher.Mechanism` passes q and σ at every use, so that a factor follows a noise scheduler.
 
     Attributes:
         secret_batches: Whether the attacker does not know who was in a batch. Then which batches draw an example is
@@ -115,7 +115,7 @@ class Theorem4Amplification:
         q: The sampling rate, in (0, 1]; None: that of the mechanism.
         delta: The chance that the bound fails in one step.
         epsilon_method: "analytic" (Balle & Wang 2018, exact for every σ) or "classical" (the paper's
-            sqrt(2 ln(1.25/δ)) Δ/σ, a theorem only where it comes out below 1).
+            sqrt(2 ln(1.25/δ)) Δ/σ, a theorem only if it is below 1).
         adjacency: "replace-one" (the paper's; sensitivity 2C) or "add-remove" (sensitivity C).
         norm_bound: The largest clipped norm over C: 1 for a calibrated clip, 1.11522 for "gelu-paper".
 
@@ -160,7 +160,7 @@ class Theorem4Amplification:
 
 
 def agreed_rate(amplification: Amplification, q: float | None) -> float:
-    """The rate that an amplification was made with or, where it has none of its own, the one that is given.
+    """The rate that an amplification was made with or, if it has none, the given one.
 
     Raises:
         ValueError: Neither is known, or they differ.
@@ -192,7 +192,7 @@ def available_amplifications() -> tuple[str, ...]:
 
 
 def get_amplification(amplification: str | Amplification) -> Amplification:
-    """The amplification of that name; an object is checked and handed back.
+    """The amplification of that name; an object is checked and returned.
 
     Example:
         >>> get_amplification("poisson")
@@ -214,7 +214,7 @@ def register_amplification(name: str, amplification: Amplification, *, overwrite
 
     Raises:
         ValueError: The name is taken.
-        TypeError: The object is no :class:`Amplification`.
+        TypeError: The object is not an :class:`Amplification`.
     """
     if name in _REGISTRY and not overwrite:
         raise ValueError(f"amplification {name!r} is registered already; pass overwrite=True to replace it")
@@ -223,7 +223,7 @@ def register_amplification(name: str, amplification: Amplification, *, overwrite
 
 
 def name_of_amplification(amplification: Amplification) -> str:
-    """The name under which an equal object is registered, else one of the same class; else what it says of itself.
+    """The name under which an equal object is registered, else one of the same class; else its own description.
 
     Example:
         >>> name_of_amplification(NoAmplification())
@@ -235,7 +235,7 @@ def name_of_amplification(amplification: Amplification) -> str:
 
 
 def check_amplification(amplification: Any) -> None:
-    """Raise unless the object tells whether batches are secret and its ``factors`` takes ρ, q and σ."""
+    """Raise unless the object says whether batches are secret and its ``factors`` takes ρ, q and σ."""
     name = type(amplification).__name__
     if not callable(getattr(amplification, "factors", None)):
         raise TypeError(

@@ -5,7 +5,7 @@ passes that follow (recorded, mapped over examples, one example alone, captured 
 and with other kernels. So the numbers themselves are kept, below autograd and below vmap, where every random operation
 of torch is seen with its plain tensors.
 
-The attacker is taken to know the masks, which can only overstate the leakage (the Fisher information is convex).
+The attacker is assumed to know the masks, which can only overstate the leakage (the Fisher information is convex).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class _Learner(_Replayer):
 
 @contextlib.contextmanager
 def recorded_masks() -> Iterator[list[Tensor]]:
-    """Inside, all that torch draws at random is noted, in order.
+    """Inside, everything that torch draws at random is recorded, in order.
 
     Example:
         >>> x = torch.ones(2, 3)
@@ -154,7 +154,7 @@ def recorded_masks() -> Iterator[list[Tensor]]:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the examples lie in a mask: along ``dim``, each with shape[dim] rows of its own; None: one for all."""
+    """Where the examples lie in a mask: along ``dim``, each with its own shape[dim] rows; None: one for all."""
 
     shape: torch.Size
     dim: int | None

@@ -86,7 +86,7 @@ class Estimate:
 
         Args:
             confidence: The probability.
-            of: "run": the truth is the mean over all that is random. "probes": it is what this very run would have
+            of: "run": the truth is the mean over everything random. "probes": it is what this very run would have
                 given without probes and skipped steps; the rest is taken as it came.
         """
         if not 0 < confidence < 1:

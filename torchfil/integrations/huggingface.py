@@ -65,7 +65,7 @@ class FILTrainer(Trainer):
 
     Guarantees:
         * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`, on several devices
-          with ``DifferentiallyPrivateDistributedDataParallel``. Gradients meet once, clipped and noisy.
+          with ``DifferentiallyPrivateDistributedDataParallel``. Gradients are summed once, clipped and noisy.
         * Batches of an evaluation are not accounted for.
         * Checkpoints hold the accounting (:data:`STATE_FILE`, as confidential as the table). A run that is resumed from
           one has the weights, ε and ledger of an uninterrupted run, bit for bit where collating draws no random
@@ -127,7 +127,7 @@ class FILTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Make model, optimizer and loader private; called once, when training starts."""
-        # The same loader, but for batches as plain dicts and for random numbers of its own, which a checkpoint holds.
+        # The same loader, with batches as plain dicts and with its own random numbers, which a checkpoint holds.
         plain = super().get_train_dataloader()
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
         several = self.args.world_size > 1

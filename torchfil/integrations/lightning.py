@@ -52,8 +52,8 @@ class FILCallback(pl.Callback):
     Guarantees:
         * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`, on several devices
           with ``DifferentiallyPrivateDistributedDataParallel``.
-        * Gradients meet once, clipped and noisy: the module is taken out of torch's ``DistributedDataParallel``, which
-          would average them before.
+        * Gradients are summed once, clipped and noisy: the module is taken out of torch's ``DistributedDataParallel``,
+          which would average them before.
         * float16, sharded models (FSDP, DeepSpeed), several optimizers or training loaders, gradient clipping by the
           trainer and reloaded loaders raise when the fit starts.
         * After the fit the model is a plain module again.
@@ -187,7 +187,7 @@ class FILCallback(pl.Callback):
     def _redirection(
         self, pl_module: Any, loader: DataLoader[Any]
     ) -> tuple[Redirected | StepRedirected, dict[str, Any]]:
-        """Which calls are led through the engine, and the options of ``make_private``."""
+        """Which calls go through the engine, and the options of ``make_private``."""
         own = frozenset(vars(pl.LightningModule()).keys() - vars(nn.Module()).keys())
         without_forward = type(pl_module).forward is pl.LightningModule.forward
         if self.module != TRAINING_STEP and not (self.module is None and without_forward):

@@ -1,4 +1,4 @@
-"""The loss that a Hugging Face model computes by itself, as a function of its outputs and labels.
+"""The loss that a Hugging Face model computes itself, as a function of its outputs and labels.
 
 A model's ``out.loss`` is a mean over a batch, in which tokens of long texts outvote those of short ones. Privacy needs
 the loss of one example: ℓ_i is ``out.loss`` on a batch of example i alone, and a batch's loss is the mean of those.
@@ -81,7 +81,7 @@ class ModelLoss:
         """The loss of this model.
 
         Raises:
-            ValueError: It cannot be told from the model's class.
+            ValueError: It cannot be inferred from the model's class.
         """
         unwrap: Any = getattr(model, "get_base_model", None)  # peft's
         inner = unwrap() if unwrap is not None else model
@@ -160,7 +160,7 @@ class ModelLoss:
         Random numbers drawn for it are given back.
 
         Raises:
-            ValueError: The labels cannot be meant, or the model computes another loss.
+            ValueError: The labels cannot be right, or the model computes another loss.
         """
         count = len(labels if isinstance(labels, Tensor) else next(iter(labels.values())))
         with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -172,7 +172,7 @@ class ModelLoss:
                 self._check_own(model(**one, **by_name), its_labels)
 
     def check_labels(self, logits: Tensor, labels: Tensor) -> None:
-        """Raise for labels whose shape, dtype or values cannot be meant for such logits."""
+        """Raise for labels whose shape, dtype or values cannot be right for such logits."""
         problem, classes = self._problem(labels), logits.shape[-1]
         given = (
             f"labels {list(labels.shape)} of {labels.dtype} with logits {list(logits.shape)} ({self.kind}, {problem})"

@@ -1,8 +1,8 @@
 """A Lightning module as a model whose outputs are what its ``training_step`` hands to the loss function.
 
-For modules without a ``forward`` of their own, or whose ``training_step`` calls several parts one after the other:
+For modules without their own ``forward``, or whose ``training_step`` calls several parts one after the other:
 the model is all that happens up to the call of a loss of ``torch.nn.functional``, its inputs are the whole batch. The
-``training_step`` itself then runs as it is written, but for the loss's first argument, which is that model's output.
+``training_step`` itself then runs as written, except for the loss's first argument, which is that model's output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which coordinates of an example are private: what a user may say, and what holds where nothing is said."""
+"""Which coordinates of an example are private: what a user may choose, and the defaults."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def superpixel(segments: Tensor, label: int) -> Tensor:
 
 
 def floating_inputs(named: Mapping[Key, Input], names: Mapping[Key, str]) -> list[Key]:
-    """The inputs that are private where nothing is said: floating-point ones, masks aside."""
+    """The inputs that are private by default: floating-point ones except masks."""
     return [
         key
         for key, given in named.items()

@@ -32,7 +32,7 @@ class _Slot:
         shape: Of one example as it is laid out in z.
         index: The chosen flat coordinates, [size]; None: all.
         length: How many positions the tensor has in this batch, where ``shape`` has a declared maximum of them.
-        own: Where the example's own positions are told; None: all are.
+        own: Which positions are the example's own; None: all.
     """
 
     key: Key

@@ -113,7 +113,7 @@ def distribution(
     Args:
         values: [n]. Infinite ones count among the examples but have no place on the axis; so do zeros where ``log``:
             the curve then starts above 0 or ends below 1, and the legend says how many.
-        groups: n names; one curve each, told apart by colour and line style.
+        groups: n names; one curve each, distinguished by colour and line style.
         threshold: A score to mark, such as the error of guessing without the model; the legend says which share of all
             examples lies at or below it.
         threshold_label: Its name.

@@ -37,7 +37,7 @@ def new_figure(width: float, height: float, layout: str) -> Figure:
 
 
 def as_array(values: Any) -> np.ndarray:
-    """Values as a numpy array of their own dtype (half precision: float64), detached, on the CPU."""
+    """Values as a numpy array of the same dtype (half precision: float64), detached, on the CPU."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         return np.asarray((values.double() if values.is_floating_point() else values).numpy())

@@ -1,4 +1,4 @@
-"""Is a step given the batch that was read, and each example in a row of its own?"""
+"""Does a step get the batch that was read, and each example in its own row?"""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class BatchChecks:
     def check_rows(self, forward: ForwardPass) -> None:
         """Now and then, raise where the model's inputs are made from several rows of the batch that was read.
 
-        What is made from each row by itself is told once: the numbers are about the view that the model saw.
+        What is made from each row alone is logged once: the numbers are about the view that the model saw.
 
         Raises:
             RuntimeError: With what was found: mixup, another order, statistics of the batch.
@@ -118,7 +118,7 @@ class BatchChecks:
             )
 
     def check_calls_for_refresh(self, forward: ForwardPass) -> None:
-        """Raise where norms shall be refreshed and the loop calls the model with other inputs than a batch's."""
+        """Raise if norms must be refreshed and the loop calls the model with other inputs than a batch's."""
         every = self.options.accounting.norm_refresh
         if every is None:
             return

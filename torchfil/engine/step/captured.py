@@ -37,7 +37,7 @@ BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected ba
 _USES_BEFORE_COMPILING = 16
 _SHARE_BEFORE_COMPILING = 0.125  # of the batches so far
 _FURTHER_PADDING = 1.25  # a compiled pass for up to so many times the size serves, too
-_MOST_PARTS_TO_COMPILE = 8  # of a pass's probes: each part is compiled by itself, whatever the number of its probes
+_MOST_PARTS_TO_COMPILE = 8  # of a pass's probes: each part is compiled separately, whatever the number of its probes
 
 
 class CapturedPasses:
@@ -266,7 +266,7 @@ class _Captured:
 
         Args:
             examples: The examples.
-            wanted: The probes' seeds and the rate; all else is built in.
+            wanted: The probes' seeds and the rate; everything else is built in.
             look: Is given the gradients at the outputs before the rest is computed.
             begun: Whether :meth:`begin` was the last replay, over these examples.
         """

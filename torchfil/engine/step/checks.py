@@ -1,6 +1,6 @@
-"""What the loop did beside what the engine computed: a step that is not accounted for rightly is refused.
+"""What the loop did compared with what the engine computed: a step that would be accounted for wrongly is refused.
 
-A check begins early and ends late: what is returned raises. In between a GPU goes on computing.
+A check begins early and ends late: what is returned raises. In between a GPU continues computing.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class PassMemory:
 
     Guarantees:
         * A pass that ran out of memory leaves nothing behind: it gives no number and books nothing. Its probes are
-          those of its seeds, so that the repeated pass gives the same numbers, but for rounding.
+          those of its seeds, so that the repeated pass gives the same numbers up to rounding.
         * Where not even one example fits, the limit stays as it was, and the error says so.
 
     Args:
@@ -96,7 +96,7 @@ class PassMemory:
         self.limit = limit
         release_memory()
 
-        # the first time is told loudly, as it costs time at every step from now on
+        # the first time warns, as it costs time at every step from now on
         was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
         text = f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at once"
         logger.info(text)

@@ -66,7 +66,7 @@ class StepPipeline(StepStages):
         forward = ForwardPass(None, batch, args, kwargs, None)
         try:
             examples = self._examples(forward)
-        except (ValueError, TypeError):  # told at the step, where the loop expects it
+        except (ValueError, TypeError):  # reported at the step, where the loop expects it
             return None
 
         # on a CPU the live model's own pass is recorded

@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["how_rows_mix"]
 
-_MOST_ROWS = 32  # of the input that are looked at, beside all rows of the batch
+_MOST_ROWS = 32  # of the input that are compared with all rows of the batch
 _FEWEST_NUMBERS = 8  # of a row: two numbers are a blend of any two rows
 _EXACT = 1e-5  # relative, in float32
 _SHARE = 1e-2  # of another row, from which on it counts

@@ -28,9 +28,9 @@ def signature(gradients: ExampleGradients) -> Hashable:
 
 
 class CapturedPass:
-    """``stages`` over ``size`` examples as CUDA graphs; the weights are read anew, where they lie, at each replay.
+    """``stages`` over ``size`` examples as CUDA graphs; each replay reads the weights again, where they lie.
 
-    Each stage is a graph of its own, so that the results of one can be looked at while the next is still running.
+    Each stage is a separate graph, so that the results of one can be read while the next is still running.
 
     Args:
         gradients: A batch to begin with; smaller ones are filled up with copies of the first example.

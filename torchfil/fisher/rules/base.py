@@ -227,7 +227,7 @@ def register_rule(kind: type[nn.Module] | str, rule: LayerRule, *, overwrite: bo
         overwrite: Whether to replace the class's present rule.
 
     Raises:
-        TypeError: ``kind`` is no class of modules, or ``rule`` no instance of a rule.
+        TypeError: ``kind`` is not a class of modules, or ``rule`` not an instance of a rule.
         ValueError: The class has a rule, and ``overwrite`` is False.
     """
     is_name = isinstance(kind, str) and "." in kind
