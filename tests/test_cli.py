@@ -201,7 +201,7 @@ class TestBench:
         monkeypatch.setattr("torchfil.cli.timing._opacus_step", fails)
         data = json.loads(call("bench", "--model", f"{jobs}:own_loss", "--repeats", 1, "--json").stdout)
         assert data["check"]["loss"] == "the model's own loss on each example alone"
-        assert "let the model run without labels" in data["check"]["advice"][0]
+        assert "let the model also run without labels" in data["check"]["advice"][0]
         assert (data["steps"][0]["name"], data["steps"][0]["relative"]) == ("plain training", 1)
         assert data["steps"][-1]["failed"] == "no rule for this layer"
         assert len(data["steps"]) == 5

@@ -87,7 +87,7 @@ def test_scale_derivative_is_the_derivative_of_scale(name: str) -> None:
 
 def test_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match=r"clip='soft' is not a registered clip function; known are .*gelu.*register_clip"
+        ValueError, match=r"clip='soft' is not a registered .*; the registered ones are .*gelu.*register_clip"
     ):
         get_clip("soft")
 

@@ -186,13 +186,13 @@ def test_codes_of_levels(tmp_path: Path) -> None:
     check_codes(task)
     assert [task.encode("vkorc1", level).tolist() for level in ("CC", "CT", "TT")] == [[0, 0], [1, 0], [0, 1]]
     assert task.level_numbers("vkorc1", IWPC_INPUTS).tolist() == [1, 2, 0, 2, 1]
-    with pytest.raises(ValueError, match="'age' is no nominal attribute; those are"):
+    with pytest.raises(ValueError, match="'age' is not a nominal attribute; those are"):
         task.encode("age", "50")
-    with pytest.raises(ValueError, match="'age' is no nominal attribute; those are"):
+    with pytest.raises(ValueError, match="'age' is not a nominal attribute; those are"):
         task.level_numbers("age", IWPC_INPUTS)
-    with pytest.raises(ValueError, match="'XY' is no level of 'vkorc1'; those are"):
+    with pytest.raises(ValueError, match="'XY' is not a level of 'vkorc1'; those are"):
         task.encode("vkorc1", "XY")
-    with pytest.raises(ValueError, match="row 1 has .* encodes no level"):
+    with pytest.raises(ValueError, match="row 1 has .* does not encode a level"):
         task.level_numbers("vkorc1", IWPC_INPUTS[:2] * [[1], [0.5]])
 
 

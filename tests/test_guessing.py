@@ -316,7 +316,7 @@ def test_what_is_refused() -> None:
         guessing.expected_posterior_bound(0.1, 1.0)
     with pytest.raises(ValueError, match="sum 1"):
         guessing.divergence_from_mixture([0.0, 0.1], [0.5, 0.4])
-    with pytest.raises(ValueError, match="one entry an answer"):
+    with pytest.raises(ValueError, match="one entry per answer"):
         guessing.divergence_from_mixture([0.1], [0.5, 0.5])
     with pytest.raises(ValueError, match="prior=0 must be a number of answers"):
         guessing.fano_success(0.1, 0)

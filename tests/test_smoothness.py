@@ -105,7 +105,7 @@ def test_dilated_max_pooling_and_unknown_activations_are_refused() -> None:
     found = SmoothnessValidator.validate(model, example_inputs=torch.rand(2, 1, 8, 8))
     assert [str(error).split(":")[0] for error in found][:2] == ["0 (MaxPool2d)", "1 (ReLU)"]
     assert not SmoothnessValidator.is_valid(model, example_inputs=torch.rand(2, 1, 8, 8))
-    with pytest.raises(ValueError, match=r"activation='relu' is not known; use one of tanh, gelu, softplus, silu"):
+    with pytest.raises(ValueError, match=r"activation='relu' is unknown; use one of tanh, gelu, softplus, silu"):
         SmoothnessValidator.fix(nn.ReLU(), activation="relu")
 
 

@@ -390,7 +390,7 @@ def test_groups_differ_in_colour_and_line_style():
         ([0.0, np.inf], {}, "1 of 2 are zero and 1 infinite; pass log=False"),
         ([np.nan], {}, r"values holds NaN at \[0\]"),
         ([1.0], {"groups": ["a", "b"]}, "groups has 2 entries for 1 values"),
-        (range(1, 31), {"groups": range(30)}, "30 groups cannot be told apart; merge them into 28"),
+        (range(1, 31), {"groups": range(30)}, "30 groups cannot be drawn in distinct styles; merge them into 28"),
     ],
 )
 def test_distributions_refuse_what_cannot_be_drawn(values, options, message):

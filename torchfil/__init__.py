@@ -1,6 +1,6 @@
 """torchfil: for every training example, how much a trained model leaks about it.
 
-torchfil.FILPrivacyEngine  Opacus's engine, with every example's leakage beside ε
+torchfil.FILPrivacyEngine  Opacus's engine, with every example's leakage besides ε
 torchfil.check       before training: what a model's batches would do, and what to change
 torchfil.equalise    rounds of training that spare the few who are exposed most
 torchfil.fisher      Fisher information of a private step, per example, attribute or direction
@@ -9,7 +9,7 @@ torchfil.clipping    smooth gradient clipping
 torchfil.attribution  PLIS (which pixels or columns drive an example's loss of privacy), exposure, layers
 torchfil.viz         pictures of it
 torchfil.glm         generalised linear models with output perturbation, in closed form
-torchfil.attacks     what attackers achieve; torchfil.compare_with_bounds sets it beside the bounds
+torchfil.attacks     what attackers achieve; torchfil.compare_with_bounds compares it with the bounds
 torchfil.smoothness  is the model smooth enough, and how to make it so
 """
 

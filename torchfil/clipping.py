@@ -114,7 +114,7 @@ def check_clip_weights(weights: Tensor, ids: Sequence[Hashable] | None = None) -
     value, name = float(weights[row]), row if ids is None else ids[row]
     more = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
     if value > 1:
-        why = "its clipped gradient could exceed max_grad_norm, so that ε would be too small; give at most 1"
+        why = "its clipped gradient could exceed max_grad_norm, and ε would be too small; give at most 1"
     elif value == 0:
         why = "an example that adds nothing must not be in the data set at all; leave it out, or give a small weight"
     else:
@@ -136,7 +136,7 @@ def get_clip(clip: str | ClipFunction) -> ClipFunction:
         return clip
     if clip not in _REGISTRY:
         raise ValueError(
-            f"clip={clip!r} is not a registered clip function; known are {', '.join(available_clips())}. "
+            f"clip={clip!r} is not a registered clip function; the registered ones are {', '.join(available_clips())}. "
             "Register your own with torchfil.clipping.register_clip."
         )
     return _REGISTRY[clip]
@@ -152,8 +152,8 @@ def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
     given = c(torch.from_numpy(_RATIO_GRID))
     if not isinstance(given, Tensor):
         raise ValueError(
-            f"a clip function must give a tensor of its argument's shape, got {type(given).__name__}; compute c(t) by "
-            "torch functions of t"
+            f"a clip function must give a tensor of its argument's shape, got {type(given).__name__}; compute c(t) "
+            "with torch functions of t"
         )
 
     # c must be elementwise, finite and positive
@@ -170,8 +170,8 @@ def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
     top = int(ratio.argmax())
     if ratio[1] > ratio[2:].max() * (1 + 1e-9):
         raise ValueError(
-            f"t / c(t) is largest at t = {_RATIO_GRID[1]:g}, the smallest that is tried ({ratio[1]:.3g}), so its bound "
-            f"is not known: c(0) = {values[0]:.3g} is too small"
+            f"t / c(t) is largest at t = {_RATIO_GRID[1]:g}, the smallest one tried ({ratio[1]:.3g}), so its bound is "
+            f"unknown: c(0) = {values[0]:.3g} is too small"
         )
     growth = ratio[-1] / ratio[-1000]  # over the last decades of t
     if growth > 1.001:

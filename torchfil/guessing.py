@@ -49,7 +49,7 @@ class Guess:
 
     Attributes:
         divergence: D = KL(P ‖ P') of each example, [ids], or of each of several alternatives, [ids, alternatives].
-        alternatives: The names of the alternatives, one a column of D; empty: not named.
+        alternatives: The names of the alternatives, one per column of D; empty: not named.
         complete: Whether the alternatives are all possible answers, the true one among them (with D = 0).
 
     Example:
@@ -72,7 +72,7 @@ class Guess:
         if self.alternatives and len(self.alternatives) != columns:
             raise ValueError(
                 f"alternatives={self.alternatives!r} has {len(self.alternatives)} names for {columns} columns of "
-                "divergence; give one name a column, or none"
+                "divergence; give one name per column, or none"
             )
 
     def upper(self, confidence: float = 0.95) -> Guess:
@@ -263,8 +263,8 @@ def divergence_from_mixture(divergences: Numbers, priors: Numbers) -> Tensor:
     _check_priors(shares)
     if limits.shape[-1:] != shares.shape[-1:]:
         raise ValueError(
-            f"divergences has shape {tuple(limits.shape)} and priors {tuple(shares.shape)}; both end in one entry an "
-            "answer, the true answer included (its divergence is 0)"
+            f"divergences has shape {tuple(limits.shape)} and priors {tuple(shares.shape)}; both must end in one entry "
+            "per answer, including the true answer (its divergence is 0)"
         )
     return (-torch.logsumexp(shares.log() - limits, dim=-1)).clamp(min=0)
 
@@ -306,7 +306,7 @@ def fano_success(mean_information: Numbers, prior: int | Sequence[float] | Tenso
     """
     if isinstance(prior, int):
         if prior < 1:
-            raise ValueError(f"prior={prior} must be a number of answers, at least 1, or one prior an answer")
+            raise ValueError(f"prior={prior} must be a number of answers, at least 1, or one prior per answer")
         prior = torch.full((prior,), 1 / prior, dtype=torch.float64)
     information, shares = _tensors(mean_information, prior)
     _check_divergence(information, "mean_information")
@@ -359,7 +359,7 @@ def _checked(divergence: Numbers, rate: Numbers, name: str) -> tuple[Tensor, Ten
 def _check_divergence(limit: Tensor, name: str = "divergence") -> None:
     if bool((~(limit >= 0)).any()):
         raise ValueError(
-            f"{name}={limit[~(limit >= 0)][0].item():g} must be ≥ 0; where an estimate came out negative, clamp it at 0"
+            f"{name}={limit[~(limit >= 0)][0].item():g} must be ≥ 0; if an estimate came out negative, clamp it at 0"
         )
 
 
@@ -375,6 +375,6 @@ def _check_open(prior: Tensor) -> None:
 def _check_priors(priors: Tensor) -> None:
     if priors.ndim == 0 or bool((~(priors >= 0)).any()) or bool(((priors.sum(dim=-1) - 1).abs() > 1e-6).any()):
         raise ValueError(
-            f"priors={priors.tolist()} must hold one probability ≥ 0 for each answer, the true one included, with sum "
+            f"priors={priors.tolist()} must hold one probability ≥ 0 for each answer, including the true one, with sum "
             "1; divide them by their sum"
         )

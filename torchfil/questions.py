@@ -1,8 +1,8 @@
-"""Questions about an example with finitely many answers: which answer could an attacker tell from the model?
+"""Questions about an example with finitely many answers: which answer could an attacker infer from the model?
 
 A question gives, for every example of a batch, one or more alternatives: the same example with another answer (another
 value of a column, another label, another token), or no example at all. The run then keeps, per example and alternative,
-D = KL(P ‖ P′) between the laws of all that training released with the true example and with the alternative; see
+D = KL(P ‖ P′) between the laws of everything that training released with the true example and with the alternative; see
 :mod:`torchfil.guessing` for what D says about every attacker.
 """
 
@@ -42,10 +42,10 @@ class Alternative(NamedTuple):
 
 
 class Question:
-    """What an attacker wants to know of an example; a subclass says what the answers are.
+    """What an attacker wants to know about an example; a subclass defines the answers.
 
     Attributes:
-        complete: Whether the answers are all that are possible, so that the true one is always among them.
+        complete: Whether the answers are all possible ones, so that the true one is always among them.
     """
 
     complete: ClassVar[bool] = False
@@ -58,11 +58,11 @@ class Question:
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
         """The batch with each of the answers; None: without the example.
 
-        Where an answer is the true one of an example, its alternative is the example itself, and D = 0.
+        If an answer is the true one of an example, its alternative is the example itself, and D = 0.
 
         Args:
-            inputs: As the model takes them: a tensor, a tuple, a dict; a dict by position and name where the model is
-                called with both. Not to be changed in place.
+            inputs: As the model takes them: a tensor, a tuple, a dict; a dict by position and name if the model is
+                called with both. Do not change them in place.
             targets: As the loss takes them, or None.
         """
         raise NotImplementedError
@@ -108,7 +108,7 @@ class Change(Question):
             if not callable(function):
                 raise TypeError(f"the answer {name!r} of Change is {function!r}; give a function of (inputs, targets)")
         if not self._functions:
-            raise ValueError("Change was given no function; it needs at least one answer")
+            raise ValueError("Change got no function; it needs at least one answer")
 
     @property
     def _functions(self) -> Mapping[str, Callable[[Any, Any], tuple[Any, Any]]]:
@@ -120,7 +120,7 @@ class Change(Question):
         return tuple(map(str, self._functions))
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
-        """What the functions give, each for copies of its own, which it may change."""
+        """What the functions return, each for its own copies, which it may change."""
         return tuple(_called(name, function, inputs, targets) for name, function in self._functions.items())
 
 
@@ -136,7 +136,7 @@ def _called(name: str, function: Callable[[Any, Any], Any], inputs: Any, targets
 
 @dataclass(frozen=True)
 class Column(Question):
-    """Another value of one column of a table: given values, or the true value and so much more.
+    """Another value of one column of a table: given values, or the true value plus so much.
 
     Attributes:
         column: Its number, along the last dimension of the input.
@@ -158,7 +158,7 @@ class Column(Question):
 
     def __post_init__(self) -> None:
         if bool(self.values) == bool(self.by):
-            raise ValueError(f"Column({self.column}) needs either values= or by=, one of both")
+            raise ValueError(f"Column({self.column}) needs either values= or by=, not both")
         _check_names(self.names, len(self.values or self.by))
 
     @property
@@ -218,12 +218,12 @@ class OneHot(Question):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The one without a column, where there is one, and one a column."""
+        """The one without a column, if there is one, and one per column."""
         named = tuple(self.names) if self.names is not None else tuple(f"column {column}" for column in self.columns)
         return named if self.dropped is None else (self.dropped, *named)
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
-        """Each column high, the others low; all low first, where that is an answer."""
+        """Each column high, the others low; all low first, if that is an answer."""
 
         def chosen(place: int) -> Alternative:
             def fill(tensor: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ class Token(Question):
 
     def __post_init__(self) -> None:
         if not self.values:
-            raise ValueError("Token was given no values; name the token numbers that are answers")
+            raise ValueError("Token got no values; name the token numbers that are answers")
         _check_names(self.names, len(self.values))
 
     @property
@@ -327,12 +327,12 @@ class Token(Question):
 
 @dataclass(frozen=True, eq=False)
 class Region(Question):
-    """A part of the input blotted out: a superpixel greyed, some columns set to their mean.
+    """A part of the input hidden: a superpixel greyed out, some columns set to their mean.
 
     Attributes:
         coordinates: A boolean mask that broadcasts to one example (:func:`torchfil.private.superpixel` makes one), or
             numbers or a slice along the last dimension.
-        value: What stands there instead.
+        value: What replaces it.
         input: The position or name of the input.
 
     Example:
@@ -376,7 +376,7 @@ def check_questions(questions: Mapping[str, Question]) -> dict[str, Question]:
         raise TypeError(f"questions={questions!r} must name each question: questions={{'member': Absent()}}")
     for name, question in questions.items():
         if not isinstance(name, str) or not name:
-            raise TypeError(f"the question {name!r} needs a name that is a text")
+            raise TypeError(f"the question {name!r} needs a string as its name")
         if not isinstance(question, Question):
             raise TypeError(
                 f"the question {name!r} is {question!r}; give one of torchfil.questions, such as Absent(), or "
@@ -390,7 +390,7 @@ def check_questions(questions: Mapping[str, Question]) -> dict[str, Question]:
 
 def _check_names(names: Sequence[str] | None, count: int) -> None:
     if names is not None and len(names) != count:
-        raise ValueError(f"names has {len(names)} entries for {count} answers; give one each, in order")
+        raise ValueError(f"names has {len(names)} entries for {count} answers; give one for each, in order")
 
 
 def _with_input(inputs: Any, key: Key, change: Callable[[Tensor], Tensor]) -> Any:

@@ -5,7 +5,7 @@ network. A network with ReLU or max pooling has a gradient that jumps with the i
 almost everywhere but misses the jumps, and the Cramér–Rao bound that is read from it can fail.
 
 Modules are judged by registered rules, in the manner of Opacus's ``ModuleValidator``. Non-smooth functions
-that a ``forward`` calls by itself are seen only by running the model: pass ``example_inputs``.
+that a ``forward`` calls directly are seen only by running the model: pass ``example_inputs``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class SmoothnessValidator:
                 errors.append(
                     NonSmoothModuleError(
                         f"{type(model).__name__}.forward calls {operator}, whose derivative jumps. Replace the call in "
-                        "the model's code by a smooth function (torch.tanh, F.gelu, F.softplus, F.avg_pool2d)."
+                        "the model's code with a smooth function (torch.tanh, F.gelu, F.softplus, F.avg_pool2d)."
                     )
                 )
 
@@ -139,7 +139,7 @@ class SmoothnessValidator:
             NonSmoothModuleError: Dilated max pooling.
         """
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r} is not known; use one of {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
         fixed = copy.deepcopy(model)
         return _fixed(fixed, activation, {})
 
@@ -205,7 +205,7 @@ class _RecordNonSmooth(TorchDispatchMode):
 
 
 def non_smooth_operators(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
-    """The non-smooth operators that one forward pass calls, in its layers or by itself."""
+    """The non-smooth operators that one forward pass calls, in its layers or directly."""
     with torch.no_grad(), _RecordNonSmooth() as record:
         model(*args, **kwargs)
     return record.seen

@@ -89,7 +89,7 @@ class TestRegistry:
         assert needs_of(ALL) == Needs(("trace", "diagonal", "matrix"), products=True, susceptibility=True)
 
     def test_unknown_names_are_told(self) -> None:
-        with pytest.raises(ValueError, match=r"track=\['colour'\] is not known; choose from trace, diagonal, fim"):
+        with pytest.raises(ValueError, match=r"track=\['colour'\] is unknown; choose from trace, diagonal, fim"):
             Ledger(3, 2, track=("colour",))
 
     def test_one_class_and_one_call_add_a_quantity(self, clean_registry: None) -> None:
@@ -111,7 +111,7 @@ class TestRegistry:
         class Clash(Largest):
             name = "clash"
 
-        with pytest.raises(ValueError, match=r"'clash' keeps sums called \['largest', 'looks'\], as others do"):
+        with pytest.raises(ValueError, match=r"'clash' keeps sums called \['largest', 'looks'\], which others use"):
             register_quantity(Clash())
         assert "clash" not in available_quantities()
 

@@ -94,4 +94,4 @@ def test_bytes_of_an_example_are_stated_and_met(track: tuple[str, ...], expected
     ledger = Ledger(N, 7, track=track)
     assert Ledger.bytes_needed(1, 7, track, 4) == expected
     assert ledger.sums.num_bytes == N * expected
-    assert f"{expected:,} bytes an example" in repr(ledger)
+    assert f"{expected:,} bytes per example" in repr(ledger)

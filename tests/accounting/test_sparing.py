@@ -114,11 +114,11 @@ def test_members() -> None:
     assert numbers.tolist() == [0, 1, 0]
     assert labels == ("m", "f")
     assert members_of(torch.tensor([3, 5, 3]), range(3), "groups")[1] == (3, 5)
-    with pytest.raises(ValueError, match="groups has no label for 1 of 2 ids, 'y' for one"):
+    with pytest.raises(ValueError, match="groups has no label for 1 of 2 ids, 'y' among them"):
         members_of({"x": 1}, ["x", "y"], "groups")
     with pytest.raises(ValueError, match="by has 1 labels for 2 examples"):
         members_of(["a"], ["x", "y"], "by")
-    with pytest.raises(ValueError, match="by has NaN for a label"):
+    with pytest.raises(ValueError, match="by has NaN as a label"):
         members_of([1.0, math.nan], ["x", "y"], "by")
 
 

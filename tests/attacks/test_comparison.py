@@ -97,7 +97,7 @@ def test_a_linear_model_against_its_reconstruction() -> None:
         torchfil.compare_with_bounds(model, result([1.0], None), X=X, y=y)
     with pytest.raises(ValueError, match="sigma=0.1, but the attack was on releases of sigma=1e-06; leave sigma out"):
         torchfil.compare_with_bounds(model, attack, X=X, y=y, sigma=0.1)
-    with pytest.raises(ValueError, match="groups asks for other bounds"):
+    with pytest.raises(ValueError, match="groups selects other bounds"):
         torchfil.compare_with_bounds(model, attack, X=X, y=y, groups=["a"] * 40)
     with pytest.raises(ValueError, match="attacked examples .40, 'a'. are not rows of X, which has 40"):
         torchfil.compare_with_bounds(model, result([1.0, 1.0], None, ids=[40, "a"]), X=X, y=y, sigma=1.0)
@@ -133,7 +133,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     for wrong in (float("nan"), -1.0):
         with pytest.raises(ValueError, match=f"a bound is {wrong}; bounds on squared errors"):
             torchfil.compare_with_bounds([wrong], result([1.0], None))
-    with pytest.raises(ValueError, match="no bound is given for the attacked examples .0."):
+    with pytest.raises(ValueError, match="there is no bound for the attacked examples .0."):
         torchfil.compare_with_bounds({1: 1.0}, result([1.0], None))
     with pytest.raises(TypeError, match="a Linear gives no bounds; compare_with_bounds"):
         torchfil.compare_with_bounds(nn.Linear(2, 2), result([1.0], None))

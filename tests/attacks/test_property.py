@@ -92,7 +92,7 @@ def test_auc_counts_ties_half() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="all examples or none have the property"):
+    with pytest.raises(ValueError, match="all examples have the property, or none has"):
         Client(torch.zeros(3, 2), torch.zeros(3), torch.ones(3))
     with pytest.raises(ValueError, match="3, 2 and 3 entries"):
         Client(torch.zeros(3, 2), torch.zeros(2), torch.ones(3))

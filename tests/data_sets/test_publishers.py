@@ -43,12 +43,12 @@ class TestIdx:
     @pytest.mark.parametrize(
         ("data", "message"),
         [
-            (b"", "no IDX file"),
-            (b"\x1f\x8b\x08\x00", "no IDX file"),
+            (b"", "not an IDX file"),
+            (b"\x1f\x8b\x08\x00", "not an IDX file"),
             (bytes([0, 0, 0x0D, 1, 0, 0, 0, 0]), "of type 0x0d"),
             (bytes([0, 0, 8, 3, 0, 0]), "ends in its header"),
-            (bytes([0, 0, 8, 1, 0, 0, 0, 5, 1, 2]), r"shape \(5,\) and has 2 entries"),
-            (bytes([0, 0, 8, 4]) + bytes([255] * 16), r"and has 0 entries"),
+            (bytes([0, 0, 8, 1, 0, 0, 0, 5, 1, 2]), r"shape \(5,\) but has 2 entries"),
+            (bytes([0, 0, 8, 4]) + bytes([255] * 16), r"but has 0 entries"),
         ],
     )
     def test_what_is_none_says_why(self, data: bytes, message: str) -> None:
@@ -83,7 +83,7 @@ def test_digits_cut_short(tmp_path: Path) -> None:
     write_digits(tmp_path, packed=True)
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(DataFormatError, match=r"ubyte.gz is no complete gzip file"):
+    with pytest.raises(DataFormatError, match=r"ubyte.gz is not a complete gzip file"):
         mnist(folder=tmp_path)
     path.write_bytes(gzip.compress(idx(np.zeros((7, 28, 28)))))
     with pytest.raises(DataFormatError, match=r"images \(7, 28, 28\) and .* labels \(6,\)"):
@@ -131,7 +131,7 @@ def test_photographs_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(DataNotFoundError, match=r"batches-py nor .*tar.gz nor .*download=True.*kriz/cifar.html"):
         cifar10(folder=tmp_path)
     (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"no archive")
-    with pytest.raises(DataFormatError, match="no complete archive of CIFAR-10"):
+    with pytest.raises(DataFormatError, match="not a complete archive of CIFAR-10"):
         cifar10(folder=tmp_path)
     (tmp_path / "cifar-10-batches-py").mkdir()
     with pytest.raises(DataNotFoundError, match="data_batch_1 does not exist"):

@@ -48,8 +48,8 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, size: int, way: str) -> None
             processes[rank].join(100)
             text = (tmp_path / f"error{rank}").read_text()
             assert text.startswith("True StepNotTakenError: "), text
-            assert "did not come to the end of step 3" in text
-            assert "start all of them again from the last checkpoint" in text
+            assert "did not reach the end of step 3" in text
+            assert "restart all of them from the last checkpoint" in text
             assert "init_process_group(timeout=" in text
             if rank == 0:
                 assert f"rank 1 (of {size}) did not" in text

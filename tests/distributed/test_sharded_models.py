@@ -110,10 +110,10 @@ def test_ways_to_shard_that_are_refused(two_ranks: RankPool) -> None:
     reasons = (
         "Use FSDP2",
         "torch.autocast",
-        "0.weight is trained and not sharded",
+        "0.weight is trained but not sharded",
         "each rank draws its own",
         "use grad_sample_mode='auto'",
-        "'auto' and 'ghost' take as well",
+        "'auto' and 'ghost' support as well",
         "num_probes=",
         "batch normalisation mixes",
         "check it before",

@@ -144,7 +144,7 @@ def test_what_is_mapped_over_examples_is_told_with_its_cost() -> None:
     assert all(row["falls_back"] for row in found.rows)
     assert found.costs[1].name.startswith("mapped pass")
     assert found.bytes_per_example == 8 * (5 * 4 + 5 * 3) * 4
-    assert any("a recorded pass would be faster" in line for line in found.advice)
+    assert any("the recorded pass would be faster" in line for line in found.advice)
 
 
 def test_the_loss_is_the_models_own_or_the_likeliest() -> None:

@@ -165,7 +165,7 @@ def test_what_files_and_folders_cannot_do(tmp_path: Path) -> None:
         engine.save_checkpoint(path=tmp_path, module=model, torch_save_kwargs={"pickle_protocol": 4})
     with pytest.raises(TypeError, match="no option optimiser"):
         engine.save_checkpoint(path=tmp_path, module=model, optimiser=None)
-    with pytest.raises(ValueError, match="no whole checkpoint"):
+    with pytest.raises(ValueError, match="no complete checkpoint"):
         engine.load_checkpoint(path=tmp_path, module=model)
     engine.save_checkpoint(path=tmp_path, module=model)
     with pytest.raises(TypeError, match="is for files"):

@@ -42,7 +42,7 @@ class TestCheckpoints:
             with pytest.raises(CheckpointError) as refused:
                 engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
             assert str(path) in str(refused.value)
-            assert "go on from an earlier checkpoint" in str(refused.value)
+            assert "resume from an earlier checkpoint" in str(refused.value)
             assert "\n" not in str(refused.value)
         assert same(self.state_of(run), before)
 

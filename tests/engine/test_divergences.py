@@ -193,7 +193,7 @@ def test_without_noise_what_differs_is_known() -> None:
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        (Change(lambda inputs, targets: (inputs[:, :, :2], targets)), "differ in values alone"),
+        (Change(lambda inputs, targets: (inputs[:, :, :2], targets)), "may differ only in values"),
         (Change(lambda inputs, targets: inputs), "must return the pair"),
         (Change(lambda inputs, targets: (inputs / 0, targets)), "changed"),
         (Token(0, (1,), input="words"), "pass input="),
@@ -222,7 +222,7 @@ def test_a_function_may_change_its_copies() -> None:
     [
         ({"member": "absent"}, "Absent\\(\\)"),
         ([Absent()], "must name each question"),
-        ({"": Absent()}, "needs a name"),
+        ({"": Absent()}, "needs a string as its name"),
     ],
 )
 def test_faulty_questions_are_refused_at_once(questions: Any, message: str) -> None:

@@ -99,7 +99,7 @@ def test_weights_that_nobody_uses_are_told(unit: Tensor) -> None:
     assert result.stopped == "no further progress"
     assert len(result.history) == 3
     assert result.num_spared == 0  # the first round was no worse, and is returned
-    assert "two rounds in a row brought nothing" in str(result)
+    assert "two rounds in a row did not help" in str(result)
 
 
 def test_the_floor(unit: Tensor) -> None:
@@ -260,7 +260,7 @@ def test_examples_without_an_interval_count_by_their_estimate() -> None:
     assert result.met
     assert result.history[0].without_interval == 1
     assert result.weights[1] < 0.5
-    with pytest.raises(ValueError, match="the probes tell no error of anybody"):
+    with pytest.raises(ValueError, match="the probes give nobody an error"):
         torchfil.equalise(train(torch.tensor([1.0, 1.0])), target=1.0)
 
 
@@ -293,7 +293,7 @@ def test_the_caveat_is_a_warning(unit: Tensor) -> None:
         ({"grid": 0}, "grid=0 must be a whole number"),
         ({"delta": 1.0}, "delta=1.0 must lie strictly"),
         ({"weights": torch.tensor([0.5, 1.5])}, "clip_weights of example 1 is 1.5"),
-        ({"groups": [0, 1], "by": [0, 1, 2]}, "must have one entry an example each"),
+        ({"groups": [0, 1], "by": [0, 1, 2]}, "must each have one entry per example"),
     ],
 )
 def test_options_that_are_none_are_named_before_training(options: dict[str, Any], message: str) -> None:
@@ -313,7 +313,7 @@ def test_what_is_no_training(unit: Tensor) -> None:
         torchfil.equalise(lambda weights: None)
     with pytest.raises(ValueError, match="leak without limit"):
         torchfil.equalise(lambda weights: StandIn(torch.full((3,), torch.inf)), target=1.0)
-    with pytest.raises(ValueError, match="has measured nobody"):
+    with pytest.raises(ValueError, match="measured nobody"):
         torchfil.equalise(lambda weights: StandIn(unit, measured=torch.zeros(2000, dtype=torch.bool)), target=1.0)
 
 
@@ -376,7 +376,7 @@ def test_digits_share_and_epsilon(accountant: str) -> None:
 def test_an_engine_without_the_weights_is_refused() -> None:
     train = Digits(steps=8)
     train.forgets = True
-    with pytest.raises(ValueError, match=r"its engine has none; hand them on: make_private\(…, clip_weights=weights\)"):
+    with pytest.raises(ValueError, match=r"its engine has none; pass them on: make_private\(…, clip_weights=weights\)"):
         torchfil.equalise(train, share=0.05, confidence=None)
 
 

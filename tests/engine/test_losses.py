@@ -153,7 +153,7 @@ def test_class_weights_raise_even_when_declared_because_their_mean_mixes_example
 def test_a_wrong_loss_reduction_is_told() -> None:
     check_unchanged_after(
         LossMismatchError,
-        "loss_reduction is not what the loop does",
+        "loss_reduction does not match the loop",
         loss_fn=lambda o, t: F.cross_entropy(o, t, reduction="sum"),
         criterion=nn.CrossEntropyLoss(reduction="sum"),
     )
@@ -288,6 +288,6 @@ class _ChannelsLast(nn.Module):
 def test_opacus_on_channels_last_is_blamed_by_name() -> None:
     dataset = TensorDataset(torch.randn(24, 1, 6, 6).double(), torch.arange(24) % 3)
     module = _ChannelsLast().double()
-    with pytest.raises(RuntimeError, match=r"channels last in memory, as it does in second .*grad_sample_mode='auto'"):
+    with pytest.raises(RuntimeError, match=r"channels last in memory, as in second .*grad_sample_mode='auto'"):
         train(dataset, steps=1, module=copy.deepcopy(module), grad_sample_mode="hooks")
     assert bool((train(dataset, steps=3, module=module).engine.get_fil().value > 0).any())

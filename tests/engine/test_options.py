@@ -52,10 +52,10 @@ class TestAccounting:
             ({"sketch_rank": 0}, "sketch_rank=0 must be at least 1"),
             ({"accumulation_steps": 0}, "accumulation_steps=0 must be at least 1"),
             ({"norm_refresh": 0}, "norm_refresh=0 must be at least 1 step"),
-            ({"estimator": "magic"}, "estimator='magic' is not known; use one of coordinates, exact"),
-            ({"amplification": "magic"}, "amplification='magic' is not known; use one of none, poisson, theorem4"),
-            ({"track": ("spectrum",)}, r"track=\['spectrum'\] is not known"),
-            ({"track": "spectrum"}, r"track=\['spectrum'\] is not known"),
+            ({"estimator": "magic"}, "estimator='magic' is unknown; use one of coordinates, exact"),
+            ({"amplification": "magic"}, "amplification='magic' is unknown; use one of none, poisson, theorem4"),
+            ({"track": ("spectrum",)}, r"track=\['spectrum'\] is unknown"),
+            ({"track": "spectrum"}, r"track=\['spectrum'\] is unknown"),
             (
                 {"track": ("diagonal",), "estimator": "coordinates"},
                 r"track=\('diagonal',\) needs the diagonal, and estimator='coordinates' gives the trace only",
@@ -173,7 +173,7 @@ class TestMakePrivate:
             private(accounting=Accounting(estimator="coordinates"), track="diagonal")
 
     def test_given_twice(self) -> None:
-        with pytest.raises(ValueError, match="num_probes is given twice, beside accounting= and in it; keep one"):
+        with pytest.raises(ValueError, match="num_probes is given twice, in accounting= and besides it; keep one"):
             private(accounting=Accounting(num_probes=2), num_probes=3)
         with pytest.raises(ValueError, match="track is given twice"):
             private(accounting=Accounting(track="plis"), track="plis")
@@ -218,7 +218,7 @@ class TestMakePrivate:
     def test_accounting_that_is_none(self, given: Any) -> None:
         with pytest.raises(TypeError, match=r"accounting=.* is no Accounting; pass e.g. Accounting\("):
             private(accounting=given)
-        with pytest.raises(TypeError, match=r"execution=.* is no Execution"):
+        with pytest.raises(TypeError, match=r"execution=.* is not an Execution"):
             Accounting(execution=given)
 
     @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ class TestParameters:
     def test_an_optimizer_of_too_few(self) -> None:
         module = network()
         optimizer = torch.optim.SGD(module[0].parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"does not hold 2 trainable parameters \(2.weight, 2.bias\): freeze what"):
+        with pytest.raises(ValueError, match=r"does not hold 2 trainable parameters \(2.weight, 2.bias\): freeze"):
             FILPrivacyEngine().make_private(module, optimizer, loader(data(24)))
 
 

@@ -185,7 +185,7 @@ def test_train_step_refuses_a_batch_that_was_not_read_last() -> None:
     x2, y2 = next(batches)
     assert not torch.equal(y, y2)
     for given in ((x, y), (x.clone(), y), (x + 0.1, y.clone()), (x.clone(), y2)):
-        with pytest.raises(RuntimeError, match="given a batch that was read before the last one"):
+        with pytest.raises(RuntimeError, match="got a batch that was read before the last one"):
             engine.train_step(*given)
     engine.train_step(x2, y2)
     assert engine.leakage()["participations"].tolist() == [0] * 6 + [1] * 6 + [0] * 12
@@ -241,7 +241,7 @@ def test_a_checkpoint_of_another_model_changes_nothing() -> None:
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     other, model, optimizer, _ = start(module, examples())
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(ValueError, match=r"of another model \(_module\.0\.weight \[4, 3\] instead of \[5, 3\]"):
+    with pytest.raises(ValueError, match=r"from another model \(_module\.0\.weight \[4, 3\] instead of \[5, 3\]"):
         other.load_checkpoint(path=file, module=model, optimizer=optimizer)
     assert other.accountant.history == []
     assert other.state_dict()["run"]["ledger"] is None
@@ -351,7 +351,7 @@ def test_runs_of_other_noise_are_not_averaged() -> None:
     with pytest.raises(ValueError, match="must share noise, clipping"):
         FILPrivacyEngine.merge([sampled(1), sampled(2, noise_multiplier=2.0)])
     engine = sampled(1)
-    with pytest.raises(ValueError, match="one engine twice"):
+    with pytest.raises(ValueError, match="the same engine twice"):
         FILPrivacyEngine.merge([engine, engine])
 
 

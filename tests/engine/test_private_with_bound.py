@@ -140,7 +140,7 @@ def test_a_refusal_leaves_everything_as_it_was() -> None:
     module, optimizer = given["module"], given["optimizer"]
     before = copy.deepcopy(module.state_dict()), torch.get_rng_state(), given["data_loader"].generator.get_state()
     engine = FILPrivacyEngine()
-    with pytest.raises(ValueError, match="was not met within max_noise_multiplier=0.5.*of the target where 1.25"):
+    with pytest.raises(ValueError, match="was not met within max_noise_multiplier=0.5.*of the target, but 1.25"):
         engine.make_private_with_bound(**given)
     assert all(torch.equal(value, before[0][name]) for name, value in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), before[1])
@@ -304,7 +304,7 @@ def test_ends_far_from_the_estimates_are_told_apart() -> None:
         )
         return choose_noise(pilots, checked, NoiseSearch(max_noise_multiplier=2.0))
 
-    with pytest.raises(ValueError, match="max_noise_multiplier=2.*runs differ much: lower the learning rate first"):
+    with pytest.raises(ValueError, match="max_noise_multiplier=2.*runs differ a lot: lower the learning rate first"):
         choose(0.2)
     with pytest.raises(ValueError, match=r"Allow more noise \(σ of about 2.6 may do\)"):
         choose(0.75)
@@ -317,7 +317,7 @@ def test_an_engine_that_is_used_is_refused_before_any_pilot() -> None:
     given = start(target_mse_bound=2.0)
     module = network()
     engine.make_private(module, torch.optim.SGD(module.parameters(), lr=1.0), given["data_loader"])
-    with pytest.raises(ValueError, match="accounts for a run already"):
+    with pytest.raises(ValueError, match="already accounts for a run"):
         engine.make_private_with_bound(**given)
 
 

@@ -159,7 +159,7 @@ def test_workers_that_are_spawned() -> None:
 def test_second_make_private_is_refused() -> None:
     engine, module, model, _, private = make()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="this engine accounts for a run already"):
+    with pytest.raises(ValueError, match="this engine already accounts for a run"):
         engine.make_private(network(), optimizer, private)
     for again in (model, module):
         with pytest.raises(ValueError, match="the model is private already"):
@@ -246,7 +246,7 @@ class TestIds:
         assert engine.group_leakage(series)["count"].tolist() == [20, 20]
         with pytest.raises(TypeError, match=r"group_of is a list; map ids to groups: dict\(zip\(ids, labels\)\)"):
             engine.group_leakage(list(sides.values()))
-        with pytest.raises(ValueError, match=r"group_of has NaN for \[3, 5\]; leave such ids out"):
+        with pytest.raises(ValueError, match=r"group_of has NaN for \[3, 5\]; leave these ids out"):
             engine.group_leakage(sides | {3: float("nan"), 5: np.nan})
 
 
@@ -302,20 +302,20 @@ def test_data_without_numbered_examples_is_refused() -> None:
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be positive"),
         ({"clipping": "adaptive"}, "counting factors below 1"),
         ({"clipping": "per_layer"}, "needs max_grad_norm as a list of 4 numbers"),
-        ({"grad_sample_mode": "ghost_fsdp"}, "takes sharded weights, which .auto. and .ghost. take as well"),
+        ({"grad_sample_mode": "ghost_fsdp"}, "is for sharded weights, which .auto. and .ghost. support as well"),
         ({"clip": "gelu-paper"}, "lets gradients exceed max_grad_norm by a factor of 1.11522"),
         ({"clip": "soft"}, "is not a registered clip function"),
         (
             {"amplification": "magic"},
-            "amplification='magic' is not known; use one of none, poisson, theorem4",
+            "amplification='magic' is unknown; use one of none, poisson, theorem4",
         ),
         ({"amplification": "poisson", "poisson_sampling": False}, "needs poisson_sampling=True"),
         ({"amplification": "theorem4", "poisson_sampling": False}, "needs poisson_sampling=True"),
-        ({"estimator": "magic"}, "is not known"),
+        ({"estimator": "magic"}, "is unknown"),
         ({"num_probes": 0}, "num_probes=0 must be at least 1"),
         ({"fil_rate": 0.0}, r"fil_rate=0.0 must lie in \(0, 1\]"),
         ({"fil_rate": 1.5}, r"fil_rate=1.5 must lie in \(0, 1\]"),
-        ({"track": ("spectrum",)}, r"track=\['spectrum'\] is not known"),
+        ({"track": ("spectrum",)}, r"track=\['spectrum'\] is unknown"),
         ({"track": ("diagonal",), "estimator": "coordinates"}, "gives the trace only"),
         ({"track": ("fim",), "num_probes": 1}, "needs num_probes of at least 2"),
         ({"loss_reduction": "none"}, "must be 'mean' or 'sum'"),

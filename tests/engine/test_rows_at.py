@@ -139,6 +139,6 @@ class TestChosenIds:
     def test_what_cannot_be_chosen_is_refused(self) -> None:
         with pytest.raises(KeyError, match="unknown example ids"):
             self.trained({"diagonal": [60]})
-        with pytest.raises(ValueError, match="'colour'.* is not known"):
+        with pytest.raises(ValueError, match="'colour'.* is unknown"):
             Accounting(track={"colour": [1]})
         assert Accounting(track={"diagonal": None}).track == ("diagonal",)

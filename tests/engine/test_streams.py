@@ -212,7 +212,7 @@ def test_an_example_twice_in_one_batch_is_refused() -> None:
         ({"id_of": None}, ValueError, "Put an id into every example"),
         ({"norm_refresh": 3}, ValueError, "examples cannot be read again"),
         ({"clip_weights": [1.0] * N}, ValueError, "who will come is not known"),
-        ({"rel_error": 0.1, "estimator": "weight-probes"}, ValueError, "how many passes follow"),
+        ({"rel_error": 0.1, "estimator": "weight-probes"}, ValueError, "the number of passes is unknown"),
         ({"amplification": "poisson"}, ValueError, "needs poisson_sampling=True"),
     ],
 )

@@ -202,9 +202,9 @@ def test_positions_that_nobody_tells_apart_all_count_and_the_log_says_so(caplog:
     with caplog.at_level("INFO"):
         engine, _ = train(Reader())
     told = [record.getMessage() for record in caplog.records]
-    assert any("the output of the embedding 'words' is taken to be private" in line for line in told)
+    assert any("the output of the embedding 'words' is private" in line for line in told)
     assert any(line.startswith("private in every example: the output of 'words', ") for line in told)
-    assert sum("nothing tells which positions are padding" in line for line in told) == 1
+    assert sum("nothing shows which positions are padding" in line for line in told) == 1
     measured = engine.was_measured().cpu()
     counted, own = engine.totals.get_num_coordinates().cpu()[measured], WIDTH * torch.tensor(LENGTHS)[measured]
     assert bool((counted >= own).all())
@@ -279,8 +279,8 @@ def test_integers_beside_floats_count_as_known_and_the_log_says_so(caplog: pytes
         assert replica.lay_out(given, {}, None, None).z.shape == (2, 3)
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        "private are the floating-point inputs alone: the integers that 'town' takes count as known to the attacker. "
-        "To protect them, too: private=Private(inputs=[0], submodule=['town'])"
+        "only the floating-point inputs are private: the integers that 'town' takes count as known to the attacker. "
+        "To protect them as well: private=Private(inputs=[0], submodule=['town'])"
     ]
     assert replica.lay_out(given, {}, None, Private(inputs=[0], submodule=["town"])).z.shape == (2, 5)
 

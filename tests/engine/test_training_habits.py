@@ -154,7 +154,7 @@ class TestAccumulation:
         ("options", "message"),
         [
             ({"accumulation_steps": 0}, "must be at least 1"),
-            ({"accumulation_steps": 9}, "hold more than the data set has"),
+            ({"accumulation_steps": 9}, "hold more than the data set"),
             ({"accumulation_steps": 2, "grad_sample_mode": "hooks"}, "is for Poisson sampling in grad_sample_mode"),
             ({"accumulation_steps": 2, "poisson_sampling": False}, "any number of batches may be accumulated"),
         ],
@@ -257,7 +257,7 @@ class TestCompiledModels:
     def test_a_compiled_part_is_refused(self) -> None:
         module = network()
         module[0] = torch.compile(module[0])  # type: ignore[assignment]
-        with pytest.raises(ValueError, match="the part '0' of the model was compiled by itself"):
+        with pytest.raises(ValueError, match="the part '0' of the model was compiled separately"):
             make(module)
 
 
@@ -364,7 +364,7 @@ class TestSamplers:
     def test_weights_without_poisson_sampling(self) -> None:
         """Each participation counts; nothing is taken off for chance."""
         sampler = WeightedRandomSampler([1.0] * 39 + [50.0], 8, replacement=False)
-        with pytest.warns(UserWarning, match="take part more often, and each participation is counted") as told:
+        with pytest.warns(UserWarning, match="take part more often, and each participation counts") as told:
             engine, _, model, optimizer, batches = make(batches=self.batches(sampler, data(40)), poisson_sampling=False)
         assert len(told) == 1
         for _ in range(5):

@@ -412,7 +412,7 @@ def test_train_step_refuses_a_criterion_that_weights_examples_by_others(criterio
     x, y = next(iter(loader))
     assert len(y.unique()) == 2
     for _ in range(2):  # trying again does not help
-        with pytest.raises(LossMismatchError, match="no example has a loss of its own"):
+        with pytest.raises(LossMismatchError, match="no example has its own loss"):
             engine.train_step(x, y)
     assert engine.ledger is None
 

@@ -144,16 +144,16 @@ class TestRates:
             assert perp.item() * sigma**2 == pytest.approx(amplification.kappa(0.01, sigma))
 
     def test_another_rate_than_the_samplers_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"for the sampling rate q=0\.01, but examples are drawn with rate 0\.1"):
+        with pytest.raises(ValueError, match=r"for the sampling rate q=0\.01, but examples are drawn at rate 0\.1"):
             Mechanism.build(1.0, 1.0, amplification=PoissonAmplification(0.01), sample_rate=0.1)
         assert Mechanism.build(1.0, 1.0, amplification=PoissonAmplification(0.1), sample_rate=0.1).sample_rate == 0.1
 
     @pytest.mark.parametrize("amplification", ["poisson", "theorem4", PoissonAmplification()])
     def test_secret_batches_of_no_known_rate_are_refused(self, amplification: Any) -> None:
-        with pytest.raises(ValueError, match=r"none is known: give it as \w+\(q=…\), or as sample_rate"):
+        with pytest.raises(ValueError, match=r"which is unknown: give it as \w+\(q=…\), or as sample_rate"):
             Mechanism.build(1.0, 1.0, amplification=amplification)
         case = build("mlp", 2)
-        with pytest.raises(ValueError, match="none is known"):
+        with pytest.raises(ValueError, match="which is unknown"):
             fisher.fim_trace(*case.arguments, max_grad_norm=1.0, noise_multiplier=1.0, amplification=amplification)
 
     def test_who_keeps_batches_secret(self) -> None:
@@ -199,7 +199,7 @@ class TestRegistry:
             with pytest.raises(TypeError, match=told):
                 Mechanism.build(1.0, 1.0, amplification=strange)  # type: ignore[arg-type]
         assert "strange" not in available_amplifications()
-        with pytest.raises(ValueError, match="amplification='magic' is not known; use one of none, poisson, theorem4"):
+        with pytest.raises(ValueError, match="amplification='magic' is unknown; use one of none, poisson, theorem4"):
             get_amplification("magic")
 
     @pytest.fixture

@@ -240,8 +240,8 @@ def test_a_pass_in_too_many_parts_is_not_compiled(caplog: pytest.LogCaptureFixtu
     passes, gradients = _Choosing(64), ExampleGradients.build(*build("mlp", 64).arguments)
     assert not any(replayed(passes, gradients, 60, 17, 128).compiled for _ in range(20))
     assert [record.message for record in caplog.records] == [
-        "the step could not be compiled and goes on as it is: it would have to be compiled in 9 parts, since "
-        "max_memory holds 2 of its 17 probes at once; raise max_memory or take fewer probes"
+        "the step could not be compiled and continues uncompiled: it would need 9 compiled parts, because "
+        "max_memory holds 2 of its 17 probes at once; raise max_memory or use fewer probes"
     ]
 
 
@@ -268,7 +268,7 @@ def test_what_cannot_be_compiled_goes_on_as_it_is(caplog: pytest.LogCaptureFixtu
     found = [served(passes, gradients, 60) for _ in range(40)]
     assert found == [(64, False)] * 40
     assert [record.message for record in caplog.records] == [
-        "the step could not be compiled and goes on as it is: no compiler"
+        "the step could not be compiled and continues uncompiled: no compiler"
     ]
 
 

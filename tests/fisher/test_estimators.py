@@ -242,9 +242,9 @@ class TestRegistered:
             match="estimator='traces' gives the trace only, not the diagonal; use estimator='exact' or 'weight-probes'",
         ):
             fisher.fim_diagonal(*case.arguments, **settings(case), estimator="traces")
-        with pytest.raises(ValueError, match=r"is to give \['diagonal'\]; choose from .* the trace must be among them"):
+        with pytest.raises(ValueError, match=r"for \['diagonal'\]; choose from .* the trace must be among them"):
             fisher.register_estimator("other", estimators.exact, quantities=("diagonal",))
-        with pytest.raises(ValueError, match=r"is to give \['trace', 'colour'\]; choose from trace, diagonal, matrix"):
+        with pytest.raises(ValueError, match=r"for \['trace', 'colour'\]; choose from trace, diagonal, matrix"):
             fisher.register_estimator("other", estimators.exact, quantities=("trace", "colour"))  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(

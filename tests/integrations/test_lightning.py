@@ -158,7 +158,7 @@ def test_after_the_fit_the_model_is_plain_again(tmp_path: Path) -> None:
     trainer(callback, tmp_path).fit(fitted, loader())
     assert not any(part._forward_hooks or part._backward_hooks for part in fitted.modules())
     copy.deepcopy(fitted)
-    with pytest.raises(ValueError, match="accounts for a run already"):
+    with pytest.raises(ValueError, match="already accounts for a run"):
         trainer(callback, tmp_path).fit(fitted, loader())
 
 

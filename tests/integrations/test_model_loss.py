@@ -199,7 +199,7 @@ def test_smoothed_labels_are_the_trainers(name: str, tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ("single label", {"labels": torch.full((COUNT,), 7)}, {}, "label 7 is none of the classes 0 to 2"),
+    ("single label", {"labels": torch.full((COUNT,), 7)}, {}, "label 7 is not one of the classes 0 to 2"),
     ("single label", {"labels": torch.rand(COUNT)}, {}, "one number for each logit"),
     ("several labels, told", {"labels": MULTI.long()}, {}, "labels.float"),
     ("a number [B]", {"labels": classes()}, {}, "labels.float"),
@@ -225,7 +225,7 @@ def test_labels_that_cannot_be_meant_are_refused(
 
 def test_one_class_is_refused() -> None:
     loss = ModelLoss("sequence", SimpleNamespace(num_labels=1, problem_type="single_label_classification"))
-    with pytest.raises(ValueError, match="two classes at least"):
+    with pytest.raises(ValueError, match="at least two classes"):
         loss.check_labels(torch.zeros(COUNT, 1), torch.zeros(COUNT, dtype=torch.long))
 
 

@@ -76,7 +76,7 @@ def test_a_floating_mask_is_not_private_by_itself() -> None:
     assert examples.own_coordinates.tolist() == [9, 3]  # type: ignore[union-attr]
     named = Examples.build({"attention_mask": inputs()["attention_mask"]}, None, Private(inputs="attention_mask"))
     assert named.z.shape == (2, 4)
-    with pytest.raises(ValueError, match="no input is floating-point but masks, which are not private by themselves"):
+    with pytest.raises(ValueError, match="no input is floating-point except masks, which are not private by default"):
         Examples.build({"input_ids": words(), "attention_mask": inputs()["attention_mask"]}, None)
 
 

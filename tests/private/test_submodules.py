@@ -166,7 +166,7 @@ def test_a_table_that_is_called_as_often_as_the_values_say_is_refused() -> None:
     model.times = 2
     with pytest.raises(ValueError, match="'words' is called 2 times in one forward pass, and 1 times in that"):
         gradients.gradients()
-    with pytest.raises(ValueError, match="names one twice"):
+    with pytest.raises(ValueError, match="names one submodule twice"):
         Private(submodule=["words", "words"])
 
 

@@ -1,4 +1,4 @@
-"""What a run shall reach: every example's exposure, beside the most that a target allows.
+"""What a run should reach: every example's exposure, and the largest that a target allows.
 
 The exposure e of an example is 1/bound = tr(I)/d (unbiased attackers), or the D of a question's worst answer (every
 attacker). Both scale as the square of a clip weight.
@@ -55,14 +55,14 @@ class Goal:
     """What is to be reached, checked when it is made.
 
     Attributes:
-        target: The bound that every example's shall reach, or with a question the largest true-positive rate that any
-            attacker shall reach; None: ``share`` says it, or there is none.
+        target: The bound that every example should reach, or with a question the largest true-positive rate that any
+            attacker may reach; None: ``share`` sets it, or there is none.
         question: Its name; None: Fisher information.
-        false_positive_rate: At which the true-positive rate is meant.
+        false_positive_rate: At which the true-positive rate is read.
         share: Of the examples that are to be brought down to where the others begin.
         confidence: That of the ends, by the probes' errors, that must meet the target, one-sided; None: estimates.
         group_ratio: The largest over the smallest of the groups' means that counts as equal.
-        has_groups: Whether there are groups; then no share is taken for granted.
+        has_groups: Whether there are groups; then no share is assumed.
 
     Example:
         >>> Goal(target=2.0).most
@@ -88,16 +88,18 @@ class Goal:
         if target is not None and self.question is not None and not alpha < target < 1:
             raise ValueError(
                 f"target={target} must lie between false_positive_rate={alpha} and 1: with question= it is the largest "
-                "true-positive rate of any attacker, and who guesses blindly reaches the false-positive rate"
+                "true-positive rate of any attacker, and a blind guess already reaches the false-positive rate"
             )
         if target is not None and self.share is not None:
-            raise ValueError(f"target={target} and share={self.share} both say who is to be spared; give one of them")
+            raise ValueError(f"target={target} and share={self.share} both say whom to spare; give one of them")
         if self.share is not None and not 0 < self.share < 1:
             raise ValueError(f"share={self.share} must lie strictly between 0 and 1: the share of examples to spare")
         if self.confidence is not None and not 0.5 < self.confidence < 1:
-            raise ValueError(f"confidence={self.confidence} must lie strictly between 0.5 and 1, or be None: estimates")
+            raise ValueError(
+                f"confidence={self.confidence} must lie strictly between 0.5 and 1, or be None for estimates"
+            )
         if not 1 < self.group_ratio < math.inf:
-            raise ValueError(f"group_ratio={self.group_ratio} must be above 1: no finite run has means that are equal")
+            raise ValueError(f"group_ratio={self.group_ratio} must be above 1: no finite run has equal means")
 
     @property
     def most(self) -> float:
@@ -122,7 +124,7 @@ class Goal:
         if most <= 0:
             raise ValueError(
                 f"share={share}: only {int((ordered > 0).sum())} of {len(ordered)} examples leak anything, fewer than "
-                "are to be spared; give target="
+                "should be spared; give target="
             )
         return replace(self, target=self.shown(most), share=None)
 
@@ -147,11 +149,11 @@ def read_exposure(leakage: Leakage, question: str | None, confidence: float | No
     value = _worst(quantity.value)
     measured = leakage.was_measured().cpu()
     if not bool(measured.any()):
-        raise ValueError("the run that train() returned has measured nobody: take private steps before returning it")
+        raise ValueError("the run that train() returned measured nobody: take private steps before returning it")
     if bool(value[measured].isinf().any()):
         raise ValueError(
-            f"{int(value[measured].isinf().sum())} examples leak without limit: steps were taken without noise, which "
-            "no clip weight makes up for; train with noise_multiplier > 0"
+            f"{int(value[measured].isinf().sum())} examples leak without limit, because steps were taken without "
+            "noise, and no clip weight can compensate for that; train with noise_multiplier > 0"
         )
     power = 0.5 if question is None else 1.0
     if confidence is None:
@@ -163,8 +165,8 @@ def read_exposure(leakage: Leakage, question: str | None, confidence: float | No
     told = high.isfinite()
     if not bool(told[measured].any()):
         raise ValueError(
-            "the probes tell no error of anybody, so that there is no end to be safe by: train longer, measure with "
-            "num_probes=2 or more, or pass confidence=None to go by the estimates of single runs"
+            "the probes give nobody an error, so there are no lower ends to use: train longer, measure with "
+            "num_probes=2 or more, or pass confidence=None to use the estimates of single runs"
         )
     return Exposure(value, torch.where(told, high, value), measured, int((measured & ~told).sum()), power)
 

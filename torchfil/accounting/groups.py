@@ -48,7 +48,7 @@ def _members(group_of: Mapping[Hashable, Hashable]) -> dict[Hashable, list[Hasha
         raise ValueError("group_of is empty; map at least one example id to a group")
     nameless = [key for key, group in group_of.items() if group != group]
     if nameless:
-        raise ValueError(f"group_of has NaN for {nameless[:5]}; leave such ids out, or name their group")
+        raise ValueError(f"group_of has NaN for {nameless[:5]}; leave these ids out, or name their group")
     members: dict[Hashable, list[Hashable]] = {}
     for key, group in group_of.items():
         members.setdefault(group, []).append(key)

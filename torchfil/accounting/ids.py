@@ -30,7 +30,7 @@ class ExampleIds:
         if self.keys is not None:
             if len(self.keys) != num_examples:
                 raise ValueError(
-                    f"id_of gives {len(self.keys)} keys for {num_examples} examples; it must give one each"
+                    f"id_of gives {len(self.keys)} keys for {num_examples} examples; it must give one for each"
                 )
             self._row_of = {key: row for row, key in enumerate(self.keys)}
             if len(self._row_of) != num_examples:
@@ -38,7 +38,7 @@ class ExampleIds:
                 twice = next(key for key in self.keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
                 raise ValueError(
                     f"id_of gives {twice!r} to more than one example; keys must be distinct. To see several records of "
-                    "one person together, give each its own key and pass groups."
+                    "one person together, give each record its own key and pass groups."
                 )
 
     def all(self) -> list[Hashable]:

@@ -45,7 +45,7 @@ class Conditions:
             the spread of its steps' variances.
         test_matrix: Ω of the sketch, [d, r], where one was kept.
         typical_changes: By followed sum, what :func:`torchfil.accounting.path.run_variance` takes as typical, while a
-            reading goes on in parts; None: it is found whenever something is read.
+            reading in parts; None: it is computed at every reading.
     """
 
     exact: bool = False
@@ -61,16 +61,16 @@ class Leakage:
 
     Guarantees:
         * Every number says whether it is exact, an estimate with a standard error, or a bound.
-        * Standard errors are those of the probes and skipped steps of this run. The bounds speak of the mean over all
-          that is random in a run, so intervals contain the draw of the batches and the path of the noise, too
+        * Standard errors are those of the probes and skipped steps of this run. The bounds are about the mean over
+          everything random in a run, so intervals also cover the draw of the batches and the path of the noise
           (:mod:`torchfil.accounting.path`); ``interval(confidence, "probes")`` leaves them out. An example that was
           measured in fewer than five steps has no interval (its ends are 0 and ∞): an estimate from one run.
-        * Intervals hold for an example that was chosen beforehand. The safest-looking of many examples look safe by
-          luck, too: more of their lower ends are too high.
-        * Where steps were paused, the Fisher information of an example that took part in them is a lower bound,
-          and reading it warns.
-        * Where a step had no noise, the FIL of its examples is infinite and their MSE bound 0, both with error 0:
-          nothing that was sampled could change them.
+        * Intervals hold for an example chosen beforehand. The safest-looking of many examples look safe partly by
+          luck: more of their lower ends are too high.
+        * If steps were paused, the Fisher information of an example that took part in them is a lower bound, and
+          reading it warns.
+        * If a step had no noise, the FIL of its examples is infinite and their MSE bound 0, both with error 0:
+          sampling cannot change them.
 
     Args:
         ledger: The sums.
@@ -175,9 +175,9 @@ class Leakage:
         """The smallest bound of all measured examples, and an end that none of their bounds lies below.
 
         The end holds for all examples together with that probability, however many they are: which of the true bounds
-        is the smallest is no matter of chance, and the smallest of all lower ends is at most the lower end of that very
-        example. So one example's one-sided interval serves all. (Intervals for every example at once would need ends
-        of 1 − (1 − confidence)/n each.)
+        is the smallest does not depend on chance, and the smallest of all lower ends is at most the lower end of that
+        very example. So one example's one-sided interval serves all. (Intervals for every example at once would need
+        ends of 1 − (1 − confidence)/n each.)
 
         Args:
             confidence: The probability.
@@ -187,7 +187,9 @@ class Leakage:
             The smallest estimate, and the end; both infinite where nobody was measured.
         """
         if not 0.5 < confidence < 1:
-            raise ValueError(f"confidence={confidence} must lie strictly between 0.5 and 1: it is that of one end")
+            raise ValueError(
+                f"confidence={confidence} must lie strictly between 0.5 and 1: it is the confidence of one end"
+            )
         bound, measured = self.get_mse_bound(), self.was_measured()
         low = bound.interval(2 * confidence - 1, of)[0]
         if not bool(measured.any()):
@@ -230,7 +232,7 @@ class Leakage:
 
     def _lines(self) -> list[tuple[str, str]]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is missing stands beside the numbers
+            warnings.simplefilter("ignore")  # the numbers say what is missing
             return self.summary().lines()
 
     def get_guess(self, question: str, example_ids: Iterable[Hashable] | Tensor | None = None) -> Guess:
@@ -259,7 +261,7 @@ class Leakage:
         return self._sampling_error(self._rows(example_ids), self.get_fil(example_ids).value)
 
     def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
-        """One table by id: a pandas DataFrame where pandas is installed, else a dict of lists.
+        """One table by id: a pandas DataFrame if pandas is installed, else a dict of lists.
 
         Columns: ``fil`` (η̄), ``fil_error`` (of the probes and skipped steps), ``sampling_error`` (of the draw of
         batches), ``fil_kind``, ``mse_bound``, ``mse_bound_low`` (the lower end of its 95 % interval, which holds these
@@ -269,8 +271,8 @@ class Leakage:
         question ``NAME_divergence`` (D of its worst answer) and ``NAME_true_positive_rate`` (the largest of any
         attacker at 1 % false positives, at the upper end of D).
 
-        Read the top of the table rather than its end: who looks safest of many was lucky, too, in this run; with
-        steps skipped at random (``fil_rate``, ``rel_error``) in a short run, who was hardly ever measured.
+        Read the top of the table rather than its end: those that look safest of many were partly lucky in this run. If
+        a short run skips steps at random (``fil_rate``, ``rel_error``), they are those that were hardly measured.
         """
         return as_table(*self.columns(example_ids))
 
@@ -297,7 +299,7 @@ class Leakage:
     ) -> dict[str, np.ndarray]:
         """What a function reads by example, worked out for a part of the examples after the other.
 
-        So little memory is needed beside the result, and those who were never drawn, of whom there may be millions, are
+        Little memory is then needed besides the result, and examples that were never drawn, perhaps millions, are
         read once for all. Warnings come once.
 
         Args:
@@ -405,7 +407,7 @@ class Leakage:
         if count == 1:
             return cls(average, first.ids, conditions)
 
-        # errors are those from run to run, and hold all that is random in a run
+        # errors are those from run to run, and cover everything random in a run
         for quantity in average.quantities:
             for name, variance in quantity.variances.items():
                 values = torch.stack([run.ledger.sums.kept(name).to(average.device) for run in runs])
@@ -435,7 +437,7 @@ class Leakage:
             if self.conditions.typical_changes is not None:  # a part of a reading that has warned
                 return "lower bound"
             warnings.warn(
-                f"{int((missed > 0).sum())} of {len(rows)} examples took part in steps that were paused: their Fisher "
+                f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps: their Fisher "
                 "information is a lower bound, and error bounds made from it are not guarantees",
                 stacklevel=5,
             )
@@ -480,7 +482,7 @@ class Leakage:
         return run_variance(name, self._sums_of(quantity, rows), participations, conditions.sample_rate, typical[name])
 
     def _run_errors(self, rows: Tensor) -> dict[str, Tensor]:
-        """How far one run can be off beside its probes, by followed sum."""
+        """How far one run can be off besides its probes, by followed sum."""
         followed = [name for quantity in self.ledger.quantities for name in quantity.followed]
         return {name: sum(self._run_variance(name, rows), torch.zeros(())).sqrt() for name in followed}
 
@@ -490,7 +492,7 @@ class Leakage:
         if self.conditions.skipping and self.conditions.degrees_of_freedom is None and bool(few.any()):
             warnings.warn(
                 f"{int(few.sum())} of {len(rows)} examples were measured in fewer than {FEWEST_PARTICIPATIONS} of the "
-                "steps that used them, as steps are skipped at random: a low FIL of theirs may be luck, and their "
+                "steps that used them, because steps are skipped at random: their low FIL may be luck, and their "
                 "mse_bound_low is 0. Train longer, measure more steps (fil_rate, rel_error), or average runs (merge).",
                 stacklevel=4,
             )
@@ -513,7 +515,7 @@ def _worst(values: Tensor) -> Tensor:
 
 
 def as_table(names: Sequence[Hashable], columns: Mapping[str, list[Any]], *, index_name: str = "id") -> Any:
-    """A pandas DataFrame indexed by the names, or a dict of lists where pandas is not installed."""
+    """A pandas DataFrame indexed by the names, or a dict of lists if pandas is not installed."""
     try:
         import pandas
     except ImportError:

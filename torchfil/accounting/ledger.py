@@ -36,7 +36,7 @@ class Ledger:
     Args:
         num_examples: n.
         num_coordinates: d. Examples may have others, where nothing is kept by coordinate.
-        track: What to keep beside the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "sketch" (ndr),
+        track: What to keep besides the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "sketch" (ndr),
             "plis" (nd), or a registered quantity.
         sketch_rank: r, the number of columns of the test matrix.
         device: A device or a folder, where the sums lie (:class:`torchfil.accounting.rows.RowTable`).
@@ -53,7 +53,7 @@ class Ledger:
         >>> ledger.sums["participations"].tolist()
         [1, 0, 1]
         >>> ledger
-        Ledger(trace of 3 examples after 0 steps, 68 bytes an example, 0.0 MiB now)
+        Ledger(trace of 3 examples after 0 steps, 68 bytes per example, 0.0 MiB now)
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Ledger:
         kept = ", ".join(("trace", *self.track, *self.questions))
         return (
             f"Ledger({kept} of {self.num_examples:,} examples after {self.steps:,} steps, "
-            f"{bytes_per_row(self.sums.layout):,} bytes an example, {self.sums.num_bytes / 2**20:,.1f} MiB now)"
+            f"{bytes_per_row(self.sums.layout):,} bytes per example, {self.sums.num_bytes / 2**20:,.1f} MiB now)"
         )
 
     @classmethod
@@ -135,7 +135,7 @@ class Ledger:
 
     @property
     def track(self) -> tuple[Track, ...]:
-        """The names of what is kept beside the trace."""
+        """The names of what is kept besides the trace."""
         others = (quantity for quantity in self.quantities if not isinstance(quantity, Divergence))
         return tuple(quantity.name for quantity in others if quantity.name != "trace")
 
@@ -165,8 +165,8 @@ class Ledger:
         if num_coordinates != self.laid_out and self.by_coordinate:
             raise ValueError(
                 f"this batch has {num_coordinates} private coordinates per example, earlier ones {self.laid_out}, and "
-                f"{' and '.join(self.by_coordinate)} is summed by coordinate. Declare the longest text, "
-                "private=Private(max_length=…), so that all are laid out alike; or pad to one length, or track less"
+                f"{' and '.join(self.by_coordinate)} is summed by coordinate. Declare the longest text with "
+                "private=Private(max_length=…), so that all have one layout; or pad to one length, or track less"
             )
 
     def grow(self, num_examples: int) -> None:

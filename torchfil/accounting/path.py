@@ -1,7 +1,7 @@
 r"""How far one run can be off: the draw of the batches, and the path that the noise makes the weights take.
 
-The bounds speak of E[S], S = Σ_t B_t X_t: X_t is what a step would add, B_t whether it draws the example. One run gives
-one S. Beside probes and skipped steps two things move it:
+The bounds are about E[S], S = Σ_t B_t X_t: X_t is what a step would add, B_t whether it draws the example. One run
+gives one S. Besides probes and skipped steps two things move it:
 
 * the batches: Var = Σ_t q(1−q) X_t², of which (1−q) Σ B_t X_t² is an unbiased estimate; 0 where batches are known;
 * the path: X_t depends on the weights, and so on all noise before t. Runs part for good, so the spread within one run
@@ -15,7 +15,7 @@ one S. Beside probes and skipped steps two things move it:
 γ of one example rests on few participations, so that half of it is replaced by that of all examples, each relative to
 the square of its mean. Fewer than five measured participations tell nothing: the error is infinite.
 
-A quantity that is added up over participations keeps the sums of :func:`path_sums` beside its own, adds
+A quantity summed over participations keeps the sums of :func:`path_sums` besides its own, adds
 :func:`path_additions` at each step and names itself in ``TrackedQuantity.followed``; its readings then hold this error.
 """
 

@@ -1,4 +1,4 @@
-"""What a run keeps per example: one object a quantity, from a step's measurement to the reading of the sum.
+"""What a run keeps per example: one object per quantity, from a step's measurement to reading the sum.
 
 A quantity says what it needs to be measured, which sums it keeps per example, what a step adds to them and what they
 mean. A step that is measured with probability π counts X/π, which has the variance X²(1−π)/π² + v/π, v being that of X.
@@ -114,7 +114,7 @@ class Reading:
         return Estimate(value, error, self.kind, freedom, positive=True, run_error=run_error)
 
     def without_variance(self, value: Tensor) -> Estimate:
-        """A sum whose variance was not kept: its error is not known (NaN), but 0 where nothing was sampled or added."""
+        """A sum whose variance was not kept: its error is unknown (NaN), or 0 if nothing was sampled or added."""
         certain = value.isinf() | (value == 0)
         error = torch.where(certain, 0.0, torch.full_like(value, 0.0 if self.exact else math.nan))
         return Estimate(value, error, self.kind)
@@ -192,7 +192,7 @@ class Trace(TrackedQuantity):
         return {"trace": Sum(), "variance_spread": Sum(), "certain": Sum(), **errors, **path_layout("trace")}
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
-        """The trace and all that is known of its error."""
+        """The trace and everything known about its error."""
         estimate = measurement.estimates["trace"]
         trace, variance = _weighted(estimate, rate, skipping=skipping)
         freedom = 1.0 if skipping else estimate.degrees_of_freedom
@@ -202,7 +202,7 @@ class Trace(TrackedQuantity):
         value, noise = estimate.value.double(), estimate.standard_error.double().square()
         added |= path_additions("trace", value, noise if measurement.repeated else torch.zeros_like(noise), rate)
 
-        # where steps are skipped, the whole of what is counted is a matter of chance
+        # if steps are skipped, everything that is counted is random
         if not skipping and estimate.kind == "exact":
             added |= {"certain": trace, "variance_limit": torch.zeros_like(trace)}
         elif not skipping and estimate.variance_limit is not None:
@@ -329,7 +329,9 @@ def register_quantity(quantity: TrackedQuantity, *, overwrite: bool = False) -> 
     others = [other for other in _REGISTRY.values() if other.name != quantity.name]
     taken = set(OWN_SUMS).union(*(other.sums(1, 1) for other in others)) & set(quantity.sums(1, 1))
     if taken:
-        raise ValueError(f"quantity {quantity.name!r} keeps sums called {sorted(taken)}, as others do; rename them")
+        raise ValueError(
+            f"quantity {quantity.name!r} keeps sums called {sorted(taken)}, which others use already; rename them"
+        )
     _REGISTRY[quantity.name] = quantity
 
 
@@ -337,7 +339,7 @@ def tracked(track: Collection[Track]) -> tuple[TrackedQuantity, ...]:
     """The quantities of a run that tracks these, the trace first, in the order of their registration."""
     unknown = set(track) - set(_REGISTRY)
     if unknown:
-        raise ValueError(f"track={sorted(unknown)} is not known; choose from {', '.join(available_quantities())}")
+        raise ValueError(f"track={sorted(unknown)} is unknown; choose from {', '.join(available_quantities())}")
     return tuple(quantity for name, quantity in _REGISTRY.items() if name == "trace" or name in track)
 
 

@@ -145,7 +145,7 @@ def members_of(labels: Any, ids: Sequence[Hashable], name: str) -> tuple[Tensor,
     """The number of every example's group, [n], and the groups' labels.
 
     Args:
-        labels: One label an example, in the order of the data set (a sequence, an array, a tensor), or a mapping
+        labels: One label per example, in the order of the data set (a sequence, an array, a tensor), or a mapping
             id ↦ label that has every id.
         ids: Of all examples, in the order of the data set.
         name: Of the argument, for errors.
@@ -154,15 +154,17 @@ def members_of(labels: Any, ids: Sequence[Hashable], name: str) -> tuple[Tensor,
         missing = [each for each in ids if each not in labels]
         if missing:
             raise ValueError(
-                f"{name} has no label for {len(missing)} of {len(ids)} ids, {missing[0]!r} for one; map every id, to a "
-                "label of its own for 'not known' if need be"
+                f"{name} has no label for {len(missing)} of {len(ids)} ids, {missing[0]!r} among them; map every id, "
+                "if need be to a label for 'not known'"
             )
         labels = [labels[each] for each in ids]
     listed = [plain_key(label) for label in (labels.tolist() if hasattr(labels, "tolist") else list(labels))]
     if len(listed) != len(ids):
-        raise ValueError(f"{name} has {len(listed)} labels for {len(ids)} examples; give one each, in the data's order")
+        raise ValueError(
+            f"{name} has {len(listed)} labels for {len(ids)} examples; give one for each, in the order of the data"
+        )
     if any(label != label for label in listed):
-        raise ValueError(f"{name} has NaN for a label; give what is not known a label of its own")
+        raise ValueError(f"{name} has NaN as a label; use a label such as 'not known' instead")
     distinct = tuple(dict.fromkeys(listed))
     numbers = {label: number for number, label in enumerate(distinct)}
     return torch.tensor([numbers[label] for label in listed]), distinct
@@ -207,7 +209,7 @@ class RoundWeights:
         """
         own = torch.ones(len(ids), dtype=torch.float64) if weights is None else weights
         if own.shape != (len(ids),):
-            raise ValueError(f"weights has shape {tuple(own.shape)} for {len(ids)} examples; give one weight each")
+            raise ValueError(f"weights has shape {tuple(own.shape)} for {len(ids)} examples; give one weight for each")
         started = cls(own, **options)
         if by is not None:
             started = replace(started, cells=members_of(by, ids, "by")[0])
@@ -256,6 +258,6 @@ def _check_whole_cells(groups: Tensor, cells: Tensor) -> None:
     pairs = len(torch.unique(torch.stack([groups, cells]), dim=1).T)
     if pairs > int(cells.max()) + 1:
         raise ValueError(
-            "groups cut through the cells of by=: the weights would tell a member's group, which is not public; add "
+            "groups cut through the cells of by=: the weights would reveal a member's group, which is not public; add "
             "the groups' labels to the cells if they are public, or leave groups out"
         )

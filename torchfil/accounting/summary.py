@@ -32,7 +32,7 @@ class _Read(Protocol):
 
 @dataclass(frozen=True)
 class LeakageSummary:
-    """What a run says about all of its measured examples together; confidential, as all that is measured.
+    """What a run says about all of its measured examples together; confidential, like everything measured.
 
     Attributes:
         examples: n.

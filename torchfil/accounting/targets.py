@@ -1,4 +1,4 @@
-"""What a run is to keep to: the smallest MSE bound, the best guess of a question, and whether it did.
+"""The target of a run (the smallest MSE bound, the best guess of a question), and whether the run met it.
 
 Both are about all examples together, at an end of the interval: with the stated confidence no example's MSE bound lies
 below the first end, and no attacker's true-positive rate on any example above the second. As in
@@ -26,12 +26,13 @@ class LeakageTarget:
     """What every example of a run is promised.
 
     Attributes:
-        mse_bound: No example's bound is to be below: an unbiased attacker's MSE per coordinate, on average over runs.
-        true_positive_rate: No attacker's, biased or not, is to be above, on any example; over runs.
-        question: Which question the rate is about, by its name in ``questions=``.
+        mse_bound: The smallest bound that any example may have: an unbiased attacker's MSE per coordinate, on average
+            over runs.
+        true_positive_rate: The largest that any attacker, biased or not, may reach on any example; over runs.
+        question: The question that the rate is about, by its name in ``questions=``.
         false_positive_rate: At which the rate is read.
         confidence: Of each of the two ends.
-        of: "run": the ends hold all that is random in a run; "probes": only the error of the measurement, for this
+        of: "run": the ends cover everything random in a run; "probes": only the error of the measurement, for this
             very run; see :meth:`torchfil.fisher.results.Estimate.interval`.
 
     Example:
@@ -52,9 +53,11 @@ class LeakageTarget:
         if self.mse_bound is not None and not 0 < self.mse_bound < math.inf:
             raise ValueError(f"target_mse_bound={self.mse_bound} must be positive and finite: a mean squared error")
         if not 0.5 < self.confidence < 1:
-            raise ValueError(f"confidence={self.confidence} must lie strictly between 0.5 and 1: it is that of one end")
+            raise ValueError(
+                f"confidence={self.confidence} must lie strictly between 0.5 and 1: it is the confidence of one end"
+            )
         if self.of not in ("run", "probes"):
-            raise ValueError(f"of={self.of!r} must be 'run' (all that is random in it) or 'probes'")
+            raise ValueError(f"of={self.of!r} must be 'run' (everything that is random in it) or 'probes'")
         self._check_rates()
 
     def _check_rates(self) -> None:
@@ -66,7 +69,7 @@ class LeakageTarget:
         if not wrong < rate < 1:
             raise ValueError(
                 f"target_true_positive_rate={rate} must lie strictly between at_false_positive_rate={wrong}, which an "
-                "attacker reaches who says yes at random, and 1"
+                "attacker reaches by saying yes at random, and 1"
             )
         if self.question is None:
             raise ValueError("target_true_positive_rate= needs question=, the name of one of questions=")
@@ -100,7 +103,7 @@ class LeakageTarget:
     def check(self, *runs: Leakage) -> TargetCheck:
         """Whether a run kept to it; of several independent runs with the same noise, whether their mean did.
 
-        Examples that no run has measured do not count: nothing is known of them.
+        Examples that no run has measured do not count: nothing is known about them.
         """
         measured = torch.stack([run.was_measured() for run in runs]).any(dim=0)
         level = 2 * self.confidence - 1  # of an interval whose one end has the confidence
@@ -117,7 +120,7 @@ class LeakageTarget:
         return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), len(runs), steps)
 
     def is_missed_by(self, run: Leakage) -> bool:
-        """Whether the estimates so far are worse than wanted: what leaked does not come back. Cheap to ask often."""
+        """Whether the estimates so far are worse than the target: leakage cannot be undone. Cheap to call often."""
         sums, missed = run.ledger.sums, []
         if self.mse_bound is not None:
             missed.append((sums["trace"] * self.mse_bound > run.ledger.own_coordinates).any())
@@ -128,7 +131,7 @@ class LeakageTarget:
 
 @dataclass(frozen=True)
 class TargetCheck:
-    """Whether a target was met, with the numbers; ``str`` it. They depend on private data and are confidential.
+    """Whether a target was met, with the numbers; print it. They depend on private data and are confidential.
 
     Attributes:
         target: What was wanted.
@@ -158,7 +161,7 @@ class TargetCheck:
 
     @property
     def headroom(self) -> float:
-        """How many times better than wanted the worse of both ends is: met from 1 on; about proportional to σ²."""
+        """How many times better than the target the worse of both ends is: met from 1 on; about proportional to σ²."""
         return self._headroom(1)
 
     @property
@@ -201,13 +204,17 @@ class TargetCheck:
             f"  {self.measured}, over {self.num_measured} examples{runs}",
         ]
         if self.num_measured < self.num_examples:
-            lines.append(f"  {self.num_examples - self.num_measured} examples were never measured: nothing is known")
+            lines.append(
+                f"  {self.num_examples - self.num_measured} examples were never measured: nothing is known about them"
+            )
         if self.mse_bound is not None:
             lines.append("  The bound binds unbiased attackers, on average over runs: batches and noise are random.")
         if self.divergence is not None:
             lines.append("  The rate binds every attacker, biased or not; batches and noise are random.")
         if self.target.of == "probes":
-            lines.append("  The ends hold the measurement's error alone; other batches and noise would give others.")
+            lines.append(
+                "  The ends cover the measurement's error alone; other batches and noise would give other ends."
+            )
         return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Attacks beside bounds: every attack says what it knew and gives, by example, what it achieved."""
+"""Attacks, to compare with bounds: every attack says what it knew and, by example, what it achieved."""
 
 from torchfil.attacks.attributes import (
     BlackBoxInversion,

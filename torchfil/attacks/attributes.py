@@ -52,7 +52,7 @@ class WhiteBoxInversion:
     """
 
     threat_model = (
-        "knows the released weights, the training procedure and all training data but the attribute of the example "
+        "knows the released weights, the training procedure and all training data except the attribute of the example "
         "under attack"
     )
 

@@ -62,7 +62,9 @@ class AttackResult:
             array = as_array(value)
             object.__setattr__(self, name, array)
             if len(array) != len(self.ids) or (name != "guesses" and array.ndim != 1):
-                raise ValueError(f"{name} has shape {list(array.shape)} for {len(self.ids)} ids; it must have one each")
+                raise ValueError(
+                    f"{name} has shape {list(array.shape)} for {len(self.ids)} ids; it must have one for each"
+                )
         if self.trials < 1:
             raise ValueError(f"trials={self.trials} must be at least 1")
 
@@ -84,7 +86,9 @@ def make_generator(
     """
     if generator is not None:
         if seed is not None:
-            raise ValueError(f"seed={seed} and a generator are both given; pass one: the generator has its own seed")
+            raise ValueError(
+                f"seed={seed} and a generator are both given; pass one of them: the generator has its own seed"
+            )
         return generator
     made = torch.Generator(device)
     if seed is None:

@@ -1,4 +1,4 @@
-"""Bounds beside attacks: by example, the error that the theory allows and the error that an attack achieved."""
+"""Bounds and attacks compared: by example, the error that the theory allows and the error that an attack achieved."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class BoundComparison:
     def blind_share_below(self) -> float:
         """The same of a guess without the model; NaN where that was not computed.
 
-        Where it is not smaller than :attr:`share_below`, coming below the bound is no feat of the attack.
+        Where it is not smaller than :attr:`share_below`, falling below the bound is no achievement of the attack.
         """
         return math.nan if self.attack.blind is None else float((self.attack.blind < self.predicted).mean())
 
@@ -131,7 +131,7 @@ class BoundComparison:
         if unknown:
             raise ValueError(
                 f"attacked examples {unknown[:5]} are not among the run's {len(rows):,} ids; attack examples of the "
-                "run, by the ids that it has"
+                "run, by its own ids"
             )
         return AttackRecord(
             self.attack.name,
@@ -199,14 +199,14 @@ def compare_with_bounds(
     simultaneous: bool = False,
     **options: Any,
 ) -> BoundComparison:
-    """Set the bound of every attacked example beside the error that the attack achieved.
+    """Compare the bound of every attacked example with the error that the attack achieved.
 
     A bound is violated where achieved + t·standard error < bound, t the quantile of Student's distribution with
     ``trials`` − 1 degrees of freedom; of a bound that is an estimate, the lower end counts.
 
     An example that a run has not measured has no bound that could be violated, and an infinite one in the table.
 
-    The bound speaks of unbiased attackers. A biased one (who guesses the mean of all, or keeps to a range) can go below
+    The bound is about unbiased attackers. A biased one (who guesses the mean of all, or keeps to a range) can go below
     it, most of all where the bound exceeds the spread of the data; ``squared_bias`` in the table tells, and ``blind``,
     what a guess without the model achieves. An attack that never saw the model is not testable.
 
@@ -216,7 +216,7 @@ def compare_with_bounds(
             or one number for each attacked example, in order.
         attack: A result whose measure is "mse".
         confidence: Of the intervals, each for itself.
-        simultaneous: Whether the intervals shall hold for all examples together (Bonferroni): then a single violation
+        simultaneous: Whether the intervals hold for all examples together (Bonferroni): then a single violation
             means something.
         **options: Of the linear model's ``mse_bound``. ``sigma`` is the attack's own where that is known;
             ``private_target`` is False unless given, because a reconstruction's error is that of the inputs.
@@ -226,8 +226,8 @@ def compare_with_bounds(
     """
     if attack.measure != "mse":
         raise ValueError(
-            f"the attack's measure is {attack.measure!r}, a Fisher bound speaks of the mean squared error; compare an "
-            "attack whose measure is 'mse'"
+            f"the attack's measure is {attack.measure!r}, but a Fisher bound is about the mean squared error; compare "
+            "an attack with measure 'mse'"
         )
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
@@ -264,7 +264,7 @@ def _bounds(
         return values, values, values
 
     if options:
-        raise ValueError(f"unknown options {list(options)}: they are for linear models only")
+        raise ValueError(f"unknown options {list(options)}: they apply to linear models only")
     if hasattr(source, "get_mse_bound"):
         estimate = source.get_mse_bound(attack.ids)
         low, high = estimate.interval(level)
@@ -274,7 +274,7 @@ def _bounds(
     if isinstance(source, Mapping):
         unknown = [key for key in attack.ids if key not in source]
         if unknown:
-            raise ValueError(f"no bound is given for the attacked examples {unknown[:5]}")
+            raise ValueError(f"there is no bound for the attacked examples {unknown[:5]}")
         source = [float(source[key]) for key in attack.ids]
 
     if not isinstance(source, Sequence | np.ndarray | Tensor) or isinstance(source, str):
@@ -284,9 +284,11 @@ def _bounds(
         )
     values = as_array(source).astype(np.float64)
     if values.shape != (len(attack.ids),):
-        raise ValueError(f"{list(values.shape)} bounds for {len(attack.ids)} attacked examples; give one each")
+        raise ValueError(f"{list(values.shape)} bounds for {len(attack.ids)} attacked examples; give one for each")
     if not bool((values >= 0).all()):
-        raise ValueError(f"a bound is {values[~(values >= 0)][0]}; bounds on squared errors are not negative, nor NaN")
+        raise ValueError(
+            f"a bound is {values[~(values >= 0)][0]}; bounds on squared errors are neither negative nor NaN"
+        )
     return values, values, values
 
 
@@ -304,7 +306,9 @@ def _of_linear_model(model: Any, attack: AttackResult, options: dict[str, Any]) 
         )
     for name in ("attributes", "groups"):
         if options.get(name) is not None:
-            raise ValueError(f"{name} asks for other bounds than those of whole examples, which the attack guessed")
+            raise ValueError(
+                f"{name} selects other bounds than those of whole examples, but the attack guessed whole examples"
+            )
 
     options.setdefault("private_target", False)
     values = as_array(model.mse_bound(**options))

@@ -42,11 +42,11 @@ LabelIs = Literal["known", "unknown"]
 _CHUNK_NUMBERS = 2**20  # examples times releases at a time, in some 40 arrays
 _CHUNK_ARRAYS = 40
 _BLOCK_NUMBERS = 2**18  # numbers of a block of guesses, which fits into a cache
-_BLOCK_ARRAYS = 64  # so that blocks on a GPU take little beside the chunk
+_BLOCK_ARRAYS = 64  # so that blocks on a GPU take little besides the chunk
 
 
 class GLMReconstruction:
-    """The attack on every training example in turn, in closed form but for a search over one number.
+    """The attack on every training example in turn, in closed form except for a search over one number.
 
     Threat model: the attacker knows the released weights, the training procedure, all other training examples, and,
     with ``label="known"``, the target of the example under attack.
@@ -83,7 +83,7 @@ class GLMReconstruction:
             raise ValueError(f"label={label!r} must be 'known' or 'unknown'")
         if label == "unknown" and not self._intercept:
             raise ValueError(
-                "without an intercept the gradient of an example does not tell its length: fit the model with "
+                "without an intercept the gradient of an example does not reveal its length: fit the model with "
                 "fit_intercept=True, or attack with label='known'"
             )
         if value_range is not None and not value_range[0] < value_range[1]:
@@ -198,7 +198,7 @@ class GLMReconstruction:
         return mse, total
 
     def reconstruct(self, release: Any, rows: Any) -> tuple[Tensor, Tensor]:
-        """What one release gives away about some examples.
+        """What one release reveals about some examples.
 
         Args:
             release: The noisy weights as :meth:`GeneralizedLinearModel.release` gives them, [p].
@@ -219,7 +219,7 @@ class GLMReconstruction:
         return guess, view.loss.first(margin, torch.zeros_like(margin)) - solved.slope[:, 0]
 
     def guesses(self, releases: Tensor, rows: Tensor) -> Tensor:
-        """What k releases [k, p] give away about some examples [m]: the guessed inputs, [m, k, d]."""
+        """What k releases [k, p] reveal about some examples [m]: the guessed inputs, [m, k, d]."""
         return self._guesses(self._solve(releases, rows), rows)
 
     def _guesses(self, solved: _Solved, rows: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ class GLMReconstruction:
         return guess if self.value_range is None else guess.clamp_(*self.value_range)
 
     def _solve(self, weights: Tensor, rows: Tensor) -> _Solved:
-        """What k released weights [k, p] give away about some examples."""
+        """What k released weights [k, p] reveal about some examples."""
         view = self.view
         margins = view.X @ weights.mT  # [n, k]
         slopes = view.first(margins)

@@ -49,7 +49,7 @@ class Ratios:
 
 @dataclass(frozen=True, eq=False)
 class GuessAttack:
-    """The best attacker's rates beside what D allows, by example. Confidential: it depends on private data.
+    """The best attacker's rates and what D allows, by example. Confidential: it depends on private data.
 
     Attributes:
         question: The answer that was attacked.

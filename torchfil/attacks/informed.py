@@ -6,7 +6,7 @@ clipped gradients away leaves, for each step that the unknown example z took par
     r_t = g̃(z; θ_t) + s ξ_t,   ξ_t ~ N(0, I),   s = σC,
 
 and the guess is the maximum of the likelihood, argmin_z Σ_t ‖r_t − g̃(z; θ_t)‖². This is the attacker whom the Fisher
-information E[Σ_t J̃ᵀJ̃] / s² speaks of: where the noise is small the guess reaches the Cramér–Rao bound.
+information E[Σ_t J̃ᵀJ̃] / s² is about: at small noise the guess reaches the Cramér–Rao bound.
 """
 
 from __future__ import annotations

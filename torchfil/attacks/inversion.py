@@ -167,8 +167,8 @@ def invert_gradients(
     lost = (~least.reshape(restarts, n).isfinite().any(dim=0)).nonzero().flatten().tolist()
     if lost:
         raise ValueError(
-            f"the objective of examples {lost[:5]} was NaN or infinite at every step, so nothing was searched for; are "
-            "the observed gradients and the weights finite?"
+            f"the objective of examples {lost[:5]} was NaN or infinite at every step, so there was nothing to search; "
+            "are the observed gradients and the weights finite?"
         )
     places = winner * n + torch.arange(n, device=winner.device)
     return Inversion(best[places], least[places])

@@ -52,14 +52,14 @@ class ShadowRuns:
         diverged = (~self.log_odds.isfinite()).any(dim=1).nonzero().flatten().tolist()
         if diverged:
             raise ValueError(
-                f"the log-odds of runs {diverged[:5]} are NaN or infinite: these runs diverged, and would spoil what "
-                "the others say; leave them out, or train them again"
+                f"the log-odds of runs {diverged[:5]} are NaN or infinite: these runs diverged and would spoil the "
+                "result; leave them out, or train them again"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class MembershipResult:
-    """How well members are told from others.
+    """How well members are distinguished from others.
 
     Attributes:
         name: Of the attack.
@@ -88,7 +88,7 @@ class MembershipResult:
         return float(true[false <= fpr].max())
 
     def by_example(self, ids: Any = None) -> AttackResult:
-        """How often each example is told right at the threshold that is best, on average, for others, by example.
+        """How often each example is classified correctly, at the threshold that is best on average for others.
 
         The best threshold of every second example judges the rest, and the other way round: chosen on the scores that
         it judges, it would find members among random numbers. It is the column beside FIL and individual ε; its mean
@@ -142,7 +142,7 @@ def shadow_runs(
     n = len(inputs)
     size = round(share * n)
     if not 0 < size < n:
-        raise ValueError(f"share={share} of {n} examples leaves {size} members; there must be members and others")
+        raise ValueError(f"share={share} of {n} examples leaves {size} members; there must be members and non-members")
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1")
     source = make_generator(generator, seed, targets.device)

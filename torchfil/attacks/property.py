@@ -37,10 +37,10 @@ class Client:
         if not len(self.inputs) == len(self.targets) == len(self.property):
             raise ValueError(
                 f"inputs, targets and property have {len(self.inputs)}, {len(self.targets)} and {len(self.property)} "
-                "entries; they must have one each"
+                "entries; they must have the same number"
             )
         if not 0 < int(self.property.sum()) < len(self.property):
-            raise ValueError("all examples or none have the property; a client needs both kinds")
+            raise ValueError("all examples have the property, or none has; a client needs both kinds")
 
     def to(self, device: torch.device | str) -> Client:
         """The same client with its data on a device."""
@@ -88,7 +88,7 @@ def federated_gradients(
 
     In each round the victim's batch has the property or not, by a fair coin; the attacker's own update is from a batch
     of random examples; the server takes the mean of both. The attacker removes its own part and computes gradients of
-    ``own_batches`` batches of its own with the property and as many without.
+    ``own_batches`` own batches with the property and as many without.
 
     Args:
         model: Trained in place.
@@ -139,7 +139,7 @@ def property_inference(
     """AUC of an attacker who sees one layer's gradient, for each layer, with a 95 % bootstrap interval over batches.
 
     Threat model: the attacker takes part in FedSGD with one other client, sees that client's gradient of a layer and
-    has data of its own with known property. 0.5: guessing; 1: every batch told right. Intervals are over batches of the
+    has data of its own with known property. 0.5: guessing; 1: every batch right. Intervals are over batches of the
     clients at hand: with few examples a client (100), whose own differences a gradient shows, an unrelated property was
     told with an interval that misses 0.5 in a quarter to a half of the repetitions; with 3,000 in none to a tenth.
 
@@ -171,7 +171,7 @@ def as_result(table: LayerTable, trials: int) -> AttackResult:
     """The table as an attack's result; its ids are layers, and its trials the observed batches."""
     return AttackResult(
         name=f"property inference, {table.measure}",
-        threat_model="takes part in FedSGD with one other client; has data of its own with known property",
+        threat_model="takes part in FedSGD with one other client; has its own data with known property",
         ids=list(table.layers),
         achieved=table.value,
         measure="auc",

@@ -102,7 +102,7 @@ def record_dpsgd(
         runs: How many.
         seed: Of noise and batches; or
         generator: their source.
-        absent: Rows that no batch draws; all else stays as it is with them.
+        absent: Rows that no batch draws; everything else stays the same.
         progress: Whether to show a bar.
     """
     if not 0 < sample_rate <= 1:

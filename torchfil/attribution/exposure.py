@@ -48,7 +48,7 @@ def auroc(scores: Any, is_outlier: Any) -> AUROC:
     if values.shape != outlier.shape:
         raise ValueError(f"scores {list(values.shape)} and is_outlier {list(outlier.shape)} must both be [n]")
     if not (outlier.any() and (~outlier).any()):
-        raise ValueError(f"is_outlier must hold both: {outlier.sum()} of {len(outlier)} are outliers")
+        raise ValueError(f"is_outlier must contain both kinds: {outlier.sum()} of {len(outlier)} are outliers")
 
     # DeLong: the area is a mean over outliers and one over the rest, and their spreads give its error.
     inside, outside = values[~outlier], values[outlier]

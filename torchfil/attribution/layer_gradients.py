@@ -27,7 +27,7 @@ def layer_gradients(
 ) -> dict[str, Tensor]:
     """g_l = ∂ℓ/∂θ_l by layer, [n, N_l], or its mean over groups of examples, [n / batch, N_l].
 
-    A layer is a module with trainable parameters of its own, named as in ``model.named_modules()`` ("" for the model
+    A layer is a module with its own trainable parameters, named as in ``model.named_modules()`` ("" for the model
     itself) and in that order; layers without are left out. A parameter that modules share counts once, for the first.
 
     Args:
@@ -83,7 +83,7 @@ def layer_index(parameters: dict[str, Tensor], *, bias: bool = True) -> dict[str
 
 
 def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> ExampleGradients:
-    """As ExampleGradients.build, for gradients alone: nothing need be private, so integer inputs will do."""
+    """As ExampleGradients.build, for gradients alone: nothing need be private, so integer inputs work."""
     live, model = without_opacus(model)
     check_modules(model)
     check_unweighted_mean(loss_fn)
@@ -96,7 +96,7 @@ def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any)
     if not parameters:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter (requires_grad=True), so it has no gradient; unfreeze "
-            "the layers to look at"
+            "the layers to examine"
         )
     first = next(iter(parameters.values()))
     nothing = torch.zeros(n, 0, dtype=first.dtype, device=first.device)

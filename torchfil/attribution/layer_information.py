@@ -49,7 +49,7 @@ def v_information(
     Guarantees:
         * Finite: λ ≤ 1 − smoothing, so that the probability 0 of a forest costs at most −log(smoothing · f(∅)).
         * Every layer is judged on the same split. The interval resamples the held-out examples only; it does not
-          speak of how another training half would have done, nor of the bias. A value below 0 is overfitting or chance.
+          say how another training half would have done, nor cover the bias. A value below 0 is overfitting or chance.
 
     Args:
         gradients: {layer: [n, N_l]}, as :func:`layer_gradients` gives; features (their components) are standardised.

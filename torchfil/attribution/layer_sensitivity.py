@@ -131,7 +131,7 @@ def _continuous(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> T
     if not isinstance(output, Tensor) or output.ndim != y.ndim + 1 or output.shape[2:] != y.shape[1:]:
         what = f"outputs of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(
-            f"targets of dtype {y.dtype} and shape {tuple(y.shape)} are no class numbers for {what} of one example; "
+            f"targets of dtype {y.dtype} and shape {tuple(y.shape)} are not class numbers for {what} of one example; "
             "pass floating-point targets"
         )
 

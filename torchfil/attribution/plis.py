@@ -161,7 +161,7 @@ class PLIS:
         clip: The clip function, where there is one.
         private: Which coordinates to attribute to; None: every floating-point input. ``Private(submodule="embedding")``
             attributes to the output of an embedding, for integer inputs.
-        max_memory: Bytes that the computation may hold beside the model and the result, as far as it can be told
+        max_memory: Bytes that the computation may hold besides the model and the result, as far as it can be known
             beforehand from two examples.
         cuda_graphs: Whether batches of a size that was seen before run as CUDA graphs on a GPU.
 
@@ -191,7 +191,7 @@ class PLIS:
     ) -> None:
         for name, value in (("noise_std", noise_std), ("max_grad_norm", max_grad_norm), ("max_memory", max_memory)):
             if value is not None and not value > 0:
-                raise ValueError(f"{name}={value} must be positive; leave it out for none")
+                raise ValueError(f"{name}={value} must be positive; leave it out to have none")
         self.model = model
         self.loss_fn = loss_fn
         self.noise_std = noise_std

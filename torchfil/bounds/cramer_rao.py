@@ -1,6 +1,6 @@
 """What Fisher information means for a reconstruction attack: Cramér and Rao (Theorem 2 of Guo et al. 2022).
 
-All but :func:`mse_biased` speak of **unbiased** attackers. One who knows what people are like may err less, at the
+All but :func:`mse_biased` are about **unbiased** attackers. One who knows what people are like may err less, at the
 price of a bias: :mod:`torchfil.bounds.van_trees` and :mod:`torchfil.bounds.reconstruction` bound every attacker.
 """
 
@@ -36,7 +36,7 @@ def mse_from_spectral_norm(eta_squared: Tensor) -> Tensor:
 def mse_from_fim(fim: Tensor) -> Tensor:
     """Theorem 2, the tightest form: MSE ≥ tr(I⁻¹)/d for every unbiased attacker; [batch] from [batch, d, d].
 
-    Eigenvalues below d·eps·λ_max cannot be told from zero in floating point and are raised to that floor, so
+    Eigenvalues below d·eps·λ_max cannot be distinguished from zero in floating point and are raised to it, so
     the number stays a valid lower bound; a zero matrix gives infinity.
 
     Example:

@@ -30,7 +30,7 @@ _PANEL = 0.05  # the widest panel of the quadrature, in σ
 
 @dataclass(frozen=True)
 class GridLaw:
-    """A law of losses on a grid of its own: ``mass[i]`` lies at offset + (first + i)·width."""
+    """A law of losses on its own grid: ``mass[i]`` lies at offset + (first + i)·width."""
 
     first: int
     mass: np.ndarray
@@ -179,7 +179,7 @@ def tail_exponents() -> np.ndarray:
 
 
 def covering_window(log_moments: np.ndarray, exponents: np.ndarray, log_tail: float) -> tuple[np.ndarray, np.ndarray]:
-    """Ends between which a sum lies, but for a chance e^{log_tail} beyond each, by Chernoff.
+    """Ends between which a sum lies, except for a chance e^{log_tail} beyond each, by Chernoff.
 
     Args:
         log_moments: log E e^{λ·sum}, [rows, λ].

@@ -25,7 +25,7 @@ _CELLS = (2**14, 2**17, 2**20)  # of the window, tried in turn
 _ROW_CELLS = 2**13  # for many examples at once
 _AT_ONCE = 2**23  # numbers of composed laws
 _WIDEST = 500.0  # cell of a grid of losses
-_NEXT_TO_NO_NOISE = 0.05  # σ below which a step that drew the example is told for certain, but for a chance Φ(−10)
+_NEXT_TO_NO_NOISE = 0.05  # σ below which a step that drew the example is known for certain, except for a chance Φ(−10)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ def _next_to_no_noise(
     """The bracket where some steps have so little noise that no grid would hold their losses.
 
     More noise tells less. The upper end has none at those steps: with a = 1 − Π(1 − q)^T one of them has drawn the
-    example, which is then told for certain, and a + (1 − a) S(π₀) is the success with S(π₀) that of the other steps.
+    example, which is then known for certain, and a + (1 − a) S(π₀) is the success with S(π₀) that of the other steps.
     The lower end has more noise there than the run had.
     """
     bare = sigmas < _NEXT_TO_NO_NOISE
@@ -210,7 +210,7 @@ def _steps_of(rates: np.ndarray, sigmas: np.ndarray, reach: float) -> list[StepL
 
 
 def _log_tail(priors: np.ndarray) -> float:
-    """The logarithm of a chance that is small beside every success."""
+    """The logarithm of a chance that is small compared with every success."""
     return math.log(1e-8 * priors.min())
 
 
@@ -232,7 +232,7 @@ def _stretches(
     if len(lengths) > 1 or any(each.ndim != 1 or not len(each) for each in given):
         raise ValueError(
             f"q, noise_multiplier and steps have {[len(each) for each in given]} entries; give one number for the "
-            "whole run, or one for each stretch of it"
+            "whole run, or one for each part of it"
         )
     total: dict[tuple[float, float], int] = {}
     for rate, sigma, count in zip(*np.broadcast_arrays(*given), strict=True):

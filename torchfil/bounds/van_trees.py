@@ -49,11 +49,11 @@ class Prior:
         information = torch.as_tensor(self.information, dtype=torch.float64)
         object.__setattr__(self, "information", information)
         if information.ndim > 1 or not bool((information > 0).all()):
-            raise ValueError("information must be tr J, or the eigenvalues of J, [d]; positive")
+            raise ValueError("information must be tr J, or the eigenvalues of J, [d], and positive")
         if not bool(information.isfinite().any()):
             raise ValueError(
                 "the prior's information is infinite: its values are discrete, and an attacker may name them exactly. "
-                "Ask what can be told about them: torchfil.questions"
+                "Ask a question about them instead: torchfil.questions"
             )
 
     @classmethod
@@ -185,7 +185,8 @@ def population_mse_bound(trace: Estimate, num_coordinates: int, prior: Prior) ->
     """
     if prior.information.ndim == 1 and len(prior.information) != num_coordinates:
         raise ValueError(
-            f"the prior has {len(prior.information)} coordinates, and {num_coordinates} are private; give it these"
+            f"the prior has {len(prior.information)} coordinates, and {num_coordinates} are private; give a prior for "
+            "these"
         )
     values = trace.value.double().cpu()
     mean = values.mean()
@@ -230,7 +231,7 @@ def _water_filled(
 
 
 def _check_continuous(table: Tensor) -> None:
-    """Refuse columns whose values repeat so much that they have no density; a constant column is no matter."""
+    """Refuse columns whose values repeat so much that they have no density; a constant column is fine."""
     ordered = table.sort(dim=0).values
     distinct = 1 + (ordered[1:] != ordered[:-1]).sum(dim=0)
     few = ((distinct > 1) & (distinct <= _FEW) & (2 * distinct < len(table))).nonzero().flatten().tolist()
@@ -242,7 +243,7 @@ def _check_continuous(table: Tensor) -> None:
 def _discrete(what: str) -> str:
     return (
         f"{what}: discrete values have no density, the prior's information is infinite, and an attacker may name them "
-        "exactly. Ask what can be told about them (torchfil.questions); leave them out of what is private "
-        "(Private(coordinates=…)); or, for rounded readings of something continuous, pass "
-        "Prior.gaussian(values, allow_discrete=True)"
+        "exactly. Ask questions about them instead (torchfil.questions); leave them out of what is private "
+        "(Private(coordinates=…)); or, for rounded readings of something continuous, pass Prior.gaussian(values, "
+        "allow_discrete=True)"
     )

@@ -77,5 +77,5 @@ def _rows(path: Path) -> Rows:
         rows.append(row)
 
     if not rows:
-        raise DataFormatError(f"{path} has no complete row of {len(_FIELDS)} fields; get it anew")
+        raise DataFormatError(f"{path} has no complete row of {len(_FIELDS)} fields; download it again")
     return rows

@@ -27,25 +27,27 @@ def read_idx(data: bytes, name: str = "the file") -> np.ndarray:
         name: For the errors.
 
     Raises:
-        DataFormatError: It is another format, of another type than unsigned bytes, or cut short.
+        DataFormatError: It is another format, of another type than unsigned bytes, or truncated.
 
     Example:
         >>> read_idx(bytes([0, 0, 8, 2, 0, 0, 0, 1, 0, 0, 0, 3, 7, 8, 9]))
         array([[7, 8, 9]], dtype=uint8)
     """
     if len(data) < 4 or data[:2] != b"\0\0":
-        raise DataFormatError(f"{name} is no IDX file: it begins with {data[:4]!r}, not with two zeros, a type, axes")
+        raise DataFormatError(
+            f"{name} is not an IDX file: it begins with {data[:4]!r}, not with two zeros, a type, axes"
+        )
     if data[2] != _UNSIGNED_BYTES:
-        raise DataFormatError(f"{name} is an IDX file of type {data[2]:#04x}; unsigned bytes (0x08) are read")
+        raise DataFormatError(f"{name} is an IDX file of type {data[2]:#04x}; only unsigned bytes (0x08) can be read")
 
     axes = data[3]
     start = 4 + 4 * axes
     if len(data) < start:
-        raise DataFormatError(f"{name} ends in its header, after {len(data)} bytes; copy or download it anew")
+        raise DataFormatError(f"{name} ends in its header, after {len(data)} bytes; copy or download it again")
     shape = struct.unpack(f">{axes}I", data[4:start])
     entries = np.frombuffer(data, np.uint8, offset=start)
     if entries.size != np.prod(shape, dtype=object):
-        raise DataFormatError(f"{name} says it has shape {shape} and has {entries.size} entries; copy it anew")
+        raise DataFormatError(f"{name} declares shape {shape} but has {entries.size} entries; copy it again")
     return entries.reshape(shape)
 
 

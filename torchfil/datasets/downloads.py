@@ -31,8 +31,8 @@ def download(name: str, folder: Folder = None, *, progress: bool = False) -> Pat
     origin = source(name)
     if not origin.downloadable:
         raise ValueError(
-            f"{origin.name} is not downloaded by itself: get {', '.join(file.path for file in origin.files)} from "
-            f"{origin.page} into {folder if folder is not None else 'the data folder'} ({origin.note})"
+            f"{origin.name} cannot be downloaded automatically: get {', '.join(file.path for file in origin.files)} "
+            f"from {origin.page} into {folder if folder is not None else 'the data folder'} ({origin.note})"
         )
     root = data_folder(folder, create=True)
     for file in origin.files:
@@ -42,7 +42,7 @@ def download(name: str, folder: Folder = None, *, progress: bool = False) -> Pat
 
 
 def _download_file(file: SourceFile, root: Path, progress: bool) -> None:
-    """Download beside its place and move there once the checksum is right, so that a wrong file is never found."""
+    """Download next to its place and move it there once the checksum is right, so that a wrong file is never used."""
     pooch = _pooch()
     target = root / file.path
     arriving = target.with_name(f"{target.name}.part")
@@ -53,8 +53,8 @@ def _download_file(file: SourceFile, root: Path, progress: bool) -> None:
         arrived = checksum_of(arriving, file)
         if arrived != file.checksum:
             raise DataFormatError(
-                f"{file.url} gave a file with {arrived}, not {file.checksum}: it was changed on its way or by its "
-                "publisher, and is not kept"
+                f"{file.url} gave a file with {arrived}, not {file.checksum}: it changed in transit or its publisher "
+                "changed it, so it was not kept"
             )
         arriving.replace(target)
     finally:

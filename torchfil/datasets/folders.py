@@ -20,7 +20,7 @@ class DataNotFoundError(FileNotFoundError):
 
 
 class DataFormatError(ValueError):
-    """A file is not in its publisher's format: cut short, damaged, or another one."""
+    """A file is not in its publisher's format: truncated, damaged, or another one."""
 
 
 def data_folder(folder: Folder = None, *, create: bool = False) -> Path:
@@ -46,7 +46,7 @@ def data_folder(folder: Folder = None, *, create: bool = False) -> Path:
         return path
     raise DataNotFoundError(
         f"no data folder {path}: pass it, set the environment variable TORCHFIL_DATA to the folder that holds "
-        "MNIST/raw, pneumoniamnist, cifar10, adult and iwpc, or pass download=True where this machine may download"
+        "MNIST/raw, pneumoniamnist, cifar10, adult and iwpc, or pass download=True if this machine may download"
     )
 
 
@@ -91,4 +91,4 @@ def unpacked(path: Path) -> bytes:
     try:
         return gzip.decompress(path.read_bytes())
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataFormatError(f"{path} is no complete gzip file ({error}); copy or download it anew") from error
+        raise DataFormatError(f"{path} is not a complete gzip file ({error}); copy or download it again") from error

@@ -106,7 +106,7 @@ def _from_tar(path: Path, split: str) -> Iterator[tuple[str, Any]]:
                     raise DataFormatError(f"{path} has no file {name}")
                 yield f"{path}: {name}", load_plain_pickle(member.read(), f"{path}: {name}")
     except (tarfile.TarError, KeyError, EOFError, OSError) as error:
-        raise DataFormatError(f"{path} is no complete archive of CIFAR-10 ({error}); download it anew") from error
+        raise DataFormatError(f"{path} is not a complete archive of CIFAR-10 ({error}); download it again") from error
 
 
 def _joined(batches: Iterator[tuple[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
@@ -115,9 +115,9 @@ def _joined(batches: Iterator[tuple[str, Any]]) -> tuple[np.ndarray, np.ndarray]
     for name, batch in batches:
         rows, numbers = (batch.get("data"), batch.get("labels")) if isinstance(batch, dict) else (None, None)
         if not isinstance(rows, np.ndarray) or rows.ndim != 2 or rows.shape[1] != 3072 or rows.dtype != np.uint8:
-            raise DataFormatError(f"{name} is no batch of CIFAR-10: it has no array 'data' of bytes, [n, 3072]")
+            raise DataFormatError(f"{name} is not a batch of CIFAR-10: it has no array 'data' of bytes, [n, 3072]")
         if not isinstance(numbers, list) or len(numbers) != len(rows):
-            raise DataFormatError(f"{name} is no batch of CIFAR-10: it has no list 'labels' of {len(rows)} numbers")
+            raise DataFormatError(f"{name} is not a batch of CIFAR-10: it has no list 'labels' of {len(rows)} numbers")
         images.append(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
         labels.append(np.asarray(numbers, dtype=np.int64))
     return np.concatenate(images), np.concatenate(labels)

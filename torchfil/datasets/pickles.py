@@ -2,7 +2,7 @@
 
 A pickle is a program: it names functions, which unpickling imports and calls. Here the few names that an array's
 pickle holds stand for functions of our own, which take apart what they are given; every other name is refused. Not even
-numpy's own reading of an array's pickle runs, which trusts what it is told about types and sizes.
+numpy's own reading of an array's pickle runs, which trusts the types and sizes in the file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def load_plain_pickle(data: bytes, name: str = "the pickle") -> Any:
     except DataFormatError as error:
         raise DataFormatError(f"{name} {error}") from None
     except Exception as error:  # a damaged pickle can raise nearly anything
-        raise DataFormatError(f"{name} is no complete pickle of plain data ({type(error).__name__}: {error})") from None
+        raise DataFormatError(
+            f"{name} is not a complete pickle of plain data ({type(error).__name__}: {error})"
+        ) from None
 
 
 class _Type:
@@ -56,7 +58,7 @@ class _Type:
     def __init__(self, code: Any) -> None:
         text = code.decode("latin-1") if isinstance(code, bytes) else code
         if not isinstance(text, str) or text not in _TYPES:
-            raise DataFormatError(f"holds an array of type {text!r}; only numbers are read")
+            raise DataFormatError(f"holds an array of type {text!r}; only numbers can be read")
         self.dtype = np.dtype(text)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -78,7 +80,7 @@ class _Array:
         _, shape, kind, fortran, entries = state
         raw = entries.encode("latin-1") if isinstance(entries, str) else entries
         if not isinstance(kind, _Type) or not isinstance(raw, bytes):
-            raise DataFormatError("holds an array of objects; only numbers are read")
+            raise DataFormatError("holds an array of objects; only numbers can be read")
         if math.prod(shape) * kind.dtype.itemsize != len(raw):
             raise DataFormatError(f"holds an array of shape {shape} and type {kind.dtype} in {len(raw)} bytes")
         values = np.frombuffer(raw, kind.dtype)
@@ -106,7 +108,7 @@ class _PlainUnpickler(pickle.Unpickler):
         if (module, name) not in stands_for:
             raise DataFormatError(
                 f"asks for {module}.{name}, which is not plain data; it was not called. Files from the publisher hold "
-                "arrays, texts and numbers alone: get the file anew"
+                "only arrays, texts and numbers: download the file again"
             )
         return stands_for[module, name]
 
@@ -126,7 +128,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def _encoded(self, text: str, encoding: str) -> bytes:
         if encoding not in ("latin1", "latin-1"):
-            raise DataFormatError(f"holds a text in {encoding!r}; only latin-1 is read")
+            raise DataFormatError(f"holds a text in {encoding!r}; only latin-1 can be read")
         return text.encode("latin-1")
 
 

@@ -88,8 +88,8 @@ def real_or_stand_in(*names: str, folder: Folder = None, say: Callable[[str], No
         origin = source(name)
         if name in made:
             say(
-                f"Data: a stand-in for {origin.name}: {stand_ins.DESCRIPTIONS[name]}. Its numbers are not the papers'; "
-                f"for those, get the files from {origin.page} and set TORCHFIL_DATA."
+                f"Data: a stand-in for {origin.name}: {stand_ins.DESCRIPTIONS[name]}. Its numbers are not those of the "
+                f"papers; for those, get the files from {origin.page} and set TORCHFIL_DATA."
             )
         else:
             say(f"Data: {origin.name}, from {data_folder(folder)}.")

@@ -49,9 +49,9 @@ class TabularTask:
             ValueError: There is no such nominal attribute or level.
         """
         if attribute not in self.levels:
-            raise ValueError(f"{attribute!r} is no nominal attribute; those are {list(self.levels)}")
+            raise ValueError(f"{attribute!r} is not a nominal attribute; those are {list(self.levels)}")
         if level not in self.levels[attribute]:
-            raise ValueError(f"{level!r} is no level of {attribute!r}; those are {list(self.levels[attribute])}")
+            raise ValueError(f"{level!r} is not a level of {attribute!r}; those are {list(self.levels[attribute])}")
         names = [self.columns[column] for column in self.attributes[attribute]]
         return np.asarray([name == f"{attribute}={level}" for name in names], dtype=float)
 
@@ -62,13 +62,15 @@ class TabularTask:
             ValueError: There is no such nominal attribute, or a row's columns are no level's.
         """
         if attribute not in self.levels:
-            raise ValueError(f"{attribute!r} is no nominal attribute; those are {list(self.levels)}")
+            raise ValueError(f"{attribute!r} is not a nominal attribute; those are {list(self.levels)}")
         codes = np.stack([self.encode(attribute, level) for level in self.levels[attribute]])  # [levels, its columns]
         values = inputs[:, list(self.attributes[attribute])]
         equal = (values[:, None, :] == codes).all(axis=2)  # [n, levels]
         if not equal.any(axis=1).all():
             wrong = int(equal.any(axis=1).argmin())
-            raise ValueError(f"row {wrong} has {values[wrong].tolist()} for {attribute!r}, which encodes no level")
+            raise ValueError(
+                f"row {wrong} has {values[wrong].tolist()} for {attribute!r}, which does not encode a level"
+            )
         return equal.argmax(axis=1)
 
 

@@ -25,7 +25,7 @@ def chest_xrays(
 
     Args:
         split: "train", "val" or "test".
-        folder: Holds ``pneumoniamnist.npz``, by itself or in ``pneumoniamnist``.
+        folder: Holds ``pneumoniamnist.npz``, directly or in ``pneumoniamnist``.
         download: Download it where it is missing (4 MB).
     """
     name = "pneumoniamnist"
@@ -35,7 +35,7 @@ def chest_xrays(
         with np.load(path, allow_pickle=False) as archive:
             images, labels = archive[f"{split}_images"], archive[f"{split}_labels"]
     except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
-        raise DataFormatError(f"{path} is no file of MedMNIST with the split {split!r} ({error})") from error
+        raise DataFormatError(f"{path} is not a MedMNIST file with the split {split!r} ({error})") from error
 
     if images.ndim != 3 or labels.ndim != 2 or len(labels) != len(images):
         raise DataFormatError(f"{path} has images {images.shape} and labels {labels.shape}, not [n, 28, 28] and [n, 1]")

@@ -176,8 +176,8 @@ def _check_pass(run: Run, optimizer: FILOptimizer, dataset_length: int | None) -
     if optimizer.inside_logical_batch:
         raise UnfinishedBatchError(
             "the last pass over the loader was left in the middle of a logical batch (a break under "
-            "BatchMemoryManager?): going on would add the next batch to it under one draw of noise. Call "
-            "optimizer.discard_partial_batch() to forget the unfinished batch (nothing of it was released)."
+            "BatchMemoryManager?): continuing would add the next batch to it under one draw of noise. Call "
+            "optimizer.discard_partial_batch() to drop the unfinished batch (none of it was released)."
         )
     run.drop_staged()
     optimizer._step_skip_queue.clear()

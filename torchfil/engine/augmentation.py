@@ -56,10 +56,10 @@ def check_reads_alike(dataset: Any, collate_fn: Callable[[list[Any]], Any], opti
         names = ", ".join(map(repr, by_coordinate))
         raise ValueError(
             f"track=({names},) sums by coordinate, but this data set gives other values each time an example is read "
-            "(a random transform?): coordinate j would be another pixel at every step. Either track the trace alone, "
-            "which is then about the views that were drawn; or take the random transform out of the data set and draw "
-            "it inside the model's forward(), whose random numbers are accounted for, so that coordinates are the "
-            "example's own. If what differs is not private, name what is: private=Private(inputs=…)."
+            "(a random transform?): coordinate j would be another pixel at every step. Either track only the trace, "
+            "which is then about the views that were drawn; or move the random transform from the data set into the "
+            "model's forward(), whose random numbers are accounted for, so that coordinates are the example's own. If "
+            "the part that differs is not private, name what is: private=Private(inputs=…)."
         )
 
 

@@ -1,6 +1,6 @@
 """Batches that remember which examples they hold; the one that the loop reads is the current one.
 
-A batch is handed out in an object of its own kind, with the same content, that also knows its ids: a list, tuple or
+A batch is returned as an object of the same kind and content that also knows its ids: a list, tuple or
 dict, a named tuple, a dataclass, or a ``UserDict`` such as Hugging Face's ``BatchEncoding``. It is copied, pickled on
 its way from a worker and pinned with them.
 """
@@ -48,7 +48,7 @@ class BatchTracker:
     Attributes:
         ids: The examples' numbers, or keys of a stream; None: no batch was read.
         earlier: The content of the two batches before.
-        parts: In how many batches each draw of the sampler is handed out.
+        parts: How many batches each draw of the sampler is split into.
         draws: The examples of each such draw in the present pass over the data, where they are several.
     """
 
@@ -69,7 +69,7 @@ class BatchTracker:
         self.draws.clear()
 
     def in_parts(self, drawn: list[int]) -> Iterator[list[int]]:
-        """The batches in which a draw is handed out."""
+        """The batches into which a draw is split."""
         if self.parts > 1:
             self.draws.add(frozenset(drawn))
         return (drawn[part :: self.parts] for part in range(self.parts))
@@ -97,7 +97,7 @@ class BatchTracker:
 
 
 def _content(batch: Any) -> Any:
-    """The batch, with a list, dict, tuple or object of its own."""
+    """The batch, as a new list, dict, tuple or object."""
     if isinstance(batch, _RememberingObject):
         return batch._without_ids()
     if isinstance(batch, dict):
@@ -252,7 +252,7 @@ def emptied(batch: Any) -> Any:
 
 
 def _kind_that_remembers(kind: type) -> type:
-    """A class of the same name with the ids beside the content."""
+    """A class of the same name with the ids besides the content."""
     methods: dict[str, Any] = {"_plain_kind": kind, "__reduce__": _Remembering.__reduce__}
     if issubclass(kind, tuple):
         methods |= {"__getitem__": _touching(tuple.__getitem__), "__iter__": _touching(tuple.__iter__)}

@@ -40,7 +40,7 @@ class NoiseSearch:
     """Which noise is tried.
 
     Attributes:
-        margin: By how much a pilot is to be better than the target: runs differ, so that one in a few pilots of the
+        margin: By how much a pilot must beat the target: runs differ, so one in a few pilots of the
             smallest σ that meets the target on average is lucky.
         grid: The factor between neighbouring σ.
         max_pilots: How many are run at most.
@@ -142,7 +142,7 @@ class Pilot:
         noise_multiplier: σ.
         epochs: How long it was.
         share: Its epochs over those of the run.
-        check: What it leaked, beside the target.
+        check: What it leaked, compared with the target.
         leakage: The same by example, of pilots as long as the run.
     """
 
@@ -160,7 +160,7 @@ class Pilot:
 
 @dataclass(frozen=True)
 class NoiseChoice:
-    """The σ that was chosen, and the pilots it rests on; ``str`` it. Confidential: it was measured on private data.
+    """The chosen σ and its pilots; print it. Confidential: it was measured on private data.
 
     Attributes:
         noise_multiplier: σ.
@@ -187,10 +187,10 @@ class NoiseChoice:
             wanted = f"{pilot.headroom:.3g} of the target"
             lines.append(f"  σ = {pilot.noise_multiplier:<6.4g} {pilot.check.measured}{short}: {wanted}")
         lines += [
-            f"  Wanted was {1 + self.search.margin:g} of the target (margin), on a public grid, the powers of "
+            f"  The search aimed at {1 + self.search.margin:g} of the target (margin), on a public grid, the powers of "
             f"{self.search.grid:.4g}: σ depends on the data, and the run's bound takes it as given.",
-            "  Pilots trained copies, with other random numbers. ε and the bound count the run alone: they hold if "
-            "nothing of the pilots is released, this text included.",
+            "  Pilots trained copies, with other random numbers. ε and the bound count only the run: they hold if "
+            "nothing of the pilots is released, including this text.",
         ]
         return "\n".join(lines)
 
@@ -211,10 +211,13 @@ def choose_noise(
     """
     if pilot_epochs is not None and not 1 <= pilot_epochs < pilots.epochs:
         raise ValueError(
-            f"pilot_epochs={pilot_epochs} must be at least 1 and below epochs={pilots.epochs}; None: whole pilots only"
+            f"pilot_epochs={pilot_epochs} must be at least 1 and below epochs={pilots.epochs}; pass None for whole "
+            "pilots only"
         )
     if pilot_epochs is not None and pilots.train is not None:
-        raise ValueError(f"pilot_epochs={pilot_epochs} is for train_step; train= trains for all epochs: leave out one")
+        raise ValueError(
+            f"pilot_epochs={pilot_epochs} is for train_step, but train= trains for all epochs: leave one of them out"
+        )
     ran: list[Pilot] = []
 
     def run(noise_multiplier: float, epochs: int) -> Pilot:
@@ -270,15 +273,16 @@ def check_participations(
     enough = next(longer for longer in range(epochs, 10**6) if expected_without(longer) <= _EXPECTED_WITHOUT_INTERVAL)
     raise ValueError(
         f"in epochs={epochs} about {expected:.2g} of {num_examples} examples are measured in fewer than "
-        f"{FEWEST_PARTICIPATIONS} steps, and of those one run claims nothing: no end holds for all. Train for "
-        f"epochs={enough} or more, or pass of='probes': ends that hold the measurement's error alone, for this very run"
+        f"{FEWEST_PARTICIPATIONS} steps, and one run says nothing about those: no end holds for all. Train for "
+        f"epochs={enough} or more, or pass of='probes' for ends that cover only the measurement's error, for this very "
+        "run"
     )
 
 
 def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[], Leakage], every: int) -> None:
     """From now on the optimizer warns, once, when the estimate so far is worse than the target already.
 
-    What leaked does not come back, so that the run will miss it; nothing is changed by itself.
+    Leakage cannot be undone, so the run will miss it; nothing changes automatically.
 
     Args:
         optimizer: The private one; its step hook is called as before.
@@ -298,8 +302,8 @@ def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[],
             warned = True
             warnings.warn(
                 f"after {steps - 1} steps the run has missed its target already, {target.wanted}: "
-                f"{target.check(totals()).measured}. What leaked stays so; stop here, or go on without the promise "
-                "(engine.check_bound() tells how it ends).",
+                f"{target.check(totals()).measured}. Leakage cannot be undone: stop here, or continue without the "
+                "promise (engine.check_bound() shows the result at the end).",
                 stacklevel=2,
             )
 
@@ -315,9 +319,9 @@ def _check_ends(check: TargetCheck) -> None:
     """Raise where a pilot has no end to choose the noise by, whatever its noise."""
     if _has_no_end(check):
         raise ValueError(
-            f"a pilot has no end that holds for all examples ({check.measured}): of some that were measured in fewer "
-            f"than {FEWEST_PARTICIPATIONS} steps one run claims nothing. Train for more epochs, measure more steps "
-            "(fil_rate, rel_error), or pass of='probes': ends that hold the measurement's error alone, for one run"
+            f"a pilot has no end that holds for all examples ({check.measured}): one run says nothing about examples "
+            f"measured in fewer than {FEWEST_PARTICIPATIONS} steps. Train for more epochs, measure more steps "
+            "(fil_rate, rel_error), or pass of='probes' for ends that cover only the measurement's error, for one run"
         )
 
 
@@ -333,14 +337,14 @@ def _not_met(target: LeakageTarget, search: NoiseSearch, whole: Sequence[Pilot])
     # Ends far below the estimates come from runs that differ, and more noise makes them differ more.
     if best.check.headroom_of_estimate > _FAR_FROM_ESTIMATE * best.headroom or best.headroom == 0:
         remedy = (
-            "The end lies far from the estimate, for runs differ much: lower the learning rate first. Or allow more "
-            "noise"
+            "The lower end is far from the estimate, because runs differ a lot: lower the learning rate first. Or "
+            "allow more noise"
         )
     else:
         remedy = f"Allow more noise (σ of about {best.noise_multiplier * math.sqrt(wanted / best.headroom):.2g} may do)"
     return ValueError(
         f"the target, {target.wanted}, was not met within {limit}: with σ = {best.noise_multiplier:.4g} a pilot had "
-        f"{best.check.measured}, which is {best.headroom:.2g} of the target where {wanted:g} is wanted "
+        f"{best.check.measured}, which is {best.headroom:.2g} of the target, but {wanted:g} is needed "
         f"(margin={search.margin:g}). {remedy} or more pilots, train for fewer epochs or with smaller batches, spare "
-        "the few who are exposed most (clip_weights=), or ask for less"
+        "the most exposed (clip_weights=), or lower the target"
     )

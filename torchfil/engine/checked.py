@@ -26,7 +26,7 @@ class LayerCheck:
         parameters: Trainable parameters of all of them.
         rule: The rule that serves them, in words.
         milliseconds: What the norms of their gradients take, for the whole batch; None: not measured.
-        falls_back: Whether they have no rule of their own.
+        falls_back: Whether they have no own rule.
     """
 
     name: str
@@ -88,7 +88,7 @@ class ModelCheck:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The table of layers, one dict a row."""
+        """The table of layers, one dict per row."""
         return [asdict(layer) for layer in self.layers]
 
     def to_dict(self) -> dict[str, Any]:

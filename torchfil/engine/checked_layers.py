@@ -27,7 +27,7 @@ __all__ = ["layers_of", "median_seconds"]
 
 _RULES_IN_WORDS: dict[type, str] = {
     GenericRule: "none: gradients formed example by example (vmap)",
-    ReparametrisedRule: "weights made from parameters: closed form, led back",
+    ReparametrisedRule: "weights made from parameters: closed form, then back to the parameters",
     ParameterRule: "bare parameter, where it meets the examples",
     LinearRule: "linear, closed form",
     ConvolutionRule: "convolution, closed form",

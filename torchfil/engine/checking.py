@@ -79,8 +79,8 @@ def check(
 
     Guarantees:
         * What a run would refuse for model, loss or private data is a result (``verdict == "refused"``, ``reason``), no
-          exception. A model that fails on the batch by itself raises as ever.
-        * Nothing is trained and nothing released; the table has no number that depends on the batch's values but d.
+          exception. A model that itself fails on the batch raises as usual.
+        * Nothing is trained and nothing released; apart from d, no number in the table depends on the batch's values.
 
     Args:
         model: The model, in training mode.
@@ -103,7 +103,10 @@ def check(
     if num_probes < 1 or repeats < 1:
         raise ValueError(f"num_probes={num_probes} and repeats={repeats} must be at least 1")
     if is_sharded(model):
-        raise ValueError("the model is sharded (fully_shard): check it before, in one process; a run does the same")
+        raise ValueError(
+            "the model is sharded (fully_shard): check it before sharding, in one process; the result also holds for "
+            "a sharded run"
+        )
     accounting = Accounting(num_probes=num_probes)
     device = next(model.parameters()).device
     replica, options = Replica(model), _options(accounting, device, private, batch_to_inputs)
@@ -221,7 +224,7 @@ def _examined(result: ModelCheck, subject: _Subject, options: RunOptions, repeat
     seeds = Draws.seeds_from(options.accounting.num_probes or 1, torch.Generator().manual_seed(0))
     wanted = Wanted((), options.accounting.estimator, seeds)
 
-    # An example whose loss depends on others has no gradient of its own: the values of a first pass tell.
+    # An example whose loss depends on others has no own gradient: the values of a first pass show it.
     values = evaluator.evaluate(batch, wanted)
     assert values.losses is not None
     with warnings.catch_warnings():
@@ -290,13 +293,13 @@ def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tup
     # What makes steps slow.
     if result.loss is not None and result.loss.startswith("the model's own"):
         lines.append(
-            "the loss could not be told from the other outputs: let the model run without labels, too, and give the "
-            "outputs that its loss is made from, or pass criterion="
+            "the loss could not be identified from the other outputs: let the model also run without labels and "
+            "return the outputs that its loss uses, or pass criterion="
         )
     elif result.verdict == "mapped":
         lines.append(
-            "a recorded pass would be faster: see why above. Keep parameters in layers of torch.nn that are called as "
-            "modules, with the examples in the first dimension"
+            "the recorded pass would be faster; the reason against it stands above. Keep parameters in torch.nn "
+            "layers that are called as modules, with the examples in the first dimension"
         )
     generic = [f"{layer.name} ({layer.kind})" for layer in result.layers if layer.falls_back]
     if generic and result.verdict == "recorded":
@@ -308,11 +311,11 @@ def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tup
     # What the numbers rest on.
     if result.not_smooth:
         lines.append(
-            "with what is not smooth, bounds are no guarantees: torchfil.SmoothnessValidator.fix(model) replaces "
-            "layers; calls inside forward are replaced by hand"
+            "bounds are no guarantees for a model that is not smooth: torchfil.SmoothnessValidator.fix(model) "
+            "replaces layers; replace calls inside forward by hand"
         )
     if result.loss is not None and "assumed" in result.loss:
-        lines.append("pass criterion= to be sure of the loss; a loop's loss is identified at its first step")
+        lines.append("pass criterion= to state the loss; otherwise it is identified at the loop's first step")
 
     room = max_memory // max(1, result.bytes_per_example or 1) if max_memory else result.batch_size
     if room < result.batch_size:
@@ -324,5 +327,5 @@ def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tup
 
 
 def _one_line(error: BaseException) -> str:
-    """What an error says, but for the step that it was not raised in."""
+    """What an error says, without the step that it was not raised in."""
     return " ".join(re.sub(r"This step was not taken[^.]*\.", "", str(error)).split()) or type(error).__name__

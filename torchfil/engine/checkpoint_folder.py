@@ -83,7 +83,7 @@ def write_folder(
         path: The folder.
         tree: Nested dicts and lists; what is not sharded (a DTensor) is written as rank 0 has it.
         ranks: The processes; None: a single one.
-        asynchronous: Whether to write while the caller goes on; the tree may change as soon as this returns.
+        asynchronous: Whether to write while the caller continues; the tree may change as soon as this returns.
 
     Returns:
         What ends when the checkpoint is whole on the disk, and raises what went wrong; None if it is.
@@ -116,7 +116,7 @@ def write_folder(
 
 
 class _FolderWriter(FileSystemWriter):
-    """Writes a new checkpoint beside the last, and makes it the latest when all ranks are done.
+    """Writes a new checkpoint next to the last, and makes it the latest when all ranks are done.
 
     Args:
         folder: Of all checkpoints.
@@ -135,7 +135,7 @@ class _FolderWriter(FileSystemWriter):
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """As torch's, and the checksums of what was written beside it."""
+        """As torch's, with the checksums of what was written."""
         written = super().write_data(plan, planner)
         for name in {result.storage_data.relative_path for result in written.value()}:
             file = self._folder / self._name / name
@@ -213,10 +213,10 @@ def read_folder(
         like: Gives by a tensor's name, its keys from the outside with / before each, a DTensor to be read in the same
             parts; None: the whole tensor is read, to the CPU.
         without: Keys at the outside that need not be read.
-        ranks: The processes, of which none goes on where one cannot read.
+        ranks: The processes; none continues if one cannot read.
 
     Raises:
-        ValueError: There is no whole checkpoint, or it was changed since.
+        ValueError: There is no complete checkpoint, or it was changed since.
     """
     tree, problem = None, None
     try:
@@ -235,7 +235,7 @@ def read_folder(
 def _read(folder: Path, like: Callable[[str], Tensor | None], without: tuple[str, ...]) -> dict[str, Any]:
     name = _latest(folder)
     if name is None:
-        raise ValueError("it holds no whole checkpoint: the file 'latest', which names it, is not there")
+        raise ValueError("it holds no complete checkpoint: the file 'latest', which names it, is missing")
     reader = _FolderReader(folder / name)
     kinds = reader.read_metadata().state_dict_metadata
 
@@ -251,7 +251,7 @@ def _read(folder: Path, like: Callable[[str], Tensor | None], without: tuple[str
             else:
                 values[key] = torch.empty_like(part, dtype=dtype)
         with _without_a_group_said():
-            load(values, storage_reader=reader, no_dist=True)  # what each rank needs, it finds by itself
+            load(values, storage_reader=reader, no_dist=True)  # each rank finds what it needs
         return values
 
     rest = read([_REST])[_REST]
@@ -287,7 +287,7 @@ def _latest(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError):
         name = None
     if not isinstance(name, str) or not name.startswith(_PREFIX) or Path(name).name != name:
-        raise ValueError(f"its file 'latest' is {content[:80]!r}, which names no checkpoint")
+        raise ValueError(f"its file 'latest' is {content[:80]!r}, which does not name a checkpoint")
     return name
 
 
@@ -316,13 +316,13 @@ class _FolderReader(FileSystemReader):
         if name in self._checked:
             return
         if file.parent != Path(self.path) or str(_checksum(file)) != Path(f"{file}{_SUMS}").read_text():
-            raise ValueError(f"the file {file.name} was changed after it was written, or is not whole")
+            raise ValueError(f"the file {file.name} was changed after it was written, or is incomplete")
         self._checked.add(name)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Refuse all that is no part of a checkpoint's metadata."""
+        """Refuse everything that is not part of a checkpoint's metadata."""
         if name not in _OF_METADATA.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
         return super().find_class(module, name)
@@ -330,7 +330,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def _without_a_group_said() -> Iterator[None]:
-    """Inside, torch does not warn that a process works by itself."""
+    """Inside, torch does not warn that a process works alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

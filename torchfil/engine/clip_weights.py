@@ -1,4 +1,4 @@
-"""A clip threshold for each example: ω ∈ (0, 1], by which its clipped gradient is multiplied.
+"""A clip threshold for each example: its clipped gradient is multiplied by ω ∈ (0, 1].
 
 With g̃ = ωφ(‖g‖) g an example's norm is at most ωC; noise and ε stay those of C, and its own leakage falls. ω is held
 fixed in every bound: what weights that were chosen from the data reveal by themselves is not counted.
@@ -48,8 +48,8 @@ def weights_by_row(given: ClipWeights | None, ids: ExampleIds) -> Tensor | None:
         weights = _numbers(given)
         if weights.shape != (n,):
             raise ValueError(
-                f"clip_weights has shape {list(weights.shape)} for {n} examples; give one weight each in the order of "
-                "the data set, or a dict {id: weight} of those that are not 1"
+                f"clip_weights has shape {list(weights.shape)} for {n} examples; give one weight for each in the order "
+                "of the data set, or a dict {id: weight} of those that are not 1"
             )
     check_clip_weights(weights, ids.all())
     return weights
@@ -61,8 +61,8 @@ def _numbers(given: object) -> Tensor:
         return torch.as_tensor(given, dtype=torch.float64, device="cpu").detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"clip_weights is a {type(given).__name__} that holds no numbers ({error}); give a tensor or an array [n], "
-            "or a dict {id: weight}"
+            f"clip_weights is a {type(given).__name__} that does not hold numbers ({error}); give a tensor or an array "
+            "[n], or a dict {id: weight}"
         ) from error
 
 
@@ -87,7 +87,7 @@ def check_same_weights(saved: Tensor | None, own: Tensor | None, ids: ExampleIds
         raise ValueError(
             f"the saved run has other clip_weights for {len(apart)} of {n} examples: {ids.all()[row]!r} had "
             f"{float(before[row])} and has {float(now[row])} now. Their sums would mix two mechanisms; pass the "
-            "clip_weights that the run began with, or begin a new run with the new ones."
+            "clip_weights that the run started with, or start a new run with the new ones."
         )
 
 

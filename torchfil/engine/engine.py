@@ -1,4 +1,4 @@
-"""``FILPrivacyEngine``: Opacus's engine, with each example's Fisher information beside the DP accountant."""
+"""``FILPrivacyEngine``: Opacus's engine, with each example's Fisher information besides the DP accountant."""
 
 from __future__ import annotations
 
@@ -52,26 +52,26 @@ logger = logging.getLogger(__name__)
 
 
 class FILPrivacyEngine(Resuming):
-    """Opacus's engine that also accounts, for every example, how much the run leaks about it.
+    """Opacus's engine, which also accounts for how much the run leaks about every example.
 
-    The training loop stays as it is. At each step the engine adds the example's Fisher information
+    The training loop stays unchanged. At each step the engine adds the example's Fisher information
     (κ⊥ (J̃ᵀJ̃ − a aᵀ) + κ∥ a aᵀ) / (σC)² to its ledger; see :mod:`torchfil.fisher`.
 
     Guarantees:
-        * The gradients that are clipped and released are exactly those that the accounting differentiates, under the
-          same dropout masks, and their norms never exceed ``max_grad_norm``: ε is Opacus's, unchanged.
-        * At every step the gradient at the model's output is checked against the engine's loss; a loop with another
-          loss raises before the step is taken.
+        * The accounting differentiates exactly the gradients that are clipped and released, under the same dropout
+          masks. Their norms never exceed ``max_grad_norm``, so ε is Opacus's.
+        * At every step the gradient at the model's output is checked against the engine's loss. A loop with another
+          loss raises an error before the step is taken.
         * A refused call or step changes nothing.
 
-    What one run says: the sum over the realised steps is an unbiased estimate of an upper bound on the model's Fisher
-    information (Guo et al. 2022, Theorem 3). It binds unbiased attackers, on average over runs; its inverse, the MSE
+    What one run says: the sum over its steps is an unbiased estimate of an upper bound on the model's Fisher
+    information (Guo et al. 2022, Theorem 3). It binds unbiased attackers, on average over runs. Its inverse, the MSE
     bound, is an estimate from one run. :meth:`merge` averages repeated runs.
 
-    Augmentation: the numbers are about the tensors that the model sees. Sums by coordinate are refused where the data
-    set draws other values each time an example is read.
+    Augmentation: the numbers are about the tensors that the model sees. Sums by coordinate are refused if the data set
+    returns other values each time an example is read.
 
-    Dropout: the attacker is taken to know the masks, which can only overstate the leakage.
+    Dropout: the attacker is assumed to know the masks, which can only overstate the leakage.
 
     Args:
         accountant: "rdp" (default), "prv" or "gdp", as in Opacus.
@@ -113,47 +113,47 @@ class FILPrivacyEngine(Resuming):
 
         Args:
             module: The model, in training mode, smooth in its inputs (see ``SmoothnessValidator``).
-            optimizer: Any torch optimizer over its parameters that takes one gradient a step (LBFGS does not).
+            optimizer: Any torch optimizer over its parameters that takes one gradient per step (LBFGS does not).
             data_loader: Draws from a data set with numbered examples; or a stream (``IterableDataset``), with ``id_of``
                 and ``poisson_sampling=False``.
             noise_multiplier: σ, as in Opacus; with 0 the run trains, but every FIL is infinite.
             max_grad_norm: C > 0, as in Opacus; with ``clipping="per_layer"`` a list, C_l of every trainable parameter
                 in the optimizer's order.
-            criterion: The loop's loss(outputs, targets); None: identified at the first step, among the standard losses
-                or as the one that the model computes itself.
+            criterion: The loop's loss(outputs, targets). None: it is identified at the first step, as one of the
+                standard losses or as the model's own.
             batch_first: Must be True.
-            loss_reduction: "mean" or "sum": what the loop's loss does over the batch.
-            poisson_sampling: As in Opacus. With a stream it must be False; then ε counts how often an example took
-                part, and no subsampling is credited (:mod:`torchfil.engine.streams`).
-            clipping: "flat", or "per_layer" as in Opacus: each parameter's gradient is clipped by itself, noise is
-                σ‖C‖, and the accounting differentiates just that (:mod:`torchfil.fisher.layerwise`), by ``vmap``.
+            loss_reduction: "mean" or "sum": how the loop's loss reduces over the batch.
+            poisson_sampling: As in Opacus. With a stream it must be False; ε then counts how often an example took
+                part, and subsampling gets no credit (:mod:`torchfil.engine.streams`).
+            clipping: "flat", or "per_layer" as in Opacus: each parameter's gradient is clipped separately, noise is
+                σ‖C‖, and the accounting differentiates exactly that (:mod:`torchfil.fisher.layerwise`), by ``vmap``.
             noise_generator: As in Opacus.
-            grad_sample_mode: "auto": the loop's ``backward()`` ends at the model's outputs, and a recorded pass gives
-                clipped sums and accounting where a trial shows that it gives plain autograd's per-example gradients,
-                ``vmap`` where not; ``p.grad_sample`` stays empty. "hooks", "functorch" and "ew", as in Opacus, are for
-                loops that read ``p.grad_sample``. "ghost" is "auto" called as Opacus's ghost clipping is: hard clip
-                unless another is given, and the criterion is handed back as well.
+            grad_sample_mode: "auto": the loop's ``backward()`` ends at the model's outputs. The recorded pass computes
+                clipped sums and accounting if a trial shows that it reproduces plain autograd's per-example gradients,
+                else ``vmap`` does. ``p.grad_sample`` stays empty. "hooks", "functorch" and "ew", as in Opacus, are for
+                loops that read ``p.grad_sample``. "ghost" is "auto" with the interface of Opacus's ghost clipping: hard
+                clip unless another is given, and the criterion is returned as well.
             wrap_model: As in Opacus; False means "hooks".
             rand_on_empty: As in Opacus.
-            clip: A registered, calibrated clip function: "smooth" (within 0.1 % of Opacus's hard clipping but near
+            clip: A registered, calibrated clip function: "smooth" (within 0.1 % of Opacus's hard clipping except near
                 the threshold), "gelu" (Guo et al.), "rsqrt", "hard". None: "smooth"; "hard" with ghost clipping.
-            private: What is private; None: every floating-point input, and where there is none, the output of the
-                embedding that takes the integers.
-            id_of: The examples' own ids: a function of the number in the data set, or a column of n keys. Of a stream:
-                where a batch has them, a name or a place, which is then left out of the batch; or a function from a
-                batch to its ids.
-            batch_to_inputs: Maps a batch of the loader to (inputs, targets); needed where the targets are not the last
-                item of a tuple, or in a dict or dataclass under a name that begins with "label" or is one of targets,
+            private: What is private. None: every floating-point input; if there is none, the output of the embedding
+                that takes the integers.
+            id_of: The examples' own ids: a function of the number in the data set, or a column of n keys. For a
+                stream: the name or position of the ids in a batch, which the loop then does not see; or a function
+                from a batch to its ids.
+            batch_to_inputs: Maps a batch of the loader to (inputs, targets). Needed if the targets are neither the last
+                item of a tuple, nor in a dict or dataclass under a name that begins with "label" or is one of targets,
                 target, y, start_positions and end_positions.
             accounting: How to account; see :class:`Accounting`.
             **shortcuts: ``num_probes``, ``rel_error``, ``track``, ``questions``, ``views``, ``accumulation_steps``,
                 ``clip_weights`` and ``min_mse_bound`` of :class:`Accounting`.
 
         A clip threshold for each example: ``clip_weights`` gives ω_i in (0, 1], in the order of the data set, [n], or
-        by id, where ids that are left out have 1. The clipped gradient of example i is multiplied by ω_i, so that its
-        norm is at most ω_i C; noise and ε stay those of C. Fisher information, questions, individual ε and PLIS are
-        those of the scaled gradient, with ω held fixed and no noise added to it: if you chose the weights from the
-        data, the bounds do not count what the weights themselves reveal. Keep them as confidential as the data.
+        by id (ids that are left out have 1). The clipped gradient of example i is multiplied by ω_i, so its norm is at
+        most ω_i C; noise and ε stay those of C. Fisher information, questions, individual ε and PLIS are about the
+        scaled gradient, with ω held fixed and no noise added to it: if you chose the weights from the data, the bounds
+        do not count what the weights themselves reveal. Keep them as confidential as the data.
 
         Returns:
             The private model (the hooks object with ``wrap_model=False``), a :class:`FILOptimizer` and a
@@ -241,7 +241,7 @@ class FILPrivacyEngine(Resuming):
             data_loader: The loader.
             target_epsilon: ε at the end.
             target_delta: δ.
-            epochs: Passes over the data; also taken for ``Accounting.epochs`` where that is None.
+            epochs: Passes over the data; also used for ``Accounting.epochs`` if that is None.
             epsilon_tolerance: How far below ``target_epsilon`` the run may end.
             accounting: How to account.
             **options: Of :meth:`make_private`.
@@ -288,42 +288,43 @@ class FILPrivacyEngine(Resuming):
         accounting: Accounting | None = None,
         **options: Any,
     ) -> tuple[Any, ...]:
-        """:meth:`make_private` with the smallest noise of a grid that keeps every example's leakage to a target.
+        """:meth:`make_private` with the smallest noise on a grid that keeps every example's leakage to a target.
 
-        σ is chosen by pilots: whole runs on copies of model and optimizer, with random numbers of their own; model,
-        optimizer, loader and all generators are left as they were. ``print(engine.pilot)`` tells what was tried,
-        ``engine.check_bound()`` after training whether the run kept to the target. During the run a warning comes as
-        soon as it has missed it.
+        Pilots choose σ: whole runs on copies of model and optimizer, with their own random numbers. Model, optimizer,
+        loader and all generators stay as they were. ``print(engine.pilot)`` shows what was tried; after training,
+        ``engine.check_bound()`` shows whether the run met the target. The run warns as soon as it has missed it.
 
         σ depends on the data and is held fixed in the bound; on the grid it is constant almost everywhere. ε counts
-        this run alone, so nothing of the pilots may be released. Choose σ on public data of the same kind where that
-        is not enough.
+        only this run, so nothing of the pilots may be released. If that is not enough, choose σ on public data of the
+        same kind.
 
         Args:
             module: The model.
-            optimizer: The optimizer, with the learning rate that the run has.
+            optimizer: The optimizer, with the run's learning rate.
             data_loader: The loader.
-            epochs: Passes over the data; also taken for ``Accounting.epochs`` where that is None.
-            target_mse_bound: No example's MSE bound is to end below: unbiased attackers, on average over runs.
-            target_true_positive_rate: On no example is any attacker's to end above, for ``question``.
+            epochs: Passes over the data; also used for ``Accounting.epochs`` if that is None.
+            target_mse_bound: The smallest MSE bound that any example may end with: unbiased attackers, on average over
+                runs.
+            target_true_positive_rate: The largest true-positive rate that any attacker may reach on any example, for
+                ``question``.
             question: Its name in ``questions=``; None: the only one.
-            at_false_positive_rate: At which the rate is read.
-            confidence: Of the end of the interval, for all examples together, that has to meet the target.
-            of: "run": the ends hold all that is random in a run, which takes about twenty epochs or more; "probes":
-                only the error of the measurement, for this very run.
-            pilot_epochs: The length of pilots that are run before, to know where to begin; σ is chosen by whole ones.
-            max_pilots: How many whole ones are run at most (and of short ones).
-            margin: By how much a pilot has to be better than the target; runs differ.
+            at_false_positive_rate: The false-positive rate for it.
+            confidence: Of the end of the interval, for all examples together, that must meet the target.
+            of: "run": the ends cover everything random in a run, which takes about twenty epochs or more; "probes":
+                only the measurement error, for this very run.
+            pilot_epochs: The length of short pilots that find a starting point; σ is chosen by whole ones.
+            max_pilots: The largest number of whole pilots (and of short ones).
+            margin: By how much a pilot must beat the target; runs differ.
             grid: The factor between neighbouring σ.
-            max_noise_multiplier: The largest σ that is tried.
-            train: Your loop, train(engine, model, optimizer, loader), for all epochs, where pilots are to train in
-                another way than by :meth:`train_step` (a learning-rate schedule, say); None: ``criterion`` is needed.
-            progress: Whether pilots show bars (those that ``train`` runs do not).
+            max_noise_multiplier: The largest σ to try.
+            train: Your loop, train(engine, model, optimizer, loader), for all epochs, if pilots should not train with
+                :meth:`train_step` (for example because of a learning-rate schedule). None: ``criterion`` is needed.
+            progress: Whether pilots show progress bars (not those inside ``train``).
             accounting: How to account.
             **options: Of :meth:`make_private`.
 
         Raises:
-            ValueError: The target cannot be met, and by how much.
+            ValueError: The target cannot be met; the message says by how much.
         """
         if "noise_multiplier" in options:
             raise TypeError("make_private_with_bound chooses noise_multiplier itself; call make_private to set it")
@@ -364,24 +365,24 @@ class FILPrivacyEngine(Resuming):
 
     @property
     def pilot(self) -> NoiseChoice:
-        """The noise that :meth:`make_private_with_bound` chose, and the pilots it rests on; ``str`` it."""
+        """The noise that :meth:`make_private_with_bound` chose, and its pilots; print it."""
         if self._choice is None:
             raise RuntimeError("no noise was chosen by pilots: this run was not made by make_private_with_bound")
         return self._choice
 
     @property
     def bound_target(self) -> LeakageTarget:
-        """What this run is to keep to, as given to :meth:`make_private_with_bound`."""
+        """The target given to :meth:`make_private_with_bound`."""
         return self.pilot.target
 
     def check_bound(self, target: LeakageTarget | None = None, *, merged: bool = False) -> TargetCheck:
-        """Whether the run so far keeps to its target, with the numbers; ``str`` it.
+        """Whether the run so far meets its target, with the numbers; print it.
 
         Args:
-            target: None: that of :meth:`make_private_with_bound`. Give it where the run was made by
-                :meth:`make_private`, as one that goes on from a checkpoint.
+            target: None: the target of :meth:`make_private_with_bound`. Pass it if the run was made by
+                :meth:`make_private`, for example to resume from a checkpoint.
             merged: Whether to average with the pilots that had the same σ: independent repetitions, which make errors
-                smaller. They were chosen for having met the target, so that their mean is a little too good; for whole
+                smaller. They were chosen because they met the target, so their mean is a little too good. For whole
                 runs only.
         """
         repetitions = self.pilot.repetitions if merged else []
@@ -395,7 +396,7 @@ class FILPrivacyEngine(Resuming):
 
     def _check_unused(self) -> None:
         if self._made is not None:
-            raise ValueError("this engine accounts for a run already; make a new FILPrivacyEngine for another one")
+            raise ValueError("this engine already accounts for a run; make a new FILPrivacyEngine for another one")
 
     def _checked_options(
         self,
@@ -408,7 +409,7 @@ class FILPrivacyEngine(Resuming):
         poisson_sampling: bool,
         **options: Any,
     ) -> RunOptions:
-        """All that is fixed for the run, checked; the sampling rate follows when the loader is prepared."""
+        """Everything fixed for the run, checked; the sampling rate is added when the loader is prepared."""
         self._check_unused()
         hooked = isinstance(module, AbstractGradSampleModule) or hasattr(module, "autograd_grad_sample_hooks")
         if hooked or is_in_training(module):
@@ -432,7 +433,7 @@ class FILPrivacyEngine(Resuming):
         return run_options
 
     def _begin(self, training: PrivateTraining, limit: float, sample_rate: float, *, poisson_sampling: bool) -> None:
-        """From now on the accountant hears of every step."""
+        """Start counting every step in the accountant."""
         options = training.run.options
         parts = "" if options.shares is None else ", each parameter's by itself"
         logger.info("gradients are clipped to %g by the clip function %r%s", limit, options.clip.name, parts)
@@ -445,10 +446,10 @@ class FILPrivacyEngine(Resuming):
         self._made = training
 
     def _account_participations(self, run: Run, optimizer: DPOptimizer) -> None:
-        """Let the accountant know as many releases as the example of a stream has that took part most often.
+        """Tell the accountant the number of participations of a stream's most frequent example.
 
-        Each is one of the whole batch (q = 1), under the smallest noise so far: at least what any example's own steps
-        cost, whatever the order in which they came.
+        Each is a release of the whole batch (q = 1) under the smallest noise so far: at least what any example's own
+        steps cost, in whatever order they came.
         """
         sigmas = [sigma for sigma, *_ in self.accountant.history]
         self.accountant.history = [(min([*sigmas, optimizer.noise_multiplier]), 1.0, run.most_participations())]
@@ -462,7 +463,7 @@ class FILPrivacyEngine(Resuming):
         self.validate(module=module, optimizer=None, data_loader=None)
 
     def _check_noise(self, noise_multiplier: float, noise_generator: torch.Generator | None) -> None:
-        """Warn where there is no noise, on purpose."""
+        """Warn if there is no noise."""
         if noise_generator is not None and self.secure_mode:
             raise ValueError("Passing seed is prohibited in secure mode: leave out noise_generator=")
         if noise_multiplier == 0:
@@ -480,7 +481,7 @@ class FILPrivacyEngine(Resuming):
     def validate(
         self, *, module: nn.Module, optimizer: optim.Optimizer | None, data_loader: DataLoader[Any] | None
     ) -> None:
-        """As in Opacus, but that torch's recurrent layers and attention, for which its hooks have no rules, may stay.
+        """As in Opacus, except that torch's recurrent layers and attention, which its hooks do not support, may stay.
 
         Args:
             module: The model.
@@ -505,19 +506,19 @@ class FILPrivacyEngine(Resuming):
     # ------------------------------------------------------------------ control
 
     def train_step(self, inputs: Any, targets: Any = NO_TARGETS) -> Tensor:
-        """A whole private step on the batch that the loader gave last: the fast way, if torchfil may run it all.
+        """Take a whole private step on the loader's last batch: the fast way, if torchfil may run it all.
 
             for x, y in loader:
                 loss = engine.train_step(x, y)
 
-        It does what ``zero_grad``, the model, ``criterion``, ``backward`` and ``optimizer.step`` do together, with the
-        same clipping, noise and accounting; on a GPU the recorded pass is a CUDA graph. Needs ``criterion`` in
+        It replaces ``zero_grad``, the model, ``criterion``, ``backward`` and ``optimizer.step``, with the same
+        clipping, noise and accounting. On a GPU the recorded pass is a CUDA graph. It needs ``criterion`` in
         :meth:`make_private`, or a model that computes its loss itself from labels, as Hugging Face's do:
 
             for batch in loader:
                 loss = engine.train_step(batch)
 
-        The loss of an example is that of a batch of one: a mean over tokens is one over the example's own.
+        An example's loss is that of a batch of one: a mean over tokens is over the example's own tokens.
 
         Args:
             inputs: A tensor, a tuple of positional inputs or a dict of keyword inputs, [batch, …] each; moved to the
@@ -534,7 +535,7 @@ class FILPrivacyEngine(Resuming):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, steps release gradients but are not measured: the totals become lower bounds, loudly."""
+        """Inside, steps release gradients but are not measured: the totals become lower bounds, with a warning."""
         run = self._training.run
         if run.paused:
             raise RuntimeError("the accounting is paused already")
@@ -550,18 +551,18 @@ class FILPrivacyEngine(Resuming):
             run.paused = False
 
     def detach(self) -> None:
-        """Take all hooks off the model: it is a plain module again. The ledger stays, no further step can be taken."""
+        """Remove all hooks: the model is a plain module again. The ledger stays; no further step is possible."""
         self._training.detach()
 
     def refresh_norms(self) -> None:
-        """Look up every example's gradient norm at the present weights, for :meth:`get_individual_epsilon`."""
+        """Compute every example's gradient norm at the current weights, for :meth:`get_individual_epsilon`."""
         training = self._training
         with training.replica.gathered():
             training.looks.refresh_norms(training.optimizer)
 
 
 def _with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
-    """With the rate at which Poisson sampling draws; as they are where a loader draws otherwise."""
+    """Add the rate of Poisson sampling; unchanged if the loader draws otherwise."""
     sampler = prepared.batch_sampler
     if not isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
         return options
@@ -586,11 +587,11 @@ def _drawn_by_a_step(loader: DataLoader[Any], num_examples: int, ranks: Ranks | 
 
 
 def _asked_question(question: str | None, rate: float | None, accounting: Accounting) -> str | None:
-    """The question that a target is about; the only one where none is named. None: there is no target of that kind."""
+    """The question that a target is about; the only one if none is named. None: there is no such target."""
     asked = list(accounting.questions)
     if rate is None:
         if question is not None:
-            raise ValueError(f"question={question!r} is given without target_true_positive_rate=; pass it, too")
+            raise ValueError(f"question={question!r} is given without target_true_positive_rate=; pass that as well")
         return None
     if question is None and len(asked) == 1:
         return asked[0]

@@ -37,7 +37,7 @@ class NormHistory:
     """For every example: at how many steps it had which effective noise multiplier σC/‖g̃‖, rounded down.
 
     Kept in twelve entries of a level and a count (:mod:`torchfil.engine.norm_levels`), the last seen norm and since
-    when it holds: 68 bytes an example. On CPUs and from 2²⁰ examples on, those who were never drawn have 4.
+    when it holds: 68 bytes per example. On CPUs and from 2²⁰ examples on, those who were never drawn have 4.
 
     Args:
         num_examples: n.
@@ -63,7 +63,7 @@ class NormHistory:
         self.noise_multiplier = 0.0
         self.sample_rate = 0.0
         self.steps = 0
-        # with weights of their own, examples that were not drawn are not all alike
+        # with individual weights, examples that were not drawn are not all alike
         self._rows = RowTable(_LAYOUT, num_examples, device, lazy=lazy if clip_weights is None else False)
         self._rows.own("ratio").fill_(1.0)
         if clip_weights is not None:

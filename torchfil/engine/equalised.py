@@ -15,17 +15,17 @@ __all__ = ["HELD_FIXED", "Equalised", "Round", "Stopped"]
 Stopped = Literal["target met", "no further progress", "floor", "max_rounds"]
 
 HELD_FIXED = (
-    "The clip weights were computed from private data and are held fixed in these bounds and in ε, as in IRFIL: what "
-    "the weights themselves tell about an example is not in them. Keep weights and pilot models as confidential as "
-    "the data. Ways out: by= (weights that are functions of public attributes), or count every round as released "
-    "(epsilon_of_all_rounds, worst_of_all_rounds)."
+    "The clip weights were computed from private data and are held fixed in these bounds and in ε, as in IRFIL: they "
+    "do not include what the weights themselves reveal about an example. Keep weights and pilot models as "
+    "confidential as the data. Alternatives: by= (weights that are functions of public attributes), or count every "
+    "round as released (epsilon_of_all_rounds, worst_of_all_rounds)."
 )
 
 _REASONS = {
-    "target met": "the rounds met it, what is reported does not: a larger margin= leaves room for chance",
-    "no further progress": "two rounds in a row brought nothing; raise margin=, or the noise",
-    "floor": "no weight would change any more; lower floor= or the target, or raise the noise",
-    "max_rounds": "the rounds are over; raise max_rounds=, or the noise",
+    "target met": "the rounds met it, but the reported runs do not: a larger margin= leaves room for chance",
+    "no further progress": "two rounds in a row did not help; raise margin=, or the noise",
+    "floor": "no weight would change further; lower floor= or the target, or raise the noise",
+    "max_rounds": "all rounds are used up; raise max_rounds=, or the noise",
 }
 
 
@@ -45,7 +45,7 @@ class Round:
         group_ratio: The largest over the smallest of the groups' mean FIL (of a question: mean D); None: no groups.
         group_means: Those means, by group.
         without_interval: How many measured examples have no interval and count by their estimate.
-        score: What ``train`` returned beside the engine, the accuracy for instance.
+        score: What ``train`` returned besides the engine, for example the accuracy.
         epsilon: ε of this run alone, at the δ asked for, with its weights held fixed.
         seconds: How long it took.
         fresh: Whether the weights had been chosen before, and nothing was chosen from this run.
@@ -86,11 +86,11 @@ class Equalised:
         worst_end: Its conservative end.
         chosen: The round that ``weights`` and ``engine`` come from.
         history: All rounds, fresh ones last.
-        next_weights: What another round would be trained with: pass it as ``weights=`` to go on.
+        next_weights: The weights of another round: pass them as ``weights=`` to continue.
         epsilon_of_all_rounds: ε if the models of all rounds were released; None without δ, and for rounds of
             different noise with the "gdp" accountant.
         worst_of_all_rounds: The smallest bound (or largest rate), estimates added over all rounds, in that case.
-        question: The question that was meant; None: Fisher information.
+        question: The question; None: Fisher information.
         fil_before: η̄ of every example in the first round, [n], NaN where it was not measured; None where that round
             had weights already.
     """

@@ -84,18 +84,18 @@ def equalise(
             ``make_private(…, clip_weights=)``) and returns the engine, or (engine, score) with any number to be kept
             in the history, the accuracy for instance. Runs must differ in their random numbers: fix no seed, or
             another one at each call.
-        target: The bound that every example's shall reach; with ``question`` the largest true-positive rate that any
-            attacker shall reach. None: with ``groups`` only groups are equalised, otherwise it comes from ``share``.
+        target: The bound that every example should reach; with ``question`` the largest true-positive rate that any
+            attacker may reach. None: with ``groups`` only groups are equalised, otherwise it comes from ``share``.
         question: The name of a question that the run is asked; None: Fisher information (unbiased attackers).
-        false_positive_rate: At which the true-positive rate of a question is meant.
+        false_positive_rate: At which the true-positive rate of a question is read.
         share: Without a target: bring the most exposed share of all examples down to where the others begin, by the
             first round; None: 0.01.
         confidence: One-sided: the lower ends of the bounds (upper ends of D) at it, by the probes' errors, must meet
             the target. What another run would draw is not in them, but in ``margin``: the ends that ``torchfil gate``
             looks at hold it, and are far lower where single steps decide. An example whose probes tell no error
             counts by its estimate, and is counted in the history. None: estimates.
-        groups: One label an example in the order of the data set, or a mapping id ↦ label. Every group gets a common
-            factor beside its members' own weights, so that the groups' mean FIL (of a question: mean D) become equal.
+        groups: One label per example in the order of the data set, or a mapping id ↦ label. Every group gets a common
+            factor besides its members' own weights, so that the groups' mean FIL (of a question: mean D) become equal.
         group_ratio: The largest over the smallest of these means that counts as equal.
         by: Public cells, given as ``groups`` is: every example gets the smallest weight that any member of its cell
             needs. Groups must be made of whole cells.
@@ -184,7 +184,7 @@ def _check_options(
     if not callable(train):
         raise TypeError(f"train is a {type(train).__name__}; give a function of clip weights that returns the engine")
     if max_rounds < 1:
-        raise ValueError(f"max_rounds={max_rounds} must be at least 1, and 2 for weights that were trained with")
+        raise ValueError(f"max_rounds={max_rounds} must be at least 1, and at least 2 to train with the chosen weights")
     if fresh_runs < 0:
         raise ValueError(f"fresh_runs={fresh_runs} must be 0 or a number of further trainings")
     if not 0 < floor <= 1:
@@ -192,7 +192,7 @@ def _check_options(
     if not 1 <= margin < math.inf:
         raise ValueError(f"margin={margin} must be at least 1: weights aim at so many times the target")
     if not (isinstance(grid, int) and grid >= 1):
-        raise ValueError(f"grid={grid} must be a whole number of steps an octave, at least 1")
+        raise ValueError(f"grid={grid} must be a whole number of steps per octave, at least 1")
     if weights is not None:
         check_clip_weights(weights)
     if delta is not None and not 0 < delta < 1:
@@ -200,14 +200,14 @@ def _check_options(
 
 
 def _check_lengths(columns: Mapping[str, Any]) -> None:
-    """Raise where columns of one entry an example differ in length; whether they fit the data the first round tells."""
+    """Raise if columns of one entry per example differ in length; the first round shows whether they fit the data."""
     given = {name: column for name, column in columns.items() if column is not None}
     for name, column in given.items():
         if isinstance(column, str) or not hasattr(column, "__len__"):
-            raise TypeError(f"{name} is a {type(column).__name__}; give one label an example, or a mapping id ↦ label")
+            raise TypeError(f"{name} is a {type(column).__name__}; give one label per example, or a mapping id ↦ label")
     lengths = {name: len(column) for name, column in given.items() if not isinstance(column, Mapping)}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"{lengths} must have one entry an example each, in the order of the data set")
+        raise ValueError(f"{lengths} must each have one entry per example, in the order of the data set")
 
 
 def _check_used(weights: Tensor | None, engine: Any) -> None:
@@ -220,7 +220,7 @@ def _check_used(weights: Tensor | None, engine: Any) -> None:
     if used is None or not torch.equal(used.cpu(), weights.double().cpu()):
         has = "has none" if used is None else "has others"
         raise ValueError(
-            f"train was given clip weights, and its engine {has}; hand them on: make_private(…, clip_weights=weights)"
+            f"train was given clip weights, and its engine {has}; pass them on: make_private(…, clip_weights=weights)"
         )
 
 
@@ -246,7 +246,7 @@ class _Booked:
 
     @property
     def left(self) -> tuple[int, float]:
-        """What is left to be done: how many miss the target, which is less a matter of chance than the worst one."""
+        """What is left to do: how many miss the target, which depends less on chance than the worst one."""
         return self.round.num_below, self.missing
 
 
@@ -327,8 +327,8 @@ class _Rounds:
             trained = self.train(chosen.weights.values, goal)
             if any(torch.equal(trained.exposure.value, each.exposure.value) for each in (chosen.trained, *runs)):
                 raise ValueError(
-                    "train() repeated a run to the last digit: it sets the same seed each time, so that a fresh run "
-                    "tells nothing new; fix no seed, or another one at each call"
+                    "train() repeated a run to the last digit: it sets the same seed each time, so a fresh run adds "
+                    "no information; set no seed, or another one at each call"
                 )
             self.book(trained, goal, chosen.weights, fresh=True)
             runs.append(trained)

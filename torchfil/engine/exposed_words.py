@@ -54,7 +54,7 @@ def exposed_words(run: RunView, texts: TokenTexts, fil: np.ndarray, count: int) 
     if not {"diagonal", "fim"} & leakage.ledger.sums.keys():
         raise ValueError("texts= shows leakage by word, which needs make_private(track=('diagonal',))")
     if strings is not None and len(strings) != len(fil):
-        raise ValueError(f"texts has {len(strings)} entries for {len(fil)} examples; give one each, in order")
+        raise ValueError(f"texts has {len(strings)} entries for {len(fil)} examples; give one for each, in order")
 
     # who leaked nothing in this run is not among the most exposed
     rows = np.argsort(-fil, kind="stable")[:count]

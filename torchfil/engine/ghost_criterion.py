@@ -1,4 +1,4 @@
-"""The criterion that ``grad_sample_mode="ghost"`` hands back, called as Opacus's.
+"""The criterion that ``grad_sample_mode="ghost"`` returns, called like Opacus's.
 
 Opacus's returns an object whose ``backward()`` goes through the model twice. Here the loop's backward pass ends at the
 model's outputs, so that an ordinary tensor does: ``loss.backward()``, ``loss.item()``, ``loss / 2`` are torch's own.
@@ -23,7 +23,7 @@ class GhostCriterion:
     are averaged.
 
     Args:
-        criterion: A torch loss, or a function(outputs, targets) that gives one number or one an example; None:
+        criterion: A torch loss, or a function(outputs, targets) that gives one number or one per example; None:
             cross-entropy.
         loss_reduction: "mean" or "sum", over the batch.
 
@@ -42,8 +42,8 @@ class GhostCriterion:
         own = getattr(given, "reduction", loss_reduction)
         if own != loss_reduction:
             raise ValueError(
-                f"the criterion's reduction is {own!r} and loss_reduction={loss_reduction!r}; ghost clipping wants the "
-                f"same of both: pass loss_reduction={own!r}, or a criterion with reduction={loss_reduction!r}"
+                f"the criterion's reduction is {own!r} and loss_reduction={loss_reduction!r}; ghost clipping needs the "
+                f"same for both: pass loss_reduction={own!r}, or a criterion with reduction={loss_reduction!r}"
             )
         self.criterion, self.reduction = given, loss_reduction
         self._by_example = given

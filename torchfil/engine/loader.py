@@ -39,7 +39,7 @@ _TARGET_NAMES = ("targets", "target", "y", "start_positions", "end_positions")
 
 
 class NotingDataset(Dataset[Any]):
-    """The user's data set, which also notes which items were fetched last; all else is passed through."""
+    """The user's data set, which also notes which items were fetched last; everything else is passed through."""
 
     def __init__(self, dataset: Any, note: list[int]) -> None:
         self.dataset = dataset
@@ -68,7 +68,7 @@ class NotingDataset(Dataset[Any]):
 
 
 class RememberingCollate:
-    """Collates as before and hands out a batch that remembers its ids."""
+    """Collates as before and returns a batch that remembers its ids."""
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], note: list[int], token: int, workers: bool) -> None:
         self.collate_fn = collate_fn
@@ -177,7 +177,7 @@ class FILBatchSampler(BatchSampler):
 
 
 class FILDataLoader(DataLoader[Any]):
-    """A prepared loader, the same in every respect but that its batches remember their ids.
+    """A prepared loader, unchanged except that its batches remember their ids.
 
     Args:
         loader: The loader that Opacus prepared (Poisson), or the user's own.
@@ -270,16 +270,16 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         raise ValueError(
             "the loader must draw batches from a data set with numbered examples; an IterableDataset, or "
-            "batch_size=None, gives none. With make_private(poisson_sampling=False, id_of=…) an IterableDataset is "
-            "accounted for by the ids in its batches."
+            "batch_size=None, has none. For an IterableDataset pass make_private(poisson_sampling=False, id_of=…), "
+            "which accounts by the ids in its batches."
         )
 
     # Poisson sampling takes the place of a sampler, whose choice of examples would be lost.
     inner = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(inner, SubsetRandomSampler) and poisson_sampling:
         raise ValueError(
-            "the loader has a SubsetRandomSampler, but Poisson sampling draws from the whole data set, also what the "
-            "sampler holds out. Pass a loader over torch.utils.data.Subset(dataset, indices), without a sampler."
+            "the loader has a SubsetRandomSampler, but Poisson sampling draws from the whole data set, including what "
+            "the sampler leaves out. Pass a loader over torch.utils.data.Subset(dataset, indices), without a sampler."
         )
     if isinstance(inner, _Weighted):
         if poisson_sampling:
@@ -295,8 +295,8 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
             )
         warnings.warn(
             "the loader has a WeightedRandomSampler: examples with larger weights take part more often, and each "
-            "participation is counted, so that they leak more. No subsampling is credited to the Fisher information "
-            "(κ = 1), and ε is that of uniform Poisson sampling, which this is not.",
+            "participation counts, so they leak more. The Fisher information gives no credit for subsampling (κ = 1). "
+            "ε is that of uniform Poisson sampling, which this is not.",
             stacklevel=4,
         )
     elif (

@@ -75,7 +75,7 @@ class DatasetLooks:
         return self._laid_out(self.collate_fn([self.dataset[row] for row in rows]))
 
     def _slopes_by_layer(self, gradients: ExampleGradients, mechanism: Mechanism) -> Tensor:
-        """∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s² where each parameter's gradient is clipped by itself, [batch, d]."""
+        """∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s² where each parameter's gradient is clipped separately, [batch, d]."""
         chunks = PrivateBatch(gradients, mechanism).chunks(self.run.options.max_memory, 8)
         parts = [2 * jacobian.clipped_norm[:, None] * jacobian.clipped_norm_gradient for _, jacobian in chunks]
         return torch.cat(parts) / mechanism.noise_std**2
@@ -84,8 +84,8 @@ class DatasetLooks:
         loss = self.run.loss
         if self.dataset is None:
             raise RuntimeError(
-                "the examples of a stream cannot be read again, so that their gradients cannot be looked at outside "
-                "steps; this needs a data set with numbered examples"
+                "the examples of a stream cannot be read again, so their gradients are not available outside steps; "
+                "this needs a data set with numbered examples"
             )
         if loss is None:
             raise RuntimeError("the loss is not known before the first step; pass criterion= to make_private")

@@ -67,7 +67,7 @@ class IdentifiedLoss:
 
     @property
     def is_models_own(self) -> bool:
-        """Whether the model computes it by itself, in a way that could not be told from its other outputs."""
+        """Whether the model computes it itself, in a way that could not be identified from its other outputs."""
         return isinstance(self.function, ModelLoss)
 
     def weights(self, targets: Any) -> Tensor | None:
@@ -172,10 +172,9 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
         return _identify_parts(reached, outputs, targets, observed)
     if not isinstance(targets, Tensor):
         raise LossMismatchError(
-            "the loss can be identified only where the batch gives one tensor for the targets; got "
-            f"{type(targets).__name__}. Pass criterion=a function(outputs, targets) of one example, and "
-            "batch_to_inputs=a function that maps a batch to (inputs, targets) if the targets are not the batch's "
-            "last item, or its key 'labels'."
+            f"the loss can be identified only if the batch has one tensor of targets; got {type(targets).__name__}. "
+            "Pass criterion=a function(outputs, targets) of one example, and batch_to_inputs=a function that maps a "
+            "batch to (inputs, targets) if the targets are not the batch's last item, or its key 'labels'."
         )
 
     number = reached[0]
@@ -205,9 +204,9 @@ def likely_loss(outputs: Any, targets: Any) -> IdentifiedLoss:
             if _difference(candidate, outputs, targets, torch.zeros_like(outputs)) is not None:
                 return candidate
     raise LossMismatchError(
-        f"no standard loss takes these outputs ({type(outputs).__name__}) and targets ({type(targets).__name__}): "
-        "pass criterion=<function(outputs, targets)>, and batch_to_inputs= where the targets are not the batch's last "
-        "item or its labels"
+        f"no standard loss takes these outputs ({type(outputs).__name__}) and targets ({type(targets).__name__}): pass "
+        "criterion=<function(outputs, targets)>, and batch_to_inputs= if the targets are not the batch's last item or "
+        "its labels"
     )
 
 
@@ -232,8 +231,8 @@ def _several_outputs(outputs: Any, targets: Any, reached: int) -> str:
     first, second = [f"outputs[{name!r}]" for name in names][:2]
     y = [f"targets[{name!r}]" for name in targets][:2] if isinstance(targets, dict) else ["targets[0]", "targets[1]"]
     split = (
-        f" and, so that targets are a tuple (they are one {type(targets).__name__} now), "
-        "batch_to_inputs=lambda batch: (batch[0], (batch[1], batch[2]))"
+        f" and, to make targets a tuple (they are one {type(targets).__name__} now), batch_to_inputs=lambda batch: "
+        "(batch[0], (batch[1], batch[2]))"
     )
     return (
         f"the loop's loss has a gradient at {reached} outputs of the model, and only a loss of one of them can be "
@@ -247,7 +246,7 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
 
     Returns:
         The mean over a batch's tokens that weights the examples as the loop does, where they do not weigh alike and
-        the loss does not know that by itself; else None.
+        the loss does not know that itself; else None.
     """
     if loss.is_models_own:
         _check_own_loss(outputs, observed)
@@ -270,13 +269,13 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
         if relative_difference(weighted(alone, by_tokens), observed) < tolerance:
             return mean
 
-    # Say what it looks like, as far as that can be told.
+    # Say what it looks like, as far as that is known.
     factor = _common_factor(expected, observed)
     if factor is not None:
         hint = (
-            f"It is {factor:.6g} times that: the loop scales its loss (a GradScaler, a division for accumulation, "
-            "which the optimizer does by itself: leave both out), or loss_reduction is not what the loop does (a "
-            "mean over the batch for 'mean', a sum for 'sum')."
+            f"It is {factor:.6g} times that: the loop scales its loss (a GradScaler, a division for accumulation; "
+            "leave both out, the optimizer divides itself), or loss_reduction does not match the loop (a mean over "
+            "the batch for 'mean', a sum for 'sum')."
         )
     elif isinstance(outputs, Tensor) and isinstance(targets, Tensor):
         hint = _guess(outputs, targets, observed)
@@ -294,7 +293,7 @@ def scale_of_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: An
     """c where the observed gradient at the output is c times that of the loss; None where it is no multiple."""
     try:
         return _common_factor(output_gradients(loss, outputs, targets), observed)
-    except (RuntimeError, ValueError, TypeError, IndexError):  # told by the check of the loss
+    except (RuntimeError, ValueError, TypeError, IndexError):  # reported by the check of the loss
         return None
 
 
@@ -303,14 +302,13 @@ def _check_own_loss(outputs: Any, observed: Any) -> None:
     for leaf, gradient in zip(tensors_of(outputs), tensors_of(observed), strict=True):
         if leaf.ndim and bool((gradient != 0).any()):
             raise LossMismatchError(
-                "the loop adds something to the loss that the model computes by itself (a gradient arrives at another "
-                "output, too). Pass the whole loss of one example as criterion=<function(outputs, targets)>. This step "
-                "was not taken."
+                "the loop adds something to the model's own loss (a gradient arrives at another output as well). Pass "
+                "the whole loss of one example as criterion=<function(outputs, targets)>. This step was not taken."
             )
         if not leaf.ndim and abs(float(gradient) - 1) > tolerance_of(leaf) and float(gradient) != 0:
             raise LossMismatchError(
                 f"the loop's loss is {float(gradient):.6g} times the model's own: call backward() on outputs.loss "
-                "as it is, or pass loss_reduction='sum' if the model sums over the batch. This step was not taken."
+                "unchanged, or pass loss_reduction='sum' if the model sums over the batch. This step was not taken."
             )
 
 

@@ -29,7 +29,7 @@ def engine_lines(accountant: str, optimizer: Any, ranks: Any, totals: Callable[[
         return [*lines, ("run", f"rank {ranks.rank}; call metrics() on all ranks to read it")]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that steps were paused stands beside the numbers
+            warnings.simplefilter("ignore")  # the numbers say that steps were paused
             return [*lines, *totals().summary().lines()]
     except RuntimeError:
         return [*lines, ("run", "no step yet")]

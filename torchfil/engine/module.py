@@ -42,8 +42,8 @@ def without_compiler(module: nn.Module) -> nn.Module:
     for name, part in original.named_modules():
         if hasattr(part, "_orig_mod"):
             raise ValueError(
-                f"the part {name!r} of the model was compiled by itself (torch.compile), which the engine cannot look "
-                "into. Leave it as it is, and pass Execution(compile=True) to compile the passes of the engine."
+                f"the part {name!r} of the model was compiled separately (torch.compile), and the engine cannot look "
+                "inside. Do not compile it; pass Execution(compile=True) to compile the engine's own passes."
             )
         compiled |= part._compiled_call_impl is not None
         part._compiled_call_impl = None
@@ -91,7 +91,7 @@ class RecordedModule(AbstractGradSampleModule):
             return self._module(*args, **kwargs)
         if any(leaf.requires_grad for leaf in tensors_of((args, kwargs))):
             raise ValueError(
-                "an input of the model requires a gradient, which grad_sample_mode='auto' does not bring there: the "
+                "an input of the model requires a gradient, but with grad_sample_mode='auto' none arrives there: the "
                 "loop's backward pass ends at the model's outputs. Detach the input, or use grad_sample_mode='hooks'."
             )
         return self._loop_forward(args, kwargs)

@@ -13,7 +13,7 @@ from torchfil.engine.views import ManyViews
 
 __all__ = ["WHY_NOT_ADAPTIVE", "check_accumulation", "check_modes", "check_optimizer", "thresholds"]
 
-WHY_NOT_ADAPTIVE = "it moves the threshold by counting factors below 1, which a smooth clip always has"
+WHY_NOT_ADAPTIVE = "it adapts the threshold by counting factors below 1, and a smooth clip has only such factors"
 MODES = ("auto", "ghost", "hooks", "functorch", "ew")
 
 
@@ -23,7 +23,7 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
         reason = WHY_NOT_ADAPTIVE if clipping == "adaptive" else "it is not known"
         raise ValueError(f"clipping={clipping!r} cannot be accounted for: {reason}. Use 'flat' or 'per_layer'.")
     if grad_sample_mode not in MODES:
-        sharded = "takes sharded weights, which 'auto' and 'ghost' take as well"
+        sharded = "is for sharded weights, which 'auto' and 'ghost' support as well"
         reason = sharded if "fsdp" in grad_sample_mode else "is not known"
         raise ValueError(
             f"grad_sample_mode={grad_sample_mode!r} {reason}. Use 'auto', which forms no per-example gradients, or one "
@@ -33,18 +33,18 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
     mode = "hooks" if mode == "auto" and not wrap_model else mode
     if mode != "auto" and isinstance(module, ManyViews):
         raise ValueError(
-            f"views= needs grad_sample_mode='auto' and wrap_model=True: {mode!r} forms one gradient a view, not one an "
-            "example"
+            f"views= needs grad_sample_mode='auto' and wrap_model=True: {mode!r} forms one gradient per view, not one "
+            "per example"
         )
     if mode != "auto" and is_sharded(module):
         raise ValueError(
-            f"the model is sharded (fully_shard), and {mode!r} keeps each example's gradient of whole weights on it; "
-            "use grad_sample_mode='auto' with wrap_model=True"
+            f"the model is sharded (fully_shard), and {mode!r} keeps each example's gradient of all weights; use "
+            "grad_sample_mode='auto' with wrap_model=True"
         )
     if not batch_first:
         raise ValueError(
             "batch_first=False is not supported: the first dimension of the inputs must run over examples. Give the "
-            "model its inputs batch first and let it transpose them; inside, layers may have the positions first."
+            "model its inputs batch first and let it transpose them; layers inside may have the positions first."
         )
 
     # Opacus's hooks give the padding row a gradient that torch does not.
@@ -55,15 +55,16 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
     ]
     if padded and mode == "hooks":
         raise ValueError(
-            f"the embeddings {padded} have a padding_idx, for whose row torch's gradient is zero and Opacus's is not, "
-            "so what is released is not what is accounted for. Use grad_sample_mode='auto', set padding_idx = None on "
-            "them (the row is then trained as any other), or freeze them (requires_grad_(False))."
+            f"the embeddings {padded} have a padding_idx: torch's gradient of that row is zero and Opacus's is not, so "
+            "the released gradients would differ from the accounted ones. Use grad_sample_mode='auto', set "
+            "padding_idx = None on them (the row is then trained like any other), or freeze them "
+            "(requires_grad_(False))."
         )
     return mode
 
 
 def check_accumulation(accumulation_steps: int, mode: str, *, poisson_sampling: bool) -> None:
-    """Raise where a draw cannot be handed out in several batches."""
+    """Raise if a draw cannot be split into several batches."""
     if accumulation_steps != 1 and (mode != "auto" or not poisson_sampling):
         raise ValueError(
             f"accumulation_steps={accumulation_steps} is for Poisson sampling in grad_sample_mode='auto', not for "
@@ -87,7 +88,7 @@ def thresholds(
     several = not isinstance(max_grad_norm, (int, float))
     if clipping != "per_layer":
         if several:
-            raise ValueError(f"max_grad_norm={max_grad_norm} is several numbers: pass clipping='per_layer' with them")
+            raise ValueError(f"max_grad_norm={max_grad_norm} has several numbers: pass clipping='per_layer' with them")
         return float(max_grad_norm), None  # type: ignore[arg-type]
     if not several or len(max_grad_norm) != len(order):  # type: ignore[arg-type]
         raise ValueError(
@@ -104,13 +105,13 @@ def thresholds(
 
 
 def check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Raise unless the optimizer takes one gradient a step, of the module's trainable parameters and no others."""
+    """Raise unless the optimizer takes one gradient per step, of the module's trainable parameters and no others."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"{type(optimizer).__name__} evaluates the loss and its gradient several times in one step (its step() "
-            "needs a closure), and each evaluation would be a release of its own, which the accountant does not count. "
-            "Use an optimizer that takes one gradient a step, such as SGD, Adam or AdamW."
+            "needs a closure), and each evaluation would be a separate release, which the accountant does not count. "
+            "Use an optimizer that takes one gradient per step, such as SGD, Adam or AdamW."
         )
     own = {id(p): name for name, p in module.named_parameters()}
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -124,7 +125,7 @@ def check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
     left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in given]
     if left:
         raise ValueError(
-            f"the optimizer does not hold {len(left)} trainable parameters ({', '.join(left[:5])}"
-            f"{', …' if len(left) > 5 else ''}): freeze what is not trained (requires_grad_(False)), or give it to the "
-            "optimizer"
+            f"the optimizer does not hold {len(left)} trainable parameters "
+            f"({', '.join(left[:5])}{', …' if len(left) > 5 else ''}): freeze those that are not trained "
+            "(requires_grad_(False)), or give them to the optimizer"
         )

@@ -1,4 +1,4 @@
-"""Opacus's optimizer with a clip function of choice; clipping is told to the engine, and so is each release.
+"""Opacus's optimizer with a clip function of choice; it reports clipping and each release to the engine.
 
 Noise is added here and nowhere else: ``step()`` is clip and accumulate → noise → scale → update, and
 :meth:`FILOptimizer.release` the same from sums that are given.
@@ -86,9 +86,9 @@ class FILOptimizer(DPOptimizer):
     Args:
         optimizer: The wrapped torch optimizer.
         clip: The clip function.
-        source: Gives the sums, and is told of releases.
+        source: Gives the sums, and learns of releases.
         names: The parameters' names by identity.
-        shares: C_l/C by name, where each parameter's gradient is clipped by itself.
+        shares: C_l/C by name, if each parameter's gradient is clipped separately.
         ranks: The processes that train together; None: a single one. Then rank 0 adds the noise, and gradients are
             added up over the ranks, as in Opacus.
         **settings: As in :class:`DPOptimizer`.
@@ -128,9 +128,9 @@ class FILOptimizer(DPOptimizer):
             RuntimeError: Whatever the answer: it skips steps by what the batch's gradients are, unaccounted for.
         """
         raise RuntimeError(
-            "a GradScaler scales the loss, and skips a step where a gradient of the batch overflows: both the scale "
-            "and the skipped steps tell of the examples without any noise. Use torch.autocast with "
-            "dtype=torch.bfloat16, which needs no scaler, and call loss.backward() and optimizer.step() as they are. "
+            "a GradScaler scales the loss and skips a step if a gradient of the batch overflows: both the scale and "
+            "the skipped steps reveal something about the examples without any noise. Use torch.autocast with "
+            "dtype=torch.bfloat16, which needs no scaler, and call loss.backward() and optimizer.step() directly. "
             "This step was not taken."
         )
 
@@ -297,7 +297,7 @@ class FILOptimizer(DPOptimizer):
 class GradSampleOptimizer(FILOptimizer):
     """A :class:`FILOptimizer` that clips the per-example gradients of Opacus's hooks, g̃ = ωφ(‖g‖) g.
 
-    Where each parameter is clipped by itself, g̃_l = ωφ_l(‖g_l‖) g_l.
+    If each parameter is clipped separately, g̃_l = ωφ_l(‖g_l‖) g_l.
     """
 
     @property
@@ -354,7 +354,7 @@ class GradSampleOptimizer(FILOptimizer):
             ]
             raise RuntimeError(
                 f"per-example gradients of {min(sizes)} and of {max(sizes)} examples in one step: the parameters of "
-                f"shape {shapes} saw one row for the whole batch (position embeddings do). Use "
+                f"shape {shapes} saw one row for the whole batch (as position embeddings do). Use "
                 "grad_sample_mode='auto', give them a row per example (position_ids in the batch), or freeze them "
                 "(requires_grad_(False))."
             )

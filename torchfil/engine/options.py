@@ -1,4 +1,4 @@
-"""How a run is accounted for and how it is run: frozen options that check themselves before anything is touched."""
+"""How a run is accounted for and executed: frozen options that check themselves before anything changes."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ ClipWeights = Tensor | Sequence[float] | Mapping[Hashable, float]  # in the orde
 
 @dataclass(frozen=True)
 class Execution:
-    """How the passes of the accounting run; none of it changes a number beyond rounding.
+    """How the accounting's passes run; none of it changes a number beyond rounding.
 
     Attributes:
-        max_memory: Of the accounting's temporary tensors, in bytes; see :mod:`torchfil.fisher.fim`. None: 1 GiB, or a
-            quarter of what is free on the model's GPU when the run begins, if that is more.
+        max_memory: Limit for the accounting's temporary tensors, in bytes; see :mod:`torchfil.fisher.fim`. None: 1 GiB,
+            or a quarter of the free memory on the model's GPU when the run starts, if that is more.
         cuda_graphs: Whether recorded passes are captured in CUDA graphs on a GPU.
-        compile: Whether those that are used often are compiled first (``torch.compile``), on a GPU: the run waits half
-            a minute or more for each, and steps with many probes take half as long afterwards, or less. Probes are then
-            worked at together, as many as ``max_memory`` holds.
-        probe_precision: How precise products with probes are: "float32"; "tf32", on GPUs; "bfloat16". "auto": "tf32"
-            on GPUs, and what the model is trained in where that is bfloat16; their error is below a fiftieth of a
-            probe's own (docs/decisions.md). Norms and what is released are computed as the model is trained.
+        compile: Whether frequent passes are compiled first (``torch.compile``), on a GPU. The run waits half a minute
+            or more for each; afterwards steps with many probes take half as long, or less. Probes are then processed
+            together, as many as fit into ``max_memory``.
+        probe_precision: Precision of products with probes: "float32"; "tf32", on GPUs; "bfloat16". "auto": "tf32" on
+            GPUs, or bfloat16 if the model is trained in it; the error is below a fiftieth of a probe's own
+            (docs/decisions.md). Norms and released gradients are computed as the model is trained.
 
     Example:
         >>> Execution(max_memory=2**30).cuda_graphs
@@ -114,48 +114,47 @@ class Accounting:
 
     Attributes:
         num_probes: Probes per step and example; None: 3. One suffices for long runs, with conservative errors.
-        rel_error: The relative standard error of its FIL that the median example is to have at the end (that of tr I
-            and of the MSE bound is twice as large): probes and skipped steps are chosen as the run goes, at the lowest
-            cost.
-        track: What to keep beside the trace: "diagonal" for attributes, "fim" or "sketch" for the spectral norm, "plis"
-            for the privacy loss's derivative. All sum by coordinate, so that data sets that augment at random are
-            refused. A dict keeps them for chosen ids alone, ``{"diagonal": ids}`` (None: for all); what is read of
-            others is NaN.
-        questions: By name, what an attacker wants to know of every example (:mod:`torchfil.questions`); read with
+        rel_error: Target for the relative standard error of the median example's FIL at the end (for tr I and the MSE
+            bound it is twice as large). Probes and skipped steps are chosen during the run, at the lowest cost.
+        track: What to keep besides the trace: "diagonal" for attributes, "fim" or "sketch" for the spectral norm,
+            "plis" for the derivative of the privacy loss. All sum by coordinate, so data sets that augment at random
+            are refused. A dict keeps them for chosen ids only, ``{"diagonal": ids}`` (None: for all); for others they
+            read NaN.
+        questions: By name, what an attacker wants to know about every example (:mod:`torchfil.questions`); read with
             ``engine.get_guess(name)``.
         estimator: "weight-probes", "input-probes", "coordinates", "exact", or a registered one.
-        fil_rate: The probability with which a step is measured (and then weighted by its inverse), in (0, 1]. For long
-            runs: where few participations of an example are measured, its own number is mostly chance.
-        epochs: With ``rel_error``, the planned number of passes over the data; None: at least eight more are expected
-            at any time, so that a shorter run ends above the target.
-        amplification: What the attacker does not know of the batches: "poisson" (exact; the default with Poisson
+        fil_rate: The probability of measuring a step (which is then weighted by its inverse), in (0, 1]. For long runs:
+            if few participations of an example are measured, its own number is mostly chance.
+        epochs: With ``rel_error``, the planned number of passes over the data. None: at any time at least eight more
+            are expected, so a shorter run ends above the target.
+        amplification: What the attacker does not know about the batches: "poisson" (exact; the default with Poisson
             sampling), "none" (the default without), "theorem4", a registered name or an object with
             ``factors(rho, q, sigma)``.
         sketch_rank: Columns of the sketch.
-        norm_refresh: Every so many steps, look up every example's gradient norm for ``get_individual_epsilon`` and
-            ``get_reconstruction_robustness``; recommended where these are read, at one pass over the data each time.
+        norm_refresh: Every so many steps, compute every example's gradient norm for ``get_individual_epsilon`` and
+            ``get_reconstruction_robustness``. Recommended if you read these; costs one pass over the data each time.
         seed: Of the probes; None: taken from torch's seed without drawing from its stream.
         max_ledger_memory: The largest ledger, in bytes, that is made without asking.
-        rows_at: Where the rows of all examples lie: None: on the model's device; "cpu": in main memory; a folder: in
-            files there, mapped into memory and gone with the process. Only a batch's rows are then on the GPU.
+        rows_at: Where the rows of all examples are kept. None: on the model's device; "cpu": in main memory; a folder:
+            in memory-mapped files there, which disappear with the process. Only a batch's rows are then on the GPU.
         execution: How the passes run.
-        extra_probes: So many probes, in place of ``num_probes``, measure the few of each batch that decide the lower
-            end for all examples together (one in 64: those who leaked most so far, and those who suddenly leak), in a
-            small pass of their own; and half as many everybody in the first 16 passes over the data, when most is
-            learned. For long runs with one probe; 0: nobody.
+        extra_probes: This many probes, instead of ``num_probes``, measure the few examples of each batch that decide
+            the lower end for all examples together (one in 64: those that leaked most so far, and those that suddenly
+            leak), in a separate small pass. In the first 16 passes over the data, when most is learned, half as many
+            measure everybody. For long runs with one probe; 0: nobody.
         views: Augmentation multiplicity: a function that maps x [batch, …] to K views of each example, [batch, K, …],
-            or K where batches hold K views each. The mean gradient over an example's views is clipped once; needs
+            or K if batches hold K views each. The mean gradient over an example's views is clipped once. Needs
             ``criterion``, the loss of single views. See :mod:`torchfil.engine.views`.
-        accumulation_steps: Over how many batches the loop accumulates gradients before each ``optimizer.step()`` with
-            Poisson sampling: they are then the parts of one draw with so many times the rate. Without Poisson sampling
-            any number may be accumulated, and this stays 1.
-        clip_weights: ω in (0, 1] of every example, by which its clipped gradient is multiplied; None: 1. Held fixed in
-            all bounds, see :meth:`FILPrivacyEngine.make_private`.
-        min_mse_bound: Keep every example's MSE bound (unbiased attackers) above this, by estimate: once an example has
-            spent half of the leakage that this allows, its weight ω falls with what is left
-            (:func:`torchfil.accounting.sparing.weights_for_the_rest`), whatever the length of the run. Given what was
-            released before, an example's ω depends on its own data alone, on a grid, and is held fixed in all bounds.
-            Every step must be measured. None: nobody is spared.
+        accumulation_steps: How many batches the loop accumulates before each ``optimizer.step()`` with Poisson
+            sampling: they are then parts of one draw with so many times the rate. Without Poisson sampling any number
+            may be accumulated, and this stays 1.
+        clip_weights: ω in (0, 1] of every example; its clipped gradient is multiplied by ω. None: 1. Held fixed in all
+            bounds, see :meth:`FILPrivacyEngine.make_private`.
+        min_mse_bound: Keep every example's estimated MSE bound (unbiased attackers) above this. Once an example has
+            used half of the leakage that this allows, its weight ω falls with what is left
+            (:func:`torchfil.accounting.sparing.weights_for_the_rest`), however long the run. Given what was released
+            before, an example's ω depends only on its own data, lies on a grid, and is held fixed in all bounds. Every
+            step must be measured. None: nobody is spared.
 
     Example:
         >>> Accounting(num_probes=1, track=("diagonal",)).needs.quantities
@@ -186,7 +185,7 @@ class Accounting:
         object.__setattr__(self, "track", _named(self.track))
         object.__setattr__(self, "questions", check_questions(self.questions))
         if not isinstance(self.execution, Execution):
-            raise TypeError(f"execution={self.execution!r} is no Execution; pass e.g. Execution(max_memory=2**30)")
+            raise TypeError(f"execution={self.execution!r} is not an Execution; pass e.g. Execution(max_memory=2**30)")
         if self.num_probes is not None and self.num_probes < 1:
             raise ValueError(f"num_probes={self.num_probes} must be at least 1")
         self._check_target()
@@ -217,8 +216,8 @@ class Accounting:
             raise ValueError(f"rel_error={self.rel_error} must lie strictly between 0 and 1; 0.05 means 5 %")
         if self.num_probes is not None or self.fil_rate != 1:
             raise ValueError(
-                f"rel_error={self.rel_error} chooses the probes and the share of steps by itself; leave out num_probes="
-                f"{self.num_probes} and fil_rate={self.fil_rate}"
+                f"rel_error={self.rel_error} chooses the probes and the share of steps itself; leave out "
+                f"num_probes={self.num_probes} and fil_rate={self.fil_rate}"
             )
         if not self.chosen_estimator.one_pass:
             able = names_of_estimators(lambda other: other.one_pass)
@@ -232,8 +231,8 @@ class Accounting:
             raise ValueError(f"extra_probes={self.extra_probes} must be 0, or more than num_probes: at least {fewest}")
         if self.skips_steps:
             raise ValueError(
-                f"extra_probes={self.extra_probes} measures few examples closely, and steps that are skipped at random "
-                "leave more to chance; leave out rel_error and fil_rate, or extra_probes"
+                f"extra_probes={self.extra_probes} measures few examples closely, but randomly skipped steps leave "
+                "more to chance; leave out rel_error and fil_rate, or extra_probes"
             )
         if not self.chosen_estimator.one_pass or self.needs.products:
             able = names_of_estimators(lambda other: other.one_pass)
@@ -246,8 +245,9 @@ class Accounting:
             raise ValueError(f"min_mse_bound={self.min_mse_bound} must be a positive, finite MSE bound")
         if self.skips_steps:
             raise ValueError(
-                f"min_mse_bound={self.min_mse_bound} spares an example by what it has leaked so far, which steps that "
-                "are not measured would not tell; leave out rel_error and fil_rate, and use num_probes=1 if time counts"
+                f"min_mse_bound={self.min_mse_bound} spares an example by what it has leaked so far, and steps that "
+                "are not measured do not show that; leave out rel_error and fil_rate, and use num_probes=1 to save "
+                "time"
             )
 
     def rows_place(self, device: torch.device) -> torch.device | Path:
@@ -333,7 +333,7 @@ class Accounting:
         return accounting or cls()
 
     def with_shortcuts(self, shortcuts: Mapping[str, Any]) -> Accounting:
-        """The same with the options that ``make_private`` was given beside it.
+        """The same with the options that ``make_private`` got besides it.
 
         Raises:
             TypeError: An option that is not known, with the place where it belongs.
@@ -345,7 +345,7 @@ class Accounting:
                 raise _unknown_option(name)
             value, default = getattr(self, name), usual[name]
             if (value is not None) if default is None else (value != default):  # arrays are not compared
-                raise ValueError(f"{name} is given twice, beside accounting= and in it; keep one of both")
+                raise ValueError(f"{name} is given twice, in accounting= and besides it; keep one of them")
         return replace(self, **shortcuts)
 
 
@@ -396,7 +396,7 @@ class RunOptions:
         private: What is private; None: see :meth:`FILPrivacyEngine.make_private`.
         loss_reduction: "mean" or "sum".
         batch_to_inputs: Maps a batch to (inputs, targets).
-        shares: C_l/‖C‖ by parameter name, where each parameter's gradient is clipped by itself; else None.
+        shares: C_l/‖C‖ by parameter name, if each parameter's gradient is clipped separately; else None.
     """
 
     accounting: Accounting
@@ -412,8 +412,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.sample_rate is not None and self.sample_rate > 1:
             raise ValueError(
-                f"accumulation_steps={self.accounting.accumulation_steps} batches hold more than the data set has "
-                f"(a rate of {self.sample_rate:g}); accumulate over fewer, or make batch_size smaller"
+                f"accumulation_steps={self.accounting.accumulation_steps} batches hold more than the data set (a rate "
+                f"of {self.sample_rate:g}); accumulate fewer, or lower batch_size"
             )
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction={self.loss_reduction!r} must be 'mean' or 'sum'")

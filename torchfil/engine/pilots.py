@@ -1,4 +1,4 @@
-"""Pilots: whole training runs on copies, from which the noise is chosen; nothing of the user's is changed by them.
+"""Pilots: whole training runs on copies, which choose the noise; they change nothing of the user's.
 
 A pilot trains a copy of model and optimizer on the user's loader with a make of its own, from random numbers of its
 own: it is independent of the run that follows, which goes on as if no number had been drawn.
@@ -44,8 +44,8 @@ class Pilots:
         optimizer: The user's optimizer, copied with it.
         data_loader: The user's loader.
         epochs: Of the run that follows.
-        accounting: Of the run that follows; pilots track nothing beside the trace and the questions.
-        options: Others of ``make_private``, but for the noise.
+        accounting: Of the run that follows; pilots track nothing besides the trace and the questions.
+        options: Others of ``make_private``, except the noise.
         train: A loop of the user's: called with the engine and what ``make_private`` returns, it trains for all epochs.
             None: ``engine.train_step`` on each batch.
         progress: Whether each pilot shows a bar with the time that is left; not for a loop of the user's.
@@ -66,14 +66,14 @@ class Pilots:
             return
         if self.accounting.accumulation_steps > 1:
             raise ValueError(
-                f"accumulation_steps={self.accounting.accumulation_steps} is for loops, and pilots take whole draws by "
-                "train_step: pass your loop, train=f(engine, model, optimizer, loader)"
+                f"accumulation_steps={self.accounting.accumulation_steps} is for loops, but pilots take whole draws "
+                "with train_step: pass your loop, train=f(engine, model, optimizer, loader)"
             )
         if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             warnings.warn(
                 "the optimizer has a learning-rate scheduler, which pilots do not step: the noise is chosen for the "
-                "learning rate as it is now. Pass your loop, train=f(engine, model, optimizer, loader), with a "
-                "scheduler for the optimizer that it is given.",
+                "current learning rate. Pass your loop, train=f(engine, model, optimizer, loader), with a scheduler "
+                "for the optimizer that it is given.",
                 stacklevel=4,
             )
 
@@ -82,7 +82,7 @@ class Pilots:
 
         Args:
             noise_multiplier: σ.
-            number: Of the pilot: each has random numbers of its own.
+            number: Of the pilot: each has its own random numbers.
             epochs: How long it is; None: as long as the run.
         """
         seed = (torch.initial_seed() + (number + 1) * _BETWEEN_SEEDS) % 2**63
@@ -143,7 +143,7 @@ class Pilots:
         except Exception as error:
             raise TypeError(
                 f"pilots train copies of model and optimizer, and copy.deepcopy failed ({error}); choose "
-                "noise_multiplier by runs of make_private instead, each with a model of its own"
+                "noise_multiplier by runs of make_private instead, each with its own model"
             ) from error
 
 

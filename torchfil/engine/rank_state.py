@@ -1,4 +1,4 @@
-"""The state of a run with several ranks: one for all of them, that any number of ranks can go on from.
+"""The state of a run with several ranks: one for all of them, from which any number of ranks can resume.
 
 The sums in it are those of all ranks. Beside them stands who booked each example, so that as many ranks as before take
 up just the rows and the generators that they had, and go on bit for bit where each draws from a part of the data of its
@@ -74,7 +74,7 @@ class Whole:
         steps: That were taken.
         ledger: The sums of all ranks, on the CPU; None where nobody was drawn yet.
         test_matrix: Of its sketch, where there is one.
-        parts: What a state holds beside them: the seed, each example's rank, [n], and the ranks' sources of probes.
+        parts: What a state holds besides them: the seed, each example's rank, [n], and the ranks' sources of probes.
     """
 
     steps: int

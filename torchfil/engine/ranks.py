@@ -68,8 +68,8 @@ class Ranks:
         sizes = [size for _, size in told]
         if len(set(sizes)) > 1:
             raise ValueError(
-                f"the ranks' data sets have {sizes} examples: give every rank the whole data set, of which each then "
-                "draws from a part of its own"
+                f"the ranks' data sets have {sizes} examples: give every rank the whole data set; each rank then draws "
+                "from its own part"
             )
         self.is_lost = False
 
@@ -101,8 +101,8 @@ class Ranks:
         """Raise where the ranks are no longer at the same logical batch."""
         if self.is_lost:
             raise StepNotTakenError(
-                "a step was refused in the middle of a logical batch, so that the ranks are no longer at the same one: "
-                "go on from the last checkpoint. This step was not taken."
+                "a step was refused in the middle of a logical batch, so the ranks are no longer at the same one: "
+                "resume from the last checkpoint. This step was not taken."
             )
 
     def agree(self, facts: Mapping[str, float | None]) -> None:
@@ -116,9 +116,7 @@ class Ranks:
         """
         told = self._told(_TAKES, facts)
         if told[0] > _TAKES:
-            raise StepNotTakenError(
-                "another rank refused this step (its own error says why), so that no rank has taken it"
-            )
+            raise StepNotTakenError("another rank refused this step (its own error says why), so no rank has taken it")
         for name, high, low in zip(facts, told[1::2], told[2::2], strict=True):
             if high != -low and high > -torch.inf:
                 raise StepNotTakenError(
@@ -168,10 +166,10 @@ class Ranks:
             who = f"rank {', '.join(missing)} (of {self.size})" if missing else "another rank"
             step = "this step" if steps is None else f"step {int(steps) + 1}"
             raise StepNotTakenError(
-                f"{who} did not come to the end of {step}, for which rank {self.rank} has waited {waited:.0f} s: it "
-                f"hangs, is slow, or has ended ({str(error).rpartition('] ')[2]}). Its own output tells why. No rank "
-                "has taken this step: start all of them again from the last checkpoint. Where a rank is slow, let the "
-                "others wait longer: init_process_group(timeout=…)."
+                f"{who} did not reach the end of {step}, for which rank {self.rank} has waited {waited:.0f} s: it "
+                f"hangs, is slow, or has ended ({str(error).rpartition('] ')[2]}). Its own output shows why. No rank "
+                "has taken this step: restart all of them from the last checkpoint. If a rank is slow, let the others "
+                "wait longer: init_process_group(timeout=…)."
             ) from error
 
     @property
@@ -205,8 +203,8 @@ class Ranks:
             dist.monitored_barrier(group=self._group, wait_all_ranks=True)
         except RuntimeError as error:
             raise RuntimeError(
-                f"not all ranks came ({error}). Reading a run of several ranks, its state and checkpoints brings "
-                "together what each has booked: call it on all ranks, or engine.gather() on all and then read on one."
+                f"not all ranks came ({error}). Reading a run of several ranks, its state and checkpoints collects "
+                "what each has recorded: call it on all ranks, or engine.gather() on all and then read on one."
             ) from error
 
     def own(self, values: Sequence[Any]) -> Any:
@@ -335,8 +333,8 @@ def check_ranks(
     elif not together:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
-                f"{dist.get_world_size()} processes run, and each trains a model of its own on all of the data. To "
-                "train one together: opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model).",
+                f"{dist.get_world_size()} processes run, and each trains its own model on all of the data. To train "
+                "one model together: opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model).",
                 stacklevel=3,
             )
         return module, False
@@ -344,13 +342,14 @@ def check_ranks(
     # what one process decides by all examples, a rank cannot: it knows those that it drew
     if accounting.rel_error is not None:
         raise ValueError(
-            f"rel_error={accounting.rel_error} chooses probes and steps by what all examples have leaked so far, of "
-            "which each rank knows a part; with several processes say how much to measure: num_probes=, fil_rate="
+            f"rel_error={accounting.rel_error} chooses probes and steps by what all examples have leaked so far, but "
+            "each rank knows only a part of that; with several processes set num_probes= and fil_rate= instead"
         )
     if accounting.min_mse_bound is not None:
         raise ValueError(
-            f"min_mse_bound={accounting.min_mse_bound} spares examples by what they have leaked so far, of which each "
-            "rank knows a part; with several processes choose weights beforehand: torchfil.equalise, clip_weights="
+            f"min_mse_bound={accounting.min_mse_bound} spares examples by what they have leaked so far, but each rank "
+            "knows only a part of that; with several processes choose weights beforehand: torchfil.equalise, "
+            "clip_weights="
         )
     if not poisson_sampling and not isinstance(data_loader.dataset, IterableDataset):  # a stream's ids are compared
         _check_shards(data_loader)
@@ -368,12 +367,12 @@ def _check_shards(data_loader: DataLoader[Any]) -> None:
         )
     if (sampler.num_replicas, sampler.rank) != (dist.get_world_size(), dist.get_rank()):
         raise ValueError(
-            f"the DistributedSampler is that of rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
+            f"the DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
             f"{dist.get_rank()} of {dist.get_world_size()}; leave out num_replicas= and rank="
         )
     if not sampler.drop_last and len(data_loader.dataset) % sampler.num_replicas:  # type: ignore[arg-type]
         raise ValueError(
-            "the DistributedSampler repeats examples so that all ranks have as many, and a repeated one can count "
+            "the DistributedSampler repeats examples to give all ranks the same number, and a repeated one can count "
             "twice under one draw of noise; build it with drop_last=True, or use Poisson sampling"
         )
 

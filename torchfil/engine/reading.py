@@ -55,7 +55,7 @@ class LeakageReading(PrivacyEngine):
 
     @property
     def totals(self) -> Leakage:
-        """All that the run says so far, for reading: traces, bounds, attributes, tables."""
+        """The run's results so far: traces, bounds, attributes, tables."""
         return self._training.run.leakage
 
     @property
@@ -64,11 +64,10 @@ class LeakageReading(PrivacyEngine):
         return self._training.run.whole_ledger[0]
 
     def gather(self) -> None:
-        """With several processes: bring together what each has booked; **all ranks must call it**.
+        """With several processes: collect what each has recorded; **all ranks must call it**.
 
-        Every reading does so by itself where a step was taken since, and must then be called on all ranks as well.
-        After ``gather()`` each rank reads for itself until the next step, for example rank 0 alone. In one process it
-        does nothing.
+        Every reading does this itself if a step was taken since, and must then also be called on all ranks. After
+        ``gather()`` each rank, for example rank 0 alone, can read until the next step. In one process it does nothing.
         """
         self._training.run.gather()
 
@@ -81,7 +80,7 @@ class LeakageReading(PrivacyEngine):
     def clip_weights(self) -> Tensor | None:
         """ω of every example in the order of the data set, float64 [n]; None: none were given.
 
-        As given to make_private, and lowered for whom ``min_mse_bound`` spares, as it is now.
+        As given to make_private, lowered for those that ``min_mse_bound`` spares so far.
         """
         weights = self._training.run.clip_weights
         return None if weights is None else weights.clone()
@@ -92,18 +91,18 @@ class LeakageReading(PrivacyEngine):
         ``median_fil`` and ``largest_fil`` (η̄ over the examples that were measured), ``smallest_mse_bound`` (of all of
         them: unbiased attackers, on average over runs; an estimate from one), ``largest_divergence/NAME`` (D of each
         question, the worst example and answer: every attacker; an estimate), ``steps``, ``measured_share``, and with δ
-        ``epsilon`` (everybody, a guarantee). What nothing is known about yet is left out; before the first step that
-        is all of it.
+        ``epsilon`` (everybody, a guarantee). Numbers that are not known yet are left out; before the first step that is
+        all of them.
 
-        They depend on private data, ε apart: the log is as **confidential** as the data.
+        Except for ε they depend on private data: the log is as **confidential** as the data.
 
         Costs a few operations on [n] numbers, about 0.1 s for 100,000 examples on one core; with δ also Opacus's ε,
-        up to half a second for "rdp" and more for "prv": ask once an epoch rather than every step. With several
+        up to half a second for "rdp" and more for "prv": call it once per epoch rather than every step. With several
         processes all ranks must call it.
 
         Args:
-            delta: δ of ε; None: without ε.
-            prefix: Before every name.
+            delta: δ for ε; None: without ε.
+            prefix: Prepended to every name.
         """
         if self.ledger is None:
             return {}
@@ -134,7 +133,7 @@ class LeakageReading(PrivacyEngine):
         return self.totals.get_fil(example_ids, kind=kind)
 
     def was_measured(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
-        """Whether the run says anything about an example, bool [ids]: its FIL of 0 means no leakage only then."""
+        """Whether the run measured an example, bool [ids]: only then does a FIL of 0 mean no leakage."""
         return self.totals.was_measured(example_ids)
 
     def get_mse_bound(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
@@ -158,11 +157,11 @@ class LeakageReading(PrivacyEngine):
         return self.totals.get_plis(example_ids)
 
     def plis(self, example_ids: Iterable[Hashable] | Tensor | None = None, *, private: bool = True) -> Any:
-        """Which coordinates drive these examples' privacy loss at the present weights; see :class:`torchfil.PLIS`.
+        """Which coordinates drive these examples' privacy loss at the current weights; see :class:`torchfil.PLIS`.
 
         Args:
             example_ids: None: all of the data set.
-            private: Whether to take the clipped norm and the run's noise; otherwise the plain gradient signal ‖g‖².
+            private: Whether to use the clipped norm and the run's noise; otherwise the plain gradient signal ‖g‖².
 
         Returns:
             A tensor [ids, …] in the shape of the private input; for several a dict by position or name.
@@ -178,11 +177,11 @@ class LeakageReading(PrivacyEngine):
     ) -> Estimate:
         """Each example's own ε at δ, from its own clipped norms; never above :meth:`get_epsilon`.
 
-        Output-specific (Yu et al. 2022): the norms are those of this one run, and depend on what it released. It is an
-        estimate, no guarantee; a guarantee needs a filter that stops an example when its budget is spent (Feldman &
-        Zrnic 2021; Koskela et al. 2023). Between participations the last seen norm stands in, ``max_grad_norm`` (times
-        the example's weight of ``clip_weights``) where none was seen: set ``Accounting(norm_refresh=…)``, which looks
-        all norms up every so many steps. Its error is not a sampling error and is given as NaN.
+        Output-specific (Yu et al. 2022): the norms belong to this one run, and depend on what it released. It is an
+        estimate and no guarantee; a guarantee needs a filter that stops an example when its budget is spent (Feldman &
+        Zrnic 2021; Koskela et al. 2023). Between participations the last seen norm stands in; if none was seen,
+        ``max_grad_norm`` does (times the example's weight of ``clip_weights``). ``Accounting(norm_refresh=…)`` computes
+        all norms every so many steps. The error is not a sampling error and is given as NaN.
         """
         run = self._training.run
         _check_delta(delta)
@@ -199,18 +198,18 @@ class LeakageReading(PrivacyEngine):
         *,
         prior_success: float | Sequence[float] = 0.01,
     ) -> Estimate:
-        """How often a guess of the example succeeds at most, from its own clipped norms: every attacker, biased or not.
+        """The largest success rate of any attacker, biased or not, who guesses the example, from its own clipped norms.
 
-        Output-specific, as :meth:`get_individual_epsilon`: the norms are those of this one run, so that it is an
-        estimate (its error is given as NaN) and no guarantee; ``norm_refresh`` is recommended. The bound for everybody,
-        which is one, is :func:`torchfil.bounds.rero`; no example is above it. A few milliseconds an example.
+        Output-specific, like :meth:`get_individual_epsilon`: the norms belong to this one run, so it is an estimate
+        (its error is given as NaN) and no guarantee; ``norm_refresh`` is recommended. The guarantee for everybody is
+        :func:`torchfil.bounds.rero`, and no example is above it. A few milliseconds per example.
 
         Args:
             example_ids: None: all.
-            prior_success: π₀ in (0, 1): how often the guess succeeds without the model; several: a curve.
+            prior_success: π₀ in (0, 1): how often the guess succeeds without the model; several give a curve.
 
         Returns:
-            [ids], or [ids, priors]; random are the batches and the noise.
+            [ids], or [ids, priors]; batches and noise are random.
         """
         run, optimizer = self._training.run, self._training.optimizer
         prior = torch.as_tensor(prior_success, dtype=torch.float64)
@@ -229,27 +228,27 @@ class LeakageReading(PrivacyEngine):
         return Estimate(value, torch.full_like(value, float("nan")), "estimate")
 
     def get_population_mse_bound(self, prior: Prior | Tensor | Any) -> PopulationBound:
-        """The MSE that **no** attacker gets below, biased or not, on average over people (van Trees); ``str`` it.
+        """The MSE that **no** attacker gets below, biased or not, on average over people (van Trees); print it.
 
-        It speaks of the population, not of a record. Random are people, batches and noise. The mean trace over this
-        run's examples stands for the population's: examples are taken for independent draws from it, and one run for
-        all (for more: :func:`torchfil.bounds.population_mse_bound` with ``merge(…).get_trace()``).
+        It is about the population, not about a record. People, batches and noise are random. The mean trace over this
+        run's examples stands in for the population's: examples count as independent draws from it, and one run
+        represents all (for several: :func:`torchfil.bounds.population_mse_bound` with ``merge(…).get_trace()``).
 
         Args:
-            prior: How people's values are spread: a :class:`torchfil.bounds.Prior`; a pair (low, high) of numbers or
-                [d]: the smoothest density between them; or the private coordinates, [n, d] (tensor or array): a normal
-                law is fitted. Discrete values are refused: ask :mod:`torchfil.questions` about them.
+            prior: How people's values are distributed: a :class:`torchfil.bounds.Prior`; a pair (low, high) of numbers
+                or [d], for the smoothest density between them; or the private coordinates, [n, d] (tensor or array), to
+                which a normal law is fitted. Discrete values are refused: ask :mod:`torchfil.questions` about them.
 
         Returns:
-            The bound (an estimate with the error of the mean over examples), and beside it the prior's variance, which
-            is the MSE of the best guess without the model.
+            The bound (an estimate with the error of the mean over examples), and the prior's variance, which is the MSE
+            of the best guess without the model.
         """
         leakage = self.totals
         if not leakage.same_coordinates:
             raise ValueError(
-                "examples have different numbers of private coordinates (texts of different lengths), and a population "
-                "bound speaks of one: take those of one length, torchfil.bounds.population_mse_bound("
-                "engine.totals.get_trace(ids), d, prior)"
+                "examples have different numbers of private coordinates (texts of different lengths), but a "
+                "population bound needs one number: take those of one length, "
+                "torchfil.bounds.population_mse_bound(engine.totals.get_trace(ids), d, prior)"
             )
         if isinstance(prior, tuple) and len(prior) == 2:
             prior = Prior.box(*prior, num_coordinates=leakage.num_coordinates)
@@ -268,7 +267,7 @@ class LeakageReading(PrivacyEngine):
         Args:
             diameters: The range of each private coordinate; one number for all.
             reading: "replace-one" converts the accountant's add/remove RDP rigorously (:func:`replace_one_rdp`);
-                "paper" takes ε_RDP(2) as it is.
+                "paper" uses ε_RDP(2) directly.
         """
         if reading not in ("replace-one", "paper"):
             raise ValueError(f"reading={reading!r} must be 'replace-one' or 'paper'")
@@ -285,9 +284,9 @@ class LeakageReading(PrivacyEngine):
         return mse_from_rdp(epsilon, ranges.expand(leakage.num_coordinates))
 
     def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None, *, delta: float | None = None) -> Any:
-        """One table by id (pandas where installed); see :meth:`Leakage.leakage`.
+        """One table by id (a pandas table if pandas is installed); see :meth:`Leakage.leakage`.
 
-        With δ also ``individual_epsilon``; ``clip_weight`` where weights were given.
+        With δ also ``individual_epsilon``; with clip weights also ``clip_weight``.
         """
         return as_table(*self.leakage_columns(example_ids, delta=delta))
 
@@ -314,7 +313,9 @@ class LeakageReading(PrivacyEngine):
         if not engines:
             raise ValueError("merge needs at least one engine")
         if len(set(map(id, engines))) < len(engines):
-            raise ValueError("merge was given one engine twice: a run agrees with itself, whatever its error")
+            raise ValueError(
+                "merge got the same engine twice: a run agrees with itself, whatever its error; pass different runs"
+            )
         average = Leakage.average([engine.totals for engine in engines])
         told = sorted({engine._mechanism() for engine in engines})
         if len(told) > 1:
@@ -359,7 +360,7 @@ class LeakageReading(PrivacyEngine):
             steps[float(sigma), float(q)] += count
         noise = ", ".join(f"{count} steps of σ = {sigma}, q = {q}" for (sigma, q), count in sorted(steps.items()))
         private = options.private or Private()
-        told = None if private.lengths is None else "told"  # functions are told apart by their address alone
+        told = None if private.lengths is None else "told"  # functions differ only by their address
         private = replace(private, coordinates=_listed(private.coordinates), lengths=told)
         limits = training.optimizer.max_grad_norms or float(training.optimizer.max_grad_norm)
         told_weights = weights_in_words(training.run.first_weights)
@@ -395,13 +396,13 @@ class LeakageReading(PrivacyEngine):
     ) -> Path:
         """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
 
-        The file is safe to load, holds neither model nor data (but for pictures and texts), is replaced only when
-        complete and readable by its owner only; its content is **confidential**. The run can go on afterwards.
-        With several processes rank 0 writes it, and the others return the path at once.
+        The file is safe to load, holds neither model nor data (except pictures and texts), replaces an older one only
+        when complete, and is readable by its owner only. Its content is **confidential**. The run can continue
+        afterwards. With several processes rank 0 writes it, and the others return the path at once.
 
         Args:
-            path: The file; its suffix is .fil by custom.
-            delta: δ of ε and of the examples' own ε.
+            path: The file; its suffix is .fil by convention.
+            delta: δ for ε and for the examples' own ε.
             title: Of the report; None: the model's name and the number of examples.
             attribute_names: One per private coordinate, in order; needs ``track=("diagonal",)``.
             attribute_units: One per private coordinate, e.g. "years".
@@ -411,21 +412,21 @@ class LeakageReading(PrivacyEngine):
             attribute_groups: {attribute: its levels' names}: the columns of a one-hot attribute as one attribute, whose
                 error is that of a guess of all its levels.
             unit_of_inputs: Of all coordinates together, e.g. "grey value, 0 to 1".
-            input_range: Between which values every private coordinate lies, known without looking at the data; gives
-                the report a blind guess and the bound from ε to compare with.
+            input_range: The lowest and the highest possible value of every private coordinate, known without looking at
+                the data; the report then compares with a blind guess and with the bound from ε.
             groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
-            pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, where
+            pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, if
                 inputs are images of 1 or 3 channels; 0: none.
             texts: Every example's words, in the order of the data set, one for each position of the private embedding;
                 or a tokenizer with ``decode``, or a function from a list with one token id to its string. The report
                 shows the 20 most exposed examples, each token with its FIL and PLIS; needs ``track=("diagonal",)``.
                 They are private data.
-            attacks: What attacks on the run achieved (measure "mse"); each is set beside the run's bounds, unless it
+            attacks: Results of attacks on the run (measure "mse"); each is compared with the run's bounds, unless it
                 comes from :func:`torchfil.compare_with_bounds`.
             hash_data: Whether to read through the data set for its checksum. How the data is spread, by which a blind
                 guess is known, is read from up to 65,536 examples; without ``hash_data`` from up to 2,048.
-            equalised: What :func:`torchfil.equalise` gave, whose ``engine`` this is: the report then tells what each
-                round did, and how groups stood before.
+            equalised: The result of :func:`torchfil.equalise` with this ``engine``: the report then shows what each
+                round did, and how groups compared before.
         """
         view = self._view(delta)
         with self._training.replica.gathered():  # pictures are shown with their PLIS
@@ -457,7 +458,7 @@ class LeakageReading(PrivacyEngine):
         Args:
             directory: The folder.
             delta: δ of ε and of the examples' own ε.
-            redacted: Whether to leave out what speaks of single examples; see :func:`torchfil.report.write_report`.
+            redacted: Whether to leave out everything about single examples; see :func:`torchfil.report.write_report`.
             **options: Of :meth:`save_run`; ``min_group`` and ``policy`` of ``write_report``.
         """
         from torchfil.report.writer import PAGE, write_report
@@ -472,7 +473,7 @@ class LeakageReading(PrivacyEngine):
 
     @property
     def _writes(self) -> bool:
-        """Whether files are written by this process."""
+        """Whether this process writes files."""
         ranks = self._training.run.ranks
         return ranks is None or ranks.rank == 0
 

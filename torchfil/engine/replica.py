@@ -141,9 +141,9 @@ class Replica:
             self._untold = examples.untold
         elif self._untold and examples.untold != self._untold:
             logger.warning(
-                "batches differ in length, and nothing tells which positions are padding: all count as private, so "
-                "that d, and with it the MSE bound, is too large for short examples. Name the mask, or give a function "
-                "of the inputs: private=Private(lengths=…)"
+                "batches differ in length, and nothing shows which positions are padding: all count as private, so d, "
+                "and with it the MSE bound, is too large for short examples. Name the mask, or give a function of the "
+                "inputs: private=Private(lengths=…)"
             )
             self._untold = {}
 
@@ -160,16 +160,16 @@ class Replica:
             names = " and ".join(map(repr, self._embeddings))
             if names and floating:
                 logger.warning(
-                    "private are the floating-point inputs alone: the integers that %s takes count as known to the "
-                    "attacker. To protect them, too: private=Private(inputs=%r, submodule=%r)",
+                    "only the floating-point inputs are private: the integers that %s takes count as known to the "
+                    "attacker. To protect them as well: private=Private(inputs=%r, submodule=%r)",
                     names,
                     floating,
                     list(self._embeddings),
                 )
             elif names:
                 logger.warning(
-                    "no input is floating-point, so that the output of the embedding %s is taken to be private: say so "
-                    "by private=Private(submodule=%r), or name another submodule",
+                    "no input is floating-point, so the output of the embedding %s is private: confirm it with "
+                    "private=Private(submodule=%r), or name another submodule",
                     names,
                     self._embeddings[0] if len(self._embeddings) == 1 else list(self._embeddings),
                 )
@@ -220,7 +220,7 @@ class Replica:
     def follow(self) -> None:
         """Bring the copy's modules to where the live ones are: in training or not, with the same plain attributes.
 
-        A recorded pass has numbers and flags built in; it is tried and made anew where one has changed. An integer that
+        A recorded pass has numbers and flags built in; it is tried and made again if one has changed. An integer that
         goes on changing counts something, and is not taken for a change any more.
 
         Raises:
@@ -249,7 +249,8 @@ class Replica:
             if holder.get(key) is not part:
                 raise RuntimeError(
                     f"{name} was replaced after make_private: the optimizer and the accounting know the old one, and "
-                    "the new one would not be trained. Change the model before, or make a new engine and optimizer."
+                    "the new one would not be trained. Change the model before make_private, or make a new engine and "
+                    "optimizer."
                 )
         num_hooks = sum(len(live._forward_hooks) + len(live._forward_pre_hooks) for live, _ in self._pairs)
         self.opaque_changes += self._num_hooks not in (None, num_hooks)

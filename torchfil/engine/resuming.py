@@ -1,4 +1,4 @@
-"""Saving a run's state and going on from it, bit for bit."""
+"""Saving a run's state and resuming from it, bit for bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Resuming(LeakageReading):
     def state_dict(self) -> dict[str, Any]:
         """The accounting's state: DP accountant, ledger, norm history, generators; tensors and plain values only.
 
-        With several processes it is that of all of them, on every rank, and any number of ranks can go on from it; all
+        With several processes it is that of all of them, on every rank, and any number of ranks can resume from it; all
         ranks must call it, or :meth:`gather` before.
         """
         return self._state()
@@ -54,7 +54,7 @@ class Resuming(LeakageReading):
         }
 
     def gather(self) -> None:
-        """See :meth:`LeakageReading.gather`; the random states of all ranks, too, for checkpoints."""
+        """See :meth:`LeakageReading.gather`; also collects the random states of all ranks, for checkpoints."""
         super().gather()
         self._collected = None
         self._states_by_rank()
@@ -82,7 +82,9 @@ class Resuming(LeakageReading):
             raise ValueError(f"the state lacks {missing}; was it saved by FILPrivacyEngine.state_dict?")
         saved = state_dict["accountant"].get("mechanism")
         if saved != self.accountant.mechanism():
-            raise ValueError(f"the state is of accountant {saved!r}, this engine's is {self.accountant.mechanism()!r}")
+            raise ValueError(
+                f"the state is from accountant {saved!r}, this engine's is {self.accountant.mechanism()!r}"
+            )
         if run.inside_logical_batch:
             raise RuntimeError(
                 "a state can be loaded only between logical batches; finish the batch first, or call "
@@ -115,16 +117,16 @@ class Resuming(LeakageReading):
 
         With several processes all ranks must call it. A file is written by rank 0 from what all have, which all then
         load (after :meth:`gather`, rank 0 may save alone). In a folder every rank writes its part, by
-        ``torch.distributed.checkpoint``. Any number of processes goes on from either.
+        ``torch.distributed.checkpoint``. Any number of processes can resume from either.
 
         Args:
-            path: A file, or a folder: one that is there, or a name with a slash at its end.
-            asynchronous: Whether to write into the folder while training goes on, from a copy in memory.
+            path: A file, or a folder: an existing one, or a name that ends with a slash.
+            asynchronous: Whether to write into the folder while training continues, from a copy in memory.
             **options: As in Opacus: ``module``, ``optimizer``, ``checkpoint_dict`` and others.
 
         Returns:
-            With ``asynchronous`` a future, whose ``result()`` waits until the checkpoint is on the disk and raises what
-            went wrong; the next save and load wait for it, too.
+            With ``asynchronous`` a future; its ``result()`` waits until the checkpoint is on the disk and raises any
+            error. The next save or load waits for it, too.
         """
         if is_folder(path):
             return self._save_folder(path, options, asynchronous=asynchronous)
@@ -178,12 +180,12 @@ class Resuming(LeakageReading):
     ) -> dict[str, Any]:
         """As in Opacus, but loads tensors and plain values only (``weights_only=True``): safe on files from others.
 
-        A run that is stopped between epochs and resumed so goes on bit for bit as if it had not been stopped;
+        A run that stops between epochs and resumes this way continues bit for bit as if it had not stopped;
         ``restore_random_state=False`` leaves torch's global random state alone. ``path`` is a file or a folder that
         :meth:`save_checkpoint` wrote, of any number of processes.
 
         Raises:
-            CheckpointError: The file is damaged or cut short; nothing was changed.
+            CheckpointError: The file is damaged or truncated; nothing was changed.
         """
         checkpoint = self._read(path, module, optimizer, torch_load_kwargs)
         if _STATE_KEY not in checkpoint:
@@ -233,7 +235,9 @@ class Resuming(LeakageReading):
             saved = load_whole(path, **(torch_load_kwargs or {}))
             return in_parts(saved, like) if is_sharded(module) else saved
         if torch_load_kwargs:
-            raise TypeError(f"torch_load_kwargs={torch_load_kwargs} is for files; a folder's tensors come to the CPU")
+            raise TypeError(
+                f"torch_load_kwargs={torch_load_kwargs} is for files; a folder's tensors are loaded to the CPU"
+            )
         self._wait_for_saving()
         without = () if optimizer is not None else (_OPTIMIZER,)
         saved = read_folder(path, like, without, self._training.run.ranks)
@@ -274,7 +278,7 @@ def _check_file(path: Any, module: nn.Module | None, *, asynchronous: bool) -> N
     if asynchronous:
         raise ValueError(f"asynchronous=True writes folders, and path={path!r} is a file; {remedy}")
     if module is not None and is_sharded(module):
-        raise ValueError(f"the model is sharded, and a file would hold the weights of rank 0 alone; {remedy}")
+        raise ValueError(f"the model is sharded, and a file would hold only the weights of rank 0; {remedy}")
 
 
 def _refuse_other_module(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -289,4 +293,4 @@ def _refuse_other_module(module: nn.Module, state: Mapping[str, Any], *, strict:
     ]
     if apart or shapes:
         found = "; ".join([*(f"only one of both has {name}" for name in apart[:5]), *shapes[:5]])
-        raise ValueError(f"the checkpoint is of another model ({found}); build the same one. Nothing was loaded.")
+        raise ValueError(f"the checkpoint is from another model ({found}); build the same one. Nothing was loaded.")

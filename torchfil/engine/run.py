@@ -123,7 +123,7 @@ class Run:
         # the step that is under way
         self._accounted_rate = accounted_rate
         self._staged: list[Staged] = []
-        self._keys_of_step: list[Hashable] | None = None  # of all ranks; None: they have not been told yet
+        self._keys_of_step: list[Hashable] | None = None  # of all ranks; None: not exchanged yet
         self._measure_this_step: bool | None = None  # chosen by chance once for a logical batch
 
     # ------------------------------------------------------------------ reading
@@ -215,8 +215,8 @@ class Run:
                 raise RuntimeError(
                     f"noise_multiplier and max_grad_norm changed from {before} to "
                     f"{(noise.noise_multiplier, noise.max_grad_norm)} within one logical batch: step their schedulers "
-                    "only after a whole one. Put them back, or call optimizer.discard_partial_batch(). This step was "
-                    "not taken."
+                    "only after a whole one. Restore the values, or call optimizer.discard_partial_batch(). This step "
+                    "was not taken."
                 )
         return noise
 
@@ -248,7 +248,7 @@ class Run:
         if len(together) != len(ids) + sum(len(staged.ids) for staged in self._staged):
             raise RuntimeError(
                 "an example occurs twice under one draw of noise: its gradient would count twice. Check the sampler "
-                "(no replacement within a batch), do not accumulate gradients over passes that share examples."
+                "(no replacement within a batch), and do not accumulate gradients over passes that share examples."
             )
         if isinstance(self.ids, GrowingIds):
             self._check_room(self.ids.count_new(together))
@@ -277,7 +277,7 @@ class Run:
         return max(self.pace.num_probes, early)
 
     def exposed_rows(self, ids: Sequence[int], clipped_norm: Tensor) -> Tensor | None:
-        """The rows of a batch to measure anew, with more probes; None: the present step has none."""
+        """The rows of a batch to measure again, with more probes; None: the current step has none."""
         if not self.options.accounting.extra_probes or not self._past_first_passes or self.ledger is None:
             return None
         if self._grows:  # an example may have no row yet
@@ -404,11 +404,11 @@ class Run:
             raise StepNotTakenError(
                 f"example {twice!r} is in this step's batches of ranks "
                 f"{[rank for rank, keys in enumerate(by_rank) if twice in keys]}: its gradient would count twice under "
-                "one draw of noise. Give every rank shards of its own. This step was not taken."
+                "one draw of noise. Give every rank its own shards. This step was not taken."
             )
 
     def _settled(self) -> list[Hashable]:
-        """Who takes part in this step, on all ranks, which have told each other before it is released."""
+        """Who takes part in this step, on all ranks; they exchange this before it is released."""
         if self._keys_of_step is None:
             self.settle_ids()
         assert self._keys_of_step is not None
@@ -495,7 +495,7 @@ class Run:
             raise MemoryError(
                 f"the ledger would take {needed / 2**30:.2f} GiB, over the limit of "
                 f"{accounting.max_ledger_memory / 2**30:.2f} GiB. Track less (track={tuple(accounting.track)}) or for "
-                f"chosen ids, or confirm with accounting=Accounting(max_ledger_memory={needed})."
+                f"chosen ids only, or confirm with accounting=Accounting(max_ledger_memory={needed})."
             )
 
     # ------------------------------------------------------------------ state

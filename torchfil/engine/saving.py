@@ -119,11 +119,11 @@ def _check_parts(pictures: int, input_range: tuple[float, float] | None, groups:
 
 
 def _attack_record(attack: AttackResult | BoundComparison, leakage: Leakage) -> AttackRecord:
-    """What an attack achieved beside the run's bounds, unless it was set beside bounds already."""
+    """An attack compared with the run's bounds, unless it was compared with bounds already."""
     if not isinstance(attack, AttackResult | BoundComparison):
         raise TypeError(
-            f"attacks holds a {type(attack).__name__}; give what torchfil.attacks gives, AttackResult, or what "
-            "torchfil.compare_with_bounds makes of it"
+            f"attacks contains a {type(attack).__name__}; give an AttackResult of torchfil.attacks, or what "
+            "torchfil.compare_with_bounds returns"
         )
     compared = attack if isinstance(attack, BoundComparison) else compare_with_bounds(leakage, attack)
     return compared.record(leakage.ids.all())
@@ -215,7 +215,9 @@ def _labels(name: str, given: Labels, leakage: Leakage) -> np.ndarray:
             raise ValueError(f"grouping {name!r} has no label for {len(missing)} examples, e.g. {missing[:3]}")
         given = [given[key] for key in ids]
     if len(given) != len(ids):
-        raise ValueError(f"grouping {name!r} has {len(given)} labels for {len(ids)} examples; give one each, in order")
+        raise ValueError(
+            f"grouping {name!r} has {len(given)} labels for {len(ids)} examples; give one for each, in order"
+        )
     return np.asarray([str(label) for label in given], dtype=str)
 
 

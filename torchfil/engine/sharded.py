@@ -49,24 +49,25 @@ def check_sharded(module: nn.Module, num_ranks: int) -> None:
 
     Args:
         module: A model of which :func:`is_sharded` holds.
-        num_ranks: How many processes there are, each of which draws examples of its own.
+        num_ranks: How many processes there are; each draws its own examples.
     """
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         raise ValueError(
-            "FullyShardedDataParallel (FSDP1) lays the weights of several layers out as one tensor, in which no layer "
-            "can be told apart. Use FSDP2: torch.distributed.fsdp.fully_shard for each block, then for the model."
+            "FullyShardedDataParallel (FSDP1) flattens the weights of several layers into one tensor, in which layers "
+            "cannot be distinguished. Use FSDP2: torch.distributed.fsdp.fully_shard for each block, then for the "
+            "model."
         )
     if not any(_fsdp_modules(module)):
         raise ValueError(
-            "the model's weights are sharded, and not by FSDP: tensor parallel ranks share their examples, while here "
+            "the model's weights are sharded, but not by FSDP: tensor parallel ranks share their examples, but here "
             "each rank draws its own. Use torch.distributed.fsdp.fully_shard(model)."
         )
     for part in _fsdp_modules(module):
         policy = part._get_fsdp_state()._mp_policy
         if policy.param_dtype is not None or policy.output_dtype is not None:
             raise ValueError(
-                f"mp_policy={policy} casts weights and inputs inside FSDP's hooks, which the passes that are accounted "
-                "for do not run. Leave it out and call the model under torch.autocast(dtype=torch.bfloat16)."
+                f"mp_policy={policy} casts weights and inputs inside FSDP's hooks, which the accounting's passes do "
+                "not run. Leave it out and call the model under torch.autocast(dtype=torch.bfloat16)."
             )
         part.reshard()  # a pass without a gradient leaves the outermost weights gathered
     for name, value in module.named_parameters():
@@ -78,8 +79,8 @@ def _check_placement(name: str, value: Tensor, num_ranks: int) -> None:
     if not isinstance(value, DTensor):
         if value.requires_grad:
             raise ValueError(
-                f"{name} is trained and not sharded, so that nothing keeps it the same on all ranks: call fully_shard "
-                "on the whole model after its blocks, without ignored_params=, or freeze it (requires_grad_(False))"
+                f"{name} is trained but not sharded, so nothing keeps it the same on all ranks: call fully_shard on "
+                "the whole model after its blocks, without ignored_params=, or freeze it (requires_grad_(False))"
             )
         return
     mesh, placements = value.device_mesh, value.placements
@@ -87,14 +88,14 @@ def _check_placement(name: str, value: Tensor, num_ranks: int) -> None:
     others = [placement for placement in placements if not isinstance(placement, Shard | Replicate)]
     if mesh.size() != num_ranks or others or len(shards) > 1 or (mesh.ndim > 1 and type(placements[0]) is Shard):
         raise ValueError(
-            f"{name} lies as {placements} on {mesh}, and there are {num_ranks} ranks, each of which draws examples of "
-            "its own (tensor or pipeline parallel ranks would share theirs). Call fully_shard without mesh=, or with "
-            "one of all ranks, of which all dimensions but the last replicate."
+            f"{name} lies as {placements} on {mesh}, but each of the {num_ranks} ranks draws its own examples (tensor "
+            "or pipeline parallel ranks would share theirs). Call fully_shard without mesh=, or with a mesh of all "
+            "ranks in which all dimensions except the last replicate."
         )
     if value.device.type != mesh.device_type:
         raise ValueError(
             f"{name} lies on {value.device} while the model runs on {mesh.device_type} (CPUOffloadPolicy?): a step "
-            "gathers weights where they lie. Leave out offload_policy=."
+            "gathers weights on their own device. Leave out offload_policy=."
         )
 
 

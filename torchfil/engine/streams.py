@@ -50,12 +50,12 @@ def check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *,
     name = type(loader.dataset).__name__
     if poisson_sampling:
         raise ValueError(
-            f"{name} is a stream, from which no example can be drawn at random, so that no subsampling may be "
-            "credited. Pass poisson_sampling=False and id_of= (ε then counts how often an example took part), or a "
-            "data set with a length and numbered examples."
+            f"{name} is a stream, from which no example can be drawn at random, so subsampling gets no credit. Pass "
+            "poisson_sampling=False and id_of= (ε then counts how often an example took part), or a data set with a "
+            "length and numbered examples."
         )
     if id_of is None or not (callable(id_of) or isinstance(id_of, str | int)):
-        raise ValueError(f"id_of={id_of!r} does not tell whose leakage is whose in the stream {name}. {_REMEDY}")
+        raise ValueError(f"id_of={id_of!r} does not identify the examples in the stream {name}. {_REMEDY}")
     if loader.batch_size is None:
         raise ValueError(
             "the loader has batch_size=None, and the mean of a noisy sum needs a size that does not depend on the "
@@ -66,8 +66,8 @@ def check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *,
     unknown = {
         "clip_weights": "who will come is not known",
         "min_mse_bound": "who will come is not known",
-        "rel_error": "how many passes follow is not known; say num_probes= and fil_rate=",
-        "norm_refresh": "examples cannot be read again; nor is it needed, as only an example's own steps count",
+        "rel_error": "the number of passes is unknown; set num_probes= and fil_rate= instead",
+        "norm_refresh": "examples cannot be read again; only an example's own steps count, so it is not needed",
     }
     for option, reason in unknown.items():
         if getattr(accounting, option) is not None:
@@ -118,12 +118,12 @@ def _as_keys(given: Any) -> list[Hashable]:
     keys = [plain_key(key) for key in listed]
     for key in keys:
         if not isinstance(key, Hashable) or isinstance(key, Tensor):
-            raise TypeError(f"{key!r} cannot be an example's id: give a number or a text for each example")
+            raise TypeError(f"{key!r} cannot be an example's id: give a number or a string for each example")
     return keys
 
 
 class StreamCollate:
-    """Collates as before and hands out a batch that remembers its ids, without the part that held them."""
+    """Collates as before and returns a batch that remembers its ids, without the part that held them."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], id_of: IdOf, token: int) -> None:
         self.collate_fn = collate_fn
@@ -141,9 +141,9 @@ class StreamCollate:
 
 
 class FILStreamLoader(DataLoader[Any]):
-    """A loader of a stream, the same in every respect but that its batches remember their ids.
+    """A loader of a stream, unchanged except that its batches remember their ids.
 
-    On several ranks each reads a stream of its own, and all of them take as many steps as the longest has batches: a
+    On several ranks each reads its own stream, and all of them take as many steps as the longest has batches: a
     rank whose stream has ended gets empty ones.
 
     Args:
@@ -191,8 +191,8 @@ def _until_all_end(batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
             return
         if _NEVER_BEGAN in answers:
             raise RuntimeError(
-                f"the stream of rank {answers.index(_NEVER_BEGAN)} has no batch at all, so that it is not known what "
-                f"an empty one looks like: give each of the {ranks.size} ranks some shards"
+                f"the stream of rank {answers.index(_NEVER_BEGAN)} has no batch at all, so the shape of an empty one "
+                f"is unknown: give each of the {ranks.size} ranks some shards"
             )
         if batch is None:
             yield empty

@@ -1,7 +1,7 @@
 """Means over the tokens of an example: the loss of an example alone, and what a mean over a whole batch makes of it.
 
 A mean over all targets of a batch that count, Σ_i Σ_t ℓ_it / Σ_j n_j, weights example i by n_i / Σ_j n_j, so by how
-many targets *others* have: no example has a loss of its own in it. Here ℓ_i = Σ_t ℓ_it / n_i is the mean over the
+many targets *others* have: no example has its own loss in it. Here ℓ_i = Σ_t ℓ_it / n_i is the mean over the
 example's own targets, as it is in a batch of one, and every example weighs alike.
 """
 
@@ -20,9 +20,9 @@ __all__ = ["WEIGHTED_BY_TOKENS", "TokenMean", "uneven"]
 
 WEIGHTED_BY_TOKENS = (
     "the loss is a mean over all targets of a batch that count (not -100), which weights an example by how many "
-    "targets others have. What is trained and accounted for is each example's mean over its own targets, every example "
-    "with the same weight; where their numbers differ, the value of the batch's loss is another one. Use sums "
-    "(reduction='sum', loss_reduction='sum') if long examples shall weigh more."
+    "targets others have. Training and accounting use each example's mean over its own targets, every example with "
+    "the same weight; if the numbers of targets differ, so does the value of the batch's loss. Use sums "
+    "(reduction='sum', loss_reduction='sum') if long examples should weigh more."
 )
 
 

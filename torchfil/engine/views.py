@@ -7,7 +7,7 @@ The loss of an example is the mean over its views,
 a function of the example like any other, so that one gradient of it is clipped, released and accounted for, exactly:
 through the views where a function makes them from x, or as a function of all K views where the data set draws them.
 
-What the views draw at random is recorded with the model's masks, and the attacker is taken to know it.
+What the views draw at random is recorded with the model's masks, and the attacker is assumed to know it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ManyViews(nn.Module):
         self.model, self.views = model, views
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The outputs, [batch, K, …] each in training; inputs beside ``x`` are the same for all views."""
+        """The outputs, [batch, K, …] each in training; inputs besides ``x`` are the same for all views."""
         if not self.training:
             return self.model(x, *args, **kwargs)
         views = self.views(x) if callable(self.views) else x

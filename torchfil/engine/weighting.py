@@ -61,8 +61,8 @@ def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> boo
     raise LossMismatchError(
         f"the criterion ({loss.name}) has another gradient on this batch than the mean or the sum of its values on "
         "single examples: it weights examples by others of the batch, as class weights with reduction='mean' do, or "
-        "mixes them, and no example has a loss of its own. Use reduction='sum' (divided by the expected batch size, if "
-        "you like). This step was not taken."
+        "mixes them, so no example has its own loss. Use reduction='sum' (divided by the expected batch size if you "
+        "like). This step was not taken."
     )
 
 

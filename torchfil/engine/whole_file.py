@@ -49,7 +49,7 @@ def load_whole(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict
     """What ``torch.save`` has written to a file, tensors and plain values only; safe on files from others.
 
     Guarantees:
-        * A file that was cut short, or of which any bit has changed, is refused; so is one that holds anything but
+        * A file that was truncated, or in which any bit has changed, is refused; so is one that holds anything but
           tensors and plain values.
 
     Args:
@@ -70,7 +70,7 @@ def load_whole(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict
         >>> load_whole(io.BytesIO(file.getvalue()[:-1]))
         Traceback (most recent call last):
         ...
-        torchfil.utils.errors.CheckpointError: the checkpoint is damaged or cut short (its checksum is missing)...
+        torchfil.utils.errors.CheckpointError: the checkpoint is damaged or truncated (its checksum is missing)...
     """
     is_named = isinstance(path, (str, os.PathLike))
     named = str(path) if is_named else "the checkpoint"
@@ -113,6 +113,6 @@ def _check_seal(file: IO[bytes], named: str) -> bool:
 
 def _refusal(named: str, reason: str) -> str:
     return (
-        f"{named} is damaged or cut short ({reason}), or it is no checkpoint of torchfil, which holds tensors and "
-        "plain values only. Nothing was loaded: copy the file again, or go on from an earlier checkpoint."
+        f"{named} is damaged or truncated ({reason}), or it is not a torchfil checkpoint, which holds only tensors and "
+        "plain values. Nothing was loaded: copy the file again, or resume from an earlier checkpoint."
     )

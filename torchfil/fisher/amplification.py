@@ -48,7 +48,7 @@ _SENSITIVITIES = {"replace-one": 2.0, "add-remove": 1.0}  # over C
 class Amplification(Protocol):
     """Maps ρ = ‖g̃‖/s, the sampling rate q and the noise multiplier σ to the factors (κ⊥, κ∥).
 
-    :class:`torchfil.fisher.Mechanism` hands in q and σ at every use, so that a factor follows a noise scheduler.
+    :class:`torchfil.fisher.Mechanism` passes q and σ at every use, so that a factor follows a noise scheduler.
 
     Attributes:
         secret_batches: Whether the attacker does not know who was in a batch. Then which batches draw an example is
@@ -115,7 +115,7 @@ class Theorem4Amplification:
         q: The sampling rate, in (0, 1]; None: that of the mechanism.
         delta: The chance that the bound fails in one step.
         epsilon_method: "analytic" (Balle & Wang 2018, exact for every σ) or "classical" (the paper's
-            sqrt(2 ln(1.25/δ)) Δ/σ, a theorem only where it comes out below 1).
+            sqrt(2 ln(1.25/δ)) Δ/σ, a theorem only if it is below 1).
         adjacency: "replace-one" (the paper's; sensitivity 2C) or "add-remove" (sensitivity C).
         norm_bound: The largest clipped norm over C: 1 for a calibrated clip, 1.11522 for "gelu-paper".
 
@@ -160,7 +160,7 @@ class Theorem4Amplification:
 
 
 def agreed_rate(amplification: Amplification, q: float | None) -> float:
-    """The rate that an amplification was made with or, where it has none of its own, the one that is given.
+    """The rate that an amplification was made with or, if it has none, the given one.
 
     Raises:
         ValueError: Neither is known, or they differ.
@@ -169,12 +169,12 @@ def agreed_rate(amplification: Amplification, q: float | None) -> float:
     name = type(amplification).__name__
     if own is None and q is None:
         raise ValueError(
-            f"{name} needs the rate with which examples are drawn, and none is known: give it as {name}(q=…), or as "
-            "sample_rate to the mechanism; where batches are known to the attacker, use NoAmplification()"
+            f"{name} needs the rate at which examples are drawn, which is unknown: give it as {name}(q=…), or as "
+            "sample_rate to the mechanism; if the attacker knows the batches, use NoAmplification()"
         )
     if own is not None and q is not None and not math.isclose(own, q, rel_tol=1e-9):
         raise ValueError(
-            f"{name} was made for the sampling rate q={own:g}, but examples are drawn with rate {q:g}; leave q out of "
+            f"{name} was made for the sampling rate q={own:g}, but examples are drawn at rate {q:g}; leave q out of "
             f"{name}(), so that it follows the sampler"
         )
     rate = q if own is None else own
@@ -192,7 +192,7 @@ def available_amplifications() -> tuple[str, ...]:
 
 
 def get_amplification(amplification: str | Amplification) -> Amplification:
-    """The amplification of that name; an object is checked and handed back.
+    """The amplification of that name; an object is checked and returned.
 
     Example:
         >>> get_amplification("poisson")
@@ -203,7 +203,7 @@ def get_amplification(amplification: str | Amplification) -> Amplification:
         return amplification
     if amplification not in _REGISTRY:
         raise ValueError(
-            f"amplification={amplification!r} is not known; use one of {', '.join(available_amplifications())}, an "
+            f"amplification={amplification!r} is unknown; use one of {', '.join(available_amplifications())}, an "
             "object, or register your own with torchfil.fisher.register_amplification"
         )
     return _REGISTRY[amplification]
@@ -214,7 +214,7 @@ def register_amplification(name: str, amplification: Amplification, *, overwrite
 
     Raises:
         ValueError: The name is taken.
-        TypeError: The object is no :class:`Amplification`.
+        TypeError: The object is not an :class:`Amplification`.
     """
     if name in _REGISTRY and not overwrite:
         raise ValueError(f"amplification {name!r} is registered already; pass overwrite=True to replace it")
@@ -223,7 +223,7 @@ def register_amplification(name: str, amplification: Amplification, *, overwrite
 
 
 def name_of_amplification(amplification: Amplification) -> str:
-    """The name under which an equal object is registered, else one of the same class; else what it says of itself.
+    """The name under which an equal object is registered, else one of the same class; else its own description.
 
     Example:
         >>> name_of_amplification(NoAmplification())
@@ -235,17 +235,17 @@ def name_of_amplification(amplification: Amplification) -> str:
 
 
 def check_amplification(amplification: Any) -> None:
-    """Raise unless the object tells whether batches are secret and its ``factors`` takes ρ, q and σ."""
+    """Raise unless the object says whether batches are secret and its ``factors`` takes ρ, q and σ."""
     name = type(amplification).__name__
     if not callable(getattr(amplification, "factors", None)):
         raise TypeError(
-            f"amplification={amplification!r} has no method factors(rho, q, sigma); use an object that has, or one of "
-            f"the names {', '.join(available_amplifications())}"
+            f"amplification={amplification!r} has no method factors(rho, q, sigma); use an object that has it, or one "
+            f"of the names {', '.join(available_amplifications())}"
         )
     if not isinstance(getattr(amplification, "secret_batches", None), bool):
         raise TypeError(
-            f"{name} does not say whether the attacker knows who was in a batch; set secret_batches = True on it where "
-            "batches are secret, False where they are known"
+            f"{name} does not say whether the attacker knows who was in a batch; set secret_batches = True on it if "
+            "batches are secret, False if they are known"
         )
     try:
         inspect.signature(amplification.factors).bind(None, None, None)

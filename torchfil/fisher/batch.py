@@ -75,7 +75,7 @@ class PrivateBatch:
     Attributes:
         gradients: The examples' gradients.
         mechanism: What is released of them.
-        plan: What a trial of the recorded pass told before; None: not tried yet.
+        plan: The result of an earlier trial of the recorded pass; None: not tried yet.
     """
 
     gradients: ExampleGradients
@@ -106,7 +106,7 @@ class PrivateBatch:
         if weights.shape != (len(gradients),):
             raise ValueError(
                 f"clip_weights has shape {list(weights.shape)} for a batch of {len(gradients)} examples; give one "
-                "weight for each of them"
+                "weight for each"
             )
         check_clip_weights(weights)
         weighted = replace(gradients.examples, clip_weights=weights)
@@ -141,7 +141,7 @@ class PrivateBatch:
             num_probes: How many probes it may take.
             generator: Source of randomness.
             max_memory: As in :mod:`torchfil.fisher.fim`.
-            test_matrix: Ω of shape [d, r]; where given, I Ω is computed exactly, two products a column.
+            test_matrix: Ω of shape [d, r]; if given, I Ω is computed exactly, with two products per column.
             susceptibility: Whether to give the PLIS, too.
         """
         if num_probes < 1:

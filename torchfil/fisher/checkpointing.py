@@ -66,6 +66,6 @@ def _tell() -> None:
     if not _told:
         _told = True
         logger.info(
-            "activation checkpoints are left out in the passes of the accounting, which keep what each layer saw; "
-            "Execution(max_memory=…) bounds what they hold"
+            "activation checkpoints are skipped in the accounting's passes, which keep what each layer saw; "
+            "Execution(max_memory=…) limits their memory"
         )

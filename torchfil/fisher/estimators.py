@@ -10,7 +10,7 @@ With A = φJᵀP, so that J̃ᵀMJ̃ = κ⊥ A Aᵀ + κ∥ a aᵀ:
 
 Only A Aᵀ is sampled: a aᵀ is known exactly once ∇n is (:mod:`torchfil.fisher.operator`), and after some training it is
 half of the trace. A single weight probe saves that derivative: r = J̃ᵀM^{1/2}(Pu + ĝ)/s = (sqrt(κ⊥)Au + sqrt(κ∥)a)/s, of
-which only Au is a matter of chance; ‖r‖² has the relative variance 2 at most, as any probe.
+which only Au is random; ‖r‖² has a relative variance of at most 2, like any probe.
 
 Because u is shared, the errors of two examples of one batch are correlated; across draws they are not.
 
@@ -75,7 +75,7 @@ class Estimator:
 
     Guarantees:
         * What it gives has the shapes of :func:`shape_of`; anything else is refused when it is called.
-        * What an exact one gives is labelled so.
+        * Results of an exact one are labelled "exact".
 
     Attributes:
         function: The way itself.
@@ -103,7 +103,7 @@ class Estimator:
         return {name: replace(given[name], exact=self.exact or given[name].exact) for name in quantities}
 
     def check_gives(self, quantities: Iterable[Quantity], wish: str = "") -> None:
-        """Raise where something is asked for that it does not give, with the estimators that do.
+        """Raise if it does not give something that is asked for; the message names estimators that do.
 
         Args:
             quantities: What is asked for.
@@ -234,7 +234,7 @@ def available_estimators() -> tuple[str, ...]:
 
 
 def names_of_estimators(able: Callable[[Estimator], bool]) -> str:
-    """Those that are able to do something, for an error's text.
+    """Those with a capability, for an error's text.
 
     Example:
         >>> names_of_estimators(lambda estimator: estimator.exact)
@@ -246,7 +246,7 @@ def names_of_estimators(able: Callable[[Estimator], bool]) -> str:
 def get_estimator(name: str) -> Estimator:
     """The estimator of that name."""
     if name not in _REGISTRY:
-        raise ValueError(f"estimator={name!r} is not known; use one of {', '.join(available_estimators())}")
+        raise ValueError(f"estimator={name!r} is unknown; use one of {', '.join(available_estimators())}")
     return _REGISTRY[name]
 
 
@@ -274,8 +274,8 @@ def register_estimator(
     unknown = set(quantities) - set(get_args(Quantity))
     if unknown or "trace" not in quantities:
         raise ValueError(
-            f"estimator {name!r} is to give {list(quantities)}; choose from {', '.join(get_args(Quantity))}, and the "
-            "trace must be among them"
+            f"estimator {name!r} was registered for {list(quantities)}; choose from {', '.join(get_args(Quantity))}, "
+            "and the trace must be among them"
         )
     _REGISTRY[name] = estimator = Estimator(function, tuple(quantities), exact, one_pass, name)
     return estimator

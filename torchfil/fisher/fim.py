@@ -6,8 +6,8 @@ example. With s = σC and J̃ the Jacobian of the clipped gradient with respect 
     I = J̃ᵀJ̃ / s²                                   (batch membership known)
     I = (κ⊥ (J̃ᵀJ̃ − a aᵀ) + κ∥ a aᵀ) / s²           (subsampled; see torchfil.fisher.amplification)
 
-Memory: gradients, probes and Jacobian blocks that are held at once stay below ``max_memory`` bytes, or take
-what one example needs where that is more; the model's own activations and the result come on top.
+Memory: gradients, probes and Jacobian blocks held at once stay below ``max_memory`` bytes, or take what one example
+needs if that is more. The model's own activations and the result come on top.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def exact_fim(
         max_grad_norm: C, as in Opacus.
         noise_multiplier: σ, as in Opacus.
         clip: "smooth", "gelu", "gelu-paper", "hard", "rsqrt", or a registered function.
-        amplification: What subsampling takes away; None: nothing.
+        amplification: The effect of subsampling; None: none.
         private: Which coordinates are private; None: every floating-point input.
-        clip_weights: ω in (0, 1] of each example, [batch], by which its clipped gradient is multiplied; held fixed.
+        clip_weights: ω in (0, 1] of each example, [batch]; its clipped gradient is multiplied by it; held fixed.
         max_memory: See the module's docstring.
 
     Example:
@@ -203,7 +203,7 @@ def fim_spectral_norm(
         private: See there.
         clip_weights: See there.
         method: "lanczos" or "power" (lower bounds that converge to the norm from below, two Jacobian
-            products an iteration), or "exact" (all of I and its eigenvalues).
+            products per iteration), or "exact" (all of I and its eigenvalues).
         iterations: Products with I.
         generator: Of the random starting vector.
         max_memory: See the module's docstring.

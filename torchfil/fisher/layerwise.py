@@ -34,7 +34,7 @@ __all__ = ["LayerwiseJacobian"]
 
 
 class LayerwiseJacobian(ClippedJacobian):
-    """J̃ of every example where each parameter's gradient is clipped by itself.
+    """J̃ of every example if each parameter's gradient is clipped separately.
 
     Guarantees:
         * Where a parameter's gradient is zero, its D_l is φ(0) I; where all are, a = 0. Never NaN.

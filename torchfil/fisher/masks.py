@@ -5,7 +5,7 @@ passes that follow (recorded, mapped over examples, one example alone, captured 
 and with other kernels. So the numbers themselves are kept, below autograd and below vmap, where every random operation
 of torch is seen with its plain tensors.
 
-The attacker is taken to know the masks, which can only overstate the leakage (the Fisher information is convex).
+The attacker is assumed to know the masks, which can only overstate the leakage (the Fisher information is convex).
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class _Recorder(TorchDispatchMode):
             drawn = result[1] if func in _MASK_SECOND else result
             if not isinstance(drawn, Tensor) or not _gives_all_it_draws(func):
                 raise UnsupportedModuleError(
-                    f"the model calls {func}, whose random numbers cannot be seen from outside, so that its gradient "
-                    "cannot be repeated for the accounting. Use dropout of 0 there, or put that part in eval mode."
+                    f"the model calls {func}, whose random numbers cannot be seen from outside, so its gradient cannot "
+                    "be repeated for the accounting. Use dropout 0 there, or put that part in eval mode."
                 )
             self.masks.append(drawn.detach().clone())  # it may be changed in place afterwards
             self.draws.append(_Draw.of(func, args, kwargs or {}))
@@ -139,7 +139,7 @@ class _Learner(_Replayer):
 
 @contextlib.contextmanager
 def recorded_masks() -> Iterator[list[Tensor]]:
-    """Inside, all that torch draws at random is noted, in order.
+    """Inside, everything that torch draws at random is recorded, in order.
 
     Example:
         >>> x = torch.ones(2, 3)
@@ -154,7 +154,7 @@ def recorded_masks() -> Iterator[list[Tensor]]:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the examples lie in a mask: along ``dim``, each with shape[dim] rows of its own; None: one for all."""
+    """Where the examples lie in a mask: along ``dim``, each with its own shape[dim] rows; None: one for all."""
 
     shape: torch.Size
     dim: int | None
@@ -345,8 +345,8 @@ def _in_shape(mask: Tensor, shape: torch.Size) -> Tensor:
 
 def _other_draws(what: str) -> UnsupportedModuleError:
     return UnsupportedModuleError(
-        f"the model draws {what} in the training loop's forward pass, so that its dropout cannot be repeated example "
-        "by example: does it draw across examples, or by chance? Use dropout of 0 there, or put that part in eval mode."
+        f"the model draws {what} in the training loop's forward pass, so its dropout cannot be repeated example by "
+        "example: does it draw across examples, or only sometimes? Use dropout 0 there, or put that part in eval mode."
     )
 
 

@@ -27,7 +27,7 @@ class Mechanism:
     Guarantees:
         * The amplification is asked at each use with the mechanism's own q and σ.
         * σ = 0 is refused, unless ``allow_zero_noise``: then the weights are infinite, and so is the Fisher information
-          about every example whose gradient depends on it; 0 is that about an example whose gradient does not.
+          about every example whose gradient depends on it; it is 0 about an example whose gradient does not.
 
     Attributes:
         max_grad_norm: C > 0.
@@ -35,7 +35,7 @@ class Mechanism:
         clip: The clip function.
         amplification: Gives κ⊥ and κ∥.
         sample_rate: q, the rate with which examples are drawn; None: not known, or not by Poisson sampling.
-        shares: C_l/C by parameter name, where each parameter's gradient is clipped by itself, to C_l; their squares
+        shares: C_l/C by parameter name, if each parameter's gradient is clipped separately, to C_l; their squares
             sum to 1. None: the gradient is clipped as a whole.
 
     Example:
@@ -84,7 +84,7 @@ class Mechanism:
 
     @property
     def noiseless(self) -> bool:
-        """Whether the step adds no noise, so that it shows the gradients' sum as it is."""
+        """Whether the step adds no noise and so reveals the gradients' sum exactly."""
         return self.noise_multiplier == 0
 
     def divergence(self, products: Tensor, clip_weights: Tensor | None = None) -> Tensor:
@@ -95,8 +95,8 @@ class Mechanism:
 
         Args:
             products: ‖g‖², ‖g′‖² and ⟨g, g′⟩ of the gradients before clipping, [3, batch]; [3, batch, parameters] where
-                each parameter's is clipped by itself.
-            clip_weights: ω, [batch], by which both clipped gradients are multiplied; None: 1.
+                each parameter's is clipped separately.
+            clip_weights: ω, [batch]; both clipped gradients are multiplied by it. None: 1.
         """
         rounding = 1e-10 if products.dtype == torch.float64 else 1e-5
         products = products.double()

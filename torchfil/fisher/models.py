@@ -127,7 +127,7 @@ def check_unweighted_mean(loss_fn: Callable[[Any, Any], Tensor]) -> None:
     if loss_fn.weight is not None and loss_fn.reduction == "mean":
         raise ValueError(
             f"{type(loss_fn).__name__} with class weights and reduction='mean' divides by the weights of the whole "
-            "batch, so that no example has a loss of its own; pass reduction='sum'"
+            "batch, so no example has its own loss; pass reduction='sum'"
         )
 
 
@@ -140,7 +140,7 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
             if module.training or trainable:
                 raise UnsupportedModuleError(
                     f"{where}: batch normalisation mixes the examples of a batch, so no gradient belongs to one "
-                    "example. Replace it by GroupNorm (opacus.validators.ModuleValidator.fix does), or freeze it "
+                    "example. Replace it with GroupNorm (opacus.validators.ModuleValidator.fix does), or freeze it "
                     "and put it in eval mode."
                 )
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
@@ -192,7 +192,7 @@ def explain_layers(model: nn.Module) -> Iterator[None]:
 
 def _instead_of(module: nn.Module) -> str | None:
     if isinstance(module, nn.RNNBase):
-        return "use opacus.layers.DPLSTM, DPGRU or DPRNN; or estimator='weight-probes', which needs no map"
+        return "use opacus.layers.DPLSTM, DPGRU or DPRNN; or estimator='weight-probes', without a map"
     if isinstance(module, nn.EmbeddingBag):
         return "give it bags of one length, [batch, T], without offsets, and mode='mean' or 'sum'"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):

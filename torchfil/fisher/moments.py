@@ -43,7 +43,7 @@ class Moments:
         )
 
     def estimate(self, *, positive: bool) -> Estimate:
-        """The mean, with all that is known of its error."""
+        """The mean, with everything known about its error."""
         if self.exact:
             return Estimate.exact(self.mean)
         error = self.variance.clamp(min=0).sqrt()

@@ -86,13 +86,15 @@ class Estimate:
 
         Args:
             confidence: The probability.
-            of: "run": the truth is the mean over all that is random. "probes": it is what this very run would have
+            of: "run": the truth is the mean over everything random. "probes": it is what this very run would have
                 given without probes and skipped steps; the rest is taken as it came.
         """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
         if of not in ("run", "probes"):
-            raise ValueError(f"of={of!r} must be 'run' (all that is random in it) or 'probes' (the measurement alone)")
+            raise ValueError(
+                f"of={of!r} must be 'run' (everything that is random in it) or 'probes' (only the measurement)"
+            )
         if self.source is not None:
             estimate, exponent, unit = self.source
             low, high = (_raised(end, exponent, unit) for end in estimate.interval(confidence, of))
@@ -175,7 +177,9 @@ class Estimate:
 
     def __float__(self) -> float:
         if self.value.numel() != 1:
-            raise TypeError(f"an estimate of {self.value.numel()} numbers is no float; choose one, as in estimate[0]")
+            raise TypeError(
+                f"an estimate of {self.value.numel()} numbers is not a float; choose one, as in estimate[0]"
+            )
         return float(self.value)
 
     def __getitem__(self, index: Any) -> Estimate:

@@ -65,7 +65,7 @@ class FILTrainer(Trainer):
 
     Guarantees:
         * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`, on several devices
-          with ``DifferentiallyPrivateDistributedDataParallel``. Gradients meet once, clipped and noisy.
+          with ``DifferentiallyPrivateDistributedDataParallel``. Gradients are summed once, clipped and noisy.
         * Batches of an evaluation are not accounted for.
         * Checkpoints hold the accounting (:data:`STATE_FILE`, as confidential as the table). A run that is resumed from
           one has the weights, ε and ledger of an uninterrupted run, bit for bit where collating draws no random
@@ -127,7 +127,7 @@ class FILTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Make model, optimizer and loader private; called once, when training starts."""
-        # The same loader, but for batches as plain dicts and for random numbers of its own, which a checkpoint holds.
+        # The same loader, with batches as plain dicts and with its own random numbers, which a checkpoint holds.
         plain = super().get_train_dataloader()
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
         several = self.args.world_size > 1
@@ -213,7 +213,7 @@ class FILTrainer(Trainer):
         if not names:
             raise ValueError(
                 f"the batch has {sorted(batch)}, but no {' or '.join(self._label_names)}: put the labels into every "
-                "example under that name, or say TrainingArguments(label_names=[…])"
+                "example under that name, or pass TrainingArguments(label_names=[…])"
             )
         inputs = {name: value for name, value in batch.items() if name not in names}
         labels = {name: batch[name] for name in names}
@@ -300,7 +300,7 @@ class _LossOfLogits:
     def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor], label_smoothing: float) -> None:
         if label_smoothing:
             raise ValueError(
-                f"label_smoothing_factor={label_smoothing} does not reach criterion=; smooth there, e.g. by "
+                f"label_smoothing_factor={label_smoothing} does not reach criterion=; smooth there, e.g. with "
                 "nn.CrossEntropyLoss(label_smoothing=…)"
             )
         check_unweighted_mean(criterion)
@@ -357,27 +357,27 @@ def _check_trainer(trainer: Any) -> None:
     args = trainer.args
     if trainer.accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
-            f"mixed precision {trainer.accelerator.mixed_precision!r} cannot be accounted for: its scale and the steps "
-            "that it skips tell of the examples without noise. Use bf16=True, which needs no scale."
+            f"mixed precision {trainer.accelerator.mixed_precision!r} cannot be accounted for: its scale and skipped "
+            "steps reveal something about the examples without noise. Use bf16=True, which needs no scale."
         )
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     if args.n_gpu > 1 or sharded or getattr(trainer.accelerator, "parallelism_config", None) is not None:
         raise ValueError(
-            f"distributed training of this kind ({args.world_size} processes, {args.n_gpu} GPUs in this one"
-            f"{', sharded' if sharded else ''}) cannot be accounted for: each example's gradient needs the whole "
-            "model, in a process of its own. Start one process a GPU (torchrun --nproc-per-node 8, accelerate launch "
+            f"distributed training of this kind ({args.world_size} processes, {args.n_gpu} GPUs in this "
+            f"one{', sharded' if sharded else ''}) cannot be accounted for: each example's gradient needs the whole "
+            "model in one process. Start one process per GPU (torchrun --nproc-per-node 8, accelerate launch "
             "--multi_gpu), or train on one device (CUDA_VISIBLE_DEVICES=0)."
         )
 
     reasons = {
         "torch_compile": "the accounting differentiates the model as it is written",
-        "auto_find_batch_size": "a run that is begun again would be accounted for once",
+        "auto_find_batch_size": "a restarted run would be accounted for only once",
     }
     for name, reason in reasons.items():
         if getattr(args, name):
             raise ValueError(f"{name}={getattr(args, name)!r} is not supported: {reason}")
     if trainer.compute_loss_func is not None or type(trainer).compute_loss is not FILTrainer.compute_loss:
         raise ValueError(
-            "compute_loss_func and compute_loss of a subclass are not called in training, where a step is taken as a "
-            "whole; pass the loss of (logits, labels) as criterion="
+            "compute_loss_func and compute_loss of a subclass are not called in training, because the engine takes "
+            "the whole step; pass the loss of (logits, labels) as criterion="
         )

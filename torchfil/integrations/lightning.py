@@ -52,8 +52,8 @@ class FILCallback(pl.Callback):
     Guarantees:
         * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`, on several devices
           with ``DifferentiallyPrivateDistributedDataParallel``.
-        * Gradients meet once, clipped and noisy: the module is taken out of torch's ``DistributedDataParallel``, which
-          would average them before.
+        * Gradients are summed once, clipped and noisy: the module is taken out of torch's ``DistributedDataParallel``,
+          which would average them before.
         * float16, sharded models (FSDP, DeepSpeed), several optimizers or training loaders, gradient clipping by the
           trainer and reloaded loaders raise when the fit starts.
         * After the fit the model is a plain module again.
@@ -82,7 +82,7 @@ class FILCallback(pl.Callback):
         for name in {"wrap_model", "grad_sample_mode"} & options.keys():
             raise TypeError(
                 f"{name} is chosen by FILCallback: Lightning needs its own module, so it is not wrapped; its calls in "
-                "training are led through the engine (grad_sample_mode='auto')"
+                "training go through the engine (grad_sample_mode='auto')"
             )
         self.engine = engine if engine is not None else FILPrivacyEngine()
         self.module = module
@@ -169,8 +169,8 @@ class FILCallback(pl.Callback):
             return loader
         if loader.batch_size is None:
             raise ValueError(
-                f"accumulate_grad_batches={self._accumulated} on {trainer.world_size} devices with a batch_sampler of "
-                "your own: pass batch_size= instead, from which the size of a step follows"
+                f"accumulate_grad_batches={self._accumulated} on {trainer.world_size} devices with your own "
+                "batch_sampler: pass batch_size= instead, which determines the size of a step"
             )
 
         # one loader's batch is then one step's, and the trainer accumulates no more
@@ -187,7 +187,7 @@ class FILCallback(pl.Callback):
     def _redirection(
         self, pl_module: Any, loader: DataLoader[Any]
     ) -> tuple[Redirected | StepRedirected, dict[str, Any]]:
-        """Which calls are led through the engine, and the options of ``make_private``."""
+        """Which calls go through the engine, and the options of ``make_private``."""
         own = frozenset(vars(pl.LightningModule()).keys() - vars(nn.Module()).keys())
         without_forward = type(pl_module).forward is pl.LightningModule.forward
         if self.module != TRAINING_STEP and not (self.module is None and without_forward):
@@ -229,13 +229,13 @@ def _only_loader(trainer: Any) -> DataLoader[Any]:
     if len(loaders) != 1 or not isinstance(loaders[0], DataLoader):
         raise ValueError(
             f"the fit has {len(loaders)} training loaders ({', '.join(type(part).__name__ for part in loaders)}); one "
-            "torch DataLoader is needed, whose examples are numbered"
+            "torch DataLoader with numbered examples is needed"
         )
     if type(loaders[0].sampler).__name__ == "DistributedSamplerWrapper":
         raise ValueError(
-            "Lightning deals out what each rank's own sampler draws, so that two ranks can draw the same "
-            "example for one step. Leave the sampler out, give the loader a DistributedSampler(dataset, "
-            "drop_last=True), or use Poisson sampling."
+            "Lightning uses what each rank's own sampler draws, so two ranks can draw the same example for one step. "
+            "Leave the sampler out, give the loader a DistributedSampler(dataset, drop_last=True), or use Poisson "
+            "sampling."
         )
     return loaders[0]
 
@@ -245,8 +245,9 @@ def _check_trainer(trainer: Any) -> None:
     _check_strategy(trainer)
     if trainer.precision not in ("32-true", "64-true", "bf16-mixed", "bf16-true"):
         raise ValueError(
-            f"precision={trainer.precision!r} cannot be accounted for: a scale of the loss and skipped steps tell of "
-            "the examples without noise. Pass Trainer(precision='bf16-mixed'), which needs none, or '32-true'."
+            f"precision={trainer.precision!r} cannot be accounted for: the scale of the loss and skipped steps reveal "
+            "something about the examples without noise. Pass Trainer(precision='bf16-mixed'), which needs none, or "
+            "'32-true'."
         )
 
     # What the trainer would do to gradients, loaders and optimizers behind the engine's back
@@ -258,12 +259,12 @@ def _check_trainer(trainer: Any) -> None:
     if trainer.reload_dataloaders_every_n_epochs:
         raise ValueError(
             f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs} would replace the private "
-            "loader by a plain one; leave it out"
+            "loader with a plain one; leave it out"
         )
     if len(trainer.strategy.optimizers) != 1:
         raise ValueError(
             f"configure_optimizers returns {len(trainer.strategy.optimizers)} optimizers; one is needed, over all "
-            "parameters that are trained"
+            "trained parameters"
         )
 
 
@@ -280,14 +281,14 @@ def _check_strategy(trainer: Any) -> None:
         if getattr(trainer.strategy, name, None) is not None:
             raise ValueError(
                 f"{kinds[0]} has {name.removeprefix('_')}={getattr(trainer.strategy, name)!r}, which would change how "
-                "gradients or weights meet; they are added up as in Opacus. Pass strategy='ddp'."
+                "gradients or weights are combined; they must be summed as in Opacus. Pass strategy='ddp'."
             )
 
 
 def _check_accumulation(trainer: Any) -> None:
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} was set while the fit runs "
-            "(GradientAccumulationScheduler?): with Poisson sampling the size of batches is fixed when it starts. Pass "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} was set during the fit "
+            "(GradientAccumulationScheduler?): with Poisson sampling the batch size is fixed at its start. Pass "
             "Trainer(accumulate_grad_batches=…), or raise the loader's batch_size."
         )

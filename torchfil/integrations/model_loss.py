@@ -1,4 +1,4 @@
-"""The loss that a Hugging Face model computes by itself, as a function of its outputs and labels.
+"""The loss that a Hugging Face model computes itself, as a function of its outputs and labels.
 
 A model's ``out.loss`` is a mean over a batch, in which tokens of long texts outvote those of short ones. Privacy needs
 the loss of one example: ℓ_i is ``out.loss`` on a batch of example i alone, and a batch's loss is the mean of those.
@@ -81,7 +81,7 @@ class ModelLoss:
         """The loss of this model.
 
         Raises:
-            ValueError: It cannot be told from the model's class.
+            ValueError: It cannot be inferred from the model's class.
         """
         unwrap: Any = getattr(model, "get_base_model", None)  # peft's
         inner = unwrap() if unwrap is not None else model
@@ -90,7 +90,7 @@ class ModelLoss:
         kind = next((kind for part, kind in _KINDS.items() if part in classes), None)
         if kind is None or config is None:
             raise ValueError(
-                f"the loss of {name} is not known: its class is no {', '.join(_KINDS)}. Pass "
+                f"the loss of {name} is unknown: its class is not one of {', '.join(_KINDS)}. Pass "
                 "FILTrainer(criterion=a function of (logits, labels)), a mean over examples."
             )
         if kind == "next tokens" and getattr(config, "is_encoder_decoder", False):
@@ -160,7 +160,7 @@ class ModelLoss:
         Random numbers drawn for it are given back.
 
         Raises:
-            ValueError: The labels cannot be meant, or the model computes another loss.
+            ValueError: The labels cannot be right, or the model computes another loss.
         """
         count = len(labels if isinstance(labels, Tensor) else next(iter(labels.values())))
         with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -172,7 +172,7 @@ class ModelLoss:
                 self._check_own(model(**one, **by_name), its_labels)
 
     def check_labels(self, logits: Tensor, labels: Tensor) -> None:
-        """Raise for labels whose shape, dtype or values cannot be meant for such logits."""
+        """Raise for labels whose shape, dtype or values cannot be right for such logits."""
         problem, classes = self._problem(labels), logits.shape[-1]
         given = (
             f"labels {list(labels.shape)} of {labels.dtype} with logits {list(logits.shape)} ({self.kind}, {problem})"
@@ -185,13 +185,13 @@ class ModelLoss:
         fits = labels.shape == expected or (logits.ndim == 2 and labels.numel() == len(logits))
         if labels.is_floating_point() or not fits or classes < 2:
             raise ValueError(
-                f"{given}: integers {list(expected)} below the number of classes, {classes}, are needed, and two "
-                "classes at least. For numbers to be predicted set problem_type='regression' in the model's config, "
-                "for several labels at once 'multi_label_classification'."
+                f"{given}: integers {list(expected)} below the number of classes, {classes}, are needed, and at least "
+                "two classes. To predict numbers, set problem_type='regression' in the model's config, for several "
+                "labels at once 'multi_label_classification'."
             )
         outside = labels[(labels != _IGNORED) & ((labels < 0) | (labels >= classes))]
         if outside.numel():
-            raise ValueError(f"{given}: label {int(outside[0])} is none of the classes 0 to {classes - 1}")
+            raise ValueError(f"{given}: label {int(outside[0])} is not one of the classes 0 to {classes - 1}")
 
     def _check_numbers(self, logits: Tensor, labels: Tensor, given: str) -> None:
         """Raise unless there is a floating-point label for each logit, as regression and several labels need it."""
@@ -204,8 +204,8 @@ class ModelLoss:
             raise ValueError(f"{given}: one number for each logit is needed, {list(logits.shape)}")
         if self.label_smoothing:
             raise ValueError(
-                f"{given}: label_smoothing_factor={self.label_smoothing} smooths the choice among classes, and "
-                "there is none here; leave it out"
+                f"{given}: label_smoothing_factor={self.label_smoothing} smooths the choice among classes, but there "
+                "are no classes here; leave it out"
             )
 
     def _check_own(self, outputs: Mapping[str, Any], labels: Labels) -> None:
@@ -217,8 +217,8 @@ class ModelLoss:
         if abs(ours - theirs) > _TOLERANCE.get(own.dtype, _LOOSE_TOLERANCE) * max(abs(theirs), 1e-3):
             raise ValueError(
                 f"the model's own loss on one example is {theirs:.6g}, that of FILTrainer ({self.kind}) {ours:.6g}: "
-                "the model adds or weights something that its logits do not tell (an auxiliary loss, class weights). "
-                "Pass the loss that you mean as criterion=a function of (logits, labels), a mean over examples."
+                "the model adds or weights something that its logits do not show (an auxiliary loss, class weights). "
+                "Pass the loss you want as criterion=, a function of (logits, labels) that averages over examples."
             )
 
 

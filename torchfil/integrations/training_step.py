@@ -1,8 +1,8 @@
 """A Lightning module as a model whose outputs are what its ``training_step`` hands to the loss function.
 
-For modules without a ``forward`` of their own, or whose ``training_step`` calls several parts one after the other:
+For modules without their own ``forward``, or whose ``training_step`` calls several parts one after the other:
 the model is all that happens up to the call of a loss of ``torch.nn.functional``, its inputs are the whole batch. The
-``training_step`` itself then runs as it is written, but for the loss's first argument, which is that model's output.
+``training_step`` itself then runs as written, except for the loss's first argument, which is that model's output.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class StepRedirected:
                 result = plain_step(batch, *more, **named)
             if loss.calls != 1:
                 raise ValueError(
-                    f"training_step calls a loss of torch.nn.functional {loss.calls} times; one call tells where the "
-                    f"model ends. {_REMEDY}"
+                    f"training_step calls a loss of torch.nn.functional {loss.calls} times; exactly one call must mark "
+                    f"where the model ends. {_REMEDY}"
                 )
             return result
 
@@ -125,7 +125,9 @@ class _UpToItsLoss:
                 self.training_step(batch, 0) if _takes_index(self.training_step) else self.training_step(batch)
         except _LossReached as reached:
             return reached.output
-        raise ValueError(f"training_step calls no loss of torch.nn.functional, so it cannot be told from it. {_REMEDY}")
+        raise ValueError(
+            f"training_step calls no loss of torch.nn.functional, so the end of the model cannot be found. {_REMEDY}"
+        )
 
     def log(self, *_: Any, **__: Any) -> None:
         """Nothing: the step itself logs."""

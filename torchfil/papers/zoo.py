@@ -138,7 +138,7 @@ def fcnet(
         32842
     """
     if depth < 1:
-        raise ValueError(f"depth={depth} leaves no layer; it must be at least 1")
+        raise ValueError(f"depth={depth} leaves no layers; it must be at least 1")
     widths = (in_features, *[width] * (depth - 1), num_classes)
     return nn.Sequential(OrderedDict([("flatten", nn.Flatten()), *_dense(widths, activation)]))
 
@@ -333,7 +333,7 @@ def _convolutional(
     smallest = 2 ** len(pooled)
     if min(height, breadth) < smallest:
         raise ValueError(
-            f"image_size={(height, breadth)} is smaller than {smallest}, and {len(pooled)} poolings leave nothing of it"
+            f"image_size={(height, breadth)} is smaller than {smallest}, and {len(pooled)} poolings would leave nothing"
         )
     layers: list[tuple[str, nn.Module]] = []
     for i, (before, width) in enumerate(pairwise((in_channels, *widths))):

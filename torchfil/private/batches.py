@@ -112,7 +112,7 @@ def with_value_at(tree: Any, path: Path, value: Any) -> Any:
 
 
 def is_mask(name: str) -> bool:
-    """Whether an input of that name says where something stands, not what; such are not private by themselves.
+    """Whether an input of that name says where something stands, not what; such inputs are not private by default.
 
     Example:
         >>> [is_mask(name) for name in ("attention_mask", "position_ids", "pixel_values", "position")]
@@ -122,7 +122,7 @@ def is_mask(name: str) -> bool:
 
 
 def first_example(tree: Any) -> Any:
-    """Copies of the first rows of all tensors, in memory of their own; of an empty batch, rows of zeros."""
+    """Copies of the first rows of all tensors, in new memory; of an empty batch, rows of zeros."""
 
     def row(leaf: Tensor) -> Tensor:
         return leaf[:1].clone() if len(leaf) else leaf.new_zeros((1, *leaf.shape[1:]))
@@ -150,7 +150,7 @@ def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
 def check_finite_later(args: Any, kwargs: Any, targets: Any) -> Callable[[], None]:
     """Begin to look for NaN and infinity; the function that is returned raises where there are some.
 
-    On a GPU the look is taken while other work goes on.
+    On a GPU this runs while other work continues.
     """
     floating = [leaf for leaf in tensors_of((args, kwargs, targets)) if leaf.is_floating_point()]
     if not floating or any(leaf.device.type != "cuda" for leaf in floating):

@@ -1,4 +1,4 @@
-"""Which coordinates of an example are private: what a user may say, and what holds where nothing is said."""
+"""Which coordinates of an example are private: what a user may choose, and the defaults."""
 
 from __future__ import annotations
 
@@ -56,9 +56,12 @@ class Private:
 
     def __post_init__(self) -> None:
         if len(set(self.submodules)) < len(self.submodules):
-            raise ValueError(f"submodule={self.submodule} names one twice, whose coordinates would count twice")
+            raise ValueError(f"submodule={self.submodule} names one submodule twice; its coordinates would count twice")
         if self.max_length is not None and self.max_length < 1:
-            raise ValueError(f"max_length={self.max_length} must be at least 1: the most positions of a private text")
+            raise ValueError(
+                f"max_length={self.max_length} must be at least 1: it is the largest number of positions of a private "
+                "text"
+            )
 
     @property
     def submodules(self) -> tuple[str, ...]:
@@ -89,7 +92,7 @@ def superpixel(segments: Tensor, label: int) -> Tensor:
 
 
 def floating_inputs(named: Mapping[Key, Input], names: Mapping[Key, str]) -> list[Key]:
-    """The inputs that are private where nothing is said: floating-point ones, masks aside."""
+    """The inputs that are private by default: floating-point ones except masks."""
     return [
         key
         for key, given in named.items()
@@ -110,7 +113,7 @@ def private_inputs(named: Mapping[Key, Input], names: Mapping[Key, str], private
     given = [private.inputs] if isinstance(private.inputs, int | str | Integral) else private.inputs
     wanted: list[Key] = [int(key) if isinstance(key, Integral) else key for key in given]
     if len(set(wanted)) < len(wanted):
-        raise ValueError(f"private inputs {wanted} name one input twice, whose coordinates would count twice")
+        raise ValueError(f"private inputs {wanted} name one input twice; its coordinates would count twice")
     for key in wanted:
         if key not in named:
             raise ValueError(f"private input {key!r} is not among the inputs {list(named)}")
@@ -128,7 +131,7 @@ def nothing_private(named: Mapping[Key, Input], embeddings: Sequence[str] = ()) 
     """The error where nothing is private, with the embeddings whose outputs could be."""
     kinds = {key: str(given.value.dtype) for key, given in named.items() if isinstance(given.value, Tensor)}
     floats = any("float" in kind for kind in kinds.values())
-    masks = " but masks, which are not private by themselves" if floats else ""
+    masks = " except masks, which are not private by default" if floats else ""
     example = embeddings[0] if embeddings else "embedding"
     known = f" The model's embeddings are {', '.join(map(repr, embeddings))}." if embeddings else ""
     return (
@@ -164,13 +167,15 @@ def flat_index(private: Private, keys: Sequence[Key], shape: torch.Size, device:
             ) from error
     else:
         if not shape:
-            raise ValueError(f"input {key!r} is one number per example; it has no columns to choose from")
+            raise ValueError(f"input {key!r} has one number per example and no columns to choose from")
         columns = chosen.tolist() if hasattr(chosen, "tolist") else chosen
         columns = [columns] if isinstance(columns, int) else columns
         if not isinstance(columns, slice):
             strange = [column for column in columns if int(column) != column or isinstance(column, bool)]
             if strange:
-                raise TypeError(f"columns {strange} of input {key!r} are no column numbers; a mask is a boolean tensor")
+                raise TypeError(
+                    f"columns {strange} of input {key!r} are not column numbers; a mask is a boolean tensor"
+                )
             wrong = [column for column in columns if not -shape[-1] <= column < shape[-1]]
             if wrong:
                 raise ValueError(f"columns {wrong} are out of range for input {key!r} with {shape[-1]} columns")

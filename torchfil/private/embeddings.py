@@ -1,4 +1,4 @@
-"""Which embeddings are private by themselves: those that take the integers of an example as they are."""
+"""Which embeddings are private by default: those that take the integers of an example directly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Embedded:
 
 
 def floating_inputs_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Key]:
-    """The inputs of a call that are private by themselves."""
+    """The inputs of a call that are private by default."""
     return floating_inputs(named_inputs(args, kwargs), names_of_inputs(model, len(args)))
 
 
@@ -63,7 +63,7 @@ def embeddings_called(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def embeddings_to_protect(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the embeddings whose outputs are private where nothing is said; none where it is not clear.
+    """The names of the embeddings whose outputs are private by default; none if it is not clear.
 
     * Those that take an input called ``input_ids``; where there is none, those that take any input as it is, but for
       positions and segments: all categorical columns of a table, say.

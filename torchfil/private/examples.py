@@ -32,7 +32,7 @@ class _Slot:
         shape: Of one example as it is laid out in z.
         index: The chosen flat coordinates, [size]; None: all.
         length: How many positions the tensor has in this batch, where ``shape`` has a declared maximum of them.
-        own: Where the example's own positions are told; None: all are.
+        own: Which positions are the example's own; None: all.
     """
 
     key: Key
@@ -324,7 +324,7 @@ def _slots(
     for what, told in (("coordinates", private.coordinates), ("lengths", private.lengths)):
         unknown = [key for key in told if key not in known] if isinstance(told, Mapping) else []
         if unknown:
-            raise ValueError(f"{what} are given for {unknown}, but what is private is {sorted(known, key=str)}")
+            raise ValueError(f"{what} are given for {unknown}, but private are {sorted(known, key=str)}")
 
     slots: list[tuple[_Slot, torch.dtype]] = []
     for key in chosen:
@@ -364,7 +364,7 @@ def _slot(
         return _Slot(keys[0], place, shape, flat_index(private, keys, shape, device), own=own)
     if shape[0] > limit:
         raise ValueError(
-            f"{keys[0]!r} has {shape[0]} positions in this batch, and max_length={limit} was declared to be the most; "
+            f"{keys[0]!r} has {shape[0]} positions in this batch, and max_length={limit} was declared as the maximum; "
             "declare more in Private(max_length=…), or cut texts to that length"
         )
     laid_out = torch.Size((limit, *shape[1:]))
@@ -388,9 +388,8 @@ def _check_target(targets: Any) -> None:
     if not (isinstance(targets, Tensor) and targets.is_floating_point()):
         what = f"dtype {targets.dtype}" if isinstance(targets, Tensor) else type(targets).__name__
         raise TypeError(
-            f"Private(target=True) needs a floating-point target, got {what}: Fisher information "
-            "speaks of continuous values. Use class probabilities (a one-hot tensor) as targets, or "
-            "leave the target public."
+            f"Private(target=True) needs a floating-point target, got {what}: Fisher information needs continuous "
+            "values. Use class probabilities (a one-hot tensor) as targets, or leave the target public."
         )
 
 

@@ -69,8 +69,7 @@ class OwnPositions:
         if own.ndim < 2 or own.shape[1] != length:
             raise ValueError(
                 f"lengths={self.source!r} gives a mask of shape {tuple(own.shape)} for private values at {length} "
-                "positions; give [batch, positions], true or 1 where a position is the example's own, or lengths "
-                "[batch]"
+                "positions; give [batch, positions], true or 1 at the example's own positions, or lengths [batch]"
             )
         return own if batched else own[0]
 
@@ -99,7 +98,7 @@ def own_positions(
     padding: int | None = None,
     mask_name: str = "attention_mask",
 ) -> OwnPositions | None:
-    """Where the own positions of a private tensor are told; None: all positions are the example's own.
+    """Which positions of a private tensor are the example's own; None: all.
 
     Told by ``lengths``; else by an input called ``attention_mask`` (or ``key_padding_mask``, which is inverted) whose
     shape fits; else by tokens that are ``padding``.
@@ -135,7 +134,7 @@ def own_positions(
 def own_positions_of_input(
     lengths: Lengths | None, named: Mapping[Key, Input], names: Mapping[Key, str], shape: torch.Size
 ) -> OwnPositions | None:
-    """The same of a private input. A mask beside ``input_ids`` speaks of these, and no mask of images."""
+    """The same of a private input. A mask besides ``input_ids`` is about these, and no mask is about images."""
     of_another = len(shape) > 2 or any(_TOKENS in _name(key, names) for key in named)
     return None if lengths is None and of_another else own_positions(lengths, named, names, shape)
 

@@ -189,12 +189,12 @@ def called_otherwise(name: str, times: int, expected: int | None = None) -> Valu
     """The error for a submodule that is not called as often as in a pass over one example, or not at all."""
     if expected is None:
         return ValueError(
-            f"submodule {name!r} is not called in a forward pass over these inputs, so that it has no output that "
-            "could be private; name one that is"
+            f"submodule {name!r} is not called in a forward pass over these inputs, so it has no output that could be "
+            "private; name one that is called"
         )
     return ValueError(
         f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in that of another "
-        "example of the same shape; its outputs can be private only where their number does not depend on the values"
+        "example of the same shape; its outputs can be private only if their number does not depend on the values"
     )
 
 

@@ -40,4 +40,4 @@ class RunFileError(ValueError):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint file is damaged or cut short, or was not written by torchfil."""
+    """A checkpoint file is damaged or truncated, or was not written by torchfil."""

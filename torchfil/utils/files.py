@@ -26,7 +26,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextlib.contextmanager
 def replaced_when_complete(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A temporary file beside ``path`` that takes its place at the end, and vanishes if anything fails.
+    """A temporary file next to ``path`` that replaces it at the end, and vanishes if anything fails.
 
     Guarantees:
         * ``path`` holds the old content or the whole new one at any time, also where several processes write it.
@@ -48,7 +48,7 @@ def replaced_when_complete(path: str | os.PathLike[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def temporary_beside(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[str]:
-    """A new hidden file, or folder, beside ``path``, which is gone at the end unless it was moved away.
+    """A new hidden file, or folder, next to ``path``, which is removed at the end unless it was moved.
 
     It is locked while it is in use: those that nobody holds were left by processes that were killed, and are removed
     first. Of a folder "old" holds what stood at ``path``; it goes back there where the process died between both moves.
@@ -70,7 +70,7 @@ def temporary_beside(path: str | os.PathLike[str], *, folder: bool = False) -> I
 def lack_of_space_told(path: str | os.PathLike[str]) -> Iterator[None]:
     """Errors inside that come from a full disk, a quota or a limit on files name ``path`` and the space that is left.
 
-    Libraries raise errors of their own over the operating system's: ``torch.save`` a ``RuntimeError``.
+    Libraries raise their own errors over the operating system's: ``torch.save`` a ``RuntimeError``.
     """
     try:
         yield
@@ -81,8 +81,8 @@ def lack_of_space_told(path: str | os.PathLike[str]) -> Iterator[None]:
         free = shutil.disk_usage(Path(path).absolute().parent).free
         raise OSError(
             number,
-            f"{os.strerror(number)}; {free / 2**20:,.1f} MiB are free on that disk. What stood there before is still "
-            "whole, and nothing of the new is left. Free some space or name another place, and save again",
+            f"{os.strerror(number)}; {free / 2**20:,.1f} MiB are free on that disk. The earlier file is intact, and "
+            "nothing of the new one is left. Free some space or choose another place, and save again",
             os.fspath(path),
         ) from error
 

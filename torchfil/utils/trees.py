@@ -82,7 +82,7 @@ def kind_of(tree: Any) -> Hashable:
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The tree with ``function`` applied to its tensors; all else stays.
+    """The tree with ``function`` applied to its tensors; everything else stays.
 
     Example:
         >>> import torch

@@ -113,7 +113,7 @@ def distribution(
     Args:
         values: [n]. Infinite ones count among the examples but have no place on the axis; so do zeros where ``log``:
             the curve then starts above 0 or ends below 1, and the legend says how many.
-        groups: n names; one curve each, told apart by colour and line style.
+        groups: n names; one curve each, distinguished by colour and line style.
         threshold: A score to mark, such as the error of guessing without the model; the legend says which share of all
             examples lies at or below it.
         threshold_label: Its name.
@@ -131,7 +131,8 @@ def distribution(
     kinds = _in_order(members)
     if len(kinds) > len(COLOURS) * len(STYLES):
         raise ValueError(
-            f"{len(kinds)} groups cannot be told apart; merge them into {len(COLOURS) * len(STYLES)} or fewer"
+            f"{len(kinds)} groups cannot be drawn in distinct styles; merge them into {len(COLOURS) * len(STYLES)} or "
+            "fewer"
         )
 
     figure = new_figure(6.4, 4.0, "constrained")
@@ -220,7 +221,7 @@ def _in_order(members: list[Any]) -> list[Any]:
 def _whiskers(heights: np.ndarray, errors: Any, intervals: Any) -> np.ndarray | None:
     """Distances from the values down and up to the ends of the whiskers, [2, n]."""
     if errors is not None and intervals is not None:
-        raise ValueError("errors and intervals both describe the whiskers; pass one of them")
+        raise ValueError("errors and intervals both set the whiskers; pass one of them")
     if errors is not None:
         half = as_vector(errors, "errors", len(heights))
         if bool((half < 0).any()):

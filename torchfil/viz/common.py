@@ -37,7 +37,7 @@ def new_figure(width: float, height: float, layout: str) -> Figure:
 
 
 def as_array(values: Any) -> np.ndarray:
-    """Values as a numpy array of their own dtype (half precision: float64), detached, on the CPU."""
+    """Values as a numpy array of the same dtype (half precision: float64), detached, on the CPU."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         return np.asarray((values.double() if values.is_floating_point() else values).numpy())
@@ -54,7 +54,7 @@ def as_finite(values: Any, name: str) -> np.ndarray:
         where = [int(i) for i in np.argwhere(bad)[0]]
         raise ValueError(
             f"{name} holds {array[tuple(where)]:g} at {where} ({int(bad.sum())} of {array.size} values not finite), "
-            "which no colour or length can show; find the cause, or replace or drop such values before drawing"
+            "which cannot be drawn; find the cause, or replace or drop such values before drawing"
         )
     return array
 
@@ -70,8 +70,8 @@ def as_vector(values: Any, name: str, length: int | None = None, *, infinite: bo
         return as_finite(array, name)
     if np.isnan(array).any():
         raise ValueError(
-            f"{name} holds NaN at {[int(i) for i in np.flatnonzero(np.isnan(array))[:5]]}; drop such entries "
-            "before drawing: their place in the order is unknown"
+            f"{name} holds NaN at {[int(i) for i in np.flatnonzero(np.isnan(array))[:5]]}; drop such entries before "
+            "drawing: they cannot be ordered"
         )
     return array
 

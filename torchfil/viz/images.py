@@ -35,7 +35,7 @@ def show_map(
     colour_bar: bool = True,
     axes: Axes | Sequence[Axes] | None = None,
 ) -> Figure:
-    """One image beside, and under, the map of an attribution such as its PLIS.
+    """One image next to, and under, the map of an attribution such as its PLIS.
 
     Channels are put together per pixel: ``absolute`` shows their 2-norm, which is the pixel's PLIS (the norm over its
     coordinates) and runs from pale to dark; ``signed`` shows their sum, the change of the privacy loss when all
@@ -57,7 +57,7 @@ def show_map(
         alpha: The opacity of the strongest pixels of the overlay, in (0, 1].
         label: The name of the attribution.
         title: Over the figure; with ``axes``, over the first of them.
-        colour_bar: Whether to draw one beside the maps.
+        colour_bar: Whether to draw one next to the maps.
         axes: Axes to draw in, one per view; by default those of a new figure.
 
     Returns:

@@ -7,9 +7,9 @@ values         what a pass over a batch gives: losses, norms, clipped sums, what
 captured       that pass as a CUDA graph, compiled where it pays
 memory         passes that run out of memory: repeated in smaller pieces
 evaluation     which pass serves a batch: recorded, or mapped over examples
-batch_checks   is it the batch that was read, each example in a row of its own
+batch_checks   is it the batch that was read, each example in its own row
 rows           whether inputs were made from several rows of a batch
-checks         what the loop did beside what the engine computed
+checks         what the loop did compared with what the engine computed
 opacus_faults  why Opacus's gradients may differ
 stages         what both ways in have in common
 pipeline       all of it in order; the user's loop and ``train_step`` are two ways in

@@ -64,7 +64,7 @@ def _laid_out(what: str, other: Alternative, examples: Examples, lay_out: LayOut
     shapes, wanted = ([(tuple(leaf.shape), leaf.dtype) for leaf in leaves] for leaves in (given, true))
     if shapes != wanted:
         raise ValueError(
-            f"{what} has tensors of {shapes}, and the batch has {wanted}; an alternative must differ in values alone"
+            f"{what} has tensors of {shapes}, and the batch has {wanted}; an alternative may differ only in values"
         )
     if check_values:
         try:

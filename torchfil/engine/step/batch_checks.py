@@ -1,4 +1,4 @@
-"""Is a step given the batch that was read, and each example in a row of its own?"""
+"""Does a step get the batch that was read, and each example in its own row?"""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ class BatchChecks:
             input_is_last, input_is_earlier, target_is_last, target_is_earlier = answers().tolist()
             if not input_is_last and (input_is_earlier or (target_is_earlier and not target_is_last)):
                 raise RuntimeError(
-                    "the step is given a batch that was read before the last one, and would be booked for the last "
-                    "one's examples: was another batch read meanwhile (a prefetcher, an evaluation on the same "
-                    "loader)? Read a batch, take its step, then read the next. This step was not taken."
+                    "the step got a batch that was read before the last one, and would be recorded for the last one's "
+                    "examples: was another batch read meanwhile (a prefetcher, an evaluation on the same loader)? "
+                    "Read a batch, take its step, then read the next. This step was not taken."
                 )
 
         return confirm
@@ -84,7 +84,7 @@ class BatchChecks:
     def check_rows(self, forward: ForwardPass) -> None:
         """Now and then, raise where the model's inputs are made from several rows of the batch that was read.
 
-        What is made from each row by itself is told once: the numbers are about the view that the model saw.
+        What is made from each row alone is logged once: the numbers are about the view that the model saw.
 
         Raises:
             RuntimeError: With what was found: mixup, another order, statistics of the batch.
@@ -105,9 +105,9 @@ class BatchChecks:
                     self._until_rows = 0
                     raise RuntimeError(
                         f"the model's inputs are {how}: an example then enters another example's row, its gradient is "
-                        "not bounded by max_grad_norm, and what leaks about it is not accounted for. Give the model "
-                        "each row made from its own example alone; augmentations of single examples are fine. This "
-                        "step was not taken."
+                        "not bounded by max_grad_norm, and what leaks about it is not accounted for. Make each row of "
+                        "the model's inputs from its own example alone; augmentations of single examples are fine. "
+                        "This step was not taken."
                     )
                 own = own or given is rows or torch.equal(given, rows.to(given.device))
         if not own and _tensors(forward.batch) and not self._told_view:
@@ -118,16 +118,16 @@ class BatchChecks:
             )
 
     def check_calls_for_refresh(self, forward: ForwardPass) -> None:
-        """Raise where norms shall be refreshed and the loop calls the model with other inputs than a batch's."""
+        """Raise if norms must be refreshed and the loop calls the model with other inputs than a batch's."""
         every = self.options.accounting.norm_refresh
         if every is None:
             return
         args, kwargs = as_call(split_batch(forward.batch, self.options.batch_to_inputs)[0])
         if len(args) + len(kwargs) != len(forward.args) + len(forward.kwargs):
             raise ValueError(
-                f"norm_refresh={every} calls the model with all of a batch but its targets ({len(args)} positional "
-                f"inputs, {sorted(kwargs)} by name), the loop with {len(forward.args)} and {sorted(forward.kwargs)}; "
-                "pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
+                f"norm_refresh={every} calls the model with everything in a batch except its targets ({len(args)} "
+                f"positional inputs, {sorted(kwargs)} by name), the loop with {len(forward.args)} and "
+                f"{sorted(forward.kwargs)}; pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
             )
 
 

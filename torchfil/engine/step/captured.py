@@ -37,7 +37,7 @@ BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected ba
 _USES_BEFORE_COMPILING = 16
 _SHARE_BEFORE_COMPILING = 0.125  # of the batches so far
 _FURTHER_PADDING = 1.25  # a compiled pass for up to so many times the size serves, too
-_MOST_PARTS_TO_COMPILE = 8  # of a pass's probes: each part is compiled by itself, whatever the number of its probes
+_MOST_PARTS_TO_COMPILE = 8  # of a pass's probes: each part is compiled separately, whatever the number of its probes
 
 
 class CapturedPasses:
@@ -186,8 +186,8 @@ class CapturedPasses:
         fitting = max(1, min(probes, room // size))
         logger.info("compiling the pass over %d examples with %d probes", size, probes)
         problem: Exception | str = (
-            f"it would have to be compiled in {-(-probes // fitting)} parts, since max_memory holds {fitting} of its "
-            f"{probes} probes at once; raise max_memory or take fewer probes"
+            f"it would need {-(-probes // fitting)} compiled parts, because max_memory holds {fitting} of its {probes} "
+            "probes at once; raise max_memory or use fewer probes"
         )
         for at_once in dict.fromkeys((fitting, 1)):
             if probes > _MOST_PARTS_TO_COMPILE * at_once:
@@ -197,7 +197,7 @@ class CapturedPasses:
             except CompilationError as error:
                 problem = error
                 logger.info("compiling with %d probes at once failed: %s", at_once, error)
-        logger.warning("the step could not be compiled and goes on as it is: %s", problem)
+        logger.warning("the step could not be compiled and continues uncompiled: %s", problem)
         self.compiled = False
         return None
 
@@ -266,7 +266,7 @@ class _Captured:
 
         Args:
             examples: The examples.
-            wanted: The probes' seeds and the rate; all else is built in.
+            wanted: The probes' seeds and the rate; everything else is built in.
             look: Is given the gradients at the outputs before the rest is computed.
             begun: Whether :meth:`begin` was the last replay, over these examples.
         """

@@ -1,6 +1,6 @@
-"""What the loop did beside what the engine computed: a step that is not accounted for rightly is refused.
+"""What the loop did compared with what the engine computed: a step that would be accounted for wrongly is refused.
 
-A check begins early and ends late: what is returned raises. In between a GPU goes on computing.
+A check begins early and ends late: what is returned raises. In between a GPU continues computing.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ _NOT_FINITE = (
     "whose derivative is not finite there, such as sqrt at 0? {}"
 )
 _DIVERGED = (
-    "the model's outputs on this batch are NaN or infinite: the training has diverged. Go back to earlier weights with "
-    "a smaller learning rate, or look for an overflow in the model. {}"
+    "the model's outputs on this batch are NaN or infinite: training has diverged. Go back to earlier weights with a "
+    "smaller learning rate, or look for an overflow in the model. {}"
 )
 _NOT_TAKEN = "This step was not taken."
 _NOTHING_LEARNED = (
-    "ALL GRADIENTS OF A STEP ARE EXACTLY ZERO: the model learns nothing from this batch, its examples have the Fisher "
-    "information 0 and bounds on an attacker's error are infinite, which says nothing of a model that is trained. Look "
-    "at the loss (cross-entropy of a single output is always 0; a regression needs a squared error), for labels that "
-    "are all ignored (-100), and for a frozen or detached part before the output."
+    "ALL GRADIENTS OF A STEP ARE EXACTLY ZERO: the model learns nothing from this batch, its examples have Fisher "
+    "information 0, and bounds on an attacker's error are infinite, which says nothing about a model that does train. "
+    "Check the loss (cross-entropy of a single output is always 0; a regression needs a squared error), whether all "
+    "labels are ignored (-100), and whether a part before the output is frozen or detached."
 )
 _COPY_DIFFERS = (
-    "the engine's copy of the model gives {}: a forward hook, or an attribute of a module that is no plain number, "
-    "flag or text, changes the output, and the copy does not have it. Move it into a module's forward(). This step "
-    "was not taken."
+    "the engine's copy of the model gives {}: a forward hook, or a module attribute that is not a plain number, flag "
+    "or text, changes the output, and the copy does not have it. Move it into a module's forward(). This step was not "
+    "taken."
 )
 
 
@@ -248,8 +248,8 @@ class StepChecks(BatchChecks):
             if apart > self._tolerance(whole, forward) * size:
                 self._warn_once(
                     f"the model's own loss on this batch differs by {apart:.3g} from the mean over its examples alone: "
-                    "the model weights examples by others of the batch, or mixes them. What is trained and accounted "
-                    "for is the model's loss on each example alone, every example with the same weight."
+                    "the model weights examples by others of the batch, or mixes them. Training and accounting use "
+                    "the model's loss on each example alone, every example with the same weight."
                 )
 
         return confirm
@@ -269,10 +269,10 @@ class StepChecks(BatchChecks):
                 return
             if by_opacus:
                 raise LossMismatchError(
-                    "some examples of this batch have more targets that count (not -100) than others, and the "
-                    "gradients that Opacus's hooks have formed of a mean over all of them depend on other examples. "
-                    "Use grad_sample_mode='auto', where each example's loss is the mean over its own targets, or a "
-                    "loss with reduction='sum' and loss_reduction='sum'. This step was not taken."
+                    "some examples of this batch have more targets that count (not -100) than others, and Opacus's "
+                    "hooks formed gradients of a mean over all of them, which depend on other examples. Use "
+                    "grad_sample_mode='auto', where each example's loss is the mean over its own targets, or a loss "
+                    "with reduction='sum' and loss_reduction='sum'. This step was not taken."
                 )
             self._warn_once(WEIGHTED_BY_TOKENS)
 
@@ -323,7 +323,7 @@ class StepChecks(BatchChecks):
 
         if norms.device.type != "cuda":
             return lambda: confirm(_NOT_TAKEN)
-        taken = "It was the batch of the last step, which was taken: go back to weights of before."
+        taken = "It was the batch of the last step, which was taken: go back to earlier weights."
         self.last_norms_were_finite = lambda: confirm(taken)
         return nothing
 
@@ -397,7 +397,7 @@ def _beginning(text: str) -> str:
 
 def _alone_differs(apart: float, size: float) -> RuntimeError:
     return RuntimeError(
-        f"an example alone has another loss than in its batch (apart by up to {apart:.3g}, the largest being "
+        f"an example alone has another loss than in its batch (they differ by up to {apart:.3g}, the largest being "
         f"{size:.3g}). Either the model mixes examples, so that no gradient belongs to one of them, or "
         + _COPY_DIFFERS.format("other outputs")
     )

@@ -50,7 +50,7 @@ class Evaluator:
         max_memory: For temporary tensors, in bytes.
         cuda_graphs: Whether recorded passes are captured on a GPU.
         compiled: Whether those that are used often are compiled.
-        recorded: Whether recorded passes may serve; not where each parameter's gradient is clipped by itself.
+        recorded: Whether recorded passes may serve; not if each parameter's gradient is clipped separately.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Evaluator:
     def plan(self, gradients: ExampleGradients) -> Plan:
         """Whether a recorded pass fits the model; tried once for every shape of examples.
 
-        Texts come in many lengths: one between others that were tried needs no trial of its own.
+        Texts come in many lengths: one between others that were tried needs no separate trial.
         """
         key = self._key(gradients)
         if key in self._plans or not len(gradients):
@@ -129,7 +129,7 @@ class Evaluator:
             torch.OutOfMemoryError: Not even one example fits.
         """
         if batch.plan is not None and wanted.questions:
-            # an alternative's pass stands beside the examples' own
+            # an alternative's pass comes besides the examples' own
             batch = replace(batch, plan=replace(batch.plan, bytes_per_example=2 * batch.plan.bytes_per_example))
 
         def attempt() -> StepValues:
@@ -213,7 +213,7 @@ class Evaluator:
         *,
         few: bool,
     ) -> StepValues:
-        """A CUDA graph where the batch fits one, the rest of a pass that began in the loop, or a pass of its own."""
+        """A CUDA graph if the batch fits one, the rest of a pass that began in the loop, or a separate pass."""
         assert batch.plan is not None
         gradients, mechanism = batch.gradients, batch.mechanism
         room, count = self._room(batch.plan), len(batch.gradients)
@@ -326,12 +326,12 @@ class Evaluator:
 
 def _tell(tried: Plan, autocast: torch.dtype | None) -> None:
     if tried.reason is not None and autocast is not None:
-        logger.warning("gradients that are mapped over examples are computed without autocast (torch.func has none)")
+        logger.warning("gradients mapped over examples are computed without autocast (torch.func does not support it)")
     if tried.reason is not None:
         logger.warning("gradients are mapped over examples (vmap), which is slower: %s", tried.reason)
     elif tried.generic:
         logger.info(
-            "no layer rule for %s: their gradients are formed example by example, which is slower "
-            "(CONTRIBUTING.md tells how to add one)",
+            "no layer rule for %s: their gradients are formed example by example, which is slower (CONTRIBUTING.md "
+            "shows how to add one)",
             ", ".join(tried.generic),
         )

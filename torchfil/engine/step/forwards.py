@@ -172,10 +172,10 @@ class Observer:
             self._check_whole_draw()
         elif backward_passes > 1 and not self.accumulates:
             raise ValueError(
-                f"{backward_passes} backward passes since the last step: Poisson sampling draws each batch by itself, "
-                "so that an example could be in several of them, and the accountant's ε would be wrong. For batches "
-                f"{backward_passes} times as large pass accumulation_steps={backward_passes} to make_private: batches "
-                "are then the parts of one draw, and this loop is right. Or make the DataLoader with "
+                f"{backward_passes} backward passes since the last step: Poisson sampling draws each batch "
+                "independently, so an example could be in several of them, and the accountant's ε would be wrong. For "
+                f"batches {backward_passes} times as large, pass accumulation_steps={backward_passes} to make_private: "
+                "batches are then parts of one draw, and this loop is correct. Or make the DataLoader with "
                 f"{backward_passes} times its batch_size b, and step after each part that fits: with "
                 "BatchMemoryManager(data_loader=loader, max_physical_batch_size=b, optimizer=optimizer) as loader: … "
                 "loss.backward(); optimizer.step(); optimizer.zero_grad() (opacus.utils.batch_memory_manager)."
@@ -190,7 +190,7 @@ class Observer:
                 f"accumulation_steps={parts}, but the {len(self.finished())} backward passes since the last step are "
                 f"not over the {parts} batches of one draw: call optimizer.step() after every {parts}-th batch of the "
                 "loader, counted from the start of a pass over it, and use each batch once (no BatchMemoryManager). "
-                "optimizer.zero_grad() forgets these passes. This step was not taken."
+                "optimizer.zero_grad() drops these passes. This step was not taken."
             )
 
     def watch(self, call: ModelCall, outputs: Any, **more: Any) -> None:

@@ -61,7 +61,7 @@ class LossInside:
         self._made_from: dict[Hashable, list[int]] = {}
 
     def losses_in(self, outputs: Any) -> list[int]:
-        """The places of the losses among the outputs: numbers with a graph, beside other outputs or alone."""
+        """The places of the losses among the outputs: numbers with a graph, besides other outputs or alone."""
         return [
             k
             for k, leaf in enumerate(flattened(outputs)[0])

@@ -31,7 +31,7 @@ class PassMemory:
 
     Guarantees:
         * A pass that ran out of memory leaves nothing behind: it gives no number and books nothing. Its probes are
-          those of its seeds, so that the repeated pass gives the same numbers, but for rounding.
+          those of its seeds, so that the repeated pass gives the same numbers up to rounding.
         * Where not even one example fits, the limit stays as it was, and the error says so.
 
     Args:
@@ -76,8 +76,8 @@ class PassMemory:
             if not self.halve(cut, reason):
                 self.limit = before
                 raise torch.OutOfMemoryError(
-                    f"the pass over one example ran out of memory ({_shortened(reason)}). Nothing was booked, and the "
-                    "step was not taken. Free memory on that device, track less (track=()), or take fewer probes "
+                    f"the pass over one example ran out of memory ({_shortened(reason)}). Nothing was recorded, and "
+                    "the step was not taken. Free memory on that device, track less (track=()), or use fewer probes "
                     "(num_probes=)."
                 )
 
@@ -96,15 +96,15 @@ class PassMemory:
         self.limit = limit
         release_memory()
 
-        # the first time is told loudly, as it costs time at every step from now on
+        # the first time warns, as it costs time at every step from now on
         was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
         text = f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at once"
         logger.info(text)
         if not self._told:
             self._told = True
             warnings.warn(
-                f"{text}, as later ones will be. The step gives the same numbers, but for rounding; "
-                f"Execution(max_memory={limit}) begins so.",
+                f"{text}, as later ones will be. The numbers are the same up to rounding; "
+                f"Execution(max_memory={limit}) starts with that size.",
                 stacklevel=2,
             )
         return True

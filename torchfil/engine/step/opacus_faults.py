@@ -26,14 +26,15 @@ def why_opacus_differs(replica: Replica, forwards: Sequence[ForwardPass]) -> str
     names = _not_contiguous(replica.live, forwards[0]) if forwards else []
     if names:
         return (
-            "Opacus's rule for convolutions is wrong where their input lies channels last in memory, as it does in "
+            "Opacus's rule for convolutions is wrong if their input is channels last in memory, as in "
             f"{', '.join(names[:_MOST_NAMES])} (a permute, a LayerNorm over channels, or memory_format=channels_last "
-            "brings that about). Use grad_sample_mode='auto', which needs none of Opacus's rules, or call "
-            ".contiguous() before those layers."
+            "causes that). Use grad_sample_mode='auto', which needs none of Opacus's rules, or call .contiguous() "
+            "before those layers."
         )
     return (
-        "Either part of the loss does not go through the model's output (a penalty on the weights, say), or the model "
-        "mixes examples, or Opacus's rule for a layer is wrong here: grad_sample_mode='auto' needs none of its rules."
+        "Either part of the loss does not go through the model's output (for example a penalty on the weights), or "
+        "the model mixes examples, or Opacus's rule for a layer is wrong here: grad_sample_mode='auto' needs none of "
+        "its rules."
     )
 
 

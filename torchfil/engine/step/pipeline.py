@@ -66,7 +66,7 @@ class StepPipeline(StepStages):
         forward = ForwardPass(None, batch, args, kwargs, None)
         try:
             examples = self._examples(forward)
-        except (ValueError, TypeError):  # told at the step, where the loop expects it
+        except (ValueError, TypeError):  # reported at the step, where the loop expects it
             return None
 
         # on a CPU the live model's own pass is recorded
@@ -219,16 +219,16 @@ class StepPipeline(StepStages):
         """A whole private step on the current batch; see :meth:`FILPrivacyEngine.train_step`."""
         self.replica.gather()
         if self._closed:
-            raise RuntimeError("the engine was taken off the model (detach), so no further step can be taken")
+            raise RuntimeError("the engine was detached from the model, so no further step can be taken")
         if self.observer.tracker.parts > 1:
             raise RuntimeError(
-                "train_step takes whole draws; leave out accumulation_steps and make the DataLoader with so many times "
-                "its batch_size (max_memory cuts a batch into pieces by itself)"
+                "train_step takes whole draws; leave out accumulation_steps and multiply the DataLoader's batch_size "
+                "by it (max_memory splits a batch automatically)"
             )
         if optimizer.inside_logical_batch or optimizer._step_skip_queue:
             raise RuntimeError(
-                "train_step takes whole logical batches; do not use BatchMemoryManager with it (max_memory cuts a "
-                "batch into pieces by itself)"
+                "train_step takes whole logical batches; do not use BatchMemoryManager with it (max_memory splits a "
+                "batch automatically)"
             )
         self.checks.check_last_norms()
         self.run.drop_staged()
@@ -309,7 +309,7 @@ class StepPipeline(StepStages):
         if not losses:
             raise RuntimeError(
                 "train_step needs the loss before it is called: pass criterion= to make_private, or labels to a model "
-                "that gives its loss itself"
+                "that computes its loss itself"
             )
         call = self._inside.call(args, kwargs, outputs, masks)
         autocast = autocast_now(self.replica.device)

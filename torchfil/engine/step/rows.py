@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["how_rows_mix"]
 
-_MOST_ROWS = 32  # of the input that are looked at, beside all rows of the batch
+_MOST_ROWS = 32  # of the input that are compared with all rows of the batch
 _FEWEST_NUMBERS = 8  # of a row: two numbers are a blend of any two rows
 _EXACT = 1e-5  # relative, in float32
 _SHARE = 1e-2  # of another row, from which on it counts
@@ -35,7 +35,7 @@ def how_rows_mix(given: Tensor, rows: Tensor) -> str | None:
     x, t = (leaf.detach().reshape(batch, numbers).double() for leaf in (given, rows))
     changed = (x != t).any(dim=1).nonzero().flatten()[:_MOST_ROWS]
     if len(changed) > 1 and _are_copies(x[changed], t, changed):
-        return "rows in another order than the loader gave them, so that they would be booked for other examples"
+        return "rows in another order than the loader gave them, so they would be recorded for other examples"
     if given.is_floating_point():
         if _are_blends(x[changed], t, changed):
             return "blends of two rows (mixup?)"

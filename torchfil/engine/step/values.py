@@ -66,7 +66,7 @@ class Wanted:
     """What a pass is to give.
 
     Attributes:
-        track: The quantities that are tracked beside the trace.
+        track: The quantities that are tracked besides the trace.
         estimator: The name of the estimator.
         seeds: Of the probes; none: the step is not measured.
         rate: π, the probability with which such a step is measured.
@@ -182,7 +182,7 @@ def check_compiled(compiled: StepValues, plain: StepValues, dtype: torch.dtype, 
 
 
 def _named(result: StepValues) -> dict[str, Tensor]:
-    """Every part with a name; the clipped sum as a whole, of which parts may vanish but for rounding."""
+    """Every part with a name; the clipped sum as a whole, since parts of it may vanish up to rounding."""
     named = {"norms": result.norm, "clipped norms": result.clipped_norm}
     named |= {"losses": result.losses} if result.losses is not None else {}
     named |= {f"addition {name!r}": value for name, value in (result.additions or {}).items()}

@@ -1,4 +1,4 @@
-"""A model in float64, also where it casts by itself: what a trial compares must not be rounding."""
+"""A model in float64, even if it casts itself: a trial must not compare rounding errors."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ def signature(gradients: ExampleGradients) -> Hashable:
 
 
 class CapturedPass:
-    """``stages`` over ``size`` examples as CUDA graphs; the weights are read anew, where they lie, at each replay.
+    """``stages`` over ``size`` examples as CUDA graphs; each replay reads the weights again, where they lie.
 
-    Each stage is a graph of its own, so that the results of one can be looked at while the next is still running.
+    Each stage is a separate graph, so that the results of one can be read while the next is still running.
 
     Args:
         gradients: A batch to begin with; smaller ones are filled up with copies of the first example.
@@ -83,7 +83,7 @@ class CapturedPass:
         if needed > _LARGEST_SHARE * free:
             raise RuntimeError(
                 f"graphs over {self.size} examples would keep {needed / 2**30:.1f} GiB, more than half of the "
-                f"{free / 2**30:.1f} GiB that are free"
+                f"{free / 2**30:.1f} GiB of free memory"
             )
 
     def _capture(self, stages: Iterator[Any], num_stages: int, pool: Any) -> None:

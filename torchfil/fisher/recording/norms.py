@@ -130,7 +130,9 @@ def gradient_products(own: Recording, other: Recording) -> Tensor:
         UnsupportedCallError: The model did not call the same layers in both.
     """
     if [call.name for call in own.calls] != [call.name for call in other.calls]:
-        raise UnsupportedCallError("the model calls other layers for an alternative than for the examples themselves")
+        raise UnsupportedCallError(
+            "the model calls other layers for an alternative answer than for the examples themselves"
+        )
     uses = Counter(name for call in own.calls for name in call.shared_names.values())
     total = own.losses.new_zeros(3, len(own.losses))
     shared: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}

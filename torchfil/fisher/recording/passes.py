@@ -344,7 +344,7 @@ def holders(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Whether it uses its children's parameters by itself: attention, recurrent layers."""
+    """Whether it uses its children's parameters itself: attention, recurrent layers."""
     if isinstance(module, nn.MultiheadAttention):
         return module in _seen_whole or not attends_in_steps(module)
     return tells_uses(module)

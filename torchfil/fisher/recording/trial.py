@@ -40,7 +40,7 @@ class Plan:
     Attributes:
         reason: Why the recorded pass does not fit this model; None: it does.
         bytes_per_example: What the pass holds for one example.
-        generic: The layers without a rule of their own, by name and kind; their gradients are formed one by one.
+        generic: The layers without their own rule, by name and kind; their gradients are formed one by one.
         convolutions: The share of convolutions among the layers.
         tried_in: The dtype of the trial: float64, or the model's own where it does not run in that.
     """

@@ -1,6 +1,6 @@
 """Whether the GPU kernels of :mod:`torchfil.fisher.rules.kernels` serve a tensor; everything else computes in torch.
 
-A pass that is traced, to be compiled, is made of torch's operations only: the compiler makes kernels of its own.
+A pass that is traced, to be compiled, is made of torch's operations only: the compiler makes its own kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a recorded pass keeps of one use of a layer: all that the layer's rule needs."""
+"""What a recorded pass keeps of one use of a layer: everything that the layer's rule needs."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Call:
         """a, the first positional input, [batch, …].
 
         Raises:
-            UnsupportedCallError: It is no tensor, or does not run over the examples first.
+            UnsupportedCallError: It is not a tensor, or its first dimension does not run over the examples.
         """
         value = self.args[0] if self.args else None
         if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != self.delta.shape[0]:
-            raise UnsupportedCallError(f"{self.name}: its input does not run over the examples first")
+            raise UnsupportedCallError(f"{self.name}: the first dimension of its input does not run over the examples")
         return value
 
     @property

@@ -40,7 +40,7 @@ class Cell:
 
     Attributes:
         gates: How many blocks of H numbers a_t has.
-        has_memory: Whether it has a state c beside h.
+        has_memory: Whether it has a state c besides h.
     """
 
     gates: int

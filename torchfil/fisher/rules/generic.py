@@ -1,4 +1,4 @@
-"""Any layer without a rule of its own."""
+"""Any layer without its own rule."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _dimension(call: Call, slot: int | str, value: Any) -> int | None:
 
 
 class _WithoutOwnHooks(nn.Module):
-    """The module, but for its own hooks: what a recorded pass keeps lies between them."""
+    """The module, without its own hooks: what a recorded pass keeps lies between them."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ __all__ = [
 def convolution_precision(tensor: Tensor) -> str:
     """How precise the user lets convolutions of such tensors be, for :func:`products_in`.
 
-    A product of patches is a convolution, which torch computes in TF32 on GPUs unless told otherwise; other matrix
+    A product of patches is a convolution, which torch computes in TF32 on GPUs by default; other matrix
     products it does not.
     """
     in_tf32 = tensor.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]

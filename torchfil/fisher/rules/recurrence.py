@@ -34,7 +34,7 @@ def recurrence(
 
     Args:
         cell: One of :data:`torchfil.fisher.rules.cells.CELLS`.
-        gates: What goes into the gates beside W h, [T, batch, gates·H].
+        gates: What goes into the gates besides W h, [T, batch, gates·H].
         h: The first state, [batch, H].
         m: The first memory, where the cell has one.
         weight: W, [gates·H, H].

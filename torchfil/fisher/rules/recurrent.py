@@ -123,7 +123,7 @@ def _check(module: Any, sequences: Any, dropout: float) -> None:
     if not isinstance(sequences, PackedSequence) and sequences.ndim != 3:
         raise UnsupportedCallError(f"a {kind} is given {sequences.ndim} dimensions; give it [batch, time, features]")
     if getattr(module, "proj_size", 0):
-        raise UnsupportedCallError(f"a {kind} with proj_size={module.proj_size}; use proj_size=0 and a Linear behind")
+        raise UnsupportedCallError(f"a {kind} with proj_size={module.proj_size}; use proj_size=0 and a Linear after it")
     if isinstance(sequences, PackedSequence) and dropout:
         raise UnsupportedCallError(
             f"a {kind} with dropout={dropout} of packed sequences draws across examples; use dropout=0 there"

@@ -49,7 +49,7 @@ def tell_use(module: nn.Module, rule: LayerRule, a: Tensor, output: Tensor, name
         names: The parameters' names in the module by their names in the rule.
 
     Returns:
-        What to go on with in place of ``output``.
+        What to continue with in place of ``output``.
     """
     listener = _listener.get()
     if listener is None:
