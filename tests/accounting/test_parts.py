@@ -22,7 +22,7 @@ class Together:
         self.parts = parts
 
     def each(self, value: Tensor) -> list[Tensor]:
-        name = next(name for name, held in self.parts[0].sums.items() if held is value)
+        name = next(name for name, held in self.parts[0].sums.items() if held.data_ptr() == value.data_ptr())
         return [part.sums[name].clone() for part in self.parts]
 
     def sum(self, value: Tensor) -> Tensor:

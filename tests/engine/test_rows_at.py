@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE
-from loops import data, train
+from cases import DEVICE, grouped
+from loops import data, loader, network, train
 
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.accounting import rows
+from torchfil.accounting.contributions import Contribution
+from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.path import path_additions
+from torchfil.accounting.rows import RowTable
+from torchfil.engine.epsilon import NormHistory
 from torchfil.report import load
 
 warnings.filterwarnings("ignore", message="Secure RNG")
@@ -49,6 +54,95 @@ def test_rows_lie_elsewhere(tmp_path: Path, place: str) -> None:
     assert elsewhere.ledger.device.type == "cpu"
     assert list(tmp_path.iterdir()) == [], "files have no name, so that none is left"
     assert_same(elsewhere, usual, tmp_path)
+
+
+@pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="on a GPU they travel anyway")
+@pytest.mark.parametrize("physical", [None, 3])
+def test_rows_that_travel_to_the_step_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, physical: int | None
+) -> None:
+    usual = train(data(60), physical=physical, **OPTIONS).engine
+    monkeypatch.setattr(RowTable, "_is_far_from", lambda self, device: True)
+    travelled = train(data(60), physical=physical, **OPTIONS).engine
+    assert_same(travelled, usual, tmp_path)
+    told_usual, told_travelled = (engine._training.run.timeline.state_dict() for engine in (usual, travelled))
+    assert told_travelled["steps"] == told_usual["steps"]
+    assert torch.equal(told_travelled["points"], told_usual["points"])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnAGpu:
+    """A batch's rows travel to the GPU and back, and no step waits for them."""
+
+    N, BATCH = 4096, 256
+
+    def tables(self, place: Any) -> tuple[Ledger, NormHistory]:
+        return Ledger(self.N, 5, device=place), NormHistory(self.N, place)
+
+    def book(self, ledger: Ledger, history: NormHistory, step: int) -> None:
+        """A step's booking; two successive batches share half of their examples."""
+        examples = torch.arange(step * 128, step * 128 + self.BATCH) % self.N
+        source = torch.Generator(device="cuda").manual_seed(step)
+        trace = torch.rand(self.BATCH, generator=source, dtype=torch.float64, device="cuda")
+        noise = torch.full_like(trace, 0.01)
+        added = {"trace": trace, "variance": noise, "certain": trace, **path_additions("trace", trace, noise, 1.0)}
+        ledger.add(Contribution(examples.to(ledger.device), trace, True, added))
+        history.step(examples.to(history.device), trace.float(), 1.0, 0.1)
+
+    @pytest.mark.parametrize("place", ["cpu", "folder"])
+    def test_tables_are_equal_bit_for_bit(self, place: str, tmp_path: Path) -> None:
+        there, here = self.tables(torch.device("cuda")), self.tables(tmp_path if place == "folder" else "cpu")
+        for step in range(50):
+            for tables in (there, here):
+                self.book(*tables, step)
+        for name, value in there[0].sums.items():
+            assert torch.equal(here[0].sums[name], value.cpu()), name
+        for name, value in there[1].state_dict().items():
+            ours = here[1].state_dict()[name]
+            assert torch.equal(ours, value.cpu()) if isinstance(value, torch.Tensor) else ours == value, name
+
+    def test_booking_waits_for_nothing_that_is_queued(self) -> None:
+        tables = self.tables("cpu")
+        for step in range(3):
+            self.book(*tables, step)
+        queued = torch.rand(8192, 8192, device="cuda")
+        torch.cuda.synchronize()
+        for _ in range(60):
+            queued = (queued @ queued).clamp(max=1)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.book(*tables, 3)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not torch.cuda.current_stream().query(), "the GPU is still at work on what came before"
+        assert int(tables[0].sums["participations"].sum()) == 4 * self.BATCH
+
+    @pytest.mark.parametrize("place", ["cpu", "folder"])
+    def test_train_step_says_the_same(self, place: str, tmp_path: Path) -> None:
+        usual, elsewhere = (self.trained(rows_at) for rows_at in (None, "cpu" if place == "cpu" else tmp_path))
+        assert_same(elsewhere, usual, tmp_path)
+
+    def trained(self, rows_at: Any) -> FILPrivacyEngine:
+        """Two passes over the data with train_step, 32 steps."""
+        module, engine = network().cuda(), FILPrivacyEngine()
+        _, _, batches = engine.make_private(
+            module,
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            loader(data(self.N), self.BATCH),
+            **grouped(
+                criterion=torch.nn.CrossEntropyLoss(),
+                noise_multiplier=1.0,
+                max_grad_norm=0.8,
+                noise_generator=torch.Generator(device="cuda").manual_seed(8),
+                seed=3,
+                rows_at=rows_at,
+            ),
+        )
+        for _ in range(2):
+            for x, y in batches:
+                engine.train_step(x, y)
+        return engine
 
 
 @pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="rows are given when needed on CPUs only")

@@ -39,12 +39,9 @@ class Parts(Protocol):
 
 def whole_ledger(part: Ledger, parts: Parts) -> Ledger:
     """The ledger of all parts together, on the CPU; the part stays as it is."""
-    totals = (
-        (name, parts.maximum(value) if name == "num_coordinates" else parts.sum(value))
-        for name, value in part.sums.items()
-    )
     whole: Ledger | None = None
-    for name, total in totals:
+    for name, value in part.sums.items():
+        total = parts.maximum(value) if name == "num_coordinates" else parts.sum(value)
         whole = Ledger.like(part, len(total)) if whole is None else whole  # of all rows, or of this process's block
         whole.sums[name] = total
     assert whole is not None
