@@ -85,7 +85,8 @@ class TestInspect:
         assert text.splitlines()[-1].endswith("keep them confidential.")
         data = json.loads(call("inspect", path, "--json", "--top", 2).stdout)
         assert [row["id"] for row in data["most_exposed"]] == [29, 28]
-        assert data["examples"] == {"total": 30, "not_measured": 0, "lower_bounds_only": 0, "spared": 0}
+        counts = {"total": 30, "not_measured": 0, "lower_bounds_only": 0, "spared": 0}
+        assert data["examples"] == counts | {"exposed": None}  # nothing says what a blind guess errs by
 
     def test_a_run_that_measured_nothing(self, tmp_path: Path) -> None:
         empty = {name: np.zeros(30) for name in ("fil", "participations", "missed")}
@@ -138,6 +139,10 @@ class TestDemo:
         assert len(run) == 1797
         assert run.pictures is not None
         assert set(run.groups["digit"]) == set("0123456789")
+        assert run.yardsticks is not None
+        assert run.attributes is not None
+        assert run.attributes.pixels.tolist() == [[row, column] for row in range(8) for column in range(8)]  # type: ignore[union-attr]
+        assert "data-step=" in (tmp_path / "demo" / "report" / "index.html").read_text()  # a map, not rows of pixels
 
     def test_bad_device(self, tmp_path: Path) -> None:
         assert "device 'abacus' cannot be used" in refused("demo", "--device", "abacus", "-o", tmp_path / "demo")

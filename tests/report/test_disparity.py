@@ -118,6 +118,14 @@ class TestHeadlines:
         assert "differs by 10 % or more; smaller differences are not called" in text
         assert SMALLEST_EFFECT == 1.1
 
+    def test_chance_is_not_called_an_effect(self, tmp_path: Path) -> None:
+        wide = np.random.default_rng(0).lognormal(0, 2.0, (2, 12))
+        run = grouped({"A": 1.3 * wide[0], "B": wide[1]})
+        (grouping,) = summarise(run).groupings
+        assert grouping.disparity is not None
+        assert grouping.disparity.ratio > SMALLEST_EFFECT
+        assert "times the FIL of" not in text_of(write_report(run, tmp_path / "report"))
+
     def test_small_groups_have_no_disparity(self, tmp_path: Path) -> None:
         run = grouped({"A": np.full(9, 0.5), "B": np.full(20, 0.2)})
         assert summarise(run).groupings[0].disparity is None

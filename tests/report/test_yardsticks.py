@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from run_cases import made_up, pixelated, with_yardsticks, worrying
 
+from torchfil.cli.runs import summary as inspected
 from torchfil.report import load, save, write_report
 from torchfil.report.gate import check
 from torchfil.report.page.html import number
@@ -114,14 +115,16 @@ class TestOneRule:
     """Who is exposed: the same people, whoever asks."""
 
     @staticmethod
-    def told(run: SavedRun) -> tuple[int, int, int]:
-        """By the rule, by the gate and on the page."""
+    def told(run: SavedRun) -> tuple[int, int, int, int]:
+        """By the rule, by the gate, on the page and by ``inspect``."""
         exposed = exposed_examples(run)
         assert exposed is not None
         (verdict,) = (v for v in check(run, parse_policy({"max_share_exposed": 0.0})) if v.rule == "max_share_exposed")
         page = summarise(run).exposed
         assert isinstance(page, int)
-        return int(exposed.sum()), verdict.offending, page
+        text, data = inspected(run, 0)
+        assert re.search(rf"exposed +{data['examples']['exposed']:,} examples: an unbiased guess", text)
+        return int(exposed.sum()), verdict.offending, page, data["examples"]["exposed"]
 
     @pytest.mark.parametrize("seed", range(5))
     def test_page_and_gate_count_the_same(self, seed: int) -> None:
@@ -131,15 +134,15 @@ class TestOneRule:
         brute = sum(
             not run.columns["mse_bound_low"][i] >= 0.8**2 and status_of(run)[i] != NOT_MEASURED for i in range(len(run))
         )
-        assert self.told(run) == (brute, brute, brute)
+        assert self.told(run) == (brute,) * 4
         assert brute > 1
 
     def test_the_data_goes_before_the_range(self) -> None:
         """Before, page and gate took half the range of the inputs, whatever the data was like."""
         run = worrying(safe=True)  # errors of 2 in a range of 1
         run.columns["mse_bound_low"][:] = 0.4**2
-        assert self.told(run) == (100, 100, 100)
-        assert self.told(with_yardsticks(run, 0.3)) == (0, 0, 0)
+        assert self.told(run) == (100,) * 4
+        assert self.told(with_yardsticks(run, 0.3)) == (0,) * 4
 
     def test_attributes_on_page_and_gate(self) -> None:
         run = with_yardsticks(worrying(), [0.15, 5.0])

@@ -13,6 +13,7 @@ from torchfil.report.run_file import load
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.spared import is_spared
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
+from torchfil.report.yardsticks import blind_error_of_inputs, exposed_examples
 
 __all__ = ["inspect", "report", "summary"]
 
@@ -83,6 +84,7 @@ def _summary(run: SavedRun, top: int) -> dict[str, Any]:
             "not_measured": int((status == NOT_MEASURED).sum()),
             "lower_bounds_only": int((status == LOWER_BOUND).sum()),
             "spared": int(is_spared(run).sum()),
+            "exposed": None if (exposed := exposed_examples(run)) is None else int(exposed.sum()),
         },
         "fil": dict(zip(("median", "q95", "max"), quantiles, strict=True)),
         "smallest_mse_bound": float(low.min()) if len(low) else None,
@@ -123,6 +125,10 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     ]
 
     # the rest only where there is something to tell
+    if examples["exposed"] is not None:
+        blind = number(blind_error_of_inputs(run))
+        text = f"{examples['exposed']:,} examples: an unbiased guess may be closer than a blind one, ± {blind} an input"
+        lines.append(["exposed", text])
     if examples["not_measured"]:
         lines.append(
             ["not measured", f"{examples['not_measured']:,} examples: not spared, the run says nothing of them"]

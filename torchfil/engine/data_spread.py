@@ -64,17 +64,28 @@ def read_spread(run: RunView, *, thorough: bool) -> DataSpread | None:
     if count > most:
         rows = np.sort(np.random.default_rng(0).choice(count, most, replace=False))
 
-    spread, counts = counted_spread(_pieces(run, rows, max(1, min(1024, _VALUES_AT_ONCE // d))))
-    return DataSpread(len(rows), spread, counts) if np.shape(counts) == (d,) and counts.any() else None
+    try:
+        spread, counts = counted_spread(_pieces(run, rows, max(1, min(1024, _VALUES_AT_ONCE // d))))
+    except _NoValuesError:
+        return None
+    return DataSpread(len(rows), spread, counts) if counts.any() else None
+
+
+class _NoValuesError(Exception):
+    """Coordinates have no values that could be compared between examples."""
 
 
 def _pieces(run: RunView, rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """The private coordinates of these examples, [size, d] at a time, NaN where one is not the example's own."""
+    """The private coordinates of these examples, [size, d] at a time, NaN where one is not the example's own.
+
+    Raises:
+        _NoValuesError: They are outputs of submodules, or laid out differently from batch to batch.
+    """
     assert run.examples is not None
     for start in range(0, len(rows), size):
         values = run.examples(rows[start : start + size].tolist()).values
         if values.shape[1] != run.leakage.num_coordinates or values.isnan().all():
-            return
+            raise _NoValuesError
         yield values.detach().to("cpu", torch.float64).numpy()
 
 

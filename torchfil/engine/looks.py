@@ -71,8 +71,8 @@ class DatasetLooks:
         return {key: _joined(pieces) for key, pieces in parts.items()}
 
     def examples(self, rows: Sequence[int]) -> Examples:
-        """These examples with their private coordinates laid out."""
-        return self._laid_out(self.collate_fn([self.dataset[row] for row in rows]))
+        """These examples with their private coordinates laid out, whatever their values are."""
+        return self._laid_out(self.collate_fn([self.dataset[row] for row in rows]), check_values=False)
 
     def _slopes_by_layer(self, gradients: ExampleGradients, mechanism: Mechanism) -> Tensor:
         """∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s² where each parameter's gradient is clipped separately, [batch, d]."""
@@ -98,13 +98,13 @@ class DatasetLooks:
     def _gradients(self, batch: Any, loss: IdentifiedLoss) -> ExampleGradients:
         return self.replica.gradients(self._laid_out(batch), loss)
 
-    def _laid_out(self, batch: Any) -> Examples:
+    def _laid_out(self, batch: Any, *, check_values: bool = True) -> Examples:
         options = self.run.options
         inputs, targets = map_tensors(
             lambda leaf: leaf.to(self.replica.device), split_batch(batch, options.batch_to_inputs)
         )
         args, kwargs = as_call(inputs)
-        return self.replica.lay_out(args, kwargs, targets, options.private)
+        return self.replica.lay_out(args, kwargs, targets, options.private, check_values=check_values)
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ __all__ = ["STEPS", "grid_of_shares", "maps_of_shares", "step_of"]
 STEPS = (0.2, 0.4, 0.6, 0.8, 1.0)  # where steps end; from 1 on nothing is told beyond a blind guess
 _COLOUR = "#b35806"
 _OPACITY = (1.0, 0.78, 0.56, 0.36, 0.18, 0.0)
-_MOST_CELLS, _GAP, _TITLE, _LEGEND = 32, 16, 20, 44
+_MOST_CELLS, _NARROW, _GAP, _TITLE, _LINE = 32, 500, 16, 20, 20
 
 
 def step_of(share: float) -> int:
@@ -57,25 +57,27 @@ def maps_of_shares(grids: Mapping[str, np.ndarray], *, width: int) -> Markup:
         grids: By name, shares [H, W] each, of one shape.
         width: Of the drawing.
     """
-    columns = max(len(grids), 2)
+    columns, per_row = (3, 6) if width > _NARROW else (2, 3)
     side = (width - _GAP * (columns - 1)) / columns
     rows, cols = next(iter(grids.values())).shape
     cell = side / max(rows, cols)
+    tall = _TITLE + rows * cell + _GAP / 2
 
     parts = []
     for place, (name, grid) in enumerate(grids.items()):
-        left = place * (side + _GAP)
-        frame = {"x": f"{left:.1f}", "y": _TITLE, "width": f"{cols * cell:.1f}", "height": f"{rows * cell:.1f}"}
-        parts.append(tag("text", name, x=f"{left:.1f}", y=_TITLE - 6, class_="axis"))
+        left, top = place % columns * (side + _GAP), place // columns * tall + _TITLE
+        frame = {"x": f"{left:.1f}", "y": f"{top:.1f}", "width": f"{cols * cell:.1f}", "height": f"{rows * cell:.1f}"}
+        parts.append(tag("text", name, x=f"{left:.1f}", y=f"{top - 6:.1f}", class_="axis"))
+        parts.append(_cells(grid, left, top, cell))
         parts.append(tag("rect", **frame, fill="none", stroke="currentColor", stroke_opacity="0.4"))
-        parts.append(_cells(grid, left, cell))
-    height = _TITLE + rows * cell + _LEGEND
-    parts.append(_legend(width, height - _LEGEND + 14))
+    below = -(-len(grids) // columns) * tall
+    height = below + _LINE * (-(-len(_OPACITY) // per_row)) + 6
+    parts.append(_legend(width, below, per_row))
     size = {"viewBox": f"0 0 {width} {height:.0f}", "width": width, "height": f"{height:.0f}"}
     return tag("svg", parts, **size, xmlns="http://www.w3.org/2000/svg")
 
 
-def _cells(grid: np.ndarray, left: float, cell: float) -> Markup:
+def _cells(grid: np.ndarray, left: float, top: float, cell: float) -> Markup:
     """One path a step; cells of one step beside each other are one rectangle."""
     ways: dict[int, list[str]] = {}
     for row, values in enumerate(grid):
@@ -83,25 +85,24 @@ def _cells(grid: np.ndarray, left: float, cell: float) -> Markup:
         for step, same in groupby(step_of(float(value)) for value in values):
             number = len(list(same))
             if 0 <= step < len(STEPS):
-                start = f"M{left + column * cell:.1f} {_TITLE + row * cell:.1f}"
+                start = f"M{left + column * cell:.1f} {top + row * cell:.1f}"
                 ways.setdefault(step, []).append(f"{start}h{number * cell:.1f}v{cell:.1f}h{-number * cell:.1f}z")
             column += number
-    return join(
-        [
-            tag("path", d="".join(ways[step]), fill=_COLOUR, fill_opacity=_OPACITY[step], data_step=step)
-            for step in sorted(ways)
-        ]
-    )
+    paths = [
+        tag("path", d="".join(ways[step]), fill=_COLOUR, fill_opacity=_OPACITY[step], data_step=step)
+        for step in sorted(ways)
+    ]
+    return tag("g", paths, shape_rendering="crispEdges")
 
 
-def _legend(width: int, top: float) -> Markup:
+def _legend(width: int, top: float, per_row: int) -> Markup:
     """The six steps, darkest first."""
-    share = width / len(_OPACITY)
-    names = [f"< {100 * end:.0f} %" for end in STEPS] + ["guessing"]
+    apart = width / per_row
+    names = [f"below {100 * end:.0f} %" for end in STEPS[:1]] + [f"to {100 * end:.0f} %" for end in STEPS[1:]]
     parts = []
-    for step, (name, opacity) in enumerate(zip(names, _OPACITY, strict=True)):
-        box = {"x": f"{step * share:.1f}", "y": f"{top - 9:.1f}", "width": 10, "height": 10}
+    for step, (name, opacity) in enumerate(zip([*names, "guessing"], _OPACITY, strict=True)):
+        left, line = step % per_row * apart, top + _LINE * (step // per_row + 0.6)
+        box = {"x": f"{left + 1:.1f}", "y": f"{line - 9:.1f}", "width": 10, "height": 10}
         filled = {"fill": _COLOUR, "fill_opacity": opacity, "stroke": "currentColor", "stroke_opacity": "0.4"}
-        parts += [tag("rect", **box, **filled)]
-        parts += [tag("text", name, x=f"{step * share + 14:.1f}", y=f"{top:.1f}", class_="tick")]
+        parts += [tag("rect", **box, **filled), tag("text", name, x=f"{left + 16:.1f}", y=f"{line:.1f}", class_="tick")]
     return join(parts)

@@ -116,7 +116,7 @@ def _data(attribute: AttributeSummary, report: Report) -> str:
 
 
 def _maps(pixels: list[AttributeSummary], report: Report) -> Markup:
-    """One picture a level of exposure: the darker, the more closely a pixel can be guessed."""
+    """One picture a level of exposure: the stronger the colour, the more closely a pixel can be guessed."""
     levels = _levels(pixels)
     grids = {
         name: grid_of_shares([a.pixel for a in pixels if a.pixel], [a.share.get(level, 1.0) for a in pixels])
@@ -125,8 +125,8 @@ def _maps(pixels: list[AttributeSummary], report: Report) -> Markup:
     exposed = [a for a in pixels if a.exposed != 0]
     worst = min(pixels, key=lambda a: min(a.share.values()))
     caption = (
-        f"By pixel; the darker, the more closely it can be guessed. {len(exposed):,} of {len(pixels):,} can be guessed "
-        f"more closely than blindly for somebody; the most exposed is {worst.name}: "
+        f"The stronger the colour, the more closely a pixel can be guessed. {len(exposed):,} of {len(pixels):,} can be "
+        f"guessed more closely than blindly for somebody; the most exposed is {worst.name}: "
         f"{share_in_words(min(worst.share.values()))}. Each pixel has its own ranking of examples; of several channels "
         "the most exposed is drawn, and so it is of blocks where a picture is large."
     )

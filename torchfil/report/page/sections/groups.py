@@ -91,28 +91,29 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
 
 
 def headline(grouping: Grouping, report: Report) -> str | None:
-    """Who leaks how much more than whom, in the inputs' unit; None below the smallest effect that is called one.
+    """Who leaks how much more than whom, in the inputs' unit; None for small effects, and for what may be chance.
 
     Of unbiased attackers: an unbiased guess of one input of a typical member (geometric mean) is off by 1/η̄ or more.
     """
-    disparity = grouping.disparity
-    if disparity is None or disparity.ratio < SMALLEST_EFFECT:
+    disparity, rows = grouping.disparity, {group.name: group for group in grouping.groups}
+    if disparity is None or disparity.ratio < SMALLEST_EFFECT or not {disparity.most, disparity.least} <= rows.keys():
         return None
+    most, least = rows[disparity.most], rows[disparity.least]
     if math.isinf(disparity.ratio):
-        return f"By {grouping.name}, {disparity.most} leaks beyond all measure beside {disparity.least}."
-    text = f"{disparity.most} has {number(disparity.ratio, 2)} times the FIL of {disparity.least}"
-    levels = {group.name: group.fil for group in grouping.groups}
-    if not {disparity.most, disparity.least} <= levels.keys():
-        return f"{text}."
-    unit, (close, far) = report.about("unit_of_inputs") or "", (1 / levels[disparity.most], 1 / levels[disparity.least])
-    text += (
-        f": an unbiased guess of an input is typically off by {plus_minus(close, unit)} or more there, and by "
-        f"{plus_minus(far, unit)} in {disparity.least}"
+        return f"{most.name} leaks beyond all measure beside {least.name}."
+    if most.low <= least.high:
+        return None
+
+    unit, errors = report.about("unit_of_inputs") or "", (1 / most.fil, 1 / least.fil)
+    text = (
+        f"{most.name} has {number(disparity.ratio, 2)} times the FIL of {least.name}: an unbiased guess of an input is "
+        f"typically off by {plus_minus(errors[0], unit)} or more there, and by {plus_minus(errors[1], unit)} in "
+        f"{least.name}"
     )
-    if report.summary.guess is not None:
-        shares = [share_in_words(float(share_of_blind_guess(e, report.summary.guess**0.5))) for e in (close, far)]
-        text += f" ({shares[0]}, and {shares[1]})" if shares[0] != shares[1] else f" (both: {shares[0]})"
-    return f"{text}."
+    if report.summary.guess is None:
+        return f"{text}."
+    shares = [share_in_words(float(share_of_blind_guess(error, report.summary.guess**0.5))) for error in errors]
+    return f"{text} ({shares[0]}, and {shares[1]})." if shares[0] != shares[1] else f"{text} (both: {shares[0]})."
 
 
 def _disparity(grouping: Grouping) -> str:
