@@ -274,9 +274,12 @@ class TestPublic:
 
     def test_the_suggested_noise_follows_from_what_is_published(self, tmp_path: Path) -> None:
         """Two runs with the same public numbers have the same cards, whoever is the most exposed."""
-        other = of_kind("image", safe=False)
-        for name in ("fil", "mse_bound", "mse_bound_low"):
-            other.columns[name][[3, 4, 5, 30, 31, 32]] = other.columns[name][[30, 31, 32, 3, 4, 5]]
-        first = written(of_kind("image", safe=False), tmp_path, redacted=True)
-        assert first == written(other, tmp_path, redacted=True)
-        assert "σ = " in first["card-todo"]
+        first = written(bare("same", some(2.0, 0.01, list(range(20)))), tmp_path, redacted=True)
+        assert first == written(bare("same", some(2.0, 0.01, list(range(50, 70)))), tmp_path, redacted=True)
+        assert f"With noise σ = {rounded_up((0.25 / 0.009) ** 0.5):g} instead of 1" in first["card-todo"]
+
+    def test_too_few_exposed_give_no_noise(self, tmp_path: Path) -> None:
+        """The mean over ten is above a blind guess, though three of them are not: σ = 1 instead of 1 was suggested."""
+        text = written(of_kind("image", safe=False), tmp_path, redacted=True)["card-todo"]
+        assert "σ =" not in text
+        assert "rests on numbers that are not published" in text

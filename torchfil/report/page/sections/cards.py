@@ -64,6 +64,7 @@ def who(report: Report) -> Card:
     exposed, everyone = exposed_count(report)
     lines, links = list[Markup](), list[tuple[str, str]]()
 
+    # in large letters how many; nobody is called safe where no yardstick is known
     if exposed is None:
         figure = "Not known"
         yardstick = tag("code", "save_run(input_range=…)")
@@ -79,6 +80,7 @@ def who(report: Report) -> Card:
         lines.append(join("examples may be guessed better than blindly: they are exposed."))
         links.append(("Show them in the table", "#show-exposed"))
 
+    # beside them those whom a rule names, and those of whom nothing is known
     lines.append(join(_smallest(report)))
     breaking = len(concerned([verdict for verdict in report.verdicts or [] if not verdict.passed]))
     if breaking:
@@ -98,6 +100,7 @@ def what(report: Report) -> Card:
     links = [("All questions", "#questions")] * bool(report.summary.questions)
     links += [("All attributes", "#attributes")] * any(a.error for a in report.summary.attributes)
 
+    # nothing asked, nothing known and nothing leaking are three answers
     if not leaks.asked:
         figure = "Not asked"
         lines = [
@@ -120,6 +123,7 @@ def what(report: Report) -> Card:
         lines = [join(sentence) for sentence in leaks.sentences[:MOST]]
         if some > MOST:
             lines.append(join(f"{some - MOST} more below."))
+
     lines += [join(sentence) for sentence in leaks.unknown]
     bound = f"Questions: every attacker. Attributes: unbiased attackers. Here too, {_random(report)}."
     return Card("what", "What leaks?", figure, lines, bound, links)

@@ -100,12 +100,20 @@ def _for_everybody(report: Report, factor: float, kept: str) -> Advice:
     if not factor < math.inf:
         text = "Measure more (every step, more probes, a longer run): of some examples one run does not tell enough."
         return Advice("Nothing" if kept else "Measure more", [join(kept, " ", text)], NOTHING)
+    if factor <= 1:
+        # in public, where too few are exposed to tell how much, or a blind guess is made from private data
+        text = (
+            "More noise or fewer steps would expose fewer; how much it takes rests on numbers that are not published."
+        )
+        return Advice("More noise", [join(text)], NOTHING)
 
     figure = "More noise"
     if sigma is not None:
         sigma_then = rounded_up(sigma * math.sqrt(factor))
         figure, factor = f"σ = {number(sigma_then)}", (sigma_then / sigma) ** 2
     goal = "nothing that was measured would be guessed much better than blindly"
+    if blind is None:
+        goal = "the questions and attributes named here would not be guessed much better than blindly"
     line = join(_noise(report, factor), f", {goal}", _given(report, factor), ".")
     if kept:
         figure, line = "Nothing", join(kept, " It could be better: ", line)
