@@ -31,11 +31,11 @@ def render(report: Report) -> Markup | None:
     return join(
         paragraph(
             "The colour of a token is the stronger, and the line under it the thicker, the larger its share of what "
-            "leaks about its text; the three largest are numbered. Of the whole training: the Fisher information of the "
-            "token’s embedding over that of all tokens (FIL). An unbiased attacker who sees every noisy gradient "
-            "and knows all other tokens of the text, its label and all other examples guesses the embedding with a "
-            "mean squared error per coordinate of at least 1/η², on average over repeated trainings. Somebody who "
-            f"knows which words are usual can guess better, with bias. FIL is {origin(report)}."
+            "leaks about its text; the three largest are numbered. FIL, of the whole training: the Fisher information "
+            "of the token’s embedding over that of all tokens. An unbiased attacker who sees every noisy gradient and "
+            "knows all other tokens of the text, its label and all other examples guesses the embedding with a mean "
+            "squared error per coordinate of at least 1/η², on average over repeated trainings. Somebody who knows "
+            f"which words are usual can guess better, with bias. The number is {origin(report)}."
         ),
         None
         if texts.plis is None
