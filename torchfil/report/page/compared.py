@@ -32,7 +32,8 @@ def render_comparison(comparison: Comparison) -> str:
     """
     label = PUBLIC if comparison.redacted else PRIVATE
     style = (resources.files("torchfil.report") / "assets" / "page.css").read_text(encoding="utf-8")
-    title = f"{comparison.before.title} → {comparison.after.title}"
+    one, other = comparison.before.title, comparison.after.title
+    title = f"{one} → {other}" if one != other else f"{one}, before and after"
     chapters = [
         ("findings", "In short", tag("ul", [tag("li", text) for text in in_short(comparison)], class_="findings")),
         ("settings", "What was changed", _settings(comparison)),

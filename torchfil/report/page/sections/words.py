@@ -1,7 +1,7 @@
 """The most exposed texts, token by token: FIL and PLIS. Never part of a redacted report.
 
-A token's ground is as dark as its share of what leaks about its text. The share is told without colour too: by the line
-under the token, by numbers at the three largest (which keyboards reach), and in a table.
+A token's colour is as strong as its share of what leaks about its text. The share is told without colour too: by the
+line under the token, by numbers at the three largest (which keyboards reach), and in a table.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def render(report: Report) -> Markup | None:
         blocks.append(_text(str(report.run.ids[row]), words, fil, plis))
     return join(
         paragraph(
-            "A token’s ground is the darker, and the line under it the thicker, the larger its share of what leaks "
-            "about its text; the three largest are numbered. Of the whole training: the Fisher information of the "
-            "token’s embedding over that of all tokens (FIL). An unbiased attacker who sees every noisy gradient "
-            "and knows all other tokens of the text, its label and all other examples guesses the embedding with a "
-            "mean squared error per coordinate of at least 1/η², on average over repeated trainings. Somebody who "
-            f"knows which words are usual can guess better, with bias. FIL is {origin(report)}."
+            "The colour of a token is the stronger, and the line under it the thicker, the larger its share of what "
+            "leaks about its text; the three largest are numbered. FIL, of the whole training: the Fisher information "
+            "of the token’s embedding over that of all tokens. An unbiased attacker who sees every noisy gradient and "
+            "knows all other tokens of the text, its label and all other examples guesses the embedding with a mean "
+            "squared error per coordinate of at least 1/η², on average over repeated trainings. Somebody who knows "
+            f"which words are usual can guess better, with bias. The number is {origin(report)}."
         ),
         None
         if texts.plis is None
@@ -89,7 +89,7 @@ def _token(
     symbol: str,
     numbered: list[int],
 ) -> Markup:
-    """A token on a ground as dark as its share over the text's largest; those that are numbered take the focus."""
+    """A token on a ground as strong as its share over the text's largest; those that are numbered take the focus."""
     share = float(shares[place])
     told = f"{_percent(share)} of the text, {symbol} = {number(float(sizes[place]))}"
     line = next((width for least, width in LINES if share >= least), 0)
