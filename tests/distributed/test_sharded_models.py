@@ -18,14 +18,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "adapters": {"case": "adapters of one layer", "batch_size": 5, "rand_on_empty": True, "passes": 1},
     "digits, all trained": {"case": "digits", "passes": 2, "track": ("diagonal",)},
     "digits, train_step": {"case": "digits", "passes": 1, "step": "train_step", "refreshed": True},
+}
+MORE: dict[str, dict[str, Any]] = {
     "digits, per layer": {
         "case": "digits",
         "passes": 1,
         "clipping": "per_layer",
         "max_grad_norm": [0.2, 0.3, 0.2, 0.1],
     },
-}
-MORE: dict[str, dict[str, Any]] = {
     "adapters of four layers": {"case": "adapters", "batch_size": 5, "rand_on_empty": True, "passes": 1},
     "adapters, train_step": {"case": "adapters", "batch_size": 5, "step": "train_step"},
     "texts, all trained": {"case": "texts", "batch_size": 5, "rand_on_empty": True},
