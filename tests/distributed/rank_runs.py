@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -81,10 +82,10 @@ class LoRA(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def adapter_case() -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
-    """A frozen transformer of four layers with adapters at its attention, on 23 texts."""
+def adapter_case(depth: int = 4) -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
+    """A frozen transformer of so many layers with adapters at its attention, on 23 texts."""
     torch.manual_seed(0)
-    module = zoo.token_transformer(3, 20, 6, width=8, depth=4, heads=2).requires_grad_(False)
+    module = zoo.token_transformer(3, 20, 6, width=8, depth=depth, heads=2).requires_grad_(False)
     for layer in module.encoder.layers:  # type: ignore[union-attr]
         layer.queries_keys_values = LoRA(layer.queries_keys_values)
         layer.attention_output = LoRA(layer.attention_output)
@@ -92,7 +93,12 @@ def adapter_case() -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
     return module.double(), dataset, settings
 
 
-CASES = {"digits": digits_case, "texts": text_case, "adapters": adapter_case}
+CASES: dict[str, Callable[[], tuple[nn.Module, TensorDataset, dict[str, Any]]]] = {
+    "digits": digits_case,
+    "texts": text_case,
+    "adapters": adapter_case,
+    "adapters of one layer": partial(adapter_case, depth=1),
+}
 
 
 @dataclass

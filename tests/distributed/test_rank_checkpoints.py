@@ -42,7 +42,10 @@ def test_another_number_of_ranks_goes_on(two_ranks: RankPool, tmp_path: Path) ->
         assert_close(found, expected, 1e-6)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+SHARDED_OR_NOT = [pytest.param(False, marks=pytest.mark.slow), True]  # from a file, not sharded, is tried above
+
+
+@pytest.mark.parametrize("sharded", SHARDED_OR_NOT)
 def test_from_a_folder_as_many_ranks_go_on_bit_for_bit(two_ranks: RankPool, tmp_path: Path, sharded: bool) -> None:
     expected = two_ranks.run(unbroken, sharded=sharded)
     folder = f"{tmp_path}/run/"
@@ -51,7 +54,7 @@ def test_from_a_folder_as_many_ranks_go_on_bit_for_bit(two_ranks: RankPool, tmp_
         assert_close(found, whole, 0.0)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", SHARDED_OR_NOT)
 def test_from_a_folder_another_number_of_ranks_goes_on(two_ranks: RankPool, tmp_path: Path, sharded: bool) -> None:
     of_two, of_one = f"{tmp_path}/two/", f"{tmp_path}/one/"
     expected = unbroken(draws=as_one(DRAWS))

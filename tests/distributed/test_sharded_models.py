@@ -15,17 +15,18 @@ from test_data_parallel import scattered
 pytestmark = pytest.mark.torch_versions
 
 RUNS: dict[str, dict[str, Any]] = {
-    "adapters": {"case": "adapters", "batch_size": 5, "rand_on_empty": True, "passes": 1},
+    "adapters": {"case": "adapters of one layer", "batch_size": 5, "rand_on_empty": True, "passes": 1},
     "digits, all trained": {"case": "digits", "passes": 2, "track": ("diagonal",)},
     "digits, train_step": {"case": "digits", "passes": 1, "step": "train_step", "refreshed": True},
+}
+MORE: dict[str, dict[str, Any]] = {
     "digits, per layer": {
         "case": "digits",
         "passes": 1,
         "clipping": "per_layer",
         "max_grad_norm": [0.2, 0.3, 0.2, 0.1],
     },
-}
-MORE: dict[str, dict[str, Any]] = {
+    "adapters of four layers": {"case": "adapters", "batch_size": 5, "rand_on_empty": True, "passes": 1},
     "adapters, train_step": {"case": "adapters", "batch_size": 5, "step": "train_step"},
     "texts, all trained": {"case": "texts", "batch_size": 5, "rand_on_empty": True},
     "digits, sum": {"case": "digits", "passes": 1, "loss_reduction": "sum", "step": "train_step"},
@@ -63,9 +64,9 @@ def test_a_sharded_model_trains_as_in_one_process_in_other_runs(two_ranks: RankP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adapters", "digits, all trained"])
+@pytest.mark.parametrize("name", ["adapters of four layers", "digits, all trained"])
 def test_four_ranks_share_a_model(four_ranks: RankPool, tmp_path: Path, name: str) -> None:
-    compare(four_ranks, tmp_path, **RUNS[name])
+    compare(four_ranks, tmp_path, **(RUNS | MORE)[name])
 
 
 def test_noise_is_drawn_once_for_every_weight(two_ranks: RankPool) -> None:

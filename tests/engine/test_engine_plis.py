@@ -50,7 +50,8 @@ def test_summed_over_a_run(physical: int | None) -> None:
     assert relative_error(run.engine.get_plis([5]), want[[5]]) < 1e-8
 
 
-def test_skipped_steps_leave_it_unbiased() -> None:
+@pytest.mark.parametrize("runs", [16, pytest.param(60, marks=pytest.mark.slow)])
+def test_skipped_steps_leave_it_unbiased(runs: int) -> None:
     """The mean over many runs of the same three steps, each measured with probability ½, is the full sum.
 
     A step is measured for all its examples or for none, so the deviations are those of three coins.
@@ -58,9 +59,9 @@ def test_skipped_steps_leave_it_unbiased() -> None:
     dataset = data(16)
     full = train(dataset, steps=3, track=("plis",)).engine.get_plis()
     parts = torch.stack(
-        [train(dataset, steps=3, track=("plis",), fil_rate=0.5, seed=s).engine.get_plis() for s in range(60)]
+        [train(dataset, steps=3, track=("plis",), fil_rate=0.5, seed=s).engine.get_plis() for s in range(runs)]
     )
-    error = parts.std(dim=0) / 60**0.5
+    error = parts.std(dim=0) / runs**0.5
     seen = full.abs() > 0
     deviation = ((parts.mean(dim=0) - full).abs() / error.clamp(min=1e-30))[seen]
     assert float(deviation.max()) < 4

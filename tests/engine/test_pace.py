@@ -157,10 +157,11 @@ def run(seed: int, *, whole: bool = True, epochs: int = 8, **options: Any) -> FI
     return engine
 
 
-def test_in_the_engine_the_sums_stay_unbiased() -> None:
+@pytest.mark.parametrize("runs", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_in_the_engine_the_sums_stay_unbiased(runs: int) -> None:
     """The training does not depend on what is measured, so all runs share one truth."""
     truth = run(0, estimator="exact").get_fil().value.square()
-    engines = [run(seed, rel_error=0.2, epochs=8) for seed in range(10)]
+    engines = [run(seed, rel_error=0.2, epochs=8) for seed in range(runs)]
     assert any(engine._training.run.pace.rate < 0.7 for engine in engines)
     drawn = truth > 0
     ratio = torch.stack([engine.get_fil().value.square()[drawn] / truth[drawn] for engine in engines])

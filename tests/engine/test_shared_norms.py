@@ -39,5 +39,5 @@ def test_entered_later_is_the_same(every: int) -> None:
     entered = shared.state_dict()
     for name, value in plain.state_dict().items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(entered[name])), name
-    rows = torch.arange(30)
+    rows = torch.tensor([0, 13, 29])
     assert torch.equal(individual_epsilon(plain, rows, 1e-5), individual_epsilon(shared, rows, 1e-5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -111,15 +112,27 @@ def check(gradients: ExampleGradients) -> None:
     assert not any("forward" in vars(module) for module in gradients.model.modules())
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
+def quickly(*pairs: tuple[Any, Any], quick: Callable[[Any, Any], bool]) -> list[Any]:
+    """Pairs of which some are quick, and the others slow."""
+    return [pytest.param(*pair, marks=() if quick(*pair) else pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    quickly(
+        *itertools.product(KINDS, FORMS),
+        quick=lambda kind, form: kind == "LSTM" or form in ("plain", "both directions"),
+    ),
+)
 def test_recurrent_layers(kind: str, form: str) -> None:
     torch.manual_seed(0)
     check(examples_of(Tagger(KINDS[kind](WIDTH, HIDDEN, **FORMS[form]))))
 
 
-@pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "last"),
+    quickly(*itertools.product(KINDS, [True, False]), quick=lambda kind, last: last or kind == "LSTM"),
+)
 def test_given_states(kind: str, last: bool) -> None:
     torch.manual_seed(0)
     layer = KINDS[kind](WIDTH, HIDDEN, num_layers=2, bidirectional=True, batch_first=True)
@@ -168,8 +181,13 @@ def test_a_layer_that_is_used_twice() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="cuDNN draws its masks unseen, which is refused")
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "DPLSTM", "DPGRU", "DPRNN"])
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    quickly(
+        *itertools.product(["LSTM", "GRU", "RNN", "DPLSTM", "DPGRU", "DPRNN"], [True, False]),
+        quick=lambda kind, first: first or kind in ("LSTM", "DPRNN"),
+    ),
+)
 def test_dropout_uses_the_masks_of_the_loop(kind: str, first: bool) -> None:
     torch.manual_seed(0)
     layer = KINDS[kind](WIDTH, HIDDEN, num_layers=2, bidirectional=True, batch_first=first, dropout=0.4)
