@@ -210,8 +210,16 @@ ROWS = (
             NEEDS[data],
         )
         for data, theirs in (
-            ("MNIST", "the smallest η are plain ones, the largest odd zeros; 24 of the 100 largest in both models"),
-            ("CIFAR", "the smallest η are small planes on blue sky; 34 of the 100 largest in both models"),
+            (
+                "MNIST",
+                "the smallest η are ones written in a very typical manner, the largest idiosyncratic; 24 of "
+                "the 100 largest in both models",
+            ),
+            (
+                "CIFAR",
+                "the smallest η are small planes on blue sky, the largest idiosyncratic; 34 of the 100 largest "
+                "in both models",
+            ),
         )
     ),
     Row(
