@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ def with_property(images: Tensor, targets: Tensor, name: str, seed: int) -> Clie
 @lru_cache(maxsize=8)
 def measured(run: Run, network: str, task: str, secret: str, attack: bool, seed: int = 0) -> dict[str, LayerTable]:
     """Train for the task, then by FedSGD with a victim; sensitivity and, with ``attack``, V-information and AUC."""
-    count, few, shown = (40, 24, 4) if run.tiny else (CLIENT, 300, 40)
+    count, few, shown, bootstrap = (30, 16, 2, 5) if run.tiny else (CLIENT, 300, 40, 200)
     images, digits = run.data("mnist").mnist()
     torch.manual_seed(seed)
     order = torch.randperm(len(images))[: 2 * count + (20 if run.tiny else PRETRAINED)]
@@ -70,8 +71,8 @@ def measured(run: Run, network: str, task: str, secret: str, attack: bool, seed:
             model, LOSS, victim, attacker, rounds=rounds, batch_size=32, lr=0.01, own_batches=1, seed=seed
         )
         single = layer_gradients(model, LOSS, victim.inputs[:few], victim.targets[:few])
-        tables["V-information"] = v_information(single, victim.property[:few], "forest")
-        tables["AUC"] = property_inference(seen, attacker="forest")
+        tables["V-information"] = v_information(single, victim.property[:few], "forest", bootstrap=bootstrap)
+        tables["AUC"] = property_inference(seen, attacker="forest", bootstrap=bootstrap)
     tables["sensitivity"] = jacobian_sensitivity(model, LOSS, victim.inputs[:shown], victim.targets[:shown], bias=False)
     return tables
 
@@ -98,6 +99,14 @@ def correlation(a: LayerTable, b: LayerTable) -> float:
     return float(np.corrcoef(a.value, b.value)[0, 1])
 
 
+def draw_by_layer(axis: Any, table: LayerTable) -> None:
+    """Values with their intervals over the number of the layer, as in the paper."""
+    numbers = np.arange(1, len(table) + 1)
+    ends = [table.value - table.low, table.high - table.value]
+    axis.errorbar(numbers, table.value, ends, fmt="o-", capsize=2, color="#0072B2")
+    axis.set(xlabel="layer", xticks=numbers)
+
+
 def figure_1(run: Run, network: str) -> Outcome:
     """V-information, sensitivity and AUC by layer."""
     tables = measured(run, network, "even", PROPERTIES[0], True)
@@ -106,16 +115,8 @@ def figure_1(run: Run, network: str) -> Outcome:
     checks: list[Check] = []
     for axis, name in zip(figure.subplots(1, 3), ("V-information", "sensitivity", "AUC"), strict=True):
         table = tables[name]
-        numbers = np.arange(1, len(table) + 1)
-        axis.errorbar(
-            numbers,
-            table.value,
-            [table.value - table.low, table.high - table.value],
-            fmt="o-",
-            capsize=2,
-            color="#0072B2",
-        )
-        axis.set(title=name, xlabel="layer", xticks=numbers)
+        draw_by_layer(axis, table)
+        axis.set_title(name)
         top = most_exposed(table)
         told = f"layer {top} ({table.layers[top - 1]})"
         checks.append(
@@ -140,18 +141,12 @@ def figure_2(run: Run) -> Outcome:
     for axis, secret in zip(figure.subplots(1, 3, sharey=True), PROPERTIES, strict=True):
         tables = measured(run, "VGG11Net", "even", secret, True)
         table = tables["AUC"]
-        numbers = np.arange(1, len(table) + 1)
-        axis.errorbar(
-            numbers,
-            table.value,
-            [table.value - table.low, table.high - table.value],
-            fmt="o-",
-            capsize=2,
-            color="#0072B2",
-        )
+        draw_by_layer(axis, table)
+
+        # Which layer tells most, and do the two measures foresee the attack's success over the layers?
         top = most_exposed(table)
         both = [correlation(tables[key], table) for key in ("V-information", "sensitivity")]
-        axis.set(title=f"{secret}\nR = {both[0]:.2f} (V-inf.), {both[1]:.2f} (sens.)", xlabel="layer", xticks=numbers)
+        axis.set(title=f"{secret}\nR = {both[0]:.2f} (V-inf.), {both[1]:.2f} (sens.)")
         told.append(f"{secret}: layer {top} (AUC {table.value[top - 1]:.2f}), R {both[0]:.2f} and {both[1]:.2f}")
         checks += [
             check_that(
@@ -179,6 +174,7 @@ def figure_3(run: Run) -> Outcome:
             shares = table.value / table.value.sum()
             axis.plot(np.arange(1, len(table) + 1), shares, "o-", color=colour, markersize=3, label=task)
             tops.append(most_exposed(table))
+
         axis.set(title=network, xlabel="layer", ylabel="share of the sensitivity", xticks=range(1, len(table) + 1))
         told.append(f"{network}: layers {', '.join(map(str, tops))}")
         checks.append(

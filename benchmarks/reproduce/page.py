@@ -17,6 +17,9 @@ __all__ = ["PICTURES", "joined", "page", "with_earlier"]
 PICTURES = {
     "repro_hannun_figure2_mnist.png": "Hannun et al., Figure 2, MNIST: histograms of η by class. Theirs has two "
     "modes as well, the digit 0 to the right.",
+    "repro_hannun_figure3_mnist.png": "Hannun et al., Figure 3, MNIST: smallest and largest η. Theirs are "
+    "typical ones and "
+    "idiosyncratic digits as well; 24 of the 100 largest are shared by both models, theirs and ours.",
     "repro_hannun_figure5.png": "Hannun et al., Figure 5: deviation of η over iterations of IRFIL. Theirs falls to "
     "nothing in a few iterations, too.",
     "repro_hannun_figure6c.png": "Hannun et al., Figure 6c: white-box accuracy over η̄ for four penalties. Theirs "

@@ -4,12 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.reproduce import guo, guo_networks, hannun, hannun_attributes, mo, plis
+from benchmarks.reproduce import (
+    guo_digits,
+    guo_linear,
+    guo_photographs,
+    guo_tables,
+    hannun_examples,
+    hannun_penalties,
+    hannun_rounds,
+    hannun_table1,
+    mo,
+    plis_maps,
+    plis_reconstruction,
+)
 from benchmarks.reproduce.rows import Row
 
 __all__ = ["ROWS", "chosen"]
 
-ROWS: tuple[Row, ...] = (*hannun.ROWS, *hannun_attributes.ROWS, *guo.ROWS, *guo_networks.ROWS, *plis.ROWS, *mo.ROWS)
+ROWS: tuple[Row, ...] = (
+    *hannun_examples.ROWS,
+    *hannun_table1.ROWS,
+    *hannun_penalties.ROWS,
+    *hannun_rounds.ROWS,
+    *guo_linear.ROWS,
+    *guo_digits.ROWS,
+    *guo_photographs.ROWS,
+    *guo_tables.ROWS,
+    *plis_maps.ROWS,
+    *plis_reconstruction.ROWS,
+    *mo.ROWS,
+)
 
 
 def chosen(only: Sequence[str], *, gpu: bool) -> list[Row]:

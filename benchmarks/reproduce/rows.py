@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +9,7 @@ from typing import Any
 
 from torchfil.datasets import SOURCES, Readers, is_at_hand, real_or_stand_in
 
-__all__ = ["EXAMPLES", "PAPERS", "Check", "Earlier", "Outcome", "Row", "Run", "check_near", "check_that", "verdict_of"]
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-if str(EXAMPLES) not in sys.path:  # the examples compute most of the figures; they are scripts, no package
-    sys.path.append(str(EXAMPLES))
+__all__ = ["PAPERS", "Check", "Earlier", "Outcome", "Row", "Run", "check_near", "check_that", "verdict_of"]
 
 PAPERS = {
     "hannun": "Hannun, Guo and van der Maaten 2021, *Measuring Data Leakage in Machine-Learning Models with Fisher "

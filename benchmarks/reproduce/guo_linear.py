@@ -58,6 +58,7 @@ def figure_2(run: Run) -> Outcome:
     epsilon = 2 / (len(y) * L2 * FIGURE_2_SIGMA)  # the text's formula
     renyi = mse_from_rdp(epsilon, [1.0])
 
+    # The paper's axes: bounds on a logarithmic scale, with Rényi DP's line and MSE = 1.
     figure = Figure(figsize=(5.2, 3.2), layout="constrained")
     axis = figure.subplots()
     axis.hist(
@@ -104,6 +105,7 @@ def figure_3(run: Run) -> Outcome:
     correlation = float(stats.spearmanr(predicted, achieved).statistic)
     lower_end = float(stats.spearmanr(predicted[low], achieved[low]).statistic) if low.sum() > 2 else math.nan
 
+    # The line is where the attack meets the bound; what lies below it, beyond chance, is coloured.
     figure = Figure(figsize=(4.6, 4), layout="constrained")
     axis = figure.subplots()
     for chosen, colour, label in ((~violated, "#0072B2", "above the bound"), (violated, "#D55E00", "below it")):
@@ -115,6 +117,7 @@ def figure_3(run: Run) -> Outcome:
     axis.legend(frameon=False, markerscale=4)
     figure.savefig(run.out / "repro_guo_figure3.png", dpi=80)
 
+    # Bounds above 1 say that nothing is learnt; those below are the ones that have to hold.
     broken = 100 * float(violated[low].mean()) if low.any() else math.nan
     blind = blind_guess(fitted(run, True)[0].train_inputs)
     checks = (
@@ -175,6 +178,7 @@ def figure_4(run: Run, shown: int = 8) -> Outcome:
     figure.suptitle("highest dFIL to the left, lowest to the right", fontsize=9)
     figure.savefig(run.out / "repro_guo_figure4.png", dpi=80)
 
+    # A guess counts where it beats the mean digit, which needs no model.
     errors = np.square(guesses - truth).mean(axis=1)
     blind = blind_guess(task.train_inputs)
     top, bottom = float(errors[:shown].max()), float(errors[shown:].min())
