@@ -160,7 +160,7 @@ def test_arguments_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> 
         saved(input_range=(1, 0))
     with pytest.raises(ValueError, match=r"input_range=\(-inf, 1\) must be .* finite"):
         saved(input_range=(-math.inf, 1))
-    with pytest.raises(TypeError, match=r"attacks holds a dict; give what torchfil.attacks gives, AttackResult"):
+    with pytest.raises(TypeError, match=r"attacks contains a dict; give an AttackResult of torchfil.attacks"):
         saved(attacks=[{}])
     with pytest.raises(ValueError, match="measure is 'accuracy'"):
         saved(attacks=[AttackResult("a", "t", ["patient 0"], [0.5], "accuracy", 1)])

@@ -116,7 +116,7 @@ class RowTable(Mapping[str, Tensor]):
         return self._tensors[name][examples if places is None else places[examples].long()]
 
     def add(self, name: str, examples: Tensor, places: Tensor, values: Tensor) -> None:
-        """Add numbers of some examples, whose places :meth:`give` has told, [examples, …]."""
+        """Add numbers of some examples, at the places that :meth:`give` returned, [examples, …]."""
         if name in self._chosen:
             places = self._chosen[name][examples].long()
         self._tensors[name].index_add_(0, places, values.to(self._tensors[name].dtype))
@@ -124,7 +124,7 @@ class RowTable(Mapping[str, Tensor]):
     def distinct(self, examples: Tensor) -> tuple[Tensor, Tensor | None]:
         """Some of these examples, no two of which share a row, and for each of all the place of its like among them.
 
-        The places are None where all have rows of their own. What is read of a row need be computed but once.
+        The places are None if each has its own row. What is read from a row need only be computed once.
         """
         if self._places is None or self._chosen:
             return examples, None
@@ -134,7 +134,7 @@ class RowTable(Mapping[str, Tensor]):
         return first, place
 
     def give(self, examples: Tensor) -> Tensor:
-        """The places of some distinct examples, each with a row of its own from now on, [examples]."""
+        """The places of some distinct examples, each with its own row from now on, [examples]."""
         if self._places is None:
             return examples
         places = self._places[examples].long()

@@ -31,7 +31,7 @@ def exposed_words(
     if not {"diagonal", "fim"} & leakage.ledger.sums.keys():
         raise ValueError("texts= shows leakage by word, which needs make_private(track=('diagonal',))")
     if len(texts) != len(fil):
-        raise ValueError(f"texts has {len(texts)} entries for {len(fil)} examples; give one each, in order")
+        raise ValueError(f"texts has {len(texts)} entries for {len(fil)} examples; give one for each, in order")
     longest = max(map(len, texts))
     if longest > positions or leakage.num_coordinates % max(1, positions):
         raise ValueError(

@@ -384,11 +384,11 @@ class LeakageReading(PrivacyEngine):
             texts: Every example's words, in the order of the data set, one for each position of the private embedding:
                 the report shows those of the 20 most exposed examples, each with its leakage; needs
                 ``track=("diagonal",)``. They are private data.
-            attacks: What attacks on the run achieved (measure "mse"); each is set beside the run's bounds, unless it
+            attacks: Results of attacks on the run (measure "mse"); each is compared with the run's bounds, unless it
                 comes from :func:`torchfil.compare_with_bounds`.
-            hash_data: Whether to read through the data set for its checksum.
-            equalised: What :func:`torchfil.equalise` gave, whose ``engine`` this is: the report then tells what each
-                round did, and how groups stood before.
+            hash_data: Whether to read the whole data set for its checksum.
+            equalised: The result of :func:`torchfil.equalise` with this ``engine``: the report then shows what each
+                round did, and how groups compared before.
         """
         view = self._view(delta)
         with self._training.replica.gathered():  # pictures are shown with their PLIS

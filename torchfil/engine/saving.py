@@ -65,7 +65,7 @@ def build_saved_run(
     _check_parts(pictures, input_range, groups)
     leakage = run.leakage
     records = [_attack_record(attack, leakage) for attack in attacks]
-    # coordinates of words have no names of their own: the words tell it
+    # coordinates of words have no own names: the words do
     named = texts is None or attribute_names is not None
     attributes = _attributes(leakage, attribute_names, attribute_units) if named else None
     labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
@@ -118,11 +118,11 @@ def _check_parts(pictures: int, input_range: tuple[float, float] | None, groups:
 
 
 def _attack_record(attack: AttackResult | BoundComparison, leakage: Leakage) -> AttackRecord:
-    """What an attack achieved beside the run's bounds, unless it was set beside bounds already."""
+    """An attack compared with the run's bounds, unless it was compared with bounds already."""
     if not isinstance(attack, AttackResult | BoundComparison):
         raise TypeError(
-            f"attacks holds a {type(attack).__name__}; give what torchfil.attacks gives, AttackResult, or what "
-            "torchfil.compare_with_bounds makes of it"
+            f"attacks contains a {type(attack).__name__}; give an AttackResult of torchfil.attacks, or what "
+            "torchfil.compare_with_bounds returns"
         )
     compared = attack if isinstance(attack, BoundComparison) else compare_with_bounds(leakage, attack)
     return compared.record(leakage.ids.all())
@@ -185,7 +185,9 @@ def _attributes(leakage: Leakage, names: Sequence[str] | None, units: Sequence[s
     d = leakage.num_coordinates
     for what, given in (("attribute_names", names), ("attribute_units", units)):
         if given is not None and len(given) != d:
-            raise ValueError(f"{what} has {len(given)} entries for {d} private coordinates; give one each, in order")
+            raise ValueError(
+                f"{what} has {len(given)} entries for {d} private coordinates; give one for each, in order"
+            )
         strange = [entry for entry in given or () if not isinstance(entry, str)]
         if strange:
             raise TypeError(f"{what} holds {strange[0]!r}, a {type(strange[0]).__name__}; give texts")
@@ -200,7 +202,7 @@ def _attributes(leakage: Leakage, names: Sequence[str] | None, units: Sequence[s
     if leakage.ledger.chosen and 8 * leakage.ids.num_examples * d > _LARGEST_ATTRIBUTES:
         warnings.warn(
             f"the attributes of chosen ids are not saved: a table of {leakage.ids.num_examples:,} examples and {d:,} "
-            "attributes would be empty for the most part; read them with engine.get_attribute_fil(ids)",
+            "attributes would be mostly empty; read them with engine.get_attribute_fil(ids)",
             stacklevel=5,
         )
         return None
@@ -244,7 +246,9 @@ def _labels(name: str, given: Labels, leakage: Leakage) -> np.ndarray:
             raise ValueError(f"grouping {name!r} has no label for {len(missing)} examples, e.g. {missing[:3]}")
         given = [given[key] for key in ids]
     if len(given) != len(ids):
-        raise ValueError(f"grouping {name!r} has {len(given)} labels for {len(ids)} examples; give one each, in order")
+        raise ValueError(
+            f"grouping {name!r} has {len(given)} labels for {len(ids)} examples; give one for each, in order"
+        )
     return np.asarray([str(label) for label in given], dtype=str)
 
 

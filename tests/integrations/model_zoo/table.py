@@ -19,8 +19,8 @@ NONE = "–"
 
 HEADER = """# The models people train
 
-Models that run unchanged, and those that are refused. `make test-integrations` trains every row again and fails if this
-page is no longer true; `make models` rewrites it.
+Models that run unchanged, and those that are refused. `make test-integrations` trains every row again and fails if
+this page is no longer true; `make models` rewrites it.
 
 Each model is built from a small configuration, in float64, and takes two private steps with the defaults of
 `make_private`: Poisson sampling, smooth clipping, three weight probes, the recorded pass. Private are the input of

@@ -232,10 +232,10 @@ def register_rule(kind: type[nn.Module] | str, rule: LayerRule, *, overwrite: bo
     """
     is_name = isinstance(kind, str) and "." in kind
     if not (is_name or (isinstance(kind, type) and issubclass(kind, nn.Module))):
-        raise TypeError(f"{kind!r} is no class of modules; register a rule for a subclass of torch.nn.Module")
+        raise TypeError(f"{kind!r} is not a class of modules; register a rule for a subclass of torch.nn.Module")
     name = kind if isinstance(kind, str) else kind.__name__
     if not isinstance(rule, LayerRule):
-        raise TypeError(f"{rule!r} is no layer rule; pass an instance of a LayerRule, {name}Rule() say")
+        raise TypeError(f"{rule!r} is not a layer rule; pass an instance of a LayerRule, for example {name}Rule()")
     registry: dict[Any, LayerRule] = _RULES_BY_NAME if is_name else _RULES
     if kind in registry and not overwrite:
         raise ValueError(
