@@ -5,10 +5,11 @@ and a weight ω_i ∈ (0, 1] scales the clipped gradient of its example (:mod:`t
 stays that of C: sparing somebody costs a part of that example's pull on the model, and nothing else.
 
 What the weights themselves reveal. ω is a function of the data, and every bound takes it as fixed. Given everything
-that the pilot rounds released (their noisy gradients), ω_i with a fixed ``target`` and ``confidence=None`` is a function of
-example i alone, on a grid and so constant for almost every small change of it; and whatever ω_i is, the gradient it
-scales has norm ≤ C. So ε and Fisher information **added over all rounds**, as if every pilot model was released, hold
-with weights that move with the data too, up to the edges of the grid, for a number of rounds that is fixed beforehand.
+that the pilot rounds released (their noisy gradients), ω_i with a fixed ``target`` and ``confidence=None`` is a
+function of example i alone. It lies on a grid, so it is constant for almost every small change of the example; and
+whatever ω_i is, the gradient it scales has norm ≤ C. So ε and Fisher information **added over all rounds**, as if every
+pilot model was released, also hold with weights that move with the data, up to the edges of the grid, for a number of
+rounds that is fixed beforehand.
 The last round's own numbers hold with ω fixed only. Groups, cells, shares, intervals (which borrow from all examples)
 and the decision when to stop depend on the others' data as well, and are held fixed in either count.
 """
