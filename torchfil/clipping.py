@@ -9,7 +9,7 @@ A calibrated clip never exceeds C in norm, so every differential-privacy account
 sensitivity C stays valid. An uncalibrated clip reaches at most K·C.
 
     "smooth"      (1 + t⁸)^(1/8), the default: K = 1, and within 0.1 % of hard clipping for t < 0.54 and t > 1.86
-    "hard"        max(1, t), Opacus's; the Cramér–Rao bound wants a derivative that it lacks at t = 1
+    "hard"        max(1, t), Opacus's; the Cramér–Rao bound needs a derivative, which it lacks at t = 1
     "rsqrt"       sqrt(1 + t²): K = 1, and scales gradients down long before they reach C
     "gelu"        GELU(t − 1) + 1 (Guo et al. 2022), calibrated: K = 1.1153
     "gelu-paper"  the same with the paper's threshold, so that ‖g̃‖ reaches 1.1152 C
@@ -59,7 +59,7 @@ class ClipFunction:
         derivative: t ↦ c′(t), elementwise on tensors.
         norm_bound: K, an upper bound of t / c(t).
         calibrated: Whether the threshold is divided by K.
-        smooth: Whether c is continuously differentiable, as the Cramér–Rao bound asks for.
+        smooth: Whether c is continuously differentiable, as the Cramér–Rao bound requires.
 
     Example:
         >>> clip = get_clip("rsqrt")
@@ -131,7 +131,7 @@ def available_clips() -> tuple[str, ...]:
 
 
 def get_clip(clip: str | ClipFunction) -> ClipFunction:
-    """The clip function of that name (a :class:`ClipFunction` is handed back as it is)."""
+    """The clip function of that name (a :class:`ClipFunction` is returned unchanged)."""
     if isinstance(clip, ClipFunction):
         return clip
     if clip not in _REGISTRY:
@@ -213,7 +213,7 @@ def register_clip(
         overwrite: Whether a function of that name may be replaced.
 
     Raises:
-        ValueError: If the name is taken, c is no clip function, the claimed bound is too small or the
+        ValueError: If the name is taken, c is not a clip function, the claimed bound is too small or the
             derivative is wrong. Nothing is registered then.
 
     Example:

@@ -1,9 +1,9 @@
-"""What a divergence D = KL(P ‖ P') between two transcripts means for an attacker who guesses between answers.
+"""What a divergence D = KL(P ‖ P') between two transcripts means for an attacker who guesses an answer.
 
-P is the law of everything that a run releases where the true answer stands in the data, P' where an alternative does.
+P is the law of everything that a run releases if the true answer is in the data, P' if an alternative is.
 The bounds follow from data processing (nothing made from a release tells P from P' better than the release itself), so
 they bind **every attacker**, biased or not, whatever else it knows. What is random is the run (batches and noise) and
-the attacker's own dice. :func:`normal_limit_true_positive_rate` is the exception: an estimate, and called so.
+the attacker's own dice. :func:`normal_limit_true_positive_rate` is the exception: it is an estimate.
 
 A D that was measured in one run is an estimate of E_P Σ_t KL_t, and a bound taken at it is an estimate of the bound;
 :meth:`Guess.upper` takes the conservative end of D's interval. These values depend on private data: keep them secret.
@@ -161,7 +161,7 @@ def divergence_of_rate(rate: float, false_positive_rate: float) -> float:
 def normal_limit_true_positive_rate(divergence: Numbers, false_positive_rate: Numbers) -> Tensor:
     """Φ(Φ⁻¹(α) + sqrt(2D)): an **estimate** of the best attacker's true-positive rate at α, not a bound.
 
-    It is exact where log p/p' is normal: in the limit of many steps that each say little, and for a Gaussian release.
+    It is exact if log p/p' is normal: in the limit of many steps that each say little, and for a Gaussian release.
 
     Example:
         >>> normal_limit_true_positive_rate(0.5, [0.01, 0.1])  # 1 standard deviation apart

@@ -1,4 +1,4 @@
-"""Is a model smooth enough for Fisher information, and how to make it so.
+"""Whether a model is smooth enough for Fisher information, and how to make it smooth.
 
 The Fisher information of a step asks for the derivative of the gradient, the second derivative of the
 network. A network with ReLU or max pooling has a gradient that jumps with the input: its Jacobian exists
@@ -61,7 +61,7 @@ def register_smoothness_rule(
     Args:
         module_type: The exact type.
         reason: What is wrong, for the error message.
-        fix: (module, activation name) ↦ a smooth replacement; None where there is none.
+        fix: (module, activation name) ↦ a smooth replacement; None if there is none.
         applies: Whether an instance is non-smooth; by default every one is.
     """
     _RULES[module_type] = (reason, fix, applies)

@@ -351,7 +351,7 @@ def test_runs_of_other_noise_are_not_averaged() -> None:
     with pytest.raises(ValueError, match="must share noise, clipping"):
         FILPrivacyEngine.merge([sampled(1), sampled(2, noise_multiplier=2.0)])
     engine = sampled(1)
-    with pytest.raises(ValueError, match="the same engine twice"):
+    with pytest.raises(ValueError, match="one engine twice"):
         FILPrivacyEngine.merge([engine, engine])
 
 

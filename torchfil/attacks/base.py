@@ -1,4 +1,4 @@
-"""What every attack gives: by example, what was achieved, by whom, in which unit."""
+"""The result of every attack: by example, what was achieved, by whom, in which unit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AttackResult:
         achieved: What was achieved for each, a mean over trials, [m], in the unit that ``measure`` names.
         measure: "mse" (mean squared error per private coordinate, what a Fisher bound bounds), "accuracy", "auc", …
         trials: How many repetitions each mean is over.
-        standard_error: Of ``achieved``, [m], or None where one trial does not tell.
+        standard_error: Of ``achieved``, [m], or None if one trial does not tell.
         squared_bias: ‖E[guess] − truth‖² per coordinate, [m], where the measure is "mse" and it was estimated.
         guesses: The guesses of one trial, or whatever the attack documents, [m, …].
         sigma: The noise on the weights, where one release of them was attacked;
@@ -70,7 +70,7 @@ class AttackResult:
 
     @property
     def untestable(self) -> str:
-        """Why the attack can neither keep nor break a bound; "" where it can."""
+        """Why the attack can neither keep nor break a bound; "" if it can."""
         if not self.saw_model:
             return "never saw the model"
         return "" if self.trials > 1 and self.standard_error is not None else "one trial"
@@ -79,7 +79,7 @@ class AttackResult:
 def make_generator(
     generator: torch.Generator | None, seed: int | None, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """The generator given; else a new one on the device, of this seed, or of fresh randomness without one.
+    """The given generator; else a new one on the device, with this seed, or freshly seeded without one.
 
     Raises:
         ValueError: Both are given.

@@ -30,7 +30,7 @@ _NEXT_TO_NO_NOISE = 0.05  # σ below which a step that drew the example is known
 
 @dataclass(frozen=True, eq=False)
 class Bracket:
-    """A number that lies between two others for certain; ``float(b)`` is the upper end, which can be promised.
+    """A number that certainly lies between two others; ``float(b)`` is the upper end, which can be promised.
 
     Attributes:
         low: The lower end.
@@ -52,18 +52,18 @@ def rero(
     steps: int | Sequence[int],
     tolerance: float = 1e-4,
 ) -> Bracket:
-    """The best success rate of **every** attacker, biased or not; random are the run's batches and its noise.
+    """The largest success rate of **every** attacker, biased or not; the run's batches and its noise are random.
 
     Args:
         prior_success: π₀ in (0, 1): how often the attacker's guess without the model succeeds; several: a curve.
-        q: The sampling rate, in (0, 1]; several: of each stretch of the run.
-        noise_multiplier: σ > 0; the clipped norm must not exceed ``max_grad_norm``. Several: of each stretch.
-        steps: T ≥ 1; several: of each stretch.
+        q: The sampling rate, in (0, 1]; several: one per part of the run.
+        noise_multiplier: σ > 0; the clipped norm must not exceed ``max_grad_norm``. Several: one per part.
+        steps: T ≥ 1; several: one per part.
         tolerance: The wanted width of the bracket, relative to its upper end.
 
     Returns:
         The bracket, a scalar or [priors]; exact for q = 1. The grid has at most 2²⁰ cells: in extreme runs the bracket
-        stays wider than asked for, and holds all the same.
+        stays wider than asked for, but still holds.
 
     Example:
         >>> bracket = rero(0.01, q=0.01, noise_multiplier=1.0, steps=1000)

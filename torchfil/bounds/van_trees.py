@@ -1,4 +1,4 @@
-"""Every attacker, on the average over people: the van Trees inequality.
+"""Every attacker, on average over people: the van Trees inequality.
 
 Let people's values z have the density π, with Fisher information J = E ∇log π ∇log πᵀ. For **every** attacker, biased
 or not, who knows π, the model and all other examples,
@@ -28,7 +28,7 @@ _FEW = 10  # distinct values of a column that is not continuous
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """How people's private values are spread, as the attacker knows it.
+    """How people's private values are distributed, as the attacker knows it.
 
     Attributes:
         information: J of the density: its d eigenvalues, or its trace alone, which gives a looser bound. Infinite along
@@ -62,7 +62,7 @@ class Prior:
 
         Not regularised: the bound is a concave function of Σ, so that chance in the covariance lowers it on average,
         and directions without variance count as known to everybody. Of all spreads with covariance Σ the normal one has
-        the least information, so that the bound leans on people being spread like that.
+        the least information, so the bound relies on people being distributed like that.
 
         Args:
             values: The private coordinates, [n, d], in the order of ``Private``; any further dimensions are flattened.
@@ -166,7 +166,7 @@ def mse_van_trees(
 
 
 def population_mse_bound(trace: Estimate, num_coordinates: int, prior: Prior) -> PopulationBound:
-    """The van Trees bound from every example's trace; its examples are taken for independent draws from the prior.
+    """The van Trees bound from every example's trace; examples count as independent draws from the prior.
 
     Args:
         trace: tr I of every example, [n], as :meth:`Leakage.get_trace` gives; those that were not drawn count with 0.

@@ -1,13 +1,13 @@
 r"""σ chosen for a target of leakage, by pilots: as ``make_private_with_epsilon`` does for ε, but by training.
 
-No formula tells how much every example leaks over a run: tr I is about proportional to 1/σ², but the path of the
+No formula gives how much every example leaks over a run: tr I is about proportional to 1/σ², but the path of the
 weights changes with σ, and so do the subsampling factors. So whole runs are tried on copies (:mod:`.pilots`), with σ on
-a public grid of powers: log headroom (how many times better than wanted the worst example is) against log σ is close to
-a line, on which the next trial is read off. The smallest σ of the grid that a pilot has met the target with, with a
-margin, is taken.
+a public grid of powers: log headroom (how many times better than the target the worst example is) against log σ is
+close to a line, which gives the next trial. The smallest σ of the grid with which a pilot met the target, with a
+margin, is chosen.
 
 What it means: σ depends on the data, and the bound of the run holds with σ taken as given. Rounded to a coarse grid, σ
-is constant almost everywhere. ε is that of the run alone: nothing of the pilots may be released, nor what was measured.
+is constant almost everywhere. ε counts only the run: neither the pilots nor their measurements may be released.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class NoiseSearch:
         margin: By how much a pilot must beat the target: runs differ, so one in a few pilots of the
             smallest σ that meets the target on average is lucky.
         grid: The factor between neighbouring σ.
-        max_pilots: How many are run at most.
+        max_pilots: The largest number of pilots.
         max_noise_multiplier: The largest σ.
-        first: The σ to begin with.
+        first: The first σ to try.
 
     Example:
         >>> NoiseSearch(margin=0.0).smallest(lambda sigma: sigma**2 / 1.9)[0]  # the square root of 2 is on the grid
@@ -85,7 +85,7 @@ class NoiseSearch:
             headroom: Of a trial with this σ; about proportional to a power of σ.
 
         Returns:
-            σ, and the headroom of all that were tried, in their order.
+            σ, and the headroom of all trials, in order.
         """
         step = math.log(self.grid)
         tried: dict[int, float] = {}  # log of headroom/(1 + margin), by the power of the grid
@@ -164,8 +164,8 @@ class NoiseChoice:
 
     Attributes:
         noise_multiplier: σ.
-        target: What the run is to keep to.
-        search: How it was looked for.
+        target: The run's target.
+        search: How it was searched.
         pilots: All of them, in their order.
     """
 
@@ -202,12 +202,12 @@ def choose_noise(
 
     Args:
         pilots: How they are trained.
-        target: What the run is to keep to.
+        target: The run's target.
         search: Which σ are tried.
-        pilot_epochs: The length of pilots that are run before, to know where to begin; None: there are none.
+        pilot_epochs: The length of short pilots that find a starting point; None: none.
 
     Raises:
-        ValueError: It cannot be met, and by how much.
+        ValueError: It cannot be met; the message says by how much.
     """
     if pilot_epochs is not None and not 1 <= pilot_epochs < pilots.epochs:
         raise ValueError(
@@ -256,7 +256,7 @@ def check_participations(
     *,
     poisson: bool,
 ) -> None:
-    """Raise where a run is so short that it will hardly have an interval for every example.
+    """Raise if a run is so short that it will hardly have an interval for every example.
 
     An example that was measured in fewer than five steps has none; see :mod:`torchfil.accounting.path`.
     """
@@ -280,13 +280,13 @@ def check_participations(
 
 
 def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[], Leakage], every: int) -> None:
-    """From now on the optimizer warns, once, when the estimate so far is worse than the target already.
+    """Make the optimizer warn, once, when the estimate so far is already worse than the target.
 
     Leakage cannot be undone, so the run will miss it; nothing changes automatically.
 
     Args:
         optimizer: The private one; its step hook is called as before.
-        target: What the run is to keep to.
+        target: The run's target.
         totals: Gives what leaked so far.
         every: How many steps to wait between looks.
     """

@@ -35,7 +35,7 @@ class Round:
 
     Attributes:
         worst: The smallest MSE bound (unbiased attackers), or the largest true-positive rate of a question (every
-            attacker), as estimated from this run; random are its batches and its noise.
+            attacker), as estimated from this run; its batches and its noise are random.
         worst_end: The same at the conservative ends of the intervals; ``worst`` itself with ``confidence=None``.
         spread: The standard deviation of FIL (of a question: of sqrt(D)) over examples, over its mean.
         num_below: Of how many examples the (conservative) number misses the target.
@@ -69,19 +69,19 @@ class Round:
 
 @dataclass(frozen=True)
 class Equalised:
-    """Clip weights, the run that was trained with them, and how they came about; ``str()`` gives it as a table.
+    """Clip weights, the run trained with them, and how they were found; ``str()`` gives a table.
 
     **The weights depend on the data and are held fixed in every number here**, as in IRFIL; see
-    :func:`torchfil.equalise` for what remains, and the ways out.
+    :func:`torchfil.equalise` for ways to deal with that.
 
     Attributes:
         weights: ω, [n], in the order of the data set, float64; those that ``engine`` was trained with. Confidential.
         engine: What ``train`` returned for them, the best round's: the one in which the fewest examples missed the
-            target, the last where it was met.
+            target, the last if it was met.
         leakage: What is reported: that engine's totals, or the average over ``fresh_runs``.
         met: Whether what is reported meets the target (and the groups' ratio).
         stopped: Why the rounds ended.
-        target: The bound (or true-positive rate) that was aimed at; None: groups alone.
+        target: The target bound (or true-positive rate); None: only groups.
         worst: The smallest bound (or largest true-positive rate) reported.
         worst_end: Its conservative end.
         chosen: The round that ``weights`` and ``engine`` come from.
@@ -91,8 +91,8 @@ class Equalised:
             different noise with the "gdp" accountant.
         worst_of_all_rounds: The smallest bound (or largest rate), estimates added over all rounds, in that case.
         question: The question; None: Fisher information.
-        fil_before: η̄ of every example in the first round, [n], NaN where it was not measured; None where that round
-            had weights already.
+        fil_before: η̄ of every example in the first round, [n], NaN if it was not measured; None if that round
+            already had weights.
     """
 
     weights: Tensor

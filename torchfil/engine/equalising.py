@@ -1,14 +1,15 @@
-"""``torchfil.equalise``: rounds of training that spare the few who are exposed most.
+"""``torchfil.equalise``: rounds of training that spare the most exposed.
 
 Hannun et al. 2021 reweight a linear model until everybody leaks alike (:mod:`torchfil.glm.irfil`). Here it is DP-SGD,
 and a weight ω_i ∈ (0, 1] scales the clipped gradient of its example (:mod:`torchfil.accounting.sparing`). The noise
 stays that of C: sparing somebody costs a part of that example's pull on the model, and nothing else.
 
-What the weights themselves tell. ω is a function of the data, and every bound takes it as fixed. Given all that the
-pilot rounds released (their noisy gradients), ω_i with a fixed ``target`` and ``confidence=None`` is a function of
-example i alone, on a grid and so constant for almost every small change of it; and whatever ω_i is, the gradient it
-scales has norm ≤ C. So ε and Fisher information **added over all rounds**, as if every pilot model was released, hold
-with weights that move with the data too, up to the edges of the grid, for a number of rounds that is fixed beforehand.
+What the weights themselves reveal. ω is a function of the data, and every bound takes it as fixed. Given everything
+that the pilot rounds released (their noisy gradients), ω_i with a fixed ``target`` and ``confidence=None`` is a
+function of example i alone. It lies on a grid, so it is constant for almost every small change of the example; and
+whatever ω_i is, the gradient it scales has norm ≤ C. So ε and Fisher information **added over all rounds**, as if every
+pilot model was released, also hold with weights that move with the data, up to the edges of the grid, for a number of
+rounds that is fixed beforehand.
 The last round's own numbers hold with ω fixed only. Groups, cells, shares, intervals (which borrow from all examples)
 and the decision when to stop depend on the others' data as well, and are held fixed in either count.
 """
@@ -70,20 +71,20 @@ def equalise(
     a question. Weights fall and never rise again, and whoever meets the target with its margin keeps 1.
 
     **The weights depend on the data and are held fixed in the bound and in ε**, as in IRFIL. Pilot models that nobody
-    sees tell an attacker of the last model nothing but what the weights tell. What remains, and the ways out:
+    sees tell an attacker of the last model nothing except through the weights. Ways to deal with that:
 
     * ``by=``: weights that are a function of public attributes alone. A cell's value is still that of its worst member.
     * Count all rounds as released: ``epsilon_of_all_rounds`` and ``worst_of_all_rounds`` of the result; see
       :mod:`torchfil.engine.equalising` for when that covers it.
-    * ``fresh_runs=``: what was chosen by chance does not flatter what is reported: weights come from some runs, bounds
-      from others. This is about chance, not about what the weights tell. Without it bounds are still those of a run
-      that did not choose its own weights; but the rounds stop where a run looks good.
+    * ``fresh_runs=``: weights come from some runs and bounds from others, so chance in the choice does not flatter the
+      report. This is about chance, not about what the weights reveal. Without it bounds still come from a run that did
+      not choose its own weights, but the rounds stop when a run looks good.
 
     Args:
-        train: Trains with given clip weights (None, or a tensor [n] in the order of the data set, to be handed to
-            ``make_private(…, clip_weights=)``) and returns the engine, or (engine, score) with any number to be kept
-            in the history, the accuracy for instance. Runs must differ in their random numbers: fix no seed, or
-            another one at each call.
+        train: Trains with given clip weights (None, or a tensor [n] in the order of the data set, to pass to
+            ``make_private(…, clip_weights=)``) and returns the engine, or (engine, score) with any number to keep in
+            the history, for example the accuracy. Runs must differ in their random numbers: set no seed, or another
+            one at each call.
         target: The bound that every example should reach; with ``question`` the largest true-positive rate that any
             attacker may reach. None: with ``groups`` only groups are equalised, otherwise it comes from ``share``.
         question: The name of a question that the run is asked; None: Fisher information (unbiased attackers).
@@ -91,26 +92,26 @@ def equalise(
         share: Without a target: bring the most exposed share of all examples down to where the others begin, by the
             first round; None: 0.01.
         confidence: One-sided: the lower ends of the bounds (upper ends of D) at it, by the probes' errors, must meet
-            the target. What another run would draw is not in them, but in ``margin``: the ends that ``torchfil gate``
-            looks at hold it, and are far lower where single steps decide. An example whose probes tell no error
-            counts by its estimate, and is counted in the history. None: estimates.
+            the target. They do not cover what another run would draw; ``margin`` does. (The ends that ``torchfil gate``
+            uses cover it, and are far lower if single steps decide.) An example whose probes give no error counts by
+            its estimate, and is counted in the history. None: estimates.
         groups: One label per example in the order of the data set, or a mapping id ↦ label. Every group gets a common
             factor besides its members' own weights, so that the groups' mean FIL (of a question: mean D) become equal.
         group_ratio: The largest over the smallest of these means that counts as equal.
         by: Public cells, given as ``groups`` is: every example gets the smallest weight that any member of its cell
             needs. Groups must be made of whole cells.
-        max_rounds: Trainings at most, the first, without weights, included; fresh runs come on top.
+        max_rounds: The largest number of trainings, including the first, without weights; fresh runs come on top.
         fresh_runs: How many further trainings with the chosen weights are reported instead; of several, the average.
-        floor: No weight falls below it: an example that does not pull at all is not learned from.
-        margin: Aim at so many times the target, because the next run draws other batches and noise: 1.5 where exposures
-            differ by 20 % from run to run, 2 where by 30 % (longer runs differ less).
+        floor: The smallest weight: an example that does not pull at all teaches the model nothing.
+        margin: Aim at so many times the target, because the next run draws other batches and noise: 1.5 if exposures
+            differ by 20 % from run to run, 2 if by 30 % (longer runs differ less).
         grid: Weights are powers of 2^(−1/grid): coarse, so that they are constant for almost every change of the data.
-        weights: To begin with, [n]: ``next_weights`` of an earlier result. None: the first round is without.
+        weights: To start with, [n]: ``next_weights`` of an earlier result. None: the first round has none.
         delta: With it the history has ε.
-        progress: Whether to show a bar of the rounds; there may be fewer than ``max_rounds``.
+        progress: Whether to show a progress bar of the rounds; there may be fewer than ``max_rounds``.
 
     Returns:
-        The weights, the engine that was trained with them, the history and the cost; ``print`` it.
+        The weights, the engine trained with them, the history and the cost; print it.
     """
     goal = Goal(target, question, false_positive_rate, share, confidence, group_ratio, groups is not None)
     _check_options(train, max_rounds, fresh_runs, floor, margin, grid, weights, delta)
@@ -313,7 +314,7 @@ class _Rounds:
         return _Booked(trained, weights, self._missing[-1], self.history[-1])
 
     def progressed(self) -> bool:
-        """Whether the last round left less to be done than all before: a smaller excess, or fewer examples."""
+        """Whether the last round left less to do than all before: a smaller excess, or fewer examples."""
         *before, last = zip(self._missing, (each.num_below for each in self.history), strict=True)
         if not before:
             return True
@@ -344,7 +345,7 @@ class _Rounds:
         return replace(chosen, trained=average, missing=missing)
 
     def epsilon_of_all(self) -> float | None:
-        """ε of all rounds' models together; None without δ, or where the accountant cannot tell."""
+        """ε of all rounds' models together; None without δ, or if the accountant cannot say."""
         if self._delta is None or any(accountant is None for accountant in self._accountants):
             return None
         steps: Counter[tuple[float, float]] = Counter()

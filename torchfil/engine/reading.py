@@ -314,7 +314,7 @@ class LeakageReading(PrivacyEngine):
             raise ValueError("merge needs at least one engine")
         if len(set(map(id, engines))) < len(engines):
             raise ValueError(
-                "merge got the same engine twice: a run agrees with itself, whatever its error; pass different runs"
+                "merge got one engine twice: a run agrees with itself, whatever its error; pass different runs"
             )
         average = Leakage.average([engine.totals for engine in engines])
         told = sorted({engine._mechanism() for engine in engines})

@@ -35,15 +35,15 @@ class Estimate:
         value: The number; its first dimension runs over examples.
         standard_error: Its sampling standard deviation, same shape; 0 where nothing was sampled.
         kind: "exact", "estimate" (unbiased), "lower bound" or "upper bound".
-        degrees_of_freedom: Of the standard error (probes − 1), one number or one per example; infinite where it is
+        degrees_of_freedom: Of the standard error (probes − 1), one number or one per example; infinite if it is
             not itself estimated from a few probes.
         positive: Whether the quantity cannot be negative (a trace, a diagonal); its interval is then
             multiplicative.
         certain: The part of the value that was not sampled, same shape; None: 0.
-        variance_limit: A variance that is not too small in the mean, whatever was sampled, same shape; None: not known.
+        variance_limit: A variance that is not too small on average, whatever was sampled, same shape; None: unknown.
         run_error: The standard deviation of what else is random in the run that the value comes from (its batches, the
-            noise and so the path of its weights), same shape; infinite where one run does not tell; None: nothing else.
-        source: (estimate, exponent, unit) where this one is (estimate/unit)^exponent.
+            noise and so the path of its weights), same shape; infinite if one run does not tell; None: nothing else.
+        source: (estimate, exponent, unit) if this one is (estimate/unit)^exponent.
 
     Example:
         >>> e = Estimate(torch.tensor([2.0]), torch.tensor([0.1]), "estimate")
@@ -80,9 +80,9 @@ class Estimate:
         spread (t = 12.7 for two), so that such a factor is cut to (ν/χ²)^(±1) where the largest variance, 2 sampled²/ν,
         is known, χ² being the lower quantile of χ²_ν.
 
-        What else is random in the run widens it: widths add up as independent errors do, logarithms of a positive
-        quantity's factors. Where one run does not tell how far it is off, the ends of a positive quantity are 0 and ∞:
-        no interval is claimed, and the value is an estimate from one run.
+        Everything else random in the run widens it: widths add up like independent errors, for a positive quantity as
+        logarithms of its factors. If one run does not tell how far it is off, the ends of a positive quantity are 0 and
+        ∞: no interval is claimed, and the value is an estimate from one run.
 
         Args:
             confidence: The probability.
@@ -136,7 +136,7 @@ class Estimate:
     def raised(self, exponent: float, unit: float | Tensor = 1.0) -> Estimate:
         """(value/unit)^exponent of a positive estimate, with one unit for all or one each.
 
-        A negative exponent turns a bound round.
+        A negative exponent turns a bound around.
 
         Example:
             >>> Estimate.exact(torch.tensor([8.0, 8.0])).raised(0.5, torch.tensor([2.0, 8.0]))

@@ -37,7 +37,7 @@ STATE_FILE = "torchfil_state.pt"  # in each of the trainer's checkpoints
 
 
 class FILTrainer(Trainer):
-    """A ``Trainer`` whose ``train()`` is a private run under account.
+    """A ``Trainer`` whose ``train()`` is a private, accounted run.
 
     In use::
 
@@ -54,14 +54,14 @@ class FILTrainer(Trainer):
     ``per_device_train_batch_size`` · ``gradient_accumulation_steps``; it is computed in pieces that fit into
     ``Execution(max_memory=…)``, so that accumulation costs no memory.
 
-    Several devices, by ``torchrun`` or ``accelerate launch``: as in ``Trainer``, that many of every device. The table
-    and checkpoints are written by rank 0. Before reading on one rank, call ``trainer.engine.gather()`` on all.
+    Several devices, with ``torchrun`` or ``accelerate launch``: as in ``Trainer``, that many per device. Rank 0 writes
+    the table and checkpoints. Before reading on one rank, call ``trainer.engine.gather()`` on all.
 
     The loss is the model's own, on each example alone (:class:`ModelLoss`): by ``config.problem_type``, per token where
     labels are tokens, with ``label_smoothing_factor``. That is checked on examples of the first batch.
 
-    The loss that the trainer logs is that of the plain batch: it is not private. The ``grad_norm`` that it logs is that
-    of the noisy gradient that was released.
+    The loss that the trainer logs is that of the plain batch: it is not private. The ``grad_norm`` that it logs belongs
+    to the released, noisy gradient.
 
     Guarantees:
         * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`, on several devices
@@ -78,7 +78,7 @@ class FILTrainer(Trainer):
         *args: As in ``Trainer``.
         privacy: Options of :meth:`FILPrivacyEngine.make_private`; with ``target_epsilon``, ``target_delta`` and
             ``epochs`` of :meth:`FILPrivacyEngine.make_private_with_epsilon`.
-        criterion: Another loss, of (logits, labels); it must weigh every example alike, which is checked. None: the
+        criterion: Another loss, of (logits, labels); it must weight all examples equally, which is checked. None: the
             model's own.
         engine: None: a new one. It accounts for one call of ``train()``.
         leakage_path: Where the table is written, as CSV; None: nowhere.

@@ -61,8 +61,8 @@ class FILCallback(pl.Callback):
     Args:
         engine: None: a new one. It accounts for one fit.
         module: The name of the only submodule that ``training_step`` calls, as ``self.<module>(x)``; None: the
-            LightningModule itself, called as ``self(x)``, or "training_step" where it has no ``forward``. With
-            "training_step" the model is all that ``training_step`` does up to its call of a loss function of
+            LightningModule itself, called as ``self(x)``, or "training_step" if it has no ``forward``. With
+            "training_step" the model is everything that ``training_step`` does before it calls a loss function of
             ``torch.nn.functional``, at the cost of one more forward pass.
         path: Where the table is written, as CSV; None: nowhere.
         delta: δ: the table then has ``individual_epsilon``, and ``epsilon`` is logged at the end of every epoch.
@@ -141,7 +141,7 @@ class FILCallback(pl.Callback):
             write_table(self.engine, self.path, self.delta, here=trainer.is_global_zero)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         if stage == "fit" and self._redirected is not None:
             self.engine.detach()
             self._redirected.undo()

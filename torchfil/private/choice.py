@@ -23,24 +23,24 @@ class Private:
 
     Attributes:
         inputs: Positions (tuple inputs) or names (dict inputs) of the private inputs; "visit.dose" is one inside a
-            dict. None: every floating-point input that is not a mask by its name, or no input at all where
+            dict. None: every floating-point input that is not a mask by its name, or no input at all if
             ``submodule`` is given.
         coordinates: The private coordinates of the private inputs (or of the submodules' outputs): a boolean
             mask that broadcasts to the shape of one example, or column numbers or a slice along the last
-            dimension. A dict {input: coordinates} says it for each input. None: all of them.
-        target: Whether the target is private too; it must be floating-point (a regression's target, or
+            dimension. A dict {input: coordinates} sets them for each input. None: all of them.
+        target: Whether the target is private, too; it must be floating-point (a regression's target, or
             class probabilities).
         submodule: The name, as in ``model.named_modules()``, of the submodule whose output is private, or several.
             For integer inputs, name the embedding. The coordinates are then offsets from its output at
-            the present weights, and the integers themselves count as known to the attacker. One that is called
+            the current weights, and the integers themselves count as known to the attacker. One that is called
             several times in a forward pass is private at each call ("table[0]", "table[1]", …).
-        lengths: Which positions are the example's own, where batches are padded: the name of an input with a mask
+        lengths: Which positions are the example's own, if batches are padded: the name of an input with a mask
             [batch, T] (not 0 at own positions) or lengths [batch], or a function from the inputs to either. A dict
-            {input or submodule: …} says it for each. Coordinates of padding count neither in d nor in tr I. None: an
+            {input or submodule: …} sets it for each. Coordinates of padding count neither in d nor in tr I. None: an
             input called ``attention_mask``, else tokens that are not the embedding's ``padding_idx`` (or the
             configuration's ``pad_token_id``), else all positions.
-        max_length: The most positions that a private text has. Sums by coordinate (``track="diagonal"``, "plis", …)
-            need it where batches are padded to their own longest: all are laid out for so many positions.
+        max_length: The largest number of positions of a private text. Sums by coordinate (``track="diagonal"``, …) need
+            it if batches are padded to their own longest: all are laid out for this many positions.
 
     Example:
         >>> Private(coordinates=[0, 2])
@@ -128,7 +128,7 @@ def private_inputs(named: Mapping[Key, Input], names: Mapping[Key, str], private
 
 
 def nothing_private(named: Mapping[Key, Input], embeddings: Sequence[str] = ()) -> str:
-    """The error where nothing is private, with the embeddings whose outputs could be."""
+    """The error if nothing is private; it names the embeddings whose outputs could be."""
     kinds = {key: str(given.value.dtype) for key, given in named.items() if isinstance(given.value, Tensor)}
     floats = any("float" in kind for kind in kinds.values())
     masks = " except masks, which are not private by default" if floats else ""
