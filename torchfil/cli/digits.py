@@ -61,7 +61,7 @@ def digits_network() -> nn.Sequential:
 
 def train_on_digits(
     *,
-    epochs: int = 8,
+    epochs: int = 20,
     noise_multiplier: float = 1.0,
     device: str = "cpu",
     seed: int = 0,

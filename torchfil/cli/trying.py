@@ -28,7 +28,7 @@ __all__ = ["bench", "demo"]
     show_default=True,
     help="Folder for run and report.",
 )
-@click.option("--epochs", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--epochs", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--noise", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="σ.")
 @click.option("--device", default="cpu", show_default=True)
 @with_output
@@ -38,7 +38,7 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
     \b
     Examples:
       torchfil demo
-      torchfil demo --epochs 20 --noise 0.7 -o /tmp/digits
+      torchfil demo --epochs 30 --noise 0.7 -o /tmp/digits
     """
     from torchfil.cli.digits import DELTA, train_on_digits
     from torchfil.datasets.stand_ins import small_digits_in_words
