@@ -163,13 +163,18 @@ READERS: dict[str, Callable[[RowTable], Any]] = {
     "copied": lambda table: dict(copy.deepcopy(table)),
     "pickled": lambda table: dict(pickle.loads(pickle.dumps(table))),
     "forked": forked,
-    "extended": lambda table: (table.extend(20), {name: table[name][:8] for name in table})[1],
+    "extended": lambda table: extended(table),
     "rows": lambda table: dict(rows_now(table)),
 }
 
 
 def own_rows(table: RowTable, places: Tensor) -> dict[str, Tensor]:
     return {name: table.own(name)[places] for name in table}
+
+
+def extended(table: RowTable) -> dict[str, Tensor]:
+    table.extend(20)
+    return {name: table[name][:8] for name in table}
 
 
 def rows_now(table: RowTable) -> dict[str, Tensor]:
