@@ -187,6 +187,21 @@ class TestPage:
         assert "± 0.4 years" in whole
         assert "small 75 %, tall 25 %" in whole
 
+    def test_inputs_are_told_in_one_unit(self, tmp_path: Path) -> None:
+        """Before, the chart was of squared errors and its table of both."""
+        run = with_yardsticks(made_up(240), 0.5)
+        page = write_report(run, tmp_path / "report")
+        low = run.columns["mse_bound_low"]
+        share = math.floor(100 * math.sqrt(np.min(low)) / 0.5)
+        for section in ("distribution", "bounds"):
+            assert "MSE" not in words(page, section)
+        text = words(page, "distribution")
+        assert f"{share} % of a blind guess’s error" in text
+        assert "no better than guessing" in text
+        assert "Always answering an input’s mean over the examples is off by its standard deviation, 0.5" in text
+        public = words(write_report(run, tmp_path / "public", redacted=True), "distribution")
+        assert "That is private, and no line is drawn for it" in public
+
     def test_without_a_yardstick_it_is_said(self, tmp_path: Path) -> None:
         text = words(write_report(made_up(), tmp_path / "report"), "attributes")
         assert "no share of a blind guess can be told" in text

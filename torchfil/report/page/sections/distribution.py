@@ -1,10 +1,11 @@
-"""How the MSE bounds are distributed."""
+"""How closely examples could be rebuilt: the least errors of unbiased guesses, beside that of a blind guess."""
 
 from __future__ import annotations
 
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, named_level, paragraph, root
 from torchfil.report.page.html import Markup, count, join, number, table, tag
+from torchfil.report.yardsticks import share_in_words
 
 __all__ = ["render"]
 
@@ -21,10 +22,11 @@ def _chart(report: Report) -> Markup | None:
     summary, bins = report.summary, report.summary.mse_histogram
     if bins is None:
         return paragraph("Too few bounds are finite to draw them.")
-    marks = [svg.Mark(summary.guess, f"blind guess, {number(summary.guess)}")] if summary.guess else []
+    blind, unit = root(summary.guess), report.about("unit_of_inputs")
+    marks = [svg.Mark(blind, f"blind guess, {number(blind)}")] if blind else []
     caption = [
-        "How many examples have which bound; further left is more exposed. Only measured examples are counted.",
-        f" {count(bins.outside)} examples with nothing to learn about them (bound infinite) are left out."
+        "How many examples have which least error; further left is more exposed. Only measured examples are counted.",
+        f" {count(bins.outside)} examples with nothing to learn about them (error infinite) are left out."
         if bins.outside
         else "",
         " Bars of unequal width show counts by their area; the outermost are laid around the mean of their examples."
@@ -34,16 +36,16 @@ def _chart(report: Report) -> Markup | None:
 
     return svg.figure(
         lambda width: svg.histogram(
-            bins.edges,
+            [edge**0.5 for edge in bins.edges],
             bins.counts,
             width=width,
             title="examples",
-            axis="bound on the mean squared error per input (MSE)",
+            axis="least error of an unbiased guess" + (f" ({unit})" if unit else ", per input"),
             marks=marks,
-            emphasis_below=summary.guess,
+            emphasis_below=blind,
         ),
         caption,
-        label="Histogram of the MSE bounds of the measured examples",
+        label="Histogram of the least errors of unbiased guesses, over the measured examples",
     )
 
 
@@ -67,13 +69,13 @@ def _explained(report: Report) -> Markup:
     if report.run is not None and report.run.yardsticks is not None:
         blind = (
             "Always answering an input’s mean over the examples is off by its standard deviation, "
-            f"{number(guess**0.5)} (root mean square over all inputs): a squared error of {number(guess)}."
+            f"{number(guess**0.5)} (root mean square over all inputs)."
         )
     else:
         middle = (ends[0] + ends[1]) / 2
         blind = (
             f"Inputs lie between {number(ends[0])} and {number(ends[1])}; always answering {number(middle)} is off by "
-            f"at most {number(ends[1] - middle)}, a squared error of at most {number(guess)}."
+            f"at most {number(ends[1] - middle)}."
         )
     return paragraph(
         tag("b", "The dashed line"),
@@ -85,21 +87,19 @@ def _explained(report: Report) -> Markup:
 
 
 def _table(report: Report) -> Markup:
+    """Typical examples: their least error and its share of a blind guess's; FIL and squared bounds folded away."""
     summary = report.summary
     digits = 2 if summary.redacted else 3
     with_low = summary.exposure[0].mse_bound_low is not None
-    head = ["Of the measured examples", "FIL η̄", "MSE bound", *(["its low end"] if with_low else []), "± per input"]
-    shown = [row.mse_bound_low if with_low else row.mse_bound for row in summary.exposure]
-    rows = [
-        [
-            named_level(row.level, row.examples, summary.redacted),
-            number(row.fil, digits, even=True),
-            number(row.mse_bound, digits, even=True),
-            *([number(row.mse_bound_low, digits, even=True)] if with_low else []),
-            number(root(bound), digits, even=True),
-        ]
-        for row, bound in zip(summary.exposure, shown, strict=True)
-    ]
+    with_share = any(row.share is not None for row in summary.exposure)
+    rows, raw = [], []
+    for row in summary.exposure:
+        name = named_level(row.level, row.examples, summary.redacted)
+        bound = row.mse_bound_low if with_low else row.mse_bound
+        share = [] if not with_share else ["" if row.share is None else share_in_words(row.share)]
+        rows.append([name, f"±\u00a0{number(root(bound), digits, even=True)}", *share])
+        squares = [row.fil, row.mse_bound, *([row.mse_bound_low] if with_low else [])]
+        raw.append([name, *(number(value, digits, even=True) for value in squares)])
 
     note = (
         f"Each row is a geometric mean over {summary.smallest} examples of neighbouring rank"
@@ -107,13 +107,19 @@ def _table(report: Report) -> Markup:
         if summary.redacted
         else ""
     )
-    of_what = "the low end" if with_low else "the MSE bound"
+    first = "Of the measured examples"
+    low = "at the lower end of its 95 % interval, of each example by itself" if with_low else "an estimate from one run"
     return join(
-        table(head, rows),
+        table([first, "least error per input", *(["beside a blind guess"] if with_share else [])], rows),
         paragraph(
-            f"± per input is the root of {of_what}: an unbiased guess of an input is off by at least this, on average. "
-            "Bounds are estimates from one run; the largest are so partly by luck. ",
+            f"An unbiased guess of an input is off by at least this, on average (root mean square), {low}. The "
+            "largest errors are so partly by luck. ",
             note,
             class_="note",
+        ),
+        tag(
+            "details",
+            tag("summary", "FIL and squared errors"),
+            table([first, "FIL η̄", "MSE bound", *(["its low end"] if with_low else [])], raw),
         ),
     )
