@@ -234,7 +234,7 @@ class TestPage:
             least = np.sort(run.attributes.error[:, j])[:12]
             share = math.exp(np.log(np.minimum(least / 1.7, 1)).mean())
             assert attribute.share["0"] == float(f"{share:.2g}")
-            assert isinstance(attribute.exposed, str) or attribute.exposed % 12 == 0
+            assert isinstance(attribute.exposed, str) or (attribute.exposed or 0) % 12 == 0
 
 
 class TestMaps:
@@ -274,6 +274,7 @@ class TestFile:
     @pytest.mark.parametrize("rows_per_part", [1000, 16])
     def test_round_trip(self, tmp_path: Path, rows_per_part: int) -> None:
         run = with_yardsticks(pixelated(40), 0.3)
+        assert run.yardsticks is not None
         run = dataclasses.replace(
             run, yardsticks=dataclasses.replace(run.yardsticks, levels={"pixel 0,0": {"0": 0.1, "1": 0.9}})
         )
@@ -308,6 +309,7 @@ class TestFile:
             dataclasses.replace(run, attributes=None)
         with pytest.raises(ValueError, match="levels of 'nobody', which is no attribute"):
             with_yardsticks(made_up(), 1.0, nobody={"a": 1.0})
+        assert run.attributes is not None
         with pytest.raises(ValueError, match=r"pixels of shape \[3, 3\] for 3 attributes"):
             made_up(attributes=dataclasses.replace(run.attributes, pixels=np.zeros((3, 3), dtype=np.int64)))
 
