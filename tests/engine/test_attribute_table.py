@@ -17,7 +17,7 @@ from torchfil import Private
 from torchfil.engine.attribute_table import attribute_table, with_levels
 from torchfil.report import load
 from torchfil.report.summary import summarise
-from torchfil.report.yardsticks import spread_of
+from torchfil.report.yardsticks import counted_spread, spread_of
 
 NAMES = ["age", "a=1", "a=2", "a=3", "smokes"]
 GROUPS = {"a": ["a=1", "a=2", "a=3"]}
@@ -201,8 +201,6 @@ def test_what_was_not_tracked_has_no_scale(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_many_rows_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """100,000 rows: one piece is in memory at a time, and no more than the most are read."""
-    from torchfil.engine import data_spread
-
     sizes = []
 
     def recorded(pieces: Any) -> Any:
@@ -211,10 +209,9 @@ def test_many_rows_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
                 sizes.append(piece.shape)
                 yield piece
 
-        return original(noted())
+        return counted_spread(noted())
 
-    original = data_spread.counted_spread
-    monkeypatch.setattr(data_spread, "counted_spread", recorded)
+    monkeypatch.setattr("torchfil.engine.data_spread.counted_spread", recorded)
     n, x = 100_000, torch.randn(100_000, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     engine = train(TensorDataset(x, torch.zeros(n, dtype=torch.long)), steps=1, batch_size=64).engine
     run = load(engine.save_run(tmp_path / "run.fil", delta=DELTA))

@@ -187,6 +187,16 @@ class TestPage:
         assert "± 0.4 years" in whole
         assert "small 75 %, tall 25 %" in whole
 
+    def test_inputs_are_told_beside_a_blind_guess(self, tmp_path: Path) -> None:
+        run = with_yardsticks(made_up(240), 0.5)
+        page = write_report(run, tmp_path / "report")
+        low = run.columns["mse_bound_low"]
+        share = math.floor(100 * math.sqrt(np.min(low)) / 0.5)
+        text = words(page, "distribution")
+        assert f"{share} % of a blind guess’s error" in text
+        assert "no better than guessing" in text
+        assert "Always answering an input’s mean over the examples is off by its standard deviation, 0.5" in text
+
     def test_without_a_yardstick_it_is_said(self, tmp_path: Path) -> None:
         text = words(write_report(made_up(), tmp_path / "report"), "attributes")
         assert "no share of a blind guess can be told" in text
@@ -219,7 +229,7 @@ class TestPage:
             least = np.sort(run.attributes.error[:, j])[:12]
             share = math.exp(np.log(np.minimum(least / 1.7, 1)).mean())
             assert attribute.share["0"] == float(f"{share:.2g}")
-            assert isinstance(attribute.exposed, str) or attribute.exposed % 12 == 0
+            assert isinstance(attribute.exposed, str) or (attribute.exposed or 0) % 12 == 0
 
 
 class TestMaps:
@@ -259,6 +269,7 @@ class TestFile:
     @pytest.mark.parametrize("rows_per_part", [1000, 16])
     def test_round_trip(self, tmp_path: Path, rows_per_part: int) -> None:
         run = with_yardsticks(pixelated(40), 0.3)
+        assert run.yardsticks is not None
         run = dataclasses.replace(
             run, yardsticks=dataclasses.replace(run.yardsticks, levels={"pixel 0,0": {"0": 0.1, "1": 0.9}})
         )
@@ -293,6 +304,7 @@ class TestFile:
             dataclasses.replace(run, attributes=None)
         with pytest.raises(ValueError, match="levels of 'nobody', which is no attribute"):
             with_yardsticks(made_up(), 1.0, nobody={"a": 1.0})
+        assert run.attributes is not None
         with pytest.raises(ValueError, match=r"pixels of shape \[3, 3\] for 3 attributes"):
             made_up(attributes=dataclasses.replace(run.attributes, pixels=np.zeros((3, 3), dtype=np.int64)))
 

@@ -6,6 +6,7 @@ from torchfil.report.page import svg
 from torchfil.report.page.context import Report, named_level, paragraph
 from torchfil.report.page.html import Markup, count, join, number, table, tag
 from torchfil.report.page.wording import is_linear, over
+from torchfil.report.yardsticks import share_in_words
 
 __all__ = ["render"]
 
@@ -89,13 +90,19 @@ def _table(report: Report) -> Markup:
     summary = report.summary
     digits = 2 if summary.redacted else 3
     with_low = summary.exposure[0].mse_bound_low is not None
-    head = ["Of the measured examples", "FIL η̄", "MSE bound", *(["its low end"] if with_low else [])]
+    with_share = any(row.share is not None for row in summary.exposure)
+    head = [
+        *("Of the measured examples", "FIL η̄", "MSE bound"),
+        *(["its low end"] if with_low else []),
+        *(["beside a blind guess"] if with_share else []),
+    ]
     rows = [
         [
             named_level(row.level, row.examples, summary.redacted),
             number(row.fil, digits, even=True),
             number(row.mse_bound, digits, even=True),
             *([number(row.mse_bound_low, digits, even=True)] if with_low else []),
+            *(["" if row.share is None else share_in_words(row.share)] if with_share else []),
         ]
         for row in summary.exposure
     ]
