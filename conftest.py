@@ -16,14 +16,47 @@ if find_spec("triton") is None:
     collect_ignore += ["torchfil/fisher/rules/kernels.py"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take minutes run where they are asked for: ``make test-long``."""
+    """Combinations that others stand for are slow; tests that take minutes run where asked for: ``make test-long``."""
+    _mark_products(items)
     if os.environ.get("TORCHFIL_LONG") == "1":
         return
     skipped = pytest.mark.skip(reason="takes minutes: make test-long, or TORCHFIL_LONG=1 in the environment")
     for item in items:
         if item.get_closest_marker("long") is not None:
             item.add_marker(skipped)
+
+
+def _mark_products(items: list[pytest.Item]) -> None:
+    """Of a test marked ``product``, the combinations off the diagonal are slow."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("product") is not None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for combinations in tests.values():
+        given = [list(item.callspec.params.values()) for item in combinations]  # type: ignore[attr-defined]
+        axes = [list(dict.fromkeys(map(id, axis))) for axis in zip(*given, strict=True)]  # a value is one object in all
+        quick = diagonal(tuple(map(len, axes)))
+        for item, values in zip(combinations, given, strict=True):
+            if tuple(axis.index(id(value)) for axis, value in zip(axes, values, strict=True)) not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
+def diagonal(lengths: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """Places in a grid: every value of every axis, and every combination of all axes but the longest where it fits.
+
+    >>> sorted(diagonal((3, 2)))
+    [(0, 0), (1, 1), (2, 0)]
+    >>> sorted(diagonal((4, 2, 2)))
+    [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
+    """
+    longest, strides, stride = lengths.index(max(lengths)), [], 1
+    for axis, length in enumerate(lengths):
+        strides.append(1 if axis == longest else stride)
+        stride *= 1 if axis == longest else length
+    count = max(lengths[longest], stride)
+    return {tuple(k // step % length for step, length in zip(strides, lengths, strict=True)) for k in range(count)}
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -43,6 +43,7 @@ def trained(kind: str, *, dropout: float = 0.0, way: str = "auto", **options: An
     return train(make(Blocks(kind, dropout).double(), images(12), criterion=nn.CrossEntropyLoss(), **options), way=way)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("way", ["auto", "train_step", "hooks"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])

@@ -86,6 +86,7 @@ class TestArchitectures:
         assert_true(train(make(convnext(kernel, dropout), images())))
         assert "mapped over examples" not in caplog.text
 
+    @pytest.mark.product
     @pytest.mark.parametrize("dropout", [0.0, 0.1])
     @pytest.mark.parametrize("kind", ["by hand", "fused", "opacus", "torch"])
     @pytest.mark.parametrize("norm_first", [True, False])
@@ -133,6 +134,7 @@ class TestArchitectures:
 class TestDropout:
     """What is accounted for and released are the gradients under the loop's own masks."""
 
+    @pytest.mark.product
     @pytest.mark.parametrize("way", WAYS)
     @pytest.mark.parametrize("by", ["layer", "function", "hand", "all"])
     def test_ways_and_spellings(self, way: str, by: str) -> None:
@@ -172,6 +174,7 @@ class TestDropout:
         assert len(told) == 1
         assert "layer.weight" in told[0]
 
+    @pytest.mark.product
     @pytest.mark.parametrize("way", ["auto", "train_step"])
     @pytest.mark.parametrize("max_memory", [None, 1])
     @pytest.mark.parametrize("layout", ["time first", "flat", "shared", "shared alike"])

@@ -112,6 +112,7 @@ def trained(way: str, kind: str, ignored: bool, **options: Any) -> tuple[FILPriv
 
 
 @pytest.mark.filterwarnings("ignore:the loss is a mean over all targets")
+@pytest.mark.product
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("kind", ["next", "every", "other"])
 @pytest.mark.parametrize("way", ["auto", "train_step"])

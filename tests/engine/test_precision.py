@@ -101,6 +101,7 @@ def apart(ours: Tensor, truth: Tensor) -> float:
     return float(((ours.double() - truth.double()).abs() / truth.double().abs().max()).max())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("way", ["auto", "train_step", "hooks"])
 @pytest.mark.parametrize("name", MODELS)
 def test_autocast_is_accounted_for(name: str, way: str) -> None:
@@ -134,6 +135,7 @@ def test_the_whole_loop_inside_one_autocast(way: str) -> None:
     assert apart(ours, truth) < 1e-3
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("way", ["auto", "train_step", "hooks"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_held_in_bfloat16(name: str, way: str) -> None:
@@ -165,6 +167,7 @@ def test_norms_are_summed_in_float32() -> None:
     assert apart(norm, truth) < 2e-3
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("trained_in", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)

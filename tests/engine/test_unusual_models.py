@@ -305,6 +305,7 @@ class _Forgetful(nn.Module):
         return result
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", ["deleted", "one for another", "a tensor"])
 def test_attributes_that_go_are_followed_or_refused(way: str, change: str) -> None:
@@ -367,6 +368,7 @@ def test_schedules_go_on_from_where_a_checkpoint_was_taken() -> None:
     assert (resumed.noise_multiplier, resumed.max_grad_norm) == (optimizer.noise_multiplier, optimizer.max_grad_norm)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("options", [{"estimator": "exact"}, {"track": ["sketch"]}, {"norm_refresh": 2}], ids=str)
 def test_buffers_that_are_written_where_gradients_are_mapped(way: str, options: dict[str, Any]) -> None:

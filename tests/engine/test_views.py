@@ -73,6 +73,7 @@ def step(way: str, engine: Any, model: Any, optimizer: Any, criterion: Any, x: T
     optimizer.step()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("way", ["loop", "train_step"])
 @pytest.mark.parametrize("kind", ["function", "random", "stacks"])
 def test_the_ledger_is_the_truth(kind: str, way: str) -> None:

@@ -59,6 +59,7 @@ def test_noise_that_is_none_is_refused(noise: float) -> None:
         start(noise_multiplier=noise)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "options", [{}, {"estimator": "exact"}, {"num_probes": 1}, {"poisson_sampling": False}], ids=str
