@@ -31,7 +31,6 @@ extensions = [
 source_suffix = {".md": "myst-nb", ".rst": "restructuredtext"}
 exclude_patterns = ["_ext", "_static", "**/README.md"]
 
-suppress_warnings = ["toc.empty_glob"]  # pages of the toctree that may not be there
 smartquotes = False  # "--json" stays two hyphens
 
 html_theme = "furo"
