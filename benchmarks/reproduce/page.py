@@ -33,8 +33,6 @@ PICTURES = {
     "repro_guo_figure5_poisson.png": "Guo et al., Figure 5, MNIST: one run by torchfil's exact factors, from left to "
     "right. Theirs shows one dot for each of 432 settings.",
     "repro_guo_figure5_theorem4.png": "The same run accounted by the paper's Theorem 4.",
-    "repro_guo_figure6.png": "Guo et al., Figure 6: photographs of highest and lowest dFIL (above each: dFIL). "
-    "Theirs has ten classes.",
     "repro_plis_figure1.png": "The PLIS paper, Figure 1: three features, of which only the middle one is "
     "informative. Theirs looks alike.",
     "repro_plis_figure2.png": "The PLIS paper, Figure 2: digits and an x-ray with their maps.",
