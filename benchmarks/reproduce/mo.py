@@ -197,6 +197,7 @@ def figure_3(run: Run) -> Outcome:
 
 FACES = "digits with a planted property instead of faces with attributes, one run instead of 20"
 WHY = (
+    "One run tells neighbouring layers apart only where their intervals do (see the picture in the output folder). "
     "The paper's faces (LFW, CelebA, PubFig) are not at hand. The sensitivity divides by the range of an "
     "example's gradient "
     "in a layer: where an example is fitted well its gradient is nearly 0, and a few such examples decide the "
