@@ -109,10 +109,11 @@ def figure_6(run: Run, setting: Photographs, gpu: bool) -> Outcome:
     most, least = float(loss[order[:tenth]].mean()), float(loss[order[-tenth:]].mean())
     correlation = float(stats.spearmanr(1 / bound, loss).statistic)
 
-    # Above, who leaks most; below, who leaks least.
-    shown = min(8, len(order) // 2)
+    # Above, who leaks most; below, who leaks least of those that were drawn at all: of the others nothing is known.
+    order = order[np.isfinite(bound[order])]
+    shown = min(8, max(1, len(order) // 2))
     figure = Figure(figsize=(8, 2.6), layout="constrained")
-    axes = figure.subplots(2, shown)
+    axes = figure.subplots(2, shown, squeeze=False)
     for row, chosen, label in ((0, order[:shown], "highest"), (1, order[::-1][:shown], "lowest")):
         for axis, example in zip(axes[row], chosen, strict=True):
             axis.imshow(trained["images"][int(example)].permute(1, 2, 0).clamp(0, 1))
@@ -120,7 +121,7 @@ def figure_6(run: Run, setting: Photographs, gpu: bool) -> Outcome:
             axis.set(xticks=[], yticks=[])
         axes[row, 0].set_ylabel(f"{label} dFIL", fontsize=8)
     name = "repro_guo_figure6_gpu.png" if gpu else "repro_guo_figure6.png"
-    figure.savefig(run.out / name, dpi=70)
+    figure.savefig(run.out / name, dpi=60)
 
     here = (
         f"test accuracy {trained['accuracy']:.1f} %; mean loss {most:.2f} in the tenth of highest dFIL, "

@@ -140,8 +140,6 @@ ROWS = (
         0.1,
         ("pneumoniamnist",),
         stand_in="untrained network; the paper shows one x-ray",
-        reason="The paper points at one corner of one x-ray. Over 90 x-rays error follows what is in the picture "
-        "(edges), and so does PLIS.",
     ),
     Row(
         "plis-figure3-dp",

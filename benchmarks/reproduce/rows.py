@@ -81,8 +81,8 @@ class Earlier:
         here: The result in words.
         checks: As in an outcome.
         device: The machine.
-        source: The file of this repository that has the numbers; a test looks for them there.
-        quotes: Pieces of text that the file must hold.
+        source: The page of the documentation that has the numbers.
+        quotes: Pieces of text that this page or README.md must hold; a test looks for them.
         command: What ran.
     """
 
