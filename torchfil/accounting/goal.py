@@ -103,7 +103,7 @@ class Goal:
 
     @property
     def most(self) -> float:
-        """e*, the largest exposure that meets the target; infinite where there is none."""
+        """e*, the largest exposure that meets the target; infinite if there is none."""
         if self.target is None:
             return math.inf
         return 1 / self.target if self.question is None else divergence_of_rate(self.target, self.false_positive_rate)

@@ -164,7 +164,7 @@ class Leakage:
         )
 
     def get_mse_bound(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
-        """d / tr(I), [ids], infinite where nothing leaked: an unbiased attacker's MSE per coordinate is at least this.
+        """d / tr(I), [ids], infinite if nothing leaked: an unbiased attacker's MSE per coordinate is at least this.
 
         On average over runs, that is, where tr(I) is the mean over runs. Of one run it is an estimate, and too large on
         average (Jensen): quote the lower end of its interval.
@@ -184,7 +184,7 @@ class Leakage:
             of: As in :meth:`torchfil.fisher.results.Estimate.interval`.
 
         Returns:
-            The smallest estimate, and the end; both infinite where nobody was measured.
+            The smallest estimate, and the end; both infinite if nobody was measured.
         """
         if not 0.5 < confidence < 1:
             raise ValueError(

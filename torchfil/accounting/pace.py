@@ -66,7 +66,7 @@ def choose(
 
 @dataclass
 class Pace:
-    """The probes and the rate of the present step, fixed or steered towards a target.
+    """The probes and the rate of the current step, fixed or steered towards a target.
 
     Attributes:
         num_probes: k.

@@ -101,7 +101,7 @@ def smallest_in_cell(weights: Tensor, cells: Tensor) -> Tensor:
 
 
 def group_levels(exposure: Exposure, weights_ratio: Tensor | None, groups: Tensor) -> Tensor:
-    """Every group's mean FIL (of a question: mean D), [groups]; NaN where nobody of it was measured.
+    """Every group's mean FIL (of a question: mean D), [groups]; NaN if nobody of it was measured.
 
     Args:
         exposure: Of a run.

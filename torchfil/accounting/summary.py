@@ -39,7 +39,7 @@ class LeakageSummary:
         measured: How many of them the run says anything about.
         steps: Private steps so far.
         kind: Of the numbers: "exact", "estimate" or "lower bound" (of the FIL, where steps were paused).
-        median_fil: Of η̄ over the measured examples; NaN where there is none, as the next two.
+        median_fil: Of η̄ over the measured examples; NaN if there is none, as the next two.
         largest_fil: Of the same.
         smallest_mse_bound: 1/η̄² of the most exposed one: unbiased attackers, on average over runs; an estimate.
         divergences: By question, the largest D over examples and answers: every attacker; an estimate.

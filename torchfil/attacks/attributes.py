@@ -213,7 +213,7 @@ def ideal_inversion(X: Any, y: Any, attribute: NominalAttribute, *, l2: float = 
 
 
 def accuracy_by_part(result: AttackResult, score: Any, parts: int = 10) -> np.ndarray:
-    """The accuracy in each of some parts of equal size, ordered by score (η: deciles), [parts]; NaN where empty.
+    """The accuracy in each of some parts of equal size, ordered by score (η: deciles), [parts]; NaN if empty.
 
     Args:
         result: Of an attack whose measure is "accuracy".

@@ -31,7 +31,7 @@ class AttackResult:
         sigma: The noise on the weights, where one release of them was attacked;
             :func:`torchfil.compare_with_bounds` reads it.
         blind: What somebody who never saw the model achieves for each by the same measure, e.g. by naming the mean of
-            the data, [m], or None where it was not computed.
+            the data, [m], or None if it was not computed.
         saw_model: Whether the attacker saw anything that the training gave. A guess from the data alone says nothing
             about the model, and can neither keep nor break a bound.
 

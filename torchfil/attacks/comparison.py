@@ -36,7 +36,7 @@ class BoundComparison:
         predicted_low: The lower end of its interval where it is an estimate, otherwise the bound itself.
         predicted_high: The upper end of it.
         achieved_low: The lower end of the interval of the achieved error.
-        achieved_high: Its upper end; infinite where the attack is not testable.
+        achieved_high: Its upper end; infinite if the attack is not testable.
         violated: Whether ``achieved_high`` lies below ``predicted_low``: below the bound beyond chance.
         confidence: Of the intervals.
     """
@@ -84,7 +84,7 @@ class BoundComparison:
 
     @property
     def violations(self) -> float:
-        """The share of examples whose bound was broken beyond chance; NaN where that was not testable."""
+        """The share of examples whose bound was broken beyond chance; NaN if that was not testable."""
         return float(self.violated.mean()) if self.testable else math.nan
 
     @property
@@ -94,7 +94,7 @@ class BoundComparison:
 
     @property
     def blind_share_below(self) -> float:
-        """The same of a guess without the model; NaN where that was not computed.
+        """The same of a guess without the model; NaN if that was not computed.
 
         Where it is not smaller than :attr:`share_below`, falling below the bound is no achievement of the attack.
         """

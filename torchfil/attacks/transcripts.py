@@ -83,7 +83,7 @@ def record_dpsgd(
     absent: Sequence[int] = (),
     progress: bool = False,
 ) -> Transcripts:
-    """Train ``runs`` times side by side from the model's present weights: θ ← θ − lr (Σ g̃ + s ξ) / (q n).
+    """Train ``runs`` times side by side from the model's current weights: θ ← θ − lr (Σ g̃ + s ξ) / (q n).
 
     Meant for tiny networks: all weights of all runs are kept. Plain SGD; batches are drawn with rate q (Poisson).
 

@@ -47,7 +47,7 @@ def jacobian_sensitivity(
     Guarantees:
         * Exact: every column of every example's Jacobian is computed, a few at a time.
         * Mean and sum reduction in ``loss_fn`` give the same numbers.
-        * 0 for an example whose layer neither moves nor has a range (dead units); infinite where g_l has no range
+        * 0 for an example whose layer neither moves nor has a range (dead units); infinite if g_l has no range
           but moves. Dividing by the range makes well-fitted examples, whose gradient is nearly 0, weigh most.
 
     Args:

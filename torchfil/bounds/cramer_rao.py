@@ -65,7 +65,7 @@ def mse_biased(fim: Tensor, mean_jacobian: Tensor, bias: Tensor) -> Tensor:
 def attribute_error(diagonal: Tensor) -> Tensor:
     """The standard error of an unbiased guess of one coordinate: at least 1/sqrt(I_jj), in its own unit.
 
-    The attacker may know every other coordinate. Elementwise; infinity where I_jj = 0.
+    The attacker may know every other coordinate. Elementwise; infinity if I_jj = 0.
 
     Example:
         >>> attribute_error(torch.tensor([0.04, 0.0]))  # an age, in years

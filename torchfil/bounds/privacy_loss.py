@@ -74,7 +74,7 @@ class StepLoss:
         return np.where(exponent < 30, near, np.logaddexp(math.log1p(-self.q), math.log(self.q) + exponent))
 
     def output(self, loss: np.ndarray) -> np.ndarray:
-        """The x with L(x) = loss; −∞ or NaN where there is none."""
+        """The x with L(x) = loss; −∞ or NaN if there is none."""
         if self.q == 1:
             return self.sigma**2 * loss + 0.5
         with np.errstate(divide="ignore", invalid="ignore"):

@@ -152,7 +152,7 @@ def mse_van_trees(
         prior_information: tr J, or the eigenvalues of J, [d].
 
     Returns:
-        The bound, in the shape of ``mean_trace``, float64; 0 where the trace is infinite.
+        The bound, in the shape of ``mean_trace``, float64; 0 if the trace is infinite.
 
     Example:
         Two coordinates of variance 4 and 0.25:

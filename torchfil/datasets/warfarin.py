@@ -103,7 +103,7 @@ def _columns(header: Sequence[str]) -> dict[str, str]:
 
 
 def _patient(entry: Mapping[str, str], columns: Mapping[str, str]) -> dict[str, str] | None:
-    """One patient with the fields of Yeom et al.; None where an entry is missing or of no known level."""
+    """One patient with the fields of Yeom et al.; None if an entry is missing or of no known level."""
     raw = {field: entry.get(column, "").strip() for field, column in columns.items()}
     try:
         patient = {

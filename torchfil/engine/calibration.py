@@ -316,7 +316,7 @@ def _has_no_end(check: TargetCheck) -> bool:
 
 
 def _check_ends(check: TargetCheck) -> None:
-    """Raise where a pilot has no end to choose the noise by, whatever its noise."""
+    """Raise if a pilot has no end to choose the noise by, whatever its noise."""
     if _has_no_end(check):
         raise ValueError(
             f"a pilot has no end that holds for all examples ({check.measured}): one run says nothing about examples "

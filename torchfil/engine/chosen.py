@@ -31,7 +31,7 @@ _OF_A_ROUND = (
 def noise_choice_in_short(run: RunView) -> dict[str, Any] | None:
     """How pilots chose σ, and how the run so far keeps to their target (met from a headroom of 1 on).
 
-    None where σ was given.
+    None if σ was given.
     """
     choice = run.noise_choice
     if choice is None:
@@ -48,7 +48,7 @@ def noise_choice_in_short(run: RunView) -> dict[str, Any] | None:
 
 
 def check_trained_with(equalised: Equalised, run: RunView) -> None:
-    """Raise where the rounds chose other clip weights than the run was trained with.
+    """Raise if the rounds chose other clip weights than the run was trained with.
 
     Raises:
         ValueError: It is not the run that they ended in.
@@ -73,7 +73,7 @@ def equalised_in_short(equalised: Equalised) -> dict[str, Any]:
 
 
 def columns_of_rounds(equalised: Equalised) -> dict[str, np.ndarray]:
-    """The rounds as columns, [rounds] each; NaN where a round does not have the number."""
+    """The rounds as columns, [rounds] each; NaN if a round does not have the number."""
     columns = {name: [getattr(each, name) for each in equalised.history] for name in _OF_A_ROUND}
     return {
         name: np.asarray([math.nan if value is None else value for value in values]) for name, values in columns.items()

@@ -212,7 +212,7 @@ def _check_lengths(columns: Mapping[str, Any]) -> None:
 
 
 def _check_used(weights: Tensor | None, engine: Any) -> None:
-    """Raise where an engine that knows its clip weights has others than train was given."""
+    """Raise if an engine that knows its clip weights has others than train was given."""
     if weights is None or not isinstance(engine, LeakageReading):
         return
     used = engine.clip_weights

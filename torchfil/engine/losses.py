@@ -290,7 +290,7 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
 
 
 def scale_of_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) -> float | None:
-    """c where the observed gradient at the output is c times that of the loss; None where it is no multiple."""
+    """c where the observed gradient at the output is c times that of the loss; None if it is no multiple."""
     try:
         return _common_factor(output_gradients(loss, outputs, targets), observed)
     except (RuntimeError, ValueError, TypeError, IndexError):  # reported by the check of the loss

@@ -148,7 +148,7 @@ class FILOptimizer(DPOptimizer):
 
     @property
     def accumulated_iterations(self) -> int:
-        """As in Opacus: backward passes since the last step; of the present step, while it is being taken."""
+        """As in Opacus: backward passes since the last step; of the current step, while it is being taken."""
         return self._source.backward_passes() or self._backward_passes or 1  # an empty batch may have had none
 
     def clip_and_accumulate(self) -> None:
@@ -251,7 +251,7 @@ class FILOptimizer(DPOptimizer):
                 torch._foreach_div_(sharded, self._ranks.size)
 
     def _by_parameter(self, sums: Mapping[str, Tensor] | None) -> list[Tensor]:
-        """The sums for each of ``params``; 0 where there are none."""
+        """The sums for each of ``params``; 0 if there are none."""
         if sums is None:
             return [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in self.params]
         return [sums[self._names[id(p)]].view(p.shape) for p in self.params]

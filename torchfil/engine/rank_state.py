@@ -72,7 +72,7 @@ class Whole:
 
     Attributes:
         steps: That were taken.
-        ledger: The sums of all ranks, on the CPU; None where nobody was drawn yet.
+        ledger: The sums of all ranks, on the CPU; None if nobody was drawn yet.
         test_matrix: Of its sketch, where there is one.
         parts: What a state holds besides them: the seed, each example's rank, [n], and the ranks' sources of probes.
     """
@@ -98,7 +98,7 @@ class Whole:
         Args:
             ranks: The processes.
             steps: That were taken.
-            ledger: This rank's; None where it has none.
+            ledger: This rank's; None if it has none.
             test_matrix: Of its sketch.
             new_ledger: Gives an empty one for d coordinates.
             generator: This rank's source of probes.

@@ -98,7 +98,7 @@ class Ranks:
     # ------------------------------------------------------------------ a step
 
     def check_together(self) -> None:
-        """Raise where the ranks are no longer at the same logical batch."""
+        """Raise if the ranks are no longer at the same logical batch."""
         if self.is_lost:
             raise StepNotTakenError(
                 "a step was refused in the middle of a logical batch, so the ranks are no longer at the same one: "
@@ -208,7 +208,7 @@ class Ranks:
             ) from error
 
     def own(self, values: Sequence[Any]) -> Any:
-        """This rank's of the values of as many ranks; None where they were more or fewer."""
+        """This rank's of the values of as many ranks; None if they were more or fewer."""
         return values[self.rank] if len(values) == self.size else None
 
     def objects(self, value: Any) -> list[Any]:

@@ -198,13 +198,13 @@ class Replica:
         return self._mask_layouts.by_example(masks, len(tensors_of(inputs)[0]), (kind_of(inputs), self.key), run_first)
 
     def masks_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
-        """Masks for a batch of these inputs as the model would draw them; None where only the model can tell."""
+        """Masks for a batch of these inputs as the model would draw them; None if only the model can tell."""
         inputs = (args, dict(kwargs))
         self.follow()
         return self._mask_layouts.again((kind_of(inputs), self.key), len(tensors_of(inputs)[0]), self.device)
 
     def gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
-        """The examples' gradients at the present weights, by the copy; buffers that are written are its own."""
+        """The examples' gradients at the current weights, by the copy; buffers that are written are its own."""
         self.follow()
         parameters, constants = self._weights()
         for name in self._buffers if self.written is None else self.written:
@@ -244,7 +244,7 @@ class Replica:
         self.changes += changed or (counted and self._changed_integers <= _CHANGES_OF_INTEGERS)
 
     def _check_parts(self) -> None:
-        """Raise where a child or a parameter is another object than it was, and note where hooks have come or gone."""
+        """Raise if a child or a parameter is another object than it was, and note where hooks have come or gone."""
         for holder, key, part, name in self._parts:
             if holder.get(key) is not part:
                 raise RuntimeError(

@@ -273,7 +273,7 @@ def _all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> I
 
 
 def _check_file(path: Any, module: nn.Module | None, *, asynchronous: bool) -> None:
-    """Raise where a file would not do."""
+    """Raise if a file would not do."""
     remedy = f"give a folder: path='{path}/'" if isinstance(path, str | os.PathLike) else "give the path of a folder"
     if asynchronous:
         raise ValueError(f"asynchronous=True writes folders, and path={path!r} is a file; {remedy}")

@@ -20,9 +20,9 @@ _SMALLEST_IMAGE = 4
 
 
 def thumbnails(run: RunView, fil: np.ndarray, participations: np.ndarray, count: int) -> Pictures | None:
-    """The ``count`` most and least exposed examples, the most exposed first; None where the inputs are no images.
+    """The ``count`` most and least exposed examples, the most exposed first; None if the inputs are no images.
 
-    Examples that were never drawn are left out: nothing is known about them. The maps are None where the loss is not
+    Examples that were never drawn are left out: nothing is known about them. The maps are None if the loss is not
     known (a resumed run before its first step) or the image is not what is private.
 
     Args:

@@ -66,7 +66,7 @@ class ExampleGradients:
 
     Attributes:
         model: Any module; it is called functionally and left unchanged. Of a model that Opacus has made private, a
-            copy without hooks is called, with the present weights.
+            copy without hooks is called, with the current weights.
         loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss.
         examples: The batch with its private coordinates laid out, and the masks that active dropout is to use: without
             any, a model that draws random numbers is refused.

@@ -83,7 +83,7 @@ class LayerwiseJacobian(ClippedJacobian):
 
     @cached_property
     def direction(self) -> Tensor:
-        """u = g̃/‖g̃‖, 0 where g̃ = 0, [batch, p]."""
+        """u = g̃/‖g̃‖, 0 if g̃ = 0, [batch, p]."""
         return self.clipped_gradient * safe_reciprocal(self.clipped_norm)[:, None]
 
     @cached_property

@@ -42,7 +42,7 @@ class _Draw:
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any) -> _Draw | None:
-        """That of an operation; None where it draws in another way."""
+        """That of an operation; None if it draws in another way."""
         if func in _MASK_SECOND:
             return cls(float(args[1]), args[0].dtype, by_dropout=True)
         if func is torch.ops.aten.bernoulli_.float and kwargs.get("generator") is None:
@@ -195,7 +195,7 @@ class MaskLayouts:
         self._recipes: dict[Hashable, tuple[tuple[_Layout, ...], tuple[_Draw, ...], int]] = {}  # and how often seen
 
     def again(self, kind: Hashable, batch: int, device: torch.device) -> tuple[Tensor, ...] | None:
-        """Masks as a forward pass over so many examples would draw them; None where that is not known."""
+        """Masks as a forward pass over so many examples would draw them; None if that is not known."""
         layouts, draws, times = self._recipes.get(kind, ((), (), 0))
         if times < _ALIKE_BEFORE_DRAWING:
             return None

@@ -17,7 +17,7 @@ __all__ = ["Moments", "RunningMoments"]
 class Moments:
     """A mean over draws and the variance of that mean, with the degrees of freedom of the variance.
 
-    ``limit`` is another variance, which is not too small in the mean whatever is sampled; None where none is known.
+    ``limit`` is another variance, which is not too small in the mean whatever is sampled; None if none is known.
     ``certain`` is the part of the mean that was not sampled; None: 0.
     """
 

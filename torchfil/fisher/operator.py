@@ -66,12 +66,12 @@ class ClippedJacobian:
 
     @cached_property
     def unit_gradient(self) -> Tensor:
-        """ĝ = g/n, 0 where g = 0, [batch, p]."""
+        """ĝ = g/n, 0 if g = 0, [batch, p]."""
         return self.gradient * safe_reciprocal(self.norm)[:, None]
 
     @cached_property
     def norm_gradient(self) -> Tensor:
-        """∇n = ∂‖g‖/∂z = Jᵀĝ, 0 where g = 0, [batch, d]."""
+        """∇n = ∂‖g‖/∂z = Jᵀĝ, 0 if g = 0, [batch, d]."""
         return self.gradients.vjp(self.unit_gradient)
 
     @cached_property

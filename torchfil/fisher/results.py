@@ -33,7 +33,7 @@ class Estimate:
 
     Attributes:
         value: The number; its first dimension runs over examples.
-        standard_error: Its sampling standard deviation, same shape; 0 where nothing was sampled.
+        standard_error: Its sampling standard deviation, same shape; 0 if nothing was sampled.
         kind: "exact", "estimate" (unbiased), "lower bound" or "upper bound".
         degrees_of_freedom: Of the standard error (probes − 1), one number or one per example; infinite if it is
             not itself estimated from a few probes.
@@ -247,7 +247,7 @@ def _raised(value: Tensor, exponent: float, unit: float | Tensor) -> Tensor:
 
 
 def _log_ratio(freedom: Tensor, level: float) -> Tensor:
-    """log(ν/χ²_ν(level)), in float64 on the CPU; 0 for infinite ν, infinite where there is none."""
+    """log(ν/χ²_ν(level)), in float64 on the CPU; 0 for infinite ν, infinite if there is none."""
     half = freedom.double().cpu() / 2
     usual = torch.where(half.isfinite() & (half > 0), half, 1.0)
     ratio = torch.log(usual / torch.from_numpy(np.asarray(special.gammaincinv(usual.numpy(), level))))

@@ -66,7 +66,7 @@ def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) 
 
 
 def largest_eigenvalue(matrix: Tensor) -> Tensor:
-    """λ_max of symmetric matrices, [batch] from [batch, d, d], at least 0; infinite where an entry is not finite."""
+    """λ_max of symmetric matrices, [batch] from [batch, d, d], at least 0; infinite if an entry is not finite."""
     if matrix.shape[0] == 0:
         return matrix.new_zeros(0)
     finite = matrix.isfinite().all(dim=(1, 2))

@@ -98,7 +98,7 @@ class StepRedirected:
 def private_but_targets(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None) -> Private | None:
     """What is private by default where a model takes a whole batch: every floating-point item but the targets.
 
-    None where that is what the engine takes anyway: targets that are no floating-point numbers.
+    None if that is what the engine takes anyway: targets that are no floating-point numbers.
 
     Example:
         >>> private_but_targets([torch.zeros(2, 3), torch.zeros(2)], None).inputs

@@ -167,7 +167,7 @@ def check_finite_later(args: Any, kwargs: Any, targets: Any) -> Callable[[], Non
 
 
 def check_finite(args: Any, kwargs: Any, targets: Any) -> None:
-    """Raise where an input or a target is NaN or infinite, naming the rows; masks may be infinite."""
+    """Raise if an input or a target is NaN or infinite, naming the rows; masks may be infinite."""
     given = [(f"inputs[{i}]" if len(args) > 1 else "inputs", part) for i, part in enumerate(args)]
     given += [(f"inputs[{key!r}]", part) for key, part in kwargs.items()]
     for name, leaf in [(name, leaf) for name, part in (*given, ("targets", targets)) for leaf in tensors_of(part)]:

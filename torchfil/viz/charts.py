@@ -111,7 +111,7 @@ def distribution(
     """The share of examples whose score is at most x: the empirical distribution, without bins to choose.
 
     Args:
-        values: [n]. Infinite ones count among the examples but have no place on the axis; so do zeros where ``log``:
+        values: [n]. Infinite ones count among the examples but have no place on the axis; so do zeros if ``log``:
             the curve then starts above 0 or ends below 1, and the legend says how many.
         groups: n names; one curve each, distinguished by colour and line style.
         threshold: A score to mark, such as the error of guessing without the model; the legend says which share of all

@@ -82,7 +82,7 @@ class BatchChecks:
         return confirm
 
     def check_rows(self, forward: ForwardPass) -> None:
-        """Now and then, raise where the model's inputs are made from several rows of the batch that was read.
+        """Now and then, raise if the model's inputs are made from several rows of the batch that was read.
 
         What is made from each row alone is logged once: the numbers are about the view that the model saw.
 

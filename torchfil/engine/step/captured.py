@@ -102,7 +102,7 @@ class CapturedPasses:
         look: OutputLook | None,
         begun: Begun | None = None,
     ) -> StepValues | None:
-        """The pass over a batch; None where it cannot be captured, or not yet. The next pass overwrites what it gives.
+        """The pass over a batch; None if it cannot be captured, or not yet. The next pass overwrites what it gives.
 
         Args:
             batch: At least one example.
@@ -181,7 +181,7 @@ class CapturedPasses:
         return _Captured(batch, size, wanted, self._pool, compiled=compiled, probes_at_once=probes_at_once)
 
     def _compile(self, batch: PrivateBatch, wanted: Wanted, size: int, room: int) -> _Captured | None:
-        """A compiled pass; None where it cannot be compiled, which is not tried again."""
+        """A compiled pass; None if it cannot be compiled, which is not tried again."""
         probes = len(wanted.seeds)
         fitting = max(1, min(probes, room // size))
         logger.info("compiling the pass over %d examples with %d probes", size, probes)
@@ -254,7 +254,7 @@ class _Captured:
         self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=1 if compiled else 3)
 
     def begin(self, examples: Examples) -> Any:
-        """The model's outputs for these examples, which later replays leave alone; None where some have no rows."""
+        """The model's outputs for these examples, which later replays leave alone; None if some have no rows."""
         outputs = self.captured.begin(examples)
         leaves, _ = flattened(outputs)
         if not all(isinstance(leaf, Tensor) and leaf.shape[:1] == (self.size,) for leaf in leaves):

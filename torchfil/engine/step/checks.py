@@ -328,7 +328,7 @@ class StepChecks(BatchChecks):
         return nothing
 
     def check_last_norms(self) -> None:
-        """Raise where the last step's gradients have turned out not to be finite."""
+        """Raise if the last step's gradients have turned out not to be finite."""
         look, self.last_norms_were_finite = self.last_norms_were_finite, nothing
         look()
 

@@ -168,7 +168,7 @@ class Evaluator:
         return values
 
     def recorded_forward(self, examples: Examples, gradients: ExampleGradients) -> RecordedForward | None:
-        """The forward half of a recorded pass of the live model; None where the whole pass will not follow from it."""
+        """The forward half of a recorded pass of the live model; None if the whole pass will not follow from it."""
         key = self._key(gradients)
         tried = self._plans.get(key)
         if tried is None or not tried.fits or self.replica.written or key in self._not_recorded_live:
@@ -192,7 +192,7 @@ class Evaluator:
         return None
 
     def begun_forward(self, gradients: ExampleGradients) -> Begun | None:
-        """The forward half of a CUDA graph over the examples, with their masks; None where there is no such graph."""
+        """The forward half of a CUDA graph over the examples, with their masks; None if there is no such graph."""
         tried = self._plans.get(self._key(gradients))
         if tried is None or not tried.fits or not self._uses_graphs(gradients.examples):
             return None
@@ -252,7 +252,7 @@ class Evaluator:
     def _captured_in_pieces(
         self, graphs: CapturedPasses, batch: PrivateBatch, wanted: Wanted, room: int, look: OutputLook | None
     ) -> StepValues | None:
-        """A batch that is too large for one graph, in pieces of one size; None where capturing does not work."""
+        """A batch that is too large for one graph, in pieces of one size; None if capturing does not work."""
         count = len(batch.gradients)
         largest = room // graphs.bucket(room) * graphs.bucket(room)
         if not graphs.works or largest == 0 or graphs.compiled:

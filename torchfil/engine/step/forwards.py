@@ -218,7 +218,7 @@ class LoopForward:
     Args:
         replica: The model.
         observer: Where the pass is noted.
-        record: Gives the forward half of the engine's pass over inputs and the current batch; None where it cannot now.
+        record: Gives the forward half of the engine's pass over inputs and the current batch; None if it cannot now.
     """
 
     def __init__(

@@ -155,7 +155,7 @@ def _made_from(leaves: list[Any], place: int) -> list[int]:
 
 
 def _gradients(of: Tensor, outputs: list[Tensor], weights: Tensor | None = None) -> tuple[Tensor, ...]:
-    """∂of/∂output of each, or that of ⟨of, weights⟩; zeros where there is no way."""
+    """∂of/∂output of each, or that of ⟨of, weights⟩; zeros if there is no way."""
     if not outputs:
         return ()
     with torch.enable_grad():

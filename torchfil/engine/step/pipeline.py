@@ -55,7 +55,7 @@ class StepPipeline(StepStages):
     def record_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
     ) -> tuple[Examples, RecordedForward | Begun] | None:
-        """The forward half of the pass over the loop's inputs; None where the loop must run it plainly.
+        """The forward half of the pass over the loop's inputs; None if the loop must run it plainly.
 
         It is recorded by the live model, or replayed as a CUDA graph, with masks that are drawn without the model.
         """

@@ -127,7 +127,7 @@ class StepStages:
     def _evaluated(
         self, forward: ForwardPass, examples: Examples, setting: Setting, *, summed: bool
     ) -> tuple[StepValues | None, list[Callable[[], None]]]:
-        """What one forward pass gives, None where nothing of it is needed, and the checks that have begun."""
+        """What one forward pass gives, None if nothing of it is needed, and the checks that have begun."""
         loss = setting.loss
         measured = (setting.measure or setting.noise.noise_multiplier == 0) and not self.run.paused
         if loss is None or not (summed or measured):

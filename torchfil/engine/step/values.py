@@ -27,12 +27,12 @@ class StepValues:
     """What one pass over a batch gives.
 
     Attributes:
-        losses: ℓ, [batch]; None where Opacus's gradients are released unmeasured.
+        losses: ℓ, [batch]; None if Opacus's gradients are released unmeasured.
         norm: ‖g‖ before clipping, [batch].
         clipped_norm: ‖g̃‖, [batch].
         sums: Σ_i g̃_i by parameter name; empty where it is not wanted.
-        additions: What the ledger adds, by name, [batch, …] each; None where the step is not measured.
-        output_gradients: ∂ℓ_i/∂output_i, for every tensor of the model's output; None where the pass has none.
+        additions: What the ledger adds, by name, [batch, …] each; None if the step is not measured.
+        output_gradients: ∂ℓ_i/∂output_i, for every tensor of the model's output; None if the pass has none.
     """
 
     losses: Tensor | None

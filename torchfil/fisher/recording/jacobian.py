@@ -90,7 +90,7 @@ class RecordedJacobian(ClippedJacobian):
 
     @cached_property
     def norm_gradient(self) -> Tensor:
-        """∇n = ∇(n²)/(2n), 0 where g = 0, [batch, d]."""
+        """∇n = ∇(n²)/(2n), 0 if g = 0, [batch, d]."""
         cotangents: list[Tensor | None] = [None] * len(self._cut.leaves)
         self._add_square_derivative(cotangents)
         return 0.5 * safe_reciprocal(self.norm)[:, None] * self._pulled_back(cotangents)
@@ -137,7 +137,7 @@ class RecordedJacobian(ClippedJacobian):
         return before[:, None] * self._pulled_back(cotangents)
 
     def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
-        """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 where unused."""
+        """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 if unused."""
         weight = self.scale if mask is None else self.scale * mask
         with self.gradients.backward_state():
             sums = weighted_sum(self._recording, weight.to(self.gradients.dtype))

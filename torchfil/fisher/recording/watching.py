@@ -172,7 +172,7 @@ class WatchedParameters(TorchFunctionMode):
         return None
 
     def _meeting(self, tensor: Tensor, shape: torch.Size, operation: str) -> Meeting | None:
-        """None where the examples' dimension is not known."""
+        """None if the examples' dimension is not known."""
         names = self._functions[id(tensor)][1]
         dim = self._uses.dim_of_examples(f"{', '.join(names)} ({operation})", shape)
         if dim is None or self._uses.learning:

@@ -23,7 +23,7 @@ _WITH_REDUCED = (*_DTYPES, torch.bfloat16, torch.float16)
 
 
 def kernels_for(tensor: Tensor, *, reduced: bool = False) -> Any:
-    """The module of kernels, or None where torch has to do: on CPUs, without Triton, for other dtypes or GPUs.
+    """The module of kernels, or None if torch has to do: on CPUs, without Triton, for other dtypes or GPUs.
 
     ``reduced`` says that bfloat16 and float16 are served, too.
 

@@ -169,7 +169,7 @@ class _NormalisedSums(Function):
 
 
 def _normalised_sums(module: nn.GroupNorm, delta: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Σ_t δ_t x̂_t and Σ_t δ_t over the positions of [batch, channels, …]; None where torch has to compute them."""
+    """Σ_t δ_t x̂_t and Σ_t δ_t over the positions of [batch, channels, …]; None if torch has to compute them."""
     if kernels_for(x) is None or x.ndim < 3:
         return None
     flat_delta, flat_x = (value.reshape(*x.shape[:2], -1).contiguous() for value in (delta, x))

@@ -139,7 +139,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """``F.scaled_dot_product_attention`` of [batch, heads, T, width], differentiable twice; None where not served.
+    """``F.scaled_dot_product_attention`` of [batch, heads, T, width], differentiable twice; None if not served.
 
     Example:
         >>> q, k, v = (torch.randn(2, 3, 4, 5, requires_grad=True) for _ in range(3))
