@@ -19,6 +19,7 @@ from torchfil.report.gate import check
 from torchfil.report.page.remedies import factor_for, factor_for_all, rounded_up
 from torchfil.report.page.rules import in_words, kind_and_subject
 from torchfil.report.policy import Policy
+from torchfil.report.records import Attributes, Spread, Yardsticks
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.verdict import Verdict
 
@@ -104,7 +105,10 @@ def test_the_cards_answer_without_a_policy(kind: str, tmp_path: Path) -> None:
     assert f"σ = {rounded_up(sigma * math.sqrt(limit)):g}" in cards["card-todo"]
     assert ("extrapolation at the gradients" in cards["card-todo"]) == (kind != "linear")
     assert "Unbiased attackers" in cards["card-who"]
-    assert ("the noise is random" if kind == "linear" else "batches and noise are random") in cards["card-who"]
+    random = (
+        "What is random is the noise that" if kind == "linear" else "What is random is the run: its batches and its"
+    )
+    assert random in cards["card-who"]
 
 
 def test_what_leaks_is_told_in_people_and_per_cent(tmp_path: Path) -> None:
@@ -118,8 +122,10 @@ def test_what_leaks_is_told_in_people_and_per_cent(tmp_path: Path) -> None:
     assert (
         "“genotype” of 3 of 200 examples is not protected: guessed right up to 61 % of the time instead of 50 %" in text
     )
-    assert "“age” of 2 of 200 examples is not protected: an unbiased guess may be off by as little as 0.2" in text
-    assert "instead of 0.5." in text
+    assert (
+        "“age” of 2 of 200 examples is not protected: an unbiased guess may be off by 0.2 instead of 0.5, 40 % of a "
+        "blind guess’s error." in text
+    )
     assert "“weight”" not in text
     assert text.index("genotype") < text.index("age")
     nothing = written(of_kind("table", safe=True), tmp_path)["card-what"]
@@ -259,6 +265,64 @@ def test_one_unit(tmp_path: Path) -> None:
     text = write_report(of_kind("table", safe=False), tmp_path / "report").read_text()
     assert "± per input" not in text
     assert "root mean square;" not in text
+
+
+def with_yardsticks() -> SavedRun:
+    """Ages of deviation 12 years, known to 3 for twelve patients; the inputs have deviation 0.7."""
+    errors = np.full((200, 2), 40.0)
+    errors[:12, 0] = 3.0
+    table = Attributes(["age", "height"], ["years", "cm"], errors, errors)
+    spread = Spread(*(np.asarray(values) for values in ([50.0, 170.0], [12.0, 9.0], [20.0, 150.0], [90.0, 200.0])))
+    inputs = Spread(*(np.asarray(value) for value in (0.0, 0.7, -2.0, 2.0)))
+    bound = some(2.0, 0.2, list(range(12)))
+    return bare("yardsticks", bound, attributes=table, yardsticks=Yardsticks(200, inputs, spread, {}))
+
+
+def test_yardsticks_of_the_data_stand_in_private_cards_alone(tmp_path: Path) -> None:
+    run = with_yardsticks()
+    assert run.yardsticks is not None
+    run.about["dataset"].pop("input_range")
+    cards = written(run, tmp_path)
+    assert "12 of 200" in cards["card-who"]
+    assert "that of a blind guess is 0.49" in cards["card-who"]
+    told = (
+        "“age” of 12 of 200 examples is not protected: an unbiased guess may be off by 3 instead of 12 years, 25 % of"
+    )
+    assert told in cards["card-what"]
+    assert f"σ = {rounded_up(4.0):g}" in cards["card-todo"]  # for the ages; the inputs need less
+
+    public = written(run, tmp_path, redacted=True)
+    assert "about 10 of 200" in public["card-who"]
+    assert "“age” of about 10 examples is not protected" in public["card-what"]
+    assert "25 % of a blind guess’s error" in public["card-what"]
+    assert not re.search(r"\b12\b|0\.49|years", public["first"])  # neither count nor deviation
+    assert "the questions and attributes named here would not be" in public["card-todo"]
+
+    # where inputs alone are exposed, the noise that it takes would tell their deviation
+    nothing = Spread(*(np.zeros(0) for _ in range(4)))
+    run = dataclasses.replace(run, attributes=None, yardsticks=Yardsticks(200, run.yardsticks.inputs, nothing, {}))
+    public = written(run, tmp_path, redacted=True)
+    assert "about 10 of 200" in public["card-who"]
+    assert "More noise or fewer steps" in public["card-todo"]
+    assert "σ =" not in public["card-todo"]
+
+
+def test_groups_that_leak_unequally_are_named(tmp_path: Path) -> None:
+    (case,) = [case for case in ten() if case.reason == "groups"]
+    assert "By sex, f leaks 3 times as much as m (typical FIL)." in written(case.run, tmp_path)["card-who"]
+    assert "By sex" not in written(of_kind("table", safe=True), tmp_path)["card-who"]
+
+
+def test_noise_for_questions_of_a_linear_model_is_exact() -> None:
+    """Between normal laws D tells the whole curve, and the noise that keeps a rule is the least that does."""
+    asked = dataclasses.replace(question("genotype", some(0.001, 0.8, [3])), law="normal")
+    run = dataclasses.replace(of_kind("linear", safe=True), questions=[asked])
+    for policy in (Policy(max_gain_over_guessing=0.1), Policy(max_true_positive_rate={"genotype": 0.05})):
+        (broken,) = [verdict for verdict in check(run, policy) if not verdict.passed]
+        factor = factor_for(broken, run, policy, 0.5)
+        assert factor is not None
+        assert all(verdict.passed for verdict in check(scaled(run, 1.001 * factor), policy))
+        assert not all(verdict.passed for verdict in check(scaled(run, 0.99 * factor), policy))
 
 
 class TestPublic:

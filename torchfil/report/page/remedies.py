@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.special import ndtri
 
 from torchfil.guessing import divergence_of_rate
 from torchfil.report.page.rules import kind_and_subject
@@ -74,9 +75,12 @@ def factor_for(verdict: Verdict, run: SavedRun, policy: Policy, blind: float | N
     elif kind == "max_share_of_concern" and policy.mse_bound_of_concern is not None:
         factor = _quotient(policy.mse_bound_of_concern, _spared_rank(run, limit))
     elif kind == "max_gain_over_guessing" and limit > 0:
-        factor = _quotient(worst_divergence(run, subject), divergence_of_gain(limit))
+        factor = _quotient(worst_divergence(run, subject), divergence_of_gain(limit, _law(run, subject)))
     elif kind == "max_true_positive_rate" and policy.at_false_positive_rate < limit < 1:
-        factor = _quotient(worst_divergence(run, subject), divergence_of_rate(limit, policy.at_false_positive_rate))
+        alpha = policy.at_false_positive_rate
+        normal = _law(run, subject) == "normal"
+        most = (ndtri(limit) - ndtri(alpha)) ** 2 / 2 if normal else divergence_of_rate(limit, alpha)
+        factor = _quotient(worst_divergence(run, subject), float(most))
     return factor if factor is not None and 0 < factor < math.inf else None
 
 
@@ -110,15 +114,23 @@ def _spared_rank(run: SavedRun, share: float) -> float:
     return float(low[place]) if place < len(low) else math.inf
 
 
-def divergence_of_gain(gain: float) -> float:
+def _law(run: SavedRun, name: str) -> str:
+    """What is known of a question's likelihoods: "normal", or "any"."""
+    return next((question.law for question in run.questions if question.name == name), "any")
+
+
+def divergence_of_gain(gain: float, law: str = "any") -> float:
     """The D at which any attacker tells two equally likely answers apart in 1/2 + gain of the cases at most.
 
-    The inverse of :func:`torchfil.guessing.largest_success` at a prior of 1/2: total variation 2·gain.
+    The inverse of :meth:`QuestionRecord.success`: of :func:`torchfil.guessing.largest_success` at a prior of 1/2, total
+    variation 2·gain, or of Φ(sqrt(D/2)) between normal laws.
 
     Example:
         >>> from torchfil.guessing import largest_success
         >>> largest_success([divergence_of_gain(0.1), divergence_of_gain(0.4)], 0.5)
         tensor([0.6000, 0.9000], dtype=torch.float64)
     """
+    if law == "normal":
+        return float(2 * ndtri(min(0.5 + gain, 1.0)) ** 2)
     variation = min(2 * gain, 1.0)
     return max(2 * variation**2, -math.log1p(-(variation**2)) if variation < 1 else math.inf)

@@ -1,8 +1,8 @@
 """Who is exposed, and which questions and attributes are worst, for the first screen.
 
-Exposed is whose MSE bound, at its lower end, lies below the squared error of a blind guess. An attribute is not
-protected where the least error of an unbiased guess lies below a blind guess's, and a question where any attacker tells
-the true answer from another, equally likely one, in more than the allowed share of cases above one half.
+Everything is measured as the gate measures it (:mod:`torchfil.report.yardsticks`): exposed is whose least error, at the
+lower end, lies below a blind guess's, of all inputs or of an attribute; a question is not protected where any attacker
+tells the true answer from another, equally likely one, in more than the allowed share of cases above one half.
 """
 
 from __future__ import annotations
@@ -11,18 +11,25 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from torchfil.guessing import divergence_of_rate, largest_success
+from torchfil.guessing import divergence_of_rate
+from torchfil.report.attribute_summary import AttributeSummary
 from torchfil.report.page.context import Report
 from torchfil.report.page.html import count, percent, plus_minus
-from torchfil.report.page.remedies import divergence_of_gain
-from torchfil.report.saved_run import QuestionRecord, SavedRun
+from torchfil.report.page.remedies import divergence_of_gain, worst_divergence
 from torchfil.report.status import NOT_MEASURED, status_of
 from torchfil.report.summary import FALSE_POSITIVE_RATE
 from torchfil.report.verdict import told_apart
+from torchfil.report.yardsticks import (
+    attribute_exposure,
+    blind_error_of_inputs,
+    blind_errors,
+    exposed_examples,
+    gain_over_guessing,
+    share_in_words,
+)
 
-__all__ = ["Leaks", "blind_error", "exposed_count", "is_exposed", "success_of", "unprotected"]
+__all__ = ["Leaks", "blind_error", "exposed_count", "unprotected"]
 
 GAIN = 0.1  # above one half: what the template of a policy allows
 
@@ -47,43 +54,36 @@ class Leaks:
 
 
 def blind_error(report: Report) -> float | None:
-    """What a blind guess of an input is off by: as the policy says, or half the inputs' range; None: not known."""
-    if report.policy is not None and report.policy.blind_error is not None:
-        return report.policy.blind_error
-    return None if report.summary.guess is None else math.sqrt(report.summary.guess)
-
-
-def is_exposed(run: SavedRun, blind: float) -> np.ndarray:
-    """Whose inputs an unbiased attacker may guess better than blindly, [n] booleans."""
-    low = np.asarray(run.columns.get("mse_bound_low", run.columns["mse_bound"]), dtype=np.float64)
-    return (status_of(run) != NOT_MEASURED) & ~(low >= blind**2)
+    """What a blind guess of an input is off by; None: not known, or private and this is the public version."""
+    if report.run is None:
+        return None if report.summary.guess is None else math.sqrt(report.summary.guess)
+    return blind_error_of_inputs(report.run, None if report.policy is None else report.policy.blind_error)
 
 
 def exposed_count(report: Report) -> tuple[int | str | None, int]:
     """How many are exposed, and of how many that were measured; rounded or in words in the public version."""
-    summary, blind = report.summary, blind_error(report)
-    unmeasured = summary.not_measured
-    everyone = summary.examples - (unmeasured if isinstance(unmeasured, int) else 0)
+    unmeasured = report.summary.not_measured
+    everyone = report.summary.examples - (unmeasured if isinstance(unmeasured, int) else 0)
     if report.run is None:
-        return (summary.below_guess if summary.low_below_guess is None else summary.low_below_guess), everyone
-    return None if blind is None else int(is_exposed(report.run, blind).sum()), everyone
+        return report.summary.exposed, everyone
+    exposed = exposed_examples(report.run, blind_error(report))
+    return None if exposed is None else int(exposed.sum()), everyone
 
 
 def unprotected(report: Report) -> Leaks:
     """The questions and attributes that are not protected, in words."""
-    questions, attributes = report.summary.questions, [a for a in report.summary.attributes if a.error]
+    questions, attributes = report.summary.questions, [a for a in report.summary.attributes if a.error or a.share]
     parts = [
         f"{len(some):,} {name}{'s' if len(some) != 1 else ''}"
         for name, some in (("question", questions), ("attribute", attributes))
         if some
     ]
-    of_attributes, unknown = _attributes(report)
-    found = [*_questions(report), *of_attributes]
+    found = [*_questions(report), *_attributes(report)]
     return Leaks(
         len(questions) + len(attributes),
         " and ".join(parts),
         [sentence for _, sentence in found],
-        unknown,
+        _without_yardstick(report),
         max((factor for factor, _ in found), default=1.0),
     )
 
@@ -98,24 +98,15 @@ def _questions(report: Report) -> list[tuple[float, str]]:
     measured = status_of(report.run) != NOT_MEASURED
     ranked = []
     for question in report.run.questions:
-        success = success_of(question)[measured]
-        wrong = int((~(success <= 0.5 + limit)).sum())
+        gains = gain_over_guessing(question)[measured]
+        wrong = int((~(gains <= limit)).sum())
         if wrong:
-            most = float(np.nanmax(success))
-            told = f"guessed right up to {percent(most)} of the time instead of 50 %"
-            of = f"{wrong:,} of {int(measured.sum()):,} examples"
-            needed = float(np.nanmax(np.asarray(question.divergence_high)[measured])) / divergence_of_gain(limit)
+            told = f"guessed right up to {percent(0.5 + float(np.nanmax(gains)))} of the time instead of 50 %"
+            of = f"{wrong:,} of {len(gains):,} examples"
+            target = divergence_of_gain(limit, question.law)
+            needed = (worst_divergence(report.run, question.name) or 0.0) / target if target > 0 else math.inf
             ranked.append((needed, f"“{question.name}” of {of} is not protected: {told}, by any attacker."))
     return sorted(ranked, key=lambda pair: -pair[0])
-
-
-def success_of(question: QuestionRecord) -> np.ndarray:
-    """How often any attacker picks each example's true answer of two that are equally likely, at the upper end, [n]."""
-    worst = np.asarray(question.divergence_high, dtype=np.float64).max(axis=1)
-    success = np.full(len(worst), math.nan)
-    known = ~np.isnan(worst)
-    success[known] = largest_success(torch.from_numpy(worst[known]), 0.5).numpy()
-    return success
 
 
 def _public_questions(report: Report) -> list[tuple[float, str]]:
@@ -135,44 +126,54 @@ def _public_questions(report: Report) -> list[tuple[float, str]]:
     return found
 
 
-def _attributes(report: Report) -> tuple[list[tuple[float, str]], list[str]]:
-    """As for questions, of each attribute whose blind guess is known and beaten; and one sentence on all others."""
-    ranked, unknown = [], []
-    for place, attribute in enumerate(report.summary.attributes):
-        if not attribute.error:
+def _attributes(report: Report) -> list[tuple[float, str]]:
+    """As for questions, of each attribute whose blind guess is known and beaten."""
+    if report.run is None:
+        found = [_public_attribute(attribute, report) for attribute in report.summary.attributes]
+        return sorted((pair for pair in found if pair is not None), key=lambda pair: -pair[0])
+    run, policy, ranked = report.run, report.policy, []
+    if run.attributes is None:
+        return []
+    blind = blind_errors(run, *((None, None) if policy is None else (policy.attribute_spread, policy.blind_error)))
+    for place, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
+        exposed = attribute_exposure(run, place, float(blind[place]))
+        if not exposed.any():
             continue
-        blind, least = _blind_error_of(report, place), min(attribute.error.values())
-        if blind is None:
-            unknown.append((attribute.name, plus_minus(least, attribute.unit)))
-        elif least < blind:
-            whose, (usual, close) = _how_many(report, place, blind), told_apart(blind, least)
-            off = f"an unbiased guess may be off by as little as {close} instead of {usual} {attribute.unit}".strip()
-            needed = (blind / least) ** 2 if least > 0 else math.inf
-            ranked.append((needed, f"“{attribute.name}” {whose} is not protected: {off}."))
-    ranked.sort(key=lambda pair: -pair[0])
-    if not unknown:
-        return ranked, []
 
-    names = ", ".join(f"“{name}” ({error})" for name, error in unknown[:3]) + (" …" if len(unknown) > 3 else "")
-    return ranked, [
+        # the closest that a guess of somebody's may come; NaN is not known, and counted as exposed
+        errors = np.asarray(run.attributes.shown[:, place], dtype=np.float64)[exposed]
+        least = float(np.nanmin(errors)) if not np.isnan(errors).all() else 0.0
+        usual, close = told_apart(float(blind[place]), least)
+        share = share_in_words(least / float(blind[place]))
+        off = f"an unbiased guess may be off by {close} instead of {usual} {unit}".strip()
+        whose = f"of {int(exposed.sum()):,} of {int((status_of(run) != NOT_MEASURED).sum()):,} examples"
+        needed = (float(blind[place]) / least) ** 2 if least > 0 else math.inf
+        ranked.append((needed, f"“{name}” {whose} is not protected: {off}, {share}."))
+    return sorted(ranked, key=lambda pair: -pair[0])
+
+
+def _public_attribute(attribute: AttributeSummary, report: Report) -> tuple[float, str] | None:
+    """From the published shares alone; None where it is protected or nothing is published."""
+    share = min(attribute.share.values(), default=1.0)
+    if share >= 1 or attribute.exposed == 0:
+        return None
+    above = attribute.exposed
+    some = "" if above is None else f"of {'about ' * isinstance(above, int)}{count(above)} examples "
+    sentence = (
+        f"“{attribute.name}” {some}is not protected: an unbiased guess of the {report.summary.smallest} most exposed "
+        f"together may have {share_in_words(share)}."
+    )
+    return share**-2 if share > 0 else math.inf, sentence
+
+
+def _without_yardstick(report: Report) -> list[str]:
+    """One sentence on all attributes whose error cannot be held against anything."""
+    stated = {} if report.policy is None else report.policy.attribute_spread
+    unknown = [a for a in report.summary.attributes if a.error and not a.share and a.name not in stated]
+    if not unknown or (report.policy is not None and report.policy.blind_error is not None):
+        return []
+    names = ", ".join(f"“{a.name}” ({plus_minus(min(a.error.values()), a.unit)})" for a in unknown[:3])
+    return [
         f"How far off a blind guess is was not saved for {len(unknown):,} attribute{'s' if len(unknown) != 1 else ''}, "
-        f"so that the closest unbiased guesses say little by themselves: {names}."
+        f"so that the closest unbiased guesses say little by themselves: {names}{' …' * (len(unknown) > 3)}."
     ]
-
-
-def _blind_error_of(report: Report, place: int) -> float | None:
-    """What a blind guess of an attribute is off by, in its unit; that of inputs holds where there is no unit."""
-    attribute = report.summary.attributes[place]
-    if report.policy is not None and attribute.name in report.policy.attribute_spread:
-        return report.policy.attribute_spread[attribute.name]
-    same_unit = attribute.unit in ("", report.about("unit_of_inputs"))
-    return blind_error(report) if same_unit else None
-
-
-def _how_many(report: Report, place: int, blind: float) -> str:
-    """Whose attribute may be guessed better than blindly."""
-    if report.run is None or report.run.attributes is None:
-        return f"of the {report.summary.smallest} most exposed examples together"
-    measured = status_of(report.run) != NOT_MEASURED
-    errors = np.asarray(report.run.attributes.shown[:, place], dtype=np.float64)[measured]
-    return f"of {int((errors < blind).sum()):,} of {len(errors):,} examples"

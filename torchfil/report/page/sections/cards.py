@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, count, join, number, tag
 from torchfil.report.page.rules import concerned
+from torchfil.report.page.sections.groups import headline
 from torchfil.report.page.sections.to_do import advice
+from torchfil.report.page.wording import is_linear, over, randomness
 from torchfil.report.page.worst import blind_error, exposed_count, unprotected
 
 __all__ = ["Card", "render"]
@@ -80,6 +82,8 @@ def who(report: Report) -> Card:
         lines.append(join("examples may be guessed better than blindly: they are exposed."))
         links.append(("Show them in the table", "#show-exposed"))
 
+    lines += _most_unequal(report)
+
     # beside them those whom a rule names, and those of whom nothing is known
     lines.append(join(_smallest(report)))
     breaking = len(concerned([verdict for verdict in report.verdicts or [] if not verdict.passed]))
@@ -90,15 +94,28 @@ def who(report: Report) -> Card:
     if summary.not_measured != 0:
         lines.append(join(f"{_capital(count(summary.not_measured))} not measured: not safe, only not known."))
         links.append(("Show who was not measured", "#show-unmeasured"))
-    bound = f"Unbiased attackers, on average over repeated trainings: {_random(report)}."
+    bound = f"Unbiased attackers, on average {over(report)}. {randomness(report)}"
     return Card("who", "Who is exposed?", figure, lines, bound, links if report.run is not None else [])
+
+
+def _most_unequal(report: Report) -> list[Markup]:
+    """The grouping whose groups differ most, if by more than the smallest effect that is called one."""
+    unequal = [grouping for grouping in report.summary.groupings if headline(grouping, report) is not None]
+    if not unequal:
+        return []
+    worst = max(unequal, key=lambda grouping: grouping.disparity.ratio if grouping.disparity is not None else 0.0)
+    assert worst.disparity is not None
+    times = "beyond all measure more than" if math.isinf(worst.disparity.ratio) else ""
+    times = times or f"{number(worst.disparity.ratio, 2)} times as much as"
+    text = f"By {worst.name}, {worst.disparity.most} leaks {times} {worst.disparity.least} (typical FIL)."
+    return [join(text)]
 
 
 def what(report: Report) -> Card:
     """The worst questions and attributes, each with what a blind guess gets."""
     leaks = unprotected(report)
     links = [("All questions", "#questions")] * bool(report.summary.questions)
-    links += [("All attributes", "#attributes")] * any(a.error for a in report.summary.attributes)
+    links += [("All attributes", "#attributes")] * any(a.error or a.share for a in report.summary.attributes)
 
     # nothing asked, nothing known and nothing leaking are three answers
     if not leaks.asked:
@@ -125,7 +142,7 @@ def what(report: Report) -> Card:
             lines.append(join(f"{some - MOST} more below."))
 
     lines += [join(sentence) for sentence in leaks.unknown]
-    bound = f"Questions: every attacker. Attributes: unbiased attackers. Here too, {_random(report)}."
+    bound = f"Questions: every attacker. Attributes: unbiased attackers. {randomness(report)}"
     return Card("what", "What leaks?", figure, lines, bound, links)
 
 
@@ -144,15 +161,10 @@ def _smallest(report: Report) -> str:
     known = end is not None and not math.isnan(end)
     least = end if known else summary.exposure[0].mse_bound
     of = f", the {summary.smallest} most exposed together" if summary.redacted else ""
-    kind = "lower end of a 95 % interval" if known else "an estimate"
+    kind = "exact" if is_linear(report) else "lower end of a 95 % interval" if known else "an estimate"
     blind = blind_error(report)
-    beside = "" if blind is None else f"; that of a blind guess is {number(blind**2)} at most"
+    beside = "" if blind is None else f"; that of a blind guess is {number(blind**2)}"
     return f"Smallest MSE bound{of}: {number(least)} ({kind}){beside}."
-
-
-def _random(report: Report) -> str:
-    """What differs from one training to the next."""
-    return "the noise is random" if report.about("kind") == "linear" else "batches and noise are random"
 
 
 def _capital(text: str) -> str:

@@ -13,10 +13,11 @@ from torchfil.report.page.html import Markup, join, tag
 from torchfil.report.page.payload import Packed, pack, pack_text
 from torchfil.report.page.rules import concerned
 from torchfil.report.page.sections import exposed, spared
-from torchfil.report.page.worst import blind_error, is_exposed
+from torchfil.report.page.worst import blind_error
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.spared import is_spared
 from torchfil.report.status import BLANK_WHERE_UNKNOWN, NOT_MEASURED, status_of
+from torchfil.report.yardsticks import exposed_examples
 
 __all__ = ["render"]
 
@@ -202,10 +203,11 @@ def _shown(run: SavedRun) -> tuple[SavedRun, dict[str, int] | None, np.ndarray |
 
 def _marks(report: Report) -> dict[str, np.ndarray]:
     """Who is exposed, whom a broken rule concerns, who was spared, [n] booleans each; without what nobody can say."""
-    marks, blind = dict[str, np.ndarray](), blind_error(report)
+    marks = dict[str, np.ndarray]()
     assert report.run is not None
-    if blind is not None:
-        marks["exposed"] = is_exposed(report.run, blind)
+    exposed_ones = exposed_examples(report.run, blind_error(report))
+    if exposed_ones is not None:
+        marks["exposed"] = exposed_ones
     if report.verdicts is not None:
         marks["broken"] = np.zeros(len(report.run), dtype=bool)
         marks["broken"][concerned([verdict for verdict in report.verdicts if not verdict.passed])] = True

@@ -6,6 +6,7 @@ import math
 
 from torchfil.report.page.context import Report
 from torchfil.report.page.html import Markup, count, join, number, percent, tag
+from torchfil.report.page.sections.groups import headline
 from torchfil.report.page.wording import every_attacker, is_linear, origin, over
 from torchfil.report.summary import Summary
 
@@ -147,15 +148,9 @@ def _spared(report: Report) -> list[Markup]:
 
 
 def _groups(report: Report) -> list[Markup]:
-    items = []
-    for grouping in report.summary.groupings:
-        more = [group.name for group in grouping.groups if group.compared == "more"]
-        if more:
-            named = ", ".join(more[:4]) + (f" and {len(more) - 4} more" if len(more) > 4 else "")
-            items.append(
-                join("By ", tag("i", grouping.name), ", exposed more than the average: ", tag("b", named), ".")
-            )
-    return items
+    """Of each grouping whose groups differ enough: who leaks how much more than whom."""
+    told = [(grouping, headline(grouping, report)) for grouping in report.summary.groupings]
+    return [join("By ", tag("i", grouping.name), ": ", text) for grouping, text in told if text is not None]
 
 
 def _attacks(report: Report) -> list[Markup]:

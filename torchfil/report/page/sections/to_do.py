@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torchfil.guessing import largest_success
+import numpy as np
+
 from torchfil.report.page.context import Report
 from torchfil.report.page.html import Markup, join, number, percent, tag
 from torchfil.report.page.remedies import factor_for_all, lower_ends, rounded_up, worst_divergence
 from torchfil.report.page.rules import concerned, kind_and_subject
-from torchfil.report.page.worst import blind_error, exposed_count, is_exposed, unprotected
+from torchfil.report.page.wording import is_linear
+from torchfil.report.page.worst import blind_error, exposed_count, unprotected
 from torchfil.report.policy import Policy
+from torchfil.report.status import NOT_MEASURED, status_of
 from torchfil.report.verdict import Verdict
+from torchfil.report.yardsticks import exposed_examples, is_exposed
 
 __all__ = ["Advice", "advice"]
 
@@ -55,7 +59,7 @@ def advice(report: Report) -> Advice:
     kept = "By the policy nothing need be done." if verdicts is not None else ""
     leaks = unprotected(report)
     if exposed is None and leaks.factor <= 1:
-        text = "Save the run with input_range=(a, b), so that it can be held against a blind guess."
+        text = "Save the run with save_run(input_range=(a, b)), so that it can be held against a blind guess."
         return Advice(
             "Nothing" if kept else "First a yardstick", [join(kept or text), *_in_general(report)], _basis(report)
         )
@@ -140,29 +144,29 @@ def _given(report: Report, factor: float) -> str:
     if len(low) and 0 < low[0] < math.inf:
         parts.append(f"smallest MSE bound {number(low[0])} → {number(factor * low[0])}")
     if blind is not None:
-        now, then = int(is_exposed(run, blind).sum()), int((~(factor * low >= blind**2)).sum())
+        now, then = int(_exposed(report).sum()), int(is_exposed(np.sqrt(factor * low), blind).sum())
         if now:
             parts.append(f"exposed {now:,} → {then:,}")
-    divergences = {question.name: worst_divergence(run, question.name) or 0.0 for question in run.questions}
-    if divergences:
-        name = max(divergences, key=divergences.__getitem__)
-        before, after = (float(largest_success(divergences[name] / f, 0.5)) for f in (1.0, factor))
-        parts.append(f"“{name}” guessed {percent(before)} → {percent(after)}")
+    if run.questions:
+        worst = max(run.questions, key=lambda question: worst_divergence(run, question.name) or 0.0)
+        high = np.asarray(worst.divergence_high, dtype=np.float64)[status_of(run) != NOT_MEASURED]
+        before, after = (float(np.nanmax(replace(worst, divergence_high=high / f).success())) for f in (1.0, factor))
+        parts.append(f"“{worst.name}” guessed {percent(before)} → {percent(after)}")
     return f" ({'; '.join(parts)})" if parts else ""
 
 
 def _sparing(report: Report, broken: list[Verdict], factor: float) -> list[Markup]:
     """Where few need it: spare these instead of adding noise for all. Nothing in the public version."""
-    run, blind = report.run, blind_error(report)
+    run = report.run
     if run is None:
         return []
-    some = len(concerned(broken)) if broken else int(is_exposed(run, blind).sum()) if blind is not None else 0
+    some = len(concerned(broken)) if broken else int(_exposed(report).sum())
     if not 0 < some <= FEW * len(run):
         return []
 
     # bounds and questions can be spared by name; attributes only as part of their example
     kinds = dict(kind_and_subject(verdict.rule) for verdict in broken)
-    codes = ["torchfil.glm.iteratively_reweighted_fil(…)"] * _is_linear(report)
+    codes = ["torchfil.glm.iteratively_reweighted_fil(…)"] * is_linear(report)
     if codes:
         kinds = {}
     elif not broken or not kinds.keys().isdisjoint(OF_BOUNDS):
@@ -198,14 +202,16 @@ def _in_general(report: Report) -> list[Markup]:
     return [join(f"Twice the noise{told} would give four times every MSE bound{as_well}.")]
 
 
-def _is_linear(report: Report) -> bool:
-    """Whether a linear model's weights were released once, with noise, and nothing on the way."""
-    return bool(report.about("kind") == "linear")
+def _exposed(report: Report) -> np.ndarray:
+    """Who is exposed, [n] booleans; nobody where no blind guess is known."""
+    assert report.run is not None
+    exposed = exposed_examples(report.run, blind_error(report))
+    return np.zeros(len(report.run), dtype=bool) if exposed is None else exposed
 
 
 def _basis(report: Report) -> str:
     """What a number for another σ stands on."""
-    return EXACT if _is_linear(report) else EXTRAPOLATED
+    return EXACT if is_linear(report) else EXTRAPOLATED
 
 
 def _sigma(report: Report) -> float | None:
