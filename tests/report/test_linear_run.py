@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torchfil.report.gate import check
 from torchfil.report.linear_run import linear_run, save_linear_run
 from torchfil.report.policy import Policy
 from torchfil.report.summary import summarise
+from torchfil.report.yardsticks import blind_error_of_inputs, blind_errors, exposed_examples
 
 SIGMA = 0.3
 
@@ -108,7 +110,11 @@ def test_attributes_of_several_columns_and_only_those_are_private() -> None:
 
 def test_questions_are_exact_and_not_merely_bounded() -> None:
     model, X, y = patients()
-    asked = {"genotype": NominalAttribute([1, 2], CODES, ["CC", "CT", "TT"]), "age": Shift(10, 0), "there": Absent()}
+    asked: dict[str, Any] = {
+        "genotype": NominalAttribute([1, 2], CODES, ["CC", "CT", "TT"]),
+        "age": Shift(10, 0),
+        "there": Absent(),
+    }
     run = linear_run(model, X, y, 0.05, questions=asked)
     for record, question in zip(run.questions, asked.values(), strict=True):
         best = guess(model, X, y, question, 0.05)
@@ -161,7 +167,7 @@ def test_the_file_holds_it_all(tmp_path: Path) -> None:
     assert run.about | {"created": ""} == want.about | {"created": ""}
     assert all(np.array_equal(run.columns[name], want.columns[name]) for name in want.columns)
     assert np.array_equal(run.questions[0].rate(), want.questions[0].rate())
-    assert run.ids.tolist() == options["ids"]
+    assert np.asarray(run.ids).tolist() == options["ids"]
 
 
 def test_the_gate_judges_it_as_any_run() -> None:
@@ -179,6 +185,43 @@ def test_the_gate_judges_it_as_any_run() -> None:
     for limit, passed in ((gain + 1e-6, True), (gain - 1e-6, False)):
         rule = next(v for v in check(run, Policy(max_gain_over_guessing=limit)) if v.rule.startswith("max_gain"))
         assert rule.passed is passed
+
+
+def test_a_blind_guess_is_known_from_the_rows() -> None:
+    """In deviations it is off by 1; an attribute by its own deviation, one of several columns by theirs together."""
+    model, X, y = patients()
+    run = linear_run(model, X, y, SIGMA, attributes={"age": [0], "genotype": [1, 2]}, private_target=True)
+    assert run.yardsticks is not None
+    assert blind_error_of_inputs(run) == pytest.approx(1.0)
+    shares = X[:, 1:].mean(axis=0)
+    want = [X[:, 0].std(), np.sqrt((shares * (1 - shares)).mean()), y.std()]
+    assert np.allclose(blind_errors(run), want)
+    low, high = run.yardsticks.attributes.low, run.yardsticks.attributes.high
+    assert (low[0], high[0]) == (X[:, 0].min(), X[:, 0].max())
+    assert np.isnan(low[1])
+    exposed = exposed_examples(run)
+    assert exposed is not None
+    assert exposed.tolist() == (run.columns["mse_bound"] < 1).tolist()
+    plain = linear_run(model, X, y, SIGMA, scales=None)
+    assert blind_error_of_inputs(plain) == pytest.approx(np.sqrt(np.append(X, y[:, None], axis=1).var(axis=0).mean()))
+
+
+def test_the_noise_that_the_page_suggests_keeps_the_policy_and_not_much_less_does(tmp_path: Path) -> None:
+    model, X, y = patients()
+    asked: dict[str, Any] = {"genotype": NominalAttribute([1, 2], CODES), "there": Absent()}
+    for policy in (
+        Policy(max_gain_over_guessing=0.1),
+        Policy(max_true_positive_rate={"there": 0.05}),
+        Policy(min_mse_bound=2.0, min_error_share=0.9),
+    ):
+        run = linear_run(model, X, y, 0.05, questions=asked)
+        text = write_report(run, tmp_path / "page", policy=policy).read_text()
+        found = re.search(r'id="card-todo".*?<p class="figure">σ = ([\d.]+)</p>', text, flags=re.DOTALL)
+        assert found is not None
+        sigma = float(found[1])
+        for factor, kept in ((1.0, True), (0.98, False)):
+            verdicts = check(linear_run(model, X, y, factor * sigma, questions=asked), policy)
+            assert all(verdict.passed for verdict in verdicts) is kept
 
 
 def test_nothing_of_one_row_is_public(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from torchfil._version import __version__
 from torchfil.glm.guesses import Guess, guess
 from torchfil.glm.measures import Release, information_by_coordinate
 from torchfil.report.run_file import save
-from torchfil.report.saved_run import Attributes, QuestionRecord, SavedRun
+from torchfil.report.saved_run import Attributes, QuestionRecord, SavedRun, Spread, Yardsticks
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ def linear_run(
     if with_target:
         names[_free_name(target, names)] = list(range(width, coordinates))
     private = sorted({column for own in names.values() for column in own})
-    spread = _spreads(scales, X, y, coordinates)
+    values = _values(X, y, coordinates)
+    spread = _scales(scales, values.std)
 
     # everybody's numbers, a few rows at a time: I_jj of a long table would take as much memory as the table
     n = len(parts[0].sensitivity.X)
@@ -147,6 +148,7 @@ def linear_run(
         attributes=Attributes(list(names), [units.get(name, "") for name in names], error, error),
         groups=labels,
         questions=[_question(name, asked, releases, X, y) for name, asked in (questions or {}).items()],
+        yardsticks=_yardsticks(values, spread, private, names, n),
     )
 
 
@@ -177,27 +179,52 @@ def _free_name(name: str, taken: Mapping[str, Any]) -> str:
     return name if name not in taken else _free_name(f"{name} (target)", taken)
 
 
-def _spreads(scales: Any, X: Any, y: Any, coordinates: int) -> np.ndarray:
-    """s of every private coordinate, the targets' last, [d + t]."""
-    if scales is None:
-        return np.ones(coordinates)
-    inputs = as_array(X)
-    if not isinstance(scales, str):
-        given = np.asarray(scales, dtype=float)
-        if given.shape != (coordinates,) or not bool(((given > 0) & np.isfinite(given)).all()):
-            raise ValueError(
-                f"scales must be {coordinates} positive numbers, one for each private coordinate, targets last"
-            )
-        return given
-    if scales != "deviation":
-        raise ValueError(f"scales={scales!r} must be 'deviation', numbers or None")
-
-    # a column with one value has nothing to guess: it counts as it is
-    spread = np.ones(coordinates)
+def _values(X: Any, y: Any, coordinates: int) -> Spread:
+    """How every private coordinate is spread over the rows, the targets' last, [d + t] each."""
+    inputs, targets = as_array(X), as_array(y)
     width = inputs.shape[1]
-    spread[:width] = [np.asarray(inputs[:, j], dtype=float).std() for j in range(width)]
-    spread[width:] = _target_spread(as_array(y), coordinates - width)
-    return np.where(spread > 0, spread, 1.0)
+    known = np.full((4, coordinates), np.nan)
+    for j in range(width):  # one column at a time: a long table takes its memory once
+        column = np.asarray(inputs[:, j], dtype=float)
+        known[:, j] = column.mean(), column.std(), column.min(), column.max()
+    known[1, width:] = _target_spread(targets, coordinates - width)
+    if coordinates == width + 1 and targets.dtype.kind in "biuf":
+        known[:, width] = targets.mean(), known[1, width], targets.min(), targets.max()
+    return Spread(*known)
+
+
+def _scales(scales: Any, deviations: np.ndarray) -> np.ndarray:
+    """s of every private coordinate, in units of which it counts, [d + t]."""
+    if scales is None:
+        return np.ones_like(deviations)
+    if isinstance(scales, str):
+        if scales != "deviation":
+            raise ValueError(f"scales={scales!r} must be 'deviation', numbers or None")
+        # a column with one value has nothing to guess: it counts as it is
+        return np.where(deviations > 0, deviations, 1.0)
+    given = np.asarray(scales, dtype=float)
+    if given.shape != deviations.shape or not bool(((given > 0) & np.isfinite(given)).all()):
+        raise ValueError(
+            f"scales must be {len(deviations)} positive numbers, one for each private coordinate, targets last"
+        )
+    return given
+
+
+def _yardsticks(
+    values: Spread, scales: np.ndarray, private: list[int], names: Mapping[str, list[int]], n: int
+) -> Yardsticks:
+    """What a blind guess errs by: of private coordinates together in their unit, of each attribute in its own.
+
+    An attribute of several columns has a deviation alone, the root mean square over its columns, as its error is.
+    """
+    scaled = [np.asarray(part)[private] / scales[private] for part in vars(values).values()]
+    together = np.nanmean(scaled[0]), np.sqrt(np.mean(scaled[1] ** 2)), np.nanmin(scaled[2]), np.nanmax(scaled[3])
+    by_name = np.full((4, len(names)), np.nan)
+    for place, own in enumerate(names.values()):
+        by_name[1, place] = np.sqrt(np.mean(np.asarray(values.std)[own] ** 2))
+        if len(own) == 1:
+            by_name[:, place] = [np.asarray(part)[own[0]] for part in vars(values).values()]
+    return Yardsticks(n, Spread(*map(np.asarray, together)), Spread(*by_name), {})
 
 
 def _target_spread(y: np.ndarray, coordinates: int) -> float:

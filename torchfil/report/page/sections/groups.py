@@ -8,7 +8,7 @@ from torchfil.report.disparity import SMALLEST_EFFECT, SMALLEST_GROUP
 from torchfil.report.group_summary import Grouping
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, paragraph
-from torchfil.report.page.html import Markup, count, join, number, plus_minus, table, tag
+from torchfil.report.page.html import Markup, count, join, number, table, tag
 from torchfil.report.yardsticks import share_in_words, share_of_blind_guess
 
 __all__ = ["headline", "render"]
@@ -93,7 +93,8 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
 def headline(grouping: Grouping, report: Report) -> str | None:
     """Who leaks how much more than whom, in the inputs' unit; None for small effects, and for what may be chance.
 
-    Of unbiased attackers: an unbiased guess of one input of a typical member (geometric mean) is off by 1/η̄ or more.
+    Of unbiased attackers: an unbiased guess of one input of a typical member (geometric mean) has an MSE of 1/η̄² or
+    more.
     """
     disparity, rows = grouping.disparity, {group.name: group for group in grouping.groups}
     if disparity is None or disparity.ratio < SMALLEST_EFFECT or not {disparity.most, disparity.least} <= rows.keys():
@@ -104,11 +105,11 @@ def headline(grouping: Grouping, report: Report) -> str | None:
     if most.low <= least.high:
         return None
 
-    unit, errors = report.about("unit_of_inputs") or "", (1 / most.fil, 1 / least.fil)
+    errors = 1 / most.fil, 1 / least.fil
     text = (
-        f"{most.name} has {number(disparity.ratio, 2)} times the FIL of {least.name}: an unbiased guess of an input is "
-        f"typically off by {plus_minus(errors[0], unit)} or more there, and by {plus_minus(errors[1], unit)} in "
-        f"{least.name}"
+        f"{most.name} has {number(disparity.ratio, 2)} times the FIL of {least.name}: an unbiased guess of an input "
+        f"typically has a mean squared error of {number(errors[0] ** 2)} or more there, and of "
+        f"{number(errors[1] ** 2)} in {least.name}"
     )
     if report.summary.guess is None:
         return f"{text}."

@@ -32,7 +32,7 @@ def render(report: Report) -> Markup | None:
         ),
         table(["", "one model is released", f"all {runs} are released"], rows),
         paragraph(
-            f"Who sees the noisy gradients of all {runs} trainings has the sum of their Fisher informations "
+            f"Who sees the noisy gradients of all {runs} trainings has the sum of their amounts of Fisher information "
             "(composition), and their ε together is that of one training as long as all of them. An example’s own ε "
             "belongs to one run’s outputs and is not shown here.",
             class_="note",
