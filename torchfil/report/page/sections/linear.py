@@ -89,7 +89,7 @@ def _units(report: Report) -> str | None:
 def _composed(report: Report) -> str:
     return (
         f"{report.about('mechanism', 'releases')} releases with independent noise are counted together: their Fisher "
-        "information add up, for an attacker who sees all of them."
+        "information adds up, for an attacker who sees all of them."
     )
 
 
