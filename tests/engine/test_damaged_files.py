@@ -57,7 +57,7 @@ class TestCheckpoints:
         assert same(self.state_of(run), before)
         for damaged in cut_short((tmp_path / "earlier.pt").read_bytes(), 20):
             (tmp_path / "earlier.pt").write_bytes(damaged)
-            with pytest.raises(CheckpointError, match="earlier.pt is damaged or cut short"):
+            with pytest.raises(CheckpointError, match="earlier.pt is damaged or truncated"):
                 engine.load_checkpoint(path=tmp_path / "earlier.pt", module=model, optimizer=optimizer)
 
     def test_open_files(self, run: Any) -> None:
