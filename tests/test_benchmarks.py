@@ -154,6 +154,7 @@ def test_numbers_are_short() -> None:
     assert [number(v) for v in (None, 0.01234, 12.34, 1234.5, 1e9)] == ["–", "0.0123", "12.3", "1,234", "1e+09"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_both_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,6 +210,7 @@ class Classifier(nn.Module):
         return Output(loss=loss, logits=logits)
 
 
+@pytest.mark.slow
 def test_a_large_model_runs_by_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
     model = large.LargeModel(
         "tiny", (), lambda small: Classifier(), partial(large._texts, 50, 8, causal=False), 4, "words"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_a_row_is_measured_once_and_a_failure_is_tried_again(tmp_path: Path) -> 
     assert calls[-1] == "works"
     assert set(records.read_records(tmp_path, rows)) == {"a"}
     assert "not run" in page(rows, {})
-    assert "| done | – | 0 s | agrees |" in page(rows, records.read_records(tmp_path, rows))
+    assert re.search(r"\| done \| – \| \d s \| agrees \|", page(rows, records.read_records(tmp_path, rows)))
 
 
 def test_verdicts() -> None:

@@ -34,6 +34,8 @@ WAYS = {
     "hooks": {"grad_sample_mode": "hooks"},
 }
 
+QUICK = ("recorded", "train_step", "questions", "hooks")  # the others are slow
+
 
 class Run:
     """A run of which single steps can be taken."""
@@ -84,7 +86,9 @@ def run_twice(way: str, most: int, steps: int = 2, skipped: int = 0) -> tuple[Ru
     return whole, cut, device, [str(warning.message) for warning in told if "out of memory" in str(warning.message)]
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "dropout"])
+@pytest.mark.parametrize(
+    "way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "dropout"]
+)
 def test_the_same_numbers_as_without(way: str) -> None:
     whole, cut, device, told = run_twice(way, most=4)
     assert device.refused
@@ -116,7 +120,7 @@ def test_masks_are_drawn_once() -> None:
     assert_same_run((cut.engine, cut.module), (whole.engine, whole.module), 1e-9)
 
 
-@pytest.mark.parametrize("skipped", [1, 3])
+@pytest.mark.parametrize("skipped", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_at_any_call(skipped: int) -> None:
     """Also in the middle of a step whose first pieces had succeeded."""
     whole, cut, device, _ = run_twice("input probes", most=2, steps=1, skipped=skipped)
@@ -138,7 +142,9 @@ def test_pieces_are_halves() -> None:
     assert device.refused == expected
 
 
-@pytest.mark.parametrize("way", ["recorded", "train_step", "per layer", "hooks"])
+@pytest.mark.parametrize(
+    "way", ["recorded", "hooks", *(pytest.param(way, marks=pytest.mark.slow) for way in ("train_step", "per layer"))]
+)
 def test_where_one_example_does_not_fit_the_step_is_not_taken(way: str) -> None:
     run, whole = Run(way), Run(way)
     for each in (run, whole):

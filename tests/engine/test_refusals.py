@@ -142,6 +142,7 @@ def test_batches_touched_by_another_thread_do_not_become_current() -> None:
     assert seen != sorted(later._ids)
 
 
+@pytest.mark.slow
 def test_workers_that_are_spawned() -> None:
     dataset = data(60)
     engine, _, model, optimizer, private = make(
