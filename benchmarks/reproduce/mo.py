@@ -102,7 +102,7 @@ def correlation(a: LayerTable, b: LayerTable) -> float:
 def draw_by_layer(axis: Any, table: LayerTable) -> None:
     """Values with their intervals over the number of the layer, as in the paper."""
     numbers = np.arange(1, len(table) + 1)
-    ends = [table.value - table.low, table.high - table.value]
+    ends = np.stack([table.value - table.low, table.high - table.value]).clip(min=0)  # an interval may lie beside it
     axis.errorbar(numbers, table.value, ends, fmt="o-", capsize=2, color="#0072B2")
     axis.set(xlabel="layer", xticks=numbers)
 
