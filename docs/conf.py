@@ -49,6 +49,9 @@ copybutton_prompt_is_regexp = True
 
 autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
+suppress_warnings = [
+    "ref.python"
+]  # Question and Guess are names of two packages each, in signatures without their module
 autodoc_typehints_format = "short"
 autodoc_mock_imports = ["lightning", "pytorch_lightning", "transformers"]
 napoleon_numpy_docstring = False

@@ -181,7 +181,7 @@ def _reasons(rows: Sequence[Row], found: Mapping[str, Record]) -> str:
         record = found.get(row.id)
         agrees = record is not None and _kind(record["verdict"]) == "agrees"
         told = [f"Setting: {row.stand_in}."] if row.stand_in else []
-        if row.reason and not agrees and (record is not None or row.measure is None):
+        if row.reason and (record is not None or row.measure is None):
             told.append(row.reason)
         if record is not None and not agrees:
             failed = [

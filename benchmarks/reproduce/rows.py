@@ -132,7 +132,7 @@ class Row:
         needs: Data sets, by their names in torchfil.datasets.
         gpu: Whether it is left to ``make reproduce-gpu``.
         stand_in: What is not the paper's setting: other data, a smaller run. Empty: the paper's own.
-        reason: Why it differs, or cannot be done.
+        reason: Why it differs, cannot be done, or what to know of a result that agrees.
         earlier: A result from before, shown until the row is measured again.
     """
 
