@@ -347,3 +347,12 @@ class TestPublic:
         text = written(of_kind("image", safe=False), tmp_path, redacted=True)["card-todo"]
         assert "σ =" not in text
         assert "rests on numbers that are not published" in text
+
+
+def test_one_remedy_for_two_rules_is_told_once(tmp_path: Path) -> None:
+    """Of examples without an interval both the error's rule and the attribute's ask for more measurements."""
+    run = bare("Too few draws", 9.0, attributes=attributes(some(3.0, 0.0, [3])))
+    run = dataclasses.replace(run, columns={**run.columns, "mse_bound_low": some(9.0, 0.0, [3])})
+    policy = Policy(min_error_share=0.5, min_attribute_error_share=0.5)
+    assert sum(not verdict.passed for verdict in check(run, policy)) == 2
+    assert written(run, tmp_path, policy)["first"].count("Measure more") == 1

@@ -83,8 +83,7 @@ def _for_policy(
             figure, factor = f"σ = {number(sigma_then)}", (sigma_then / sigma) ** 2
         lines.append(join(_noise(report, factor), f", {which}", _given(report, factor), "."))
         lines += _sparing(report, broken, factor)
-    for verdict in others:
-        lines.append(_other_remedy(verdict, policy))
+    lines += dict.fromkeys(_other_remedy(verdict, policy) for verdict in others)  # one remedy may serve several rules
     return Advice(figure, lines, _basis(report) if factor is not None else NOTHING)
 
 
