@@ -239,5 +239,5 @@ def test_a_loss_that_is_not_the_models_own_is_refused() -> None:
     model = Weighted(bert("SequenceClassification").config)
     with pytest.raises(ValueError, match="an auxiliary loss, class weights"):
         ModelLoss.of(model).check(model, TEXT, classes())
-    with pytest.raises(ValueError, match="the loss of Linear is not known"):
+    with pytest.raises(ValueError, match="the loss of Linear is unknown"):
         ModelLoss.of(torch.nn.Linear(1, 1))
