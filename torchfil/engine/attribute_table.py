@@ -240,8 +240,10 @@ def _checked_scales(
             f"attribute_scales is a {type(scales).__name__}; name the attribute: "
             "attribute_scales={'age': ('years', 14.2, 51.0)}"
         )
+
     checked = {}
     for name, told in scales.items():
+        # which attribute: one that there is, and no level of a one-hot one
         where = f"attribute_scales[{name!r}]"
         if name not in coordinates:
             raise ValueError(f"{where}: there is no such attribute{nearest(str(name), coordinates)}")
@@ -250,6 +252,8 @@ def _checked_scales(
                 f"{where}: it is a level of {group_of[coordinates.index(name)]!r}, whose levels are told as shares; "
                 "leave it out of attribute_scales"
             )
+
+        # what of it: a unit, and numbers by which errors can be multiplied
         if not isinstance(told, tuple | list) or len(told) not in (2, 3) or not isinstance(told[0], str):
             raise TypeError(
                 f"{where} = {told!r} must be (unit, scale) or (unit, scale, offset), such as ('years', 14.2)"

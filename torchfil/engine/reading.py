@@ -481,6 +481,8 @@ class LeakageReading(PrivacyEngine):
         """The run so far, for saving."""
         training = self._training
         run, looks, optimizer = training.run, training.looks, training.optimizer
+
+        # whatever saving needs, so that it knows nothing of engines
         return RunView(
             leakage=run.leakage,
             timeline=run.timeline,

@@ -55,6 +55,8 @@ def summarise_attributes(run: SavedRun, measured: np.ndarray, smallest: int) -> 
     """
     if run.attributes is None:
         return []
+
+    # where the blind guess is made from the data, an error beside its share would tell the data's deviation
     blind, pixels, yardsticks = blind_errors(run), pixels_of(run), run.yardsticks
     public = smallest > 1
     summaries = []
@@ -68,6 +70,7 @@ def summarise_attributes(run: SavedRun, measured: np.ndarray, smallest: int) -> 
             share = levels_of(share_of_blind_guess(errors, blind[j]), smallest)
             few = len(errors) < smallest
             exposed = None if few else published_count(int(is_exposed(errors, blind[j]).sum()), smallest)
+
         summaries.append(
             AttributeSummary(
                 name,

@@ -294,6 +294,8 @@ def _about(
     model, sigma = releases[0]
     names = [type(each).__name__ for each, _ in releases]
     alone = len(releases) == 1
+
+    # no steps and no ε: noise was added once to each released fit, and what follows is in closed form
     return {
         "kind": "linear",
         "model": {

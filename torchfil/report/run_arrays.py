@@ -133,6 +133,8 @@ def unpack(arrays: Mapping[str, Any], header: Mapping[str, str]) -> SavedRun:
     """The inverse of :func:`pack`; arrays by example may lie in parts."""
     order = json.loads(header["order"])
     columns, groups = _unpacked_tables(arrays, order["columns"], order["groups"])
+
+    # by name and not by place: earlier files lack some parts
     return SavedRun(
         about=json.loads(header["about"]),
         ids=arrays["ids"] if "ids" in arrays else np.asarray(_unpack_strings(arrays, "ids"), dtype=str),

@@ -34,6 +34,8 @@ def render_comparison(comparison: Comparison) -> str:
     style = (resources.files("torchfil.report") / "assets" / "page.css").read_text(encoding="utf-8")
     one, other = comparison.before.title, comparison.after.title
     title = f"{one} → {other}" if one != other else f"{one}, before and after"
+
+    # a chapter without anything to say is left out, and numbers follow
     chapters = [
         ("findings", "In short", tag("ul", [tag("li", text) for text in in_short(comparison)], class_="findings")),
         ("settings", "What was changed", _settings(comparison)),
@@ -49,6 +51,8 @@ def render_comparison(comparison: Comparison) -> str:
         tag("section", tag("header", tag("h2", tag("span", str(place), class_="no"), name)), content, id=slug)
         for place, (slug, name, content) in enumerate(shown, start=1)
     ]
+
+    # nothing is loaded and no script runs, whatever the runs' texts hold
     head = [
         Markup('<meta charset="utf-8">'),
         Markup(
@@ -90,6 +94,8 @@ def in_short(comparison: Comparison) -> list[str]:
             f"{'more' if c.more != 0 else 'are more'}."
             + ("" if c.exact else " Of examples that did not move, about one in twenty looks so by chance.")
         )
+
+    # by how much, beside what the noise alone would have done
     if c.ratio and not _is_same(c):
         grown = f"Typically, the MSE bound after is {number(c.ratio['mean'])} times that before"
         if c.expected is not None:
@@ -100,6 +106,7 @@ def in_short(comparison: Comparison) -> list[str]:
             f"Exposed, that is guessed better than blindly by an unbiased attacker: {count(c.before.exposed)} before, "
             f"{count(c.after.exposed)} after ({count(c.newly_exposed or 0)} newly)."
         )
+
     for pair in c.questions:
         lines.append(
             f"“{pair.name}”: any attacker is right in at most {_percent(pair.after)} of the runs, where wrong in 1 %; "

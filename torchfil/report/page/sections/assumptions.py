@@ -126,6 +126,8 @@ def _certainty(report: Report) -> str:
         drawn = f" from {probes} random probe{'s' if probes != 1 else ''} a step" if probes else ""
         some = f", on {100 * rate:g} % of the steps" if rate is not None and rate < 1 else ""
         how = f"FIL was measured{drawn}{some}; the standard error of the probes stands beside it."
+
+    # several runs show how far they differ; of one run that is an estimate, too
     if num_merged(report) > 1:
         return (
             f"FIL² is the mean over {num_merged(report)} runs, and its error the one from run to run; the MSE bound is "

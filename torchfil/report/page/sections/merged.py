@@ -16,6 +16,8 @@ def render(report: Report) -> Markup | None:
     runs = num_merged(report)
     if runs == 1:
         return None
+
+    # independent releases add Fisher information up: η̄ grows by √k, the bound falls to its k-th part
     epsilon, of_all, delta = report.about("epsilon"), report.about("merged", "epsilon_of_all"), report.about("delta")
     at = f" (δ = {number(delta)})" if delta is not None else ""
     rows = [
@@ -24,6 +26,7 @@ def render(report: Report) -> Markup | None:
     ]
     if epsilon is not None and of_all is not None:
         rows.append([f"ε for everybody{at}", number(epsilon), number(of_all)])
+
     return join(
         paragraph(
             f"The numbers are means over {runs} trainings that were repeated with the same settings on the same data. "

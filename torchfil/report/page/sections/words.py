@@ -23,11 +23,14 @@ def render(report: Report) -> Markup | None:
     texts = report.run.texts if report.run is not None else None
     if report.run is None or texts is None:
         return None
+
     blocks = []
     for place, (row, words) in enumerate(zip(texts.rows, texts.words, strict=True)):
         fil = np.asarray(texts.fil[place][: len(words)], dtype=np.float64)
         plis = None if texts.plis is None else np.asarray(texts.plis[place][: len(words)], dtype=np.float64)
         blocks.append(_text(str(report.run.ids[row]), words, fil, plis))
+
+    # who is bound by the one number, and that the other binds nobody
     return join(
         paragraph(
             "The colour of a token is the stronger, and the line under it the thicker, the larger its share of what "
