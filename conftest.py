@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import pytest
 
 collect_ignore: list[str] = []
-collect_ignore_glob = ["tests/*/conftest.py"]  # they have no doctests, and all of them are called conftest
 if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
     collect_ignore += ["torchfil/integrations/lightning.py", "tests/integrations/loop_ranks.py"]
 if find_spec("transformers") is None or find_spec("accelerate") is None:

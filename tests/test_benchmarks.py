@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import __main__ as command
 from benchmarks import comparison, large, loops, matched, measuring, paper, targets
 from benchmarks import many_examples as many

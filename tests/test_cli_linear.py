@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from test_cli import call, refused
-from test_datasets import IWPC
 
+from tests.test_cli import call, refused
+from tests.test_datasets import IWPC
 from torchfil import datasets
 
 pytest.importorskip("sklearn")

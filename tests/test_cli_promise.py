@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_cli import call, run_file
+
+from tests.test_cli import call, run_file
 
 pytest.importorskip("sklearn")
 

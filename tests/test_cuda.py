@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grouped, relative_error
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.cases import grouped, relative_error
 from torchfil import PLIS, FILPrivacyEngine, fisher, zoo
 from torchfil.questions import Absent, Label
 

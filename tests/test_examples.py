@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_datasets import IWPC, idx, write, write_adult
 
+from tests.test_datasets import IWPC, idx, write, write_adult
 from torchfil.datasets import SOURCES, stand_ins
 from torchfil.fisher.results import Estimate
 

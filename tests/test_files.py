@@ -15,10 +15,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "engine"))
-
-from loops import data, train
-
+from tests.engine.loops import data, train
 from torchfil.utils.files import replaced_when_complete, temporary_beside, write_bytes
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import CASES, CLIPS, DEVICE, build
 from torch import Tensor, nn
 
+from tests.cases import CASES, CLIPS, DEVICE, build
 from torchfil import PLIS, Private, exposure, fisher, zoo
 from torchfil.attribution.plis import column_norms, subject_norms, superpixel_norms
 from torchfil.clipping import get_clip

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +10,6 @@ from torchfil.datasets import DataNotFoundError, chest_xrays, mnist
 from torchfil.papers.zoo import mnist_cnn
 
 pytest.importorskip("matplotlib")
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import plis_mnist
 import plis_regression
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
-sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks.reproduce import records
 from benchmarks.reproduce.page import PICTURES, joined, page
 from benchmarks.reproduce.registry import ROWS, chosen

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks.scale_model import MODELS_READ_OUT, Size, booking_seconds, fitted, measured_in_float32, tables
 
 

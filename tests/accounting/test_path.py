@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -21,8 +19,6 @@ from torchfil.accounting.path import path_additions, path_sums, run_variance
 from torchfil.accounting.quantities import Reading, Sum, TrackedQuantity, register_quantity
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
-
-sys.path.append(str(Path(__file__).parents[2]))
 
 
 def booked(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import build
 from torch import Tensor
 
+from tests.cases import build
 from torchfil.accounting import quantities
 from torchfil.accounting.contributions import Contribution, additions
 from torchfil.accounting.ids import ExampleIds

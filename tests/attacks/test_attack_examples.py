@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE
-from test_datasets import idx
-from test_examples import write_mnist
+
+from tests.cases import DEVICE
+from tests.test_datasets import idx
+from tests.test_examples import write_mnist
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE
 from scipy import optimize, stats
 
+from tests.cases import DEVICE
 from torchfil import bounds
 from torchfil.attacks.attributes import (
     BlackBoxInversion,

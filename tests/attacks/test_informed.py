@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE
 from torch import Tensor, nn
 
+from tests.cases import DEVICE
 from torchfil import bounds, fisher
 from torchfil.attacks.informed import (
     Transcripts,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DEVICE
 from torch import nn
 
+from tests.cases import DEVICE
 from torchfil.attacks.inversion import invert_gradients, observed_gradients, total_variation
 
 

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE
 from torch import nn
 
+from tests.cases import DEVICE
 from torchfil.attacks.property import (
     Client,
     FederatedGradients,

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from cases import DEVICE
 from torch import Tensor
 
+from tests.cases import DEVICE
 from torchfil.attacks.similarity import haarpsi, require_ssim, ssim
 
 pytest.importorskip("torchmetrics")

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_datasets import ADULT, ADULT_TEST, idx
 
+from tests.test_datasets import ADULT, ADULT_TEST, idx
 from torchfil.datasets import (
     SOURCES,
     DataFormatError,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_datasets import idx
 
+from tests.test_datasets import idx
 from torchfil.datasets import (
     SOURCES,
     DataFormatError,

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_datasets import IWPC, write
 
+from tests.test_datasets import IWPC, write
 from torchfil.datasets import SOURCES, Readers, TabularTask, is_at_hand, iwpc, real_or_stand_in, stand_ins, tasks
 
 

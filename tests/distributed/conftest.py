@@ -1,12 +1,8 @@
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
-
-from rank_pool import RankPool  # noqa: E402
+from tests.distributed.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import rank_pool
 import sklearn.datasets  # noqa: F401 - once, where processes are forked from
 import torch
 import torch.distributed as dist
-from rank_runs import Made, make, take_step
+
+from tests.distributed import rank_pool
+from tests.distributed.rank_runs import Made, make, take_step
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.txt"
 STEPS_PER_PASS = 6

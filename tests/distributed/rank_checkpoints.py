@@ -12,8 +12,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_runs import Draws, Made, make, replaying, take_step, whole
 from torch import Tensor
+
+from tests.distributed.rank_runs import Draws, Made, make, replaying, take_step, whole
 
 DRAWS: list[list[list[int]]] = [
     [[0, 2, 4], [6], [], [8, 10, 12], [2, 14], [4, 6, 8], [0], [2, 4], [12, 14, 16], [0, 6], [2], [], [8], [10, 4]],

@@ -12,10 +12,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from hunger import room_for
-from rank_runs import make, replaying, take_step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tests.distributed.rank_runs import make, replaying, take_step
+from tests.engine.hunger import room_for
 
 DRAWS = [[[i, i + 1, i + 2] for i in range(0, 28, 4)], [[i, i + 1] for i in range(30, 58, 4)]]  # of 7 steps
 

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from opacus.accountants.analysis import rdp
 
 TIMEOUT = 240
-PRELOADED = ["rank_checkpoints", "rank_faults", "rank_sharded", "killed_runs"]  # and with them torchfil
+PRELOADED = [  # and with them torchfil
+    f"tests.distributed.{part}" for part in ("rank_checkpoints", "rank_faults", "rank_sharded", "killed_runs")
+]
 
 
 class RankPool:

@@ -13,8 +13,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from cases import DEVICE, grouped
-from loops import SIGMA, C
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
@@ -23,6 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.cases import DEVICE, grouped
+from tests.engine.loops import SIGMA, C
 from torchfil import FILPrivacyEngine, Private, zoo
 from torchfil.engine.loader import FILRankSampler
 from torchfil.questions import Absent, Label, Token

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_faults import DRAWS
-from rank_runs import CASES, adapter_case, make, replaying, shard, take_step, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -15,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.distributed.rank_faults import DRAWS
+from tests.distributed.rank_runs import CASES, adapter_case, make, replaying, shard, take_step, whole
 from torchfil import FILPrivacyEngine, check
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loops import SIGMA, C, data, network
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from rank_runs import Made, Outcome, outcome, take_step
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from tests.distributed.rank_runs import Made, Outcome, outcome, take_step
+from tests.engine.loops import SIGMA, C, data, network
 from torchfil import Accounting, FILPrivacyEngine
 
 SIZE = 3  # of a rank's batches

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE
-from loops import Step, Trained, truth
-from rank_faults import sketched
-from rank_pool import RankPool
-from rank_runs import CASES, as_one, assert_same, trained
+
+from tests.cases import DEVICE
+from tests.distributed.rank_faults import sketched
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_runs import CASES, as_one, assert_same, trained
+from tests.engine.loops import Step, Trained, truth
 
 RUNS: dict[str, dict[str, Any]] = {
     "digits": {"case": "digits", "passes": 2, "track": ("diagonal",)},

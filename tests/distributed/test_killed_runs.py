@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import rank_pool
-from killed_runs import STEPS_PER_PASS, hang, run, temporaries
+
+from tests.distributed import rank_pool
+from tests.distributed.killed_runs import STEPS_PER_PASS, hang, run, temporaries
 
 
 def check(folder: Path, size: int, steps: int, kills: int, seed: int) -> None:

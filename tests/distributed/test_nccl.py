@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE
-from rank_pool import RankPool
-from rank_runs import as_one, assert_same, trained
+
+from tests.cases import DEVICE
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_runs import as_one, assert_same, trained
 
 pytestmark = [
     pytest.mark.cuda,

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_checkpoints import DRAWS, Ended, resumed, saved_meanwhile, unbroken
-from rank_pool import RankPool
-from rank_runs import as_one
+
+from tests.distributed.rank_checkpoints import DRAWS, Ended, resumed, saved_meanwhile, unbroken
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_runs import as_one
 
 
 def assert_close(found: Ended, expected: Ended, tolerance: float) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_faults import (
+
+from tests.distributed.rank_faults import (
     DRAWS,
     known_batches,
     messages,
@@ -18,7 +19,7 @@ from rank_faults import (
     refused_settings,
     same_steps_are_skipped,
 )
-from rank_pool import RankPool
+from tests.distributed.rank_pool import RankPool
 
 
 @pytest.mark.parametrize("step", ["loop", "train_step"])

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_pool import RankPool
-from rank_runs import assert_same
-from rank_streams import begun, one_rank_has_nothing, resumed, same_example_on_two_ranks, streamed
+
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_runs import assert_same
+from tests.distributed.rank_streams import begun, one_rank_has_nothing, resumed, same_example_on_two_ranks, streamed
 
 
 def test_two_streams_are_one(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
-from rank_runs import as_one, assert_same, trained
-from rank_sharded import bytes_here, evaluated, nobodys_steps, one_rank_refuses, penalty, refused
-from test_data_parallel import scattered
+
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_runs import as_one, assert_same, trained
+from tests.distributed.rank_sharded import bytes_here, evaluated, nobodys_steps, one_rank_refuses, penalty, refused
+from tests.distributed.test_data_parallel import scattered
 
 pytestmark = pytest.mark.torch_versions
 

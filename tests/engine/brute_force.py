@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import DEVICE, grouped, relative_error
-from loops import loader
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import TensorDataset
 
+from tests.cases import DEVICE, grouped, relative_error
+from tests.engine.loops import loader
 from torchfil import FILPrivacyEngine, Private
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import reference

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cases import DEVICE, grouped, relative_error
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.cases import DEVICE, grouped, relative_error
 from torchfil import FILPrivacyEngine, Private, zoo
 from torchfil.clipping import DEFAULT_CLIP
 from torchfil.fisher import reference

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loops import train
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from tests.engine.loops import train
 from torchfil import Private
 from torchfil.engine.attribute_table import attribute_table, with_levels
 from torchfil.report import load

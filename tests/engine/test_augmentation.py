@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE, grouped
-from loops import SIGMA, C, data, loader, network, train
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
+from tests.cases import DEVICE, grouped
+from tests.engine.loops import SIGMA, C, data, loader, network, train
 from torchfil import FILPrivacyEngine, Private, fisher
 
 BY_COORDINATE = ("diagonal", "fim", "sketch", "plis")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, grouped, relative_error
-from loops import SIGMA, C, assert_same_run, data, loader, network, tokens, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from tests.cases import DEVICE, grouped, relative_error
+from tests.engine.loops import SIGMA, C, assert_same_run, data, loader, network, tokens, train
 from torchfil import FILPrivacyEngine, zoo
 
 MODES = ("hooks", "auto")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE
-from loops import SIGMA, C, data, loader, network
 from torch import Tensor, nn
 
+from tests.cases import DEVICE
+from tests.engine.loops import SIGMA, C, data, loader, network
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.engine.batches import BatchTracker, plain, remembering
 from torchfil.engine.loader import split_batch

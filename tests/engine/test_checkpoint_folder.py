@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from test_state import epochs, start
-from test_state import same as same_state
 from torch.utils import _pytree as pytree
 
+from tests.engine.test_state import epochs, start
+from tests.engine.test_state import same as same_state
 from torchfil.engine.checkpoint_folder import is_folder, read_folder, write_folder
 
 pytestmark = pytest.mark.torch_versions

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from brute_force import assert_true, images, make, train
-from cases import DEVICE, relative_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.cases import DEVICE, relative_error
+from tests.engine.brute_force import assert_true, images, make, train
 from torchfil.fisher import checkpointing
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE
-from loops import data, loader, network
 from torch import Tensor, nn
 
 import torchfil
+from tests.cases import DEVICE
+from tests.engine.loops import data, loader, network
 from torchfil import FILPrivacyEngine
 from torchfil.engine import Equalised
 from torchfil.report import load, write_report

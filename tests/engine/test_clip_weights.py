@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from brute_force import C, Run, assert_released, begin, make, train
-from cases import DEVICE, grouped, relative_error
-from loops import data, loader, network
 from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 
+from tests.cases import DEVICE, grouped, relative_error
+from tests.engine.brute_force import C, Run, assert_released, begin, make, train
+from tests.engine.loops import data, loader, network
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.attribution import PLIS
 from torchfil.clipping import get_clip

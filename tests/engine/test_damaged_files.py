@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from damage import cut_short, flipped
-from loops import data, train
-from test_state import epochs, same, start
 
+from tests.engine.damage import cut_short, flipped
+from tests.engine.loops import data, train
+from tests.engine.test_state import epochs, same, start
 from torchfil.cli import main
 from torchfil.report import load
 from torchfil.utils.errors import CheckpointError, RunFileError

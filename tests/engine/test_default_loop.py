@@ -8,12 +8,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import ConvNeXt, Encoder
-from brute_force import C, assert_released, assert_true, clipped_gradients, images, make, texts, train, truth
-from cases import DEVICE
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
+from tests.cases import DEVICE
+from tests.engine.architectures import ConvNeXt, Encoder
+from tests.engine.brute_force import (
+    C,
+    assert_released,
+    assert_true,
+    clipped_gradients,
+    images,
+    make,
+    texts,
+    train,
+    truth,
+)
 from torchfil import Private
 
 EMBEDDING = Private(submodule="embedding")

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ConvNeXt, Encoder
-from brute_force import C, Run, clipped_gradients, images, make, texts, train
-from cases import DEVICE, grouped, relative_error
-from loops import loader
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.cases import DEVICE, grouped, relative_error
+from tests.engine.architectures import ConvNeXt, Encoder
+from tests.engine.brute_force import C, Run, clipped_gradients, images, make, texts, train
+from tests.engine.loops import loader
 from torchfil import FILPrivacyEngine, Private
 from torchfil.fisher.divergence import step_divergence
 from torchfil.questions import Absent, Change, Label, Question, Region, Token

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, relative_error
-from loops import SIGMA, C, data, network, train
 from torch import nn
 
+from tests.cases import DEVICE, relative_error
+from tests.engine.loops import SIGMA, C, data, network, train
 from torchfil import PLIS, FILPrivacyEngine, fisher
 
 

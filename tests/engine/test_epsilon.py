@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE
-from loops import SIGMA, C, data, loader, network, train
 from opacus import PrivacyEngine
 from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.cases import DEVICE
+from tests.engine.loops import SIGMA, C, data, loader, network, train
 from torchfil import FILPrivacyEngine, bounds
 from torchfil.engine.epsilon import NormHistory, individual_epsilon
 

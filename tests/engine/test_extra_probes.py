@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, grouped
-from loops import SIGMA, C, data, loader, network, train
 from torch import Tensor, nn
 
+from tests.cases import DEVICE, grouped
+from tests.engine.loops import SIGMA, C, data, loader, network, train
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.engine.step.values import StepValues
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, relative_error
-from loops import SIGMA, C, data, loader, network
 from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 
+from tests.cases import DEVICE, relative_error
+from tests.engine.loops import SIGMA, C, data, loader, network
 from torchfil import FILPrivacyEngine
 from torchfil.engine.ghost_criterion import GhostCriterion
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from brute_force import SIGMA, C, clipped_and_jacobian, images, make, train
-from cases import DEVICE
 from torch import nn
 
+from tests.cases import DEVICE
+from tests.engine.brute_force import SIGMA, C, clipped_and_jacobian, images, make, train
 from torchfil import Accounting
 from torchfil.accounting.sparing import weights_for_the_rest
 from torchfil.report.run_file import load

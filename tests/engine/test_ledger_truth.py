@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, relative_error
-from loops import SIGMA, C, data, loader, network, train, truth
 from torch import nn
 
+from tests.cases import DEVICE, relative_error
+from tests.engine.loops import SIGMA, C, data, loader, network, train, truth
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import ClippedJacobian, ExampleGradients, Theorem4Amplification

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from loops import data, train
 
+from tests.engine.loops import data, train
 from torchfil.report import load
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE
-from loops import SIGMA, C, assert_same_run, loader
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from tests.cases import DEVICE
+from tests.engine.loops import SIGMA, C, assert_same_run, loader
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.engine import LossMismatchError
 

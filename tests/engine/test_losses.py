@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE, grouped
-from loops import data, loader, network, train
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from tests.cases import DEVICE, grouped
+from tests.engine.loops import data, loader, network, train
 from torchfil import FILPrivacyEngine
 from torchfil.engine import LossMismatchError
 

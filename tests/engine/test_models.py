@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE, GroupNormResidual, TinyTransformer, grouped, relative_error
-from loops import SIGMA, C, loader, network
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, TensorDataset
 
+from tests.cases import DEVICE, GroupNormResidual, TinyTransformer, grouped, relative_error
+from tests.engine.loops import SIGMA, C, loader, network
 from torchfil import FILPrivacyEngine, Private
 from torchfil.clipping import get_clip
 from torchfil.fisher import ClippedJacobian, ExampleGradients, reference

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DEVICE
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
+from tests.cases import DEVICE
 from torchfil.clipping import get_clip
 from torchfil.engine.optimizer import FILOptimizer
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from brute_force import make, take
-from cases import DEVICE, relative_error
-from loops import data, loader, network
 from opacus import PrivacyEngine
 from opacus.schedulers import ExponentialNoise
 from torch import Tensor, nn
 
+from tests.cases import DEVICE, relative_error
+from tests.engine.brute_force import make, take
+from tests.engine.loops import data, loader, network
 from torchfil import Accounting, Execution, FILPrivacyEngine
 from torchfil.fisher import (
     NoAmplification,

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import grouped
 from opacus.schedulers import ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 
 import torchfil
+from tests.cases import grouped
 from torchfil import FILPrivacyEngine, Private
 from torchfil.attacks import AttackResult
 from torchfil.utils.errors import UnsupportedModuleError

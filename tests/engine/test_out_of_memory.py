@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, grouped
-from hunger import Device, room_for
-from loops import assert_same_run, data, loader, network
-from test_state import same
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.cases import DEVICE, grouped
+from tests.engine.hunger import Device, room_for
+from tests.engine.loops import assert_same_run, data, loader, network
+from tests.engine.test_state import same
 from torchfil import FILPrivacyEngine
 from torchfil.engine.step.memory import PassMemory
 from torchfil.questions import Label

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, grouped
-from loops import data, loader, network
 from torch import nn
 
+from tests.cases import DEVICE, grouped
+from tests.engine.loops import data, loader, network
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.contributions import Contribution, additions
 from torchfil.accounting.ids import ExampleIds

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, grouped, relative_error
-from loops import data, loader, network
 from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 
+from tests.cases import DEVICE, grouped, relative_error
+from tests.engine.loops import data, loader, network
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import get_clip
 from torchfil.fisher import reference

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, grouped
-from loops import loader
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from tests.cases import DEVICE, grouped
+from tests.engine.loops import loader
 from torchfil import Execution, FILPrivacyEngine, Private, zoo
 from torchfil.report import load
 

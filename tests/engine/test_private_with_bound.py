@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE
-from loops import data, loader, network
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.cases import DEVICE
+from tests.engine.loops import data, loader, network
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.accounting.targets import LeakageTarget, TargetCheck, mean_of_runs
 from torchfil.cli.digits import digits

@@ -13,12 +13,12 @@ import pandas
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE, grouped
-from loops import SIGMA, C, data, loader, network, train
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
+from tests.cases import DEVICE, grouped
+from tests.engine.loops import SIGMA, C, data, loader, network, train
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import register_clip
 from torchfil.engine import Execution

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from loops import SIGMA, C, data, train
 from scipy import stats
 
+from tests.engine.loops import SIGMA, C, data, train
 from torchfil import FILPrivacyEngine, bounds
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.robustness import everybodys_robustness, individual_robustness

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE
-from loops import SIGMA, C, loader
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from tests.cases import DEVICE
+from tests.engine.loops import SIGMA, C, loader
 from torchfil import FILPrivacyEngine
 from torchfil.engine.step.rows import how_rows_mix
 

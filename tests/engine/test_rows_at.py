@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE, grouped
-from loops import data, loader, network, train
 
+from tests.cases import DEVICE, grouped
+from tests.engine.loops import data, loader, network, train
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.accounting import rows
 from torchfil.accounting.contributions import Contribution

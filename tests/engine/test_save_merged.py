@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loops import data, train
 
+from tests.engine.loops import data, train
 from torchfil import FILPrivacyEngine
 from torchfil.report import load, write_report
 from torchfil.report.gate import notes

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE, grouped
-from loops import data, loader, network, train
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import torchfil
+from tests.cases import DEVICE, grouped
+from tests.engine.loops import data, loader, network, train
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.timeline import MAX_POINTS, Timeline, summary
 from torchfil.attacks import AttackResult

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE, grouped
-from loops import SIGMA, C, data, loader, network, train
 from scipy import stats
 from torch import nn
 
+from tests.cases import DEVICE, grouped
+from tests.engine.loops import SIGMA, C, data, loader, network, train
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.leakage import Leakage
 from torchfil.fisher import NoAmplification, PoissonAmplification, estimators, register_estimator

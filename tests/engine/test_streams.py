@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, grouped
-from loops import SIGMA, C, Step, Trained, data, loader, network, truth
 from opacus.accountants import RDPAccountant, create_accountant
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from tests.cases import DEVICE, grouped
+from tests.engine.loops import SIGMA, C, Step, Trained, data, loader, network, truth
 from torchfil import FILPrivacyEngine
 from torchfil.engine.streams import ids_of_batch
 from torchfil.fisher import reference

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE, grouped, relative_error
-from loops import SIGMA, C
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 from torch.utils.data import DataLoader
 
+from tests.cases import DEVICE, grouped, relative_error
+from tests.engine.loops import SIGMA, C
 from torchfil import FILPrivacyEngine, Private
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.engine.replica import Replica

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE
-from loops import SIGMA, C
-from test_texts import LENGTHS, WIDTH, Reader, padded_with_mask, texts, train
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 from torch.nn import functional as F
 
+from tests.cases import DEVICE
+from tests.engine.loops import SIGMA, C
+from tests.engine.test_texts import LENGTHS, WIDTH, Reader, padded_with_mask, texts, train
 from torchfil import PLIS, Private
 from torchfil.attribution.plis import token_norms
 from torchfil.clipping import DEFAULT_CLIP, get_clip

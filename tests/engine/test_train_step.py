@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, grouped
-from loops import SIGMA, C, assert_same_run, data, loader, network, tokens
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from tests.cases import DEVICE, grouped
+from tests.engine.loops import SIGMA, C, assert_same_run, data, loader, network, tokens
 from torchfil import FILPrivacyEngine, zoo
 
 LOSS = nn.CrossEntropyLoss()

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE, grouped, relative_error
-from loops import SIGMA, C, data, loader, network
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -24,6 +22,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from tests.cases import DEVICE, grouped, relative_error
+from tests.engine.loops import SIGMA, C, data, loader, network
 from torchfil import FILPrivacyEngine
 from torchfil.fisher import reference
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grouped
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from test_other_loops import LOSS, WAYS, examples, mlp, start, step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.cases import grouped
+from tests.engine.test_other_loops import LOSS, WAYS, examples, mlp, start, step
 from torchfil import FILPrivacyEngine, Private, fisher
 from torchfil.engine.losses import LossMismatchError
 from torchfil.engine.whole_file import sealed_when_complete

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE, grouped, relative_error
-from loops import SIGMA, C, data, loader, network
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 from torch.utils.data import TensorDataset
 
+from tests.cases import DEVICE, grouped, relative_error
+from tests.engine.loops import SIGMA, C, data, loader, network
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import get_clip
 from torchfil.engine.views import ManyViews, MeanOverViews

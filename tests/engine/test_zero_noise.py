@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from brute_force import Run, make, take
-from loops import data, loader, network
 from opacus.schedulers import LambdaNoise
 from torch import nn
 
+from tests.engine.brute_force import Run, make, take
+from tests.engine.loops import data, loader, network
 from torchfil import FILPrivacyEngine
 from torchfil.report.run_file import load
 

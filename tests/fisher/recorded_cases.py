@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases import DEVICE
 from torch import Tensor, nn
 
+from tests.cases import DEVICE
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.mechanism import Mechanism

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import build
 from scipy import stats
 from torch import Tensor
 
+from tests.cases import build
 from torchfil import fisher
 from torchfil.fisher import (
     Mechanism,

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, DEVICE, SIGMA, build, grouped, relative_error
-from recorded_cases import LAYERS, Flat
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.cases import CASES, DEVICE, SIGMA, build, grouped, relative_error
+from tests.fisher.recorded_cases import LAYERS, Flat
 from torchfil import FILPrivacyEngine, zoo
 from torchfil.engine.step import captured as passes_module
 from torchfil.engine.step.captured import CapturedPasses

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE, SIGMA, TinyTransformer, build, relative_error
 from torch import Tensor, nn
 
+from tests.cases import DEVICE, SIGMA, TinyTransformer, build, relative_error
 from torchfil import PLIS, fisher
 from torchfil.fisher import PoissonAmplification, reference
 from torchfil.fisher.models import explain_layers

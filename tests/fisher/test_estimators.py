@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SIGMA, Case, build
 from torch import Tensor, nn
 
+from tests.cases import SIGMA, Case, build
 from torchfil import fisher
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import ClippedJacobian, Estimate, ExampleGradients, PoissonAmplification, estimators

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, CLIPS, DEVICE, SIGMA, Case, build, relative_error
 from torch import Tensor, nn
 
+from tests.cases import CASES, CLIPS, DEVICE, SIGMA, Case, build, relative_error
 from torchfil import fisher
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import ClippedJacobian, ExampleGradients, PoissonAmplification, reference

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLIPS, DEVICE, build
 from torch import nn
 
+from tests.cases import CLIPS, DEVICE, build
 from torchfil import fisher
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.gradients import ExampleGradients

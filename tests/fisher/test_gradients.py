@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DEVICE, relative_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.cases import DEVICE, relative_error
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.private import Private
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, build, relative_error
-from recorded_cases import BATCH, LAYERS, Flat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.cases import DEVICE, build, relative_error
+from tests.fisher.recorded_cases import BATCH, LAYERS, Flat
 from torchfil.fisher import PoissonAmplification
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism

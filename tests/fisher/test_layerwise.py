@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import relative_error
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 
+from tests.cases import relative_error
 from torchfil.clipping import get_clip
 from torchfil.fisher import reference
 from torchfil.fisher.batch import PrivateBatch

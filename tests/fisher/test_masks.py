@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DEVICE
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.cases import DEVICE
 from torchfil.fisher import ExampleGradients
 from torchfil.fisher.masks import MaskLayouts, RandomWatch, call_and_record_masks, recorded_masks, replayed_masks
 from torchfil.utils.errors import UnsupportedModuleError

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, DEVICE, build, relative_error
-from recorded_cases import BATCH, LAYERS, Flat
 from torch import Tensor, nn
 
+from tests.cases import CASES, DEVICE, build, relative_error
+from tests.fisher.recorded_cases import BATCH, LAYERS, Flat
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws, draw_bits, signs_of
 from torchfil.fisher.gradients import ExampleGradients

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, relative_error
-from recorded_cases import BATCH, brute_force, check
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
+from tests.cases import DEVICE, relative_error
+from tests.fisher.recorded_cases import BATCH, brute_force, check
 from torchfil import fisher
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism

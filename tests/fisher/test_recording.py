@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, DEVICE, build
-from recorded_cases import BATCH, LAYERS, Flat, Mixed, Scaled, brute_force, check
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.cases import CASES, DEVICE, build
+from tests.fisher.recorded_cases import BATCH, LAYERS, Flat, Mixed, Scaled, brute_force, check
 from torchfil import zoo
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism

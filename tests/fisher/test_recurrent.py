@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE
 from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchfil.engine  # noqa: F401  (registers Opacus's layers)
+from tests.cases import DEVICE
 from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.masks import MaskLayouts, recorded_masks

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CASES, DEVICE, build, relative_error
 from torch import nn
 
+from tests.cases import CASES, DEVICE, build, relative_error
 from torchfil import Private
 from torchfil.clipping import get_clip
 from torchfil.fisher.gradients import ExampleGradients, flatten

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, relative_error
 from torch import Tensor
 from torch.func import grad, vjp, vmap
 from torch.nn import functional as F
 
+from tests.cases import DEVICE, relative_error
 from torchfil.fisher.gradients import differentiable_twice
 
 pytestmark = pytest.mark.torch_versions

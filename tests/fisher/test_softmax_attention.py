@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.cases import DEVICE
 from torchfil.fisher.masks import recorded_masks, replayed_masks
 from torchfil.fisher.rules.softmax_attention import attention
 

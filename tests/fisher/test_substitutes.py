@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 import torch
-from cases import DEVICE
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
+from tests.cases import DEVICE
 from torchfil.fisher.rules import pooling, substitutes
 from torchfil.fisher.rules.products import gram
 from torchfil.fisher.rules.substitutes import (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import relative_error
 from torch import nn
 
+from tests.cases import relative_error
 from torchfil import Private, SmoothnessValidator, fisher
 from torchfil.fisher import reference
 

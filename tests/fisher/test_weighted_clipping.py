@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, build, relative_error
 from torch import Tensor
 
+from tests.cases import DEVICE, build, relative_error
 from torchfil.clipping import check_clip_weights, get_clip
 from torchfil.fisher import exact_fim, fim_diagonal, fim_matrix, fim_spectral_norm, fim_trace, reference
 from torchfil.fisher.divergence import step_divergence

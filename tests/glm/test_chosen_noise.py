@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from glm.glm_cases import CASES, D, N, data
 
+from tests.glm.glm_cases import CASES, D, N, data
 from torchfil.glm import GeneralizedLinearModel, LinearRegression
 from torchfil.glm.chosen_noise import information_of_choice, round_up, values_that_decide
 from torchfil.glm.fil import Sensitivity

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from glm.glm_cases import CASES, D, N, data
 
+from tests.glm.glm_cases import CASES, D, N, data
 from torchfil.glm import (
     Composition,
     GeneralizedLinearModel,

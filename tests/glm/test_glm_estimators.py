@@ -6,11 +6,11 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from glm.glm_cases import CASES, D, N, data, pseudo_huber
 from sklearn.base import clone
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from tests.glm.glm_cases import CASES, D, N, data, pseudo_huber
 from torchfil.glm import (
     Composition,
     GeneralizedLinearModel,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from glm.glm_cases import CASES, data
 
+from tests.glm.glm_cases import CASES, data
 from torchfil.glm import LinearRegression, LogisticRegression, SoftmaxRegression, iteratively_reweighted_fil
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE
 
+from tests.cases import DEVICE
 from torchfil.glm import (
     Absent,
     GeneralizedLinearModel,

@@ -15,7 +15,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from opacus_suite.vision import import_torchvision
+
+from tests.opacus_suite.vision import import_torchvision
 
 # before Lightning and transformers import it, which may lack its compiled part
 if find_spec("torchvision") is not None:
@@ -23,10 +24,10 @@ if find_spec("torchvision") is not None:
 import lightning.pytorch as pl
 import transformers
 from accelerate.state import AcceleratorState, PartialState
-from rank_runs import replaying
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+from tests.distributed.rank_runs import replaying
 from torchfil import Accounting, FILPrivacyEngine, Private
 from torchfil.engine.loader import FILBatchSampler, FILPoissonSampler, FILRankSampler
 from torchfil.integrations.huggingface import FILTrainer

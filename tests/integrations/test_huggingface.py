@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from ledgers import DELTA, assert_same_run
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
+from tests.integrations.ledgers import DELTA, assert_same_run
 from torchfil import Accounting, FILPrivacyEngine, Private
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (torchfil[huggingface])")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[2]))
 from benchmarks.large import LARGE, LargeLoop
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from ledgers import assert_same_run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.integrations.ledgers import assert_same_run
 from torchfil import Accounting, FILPrivacyEngine
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed (torchfil[lightning])")

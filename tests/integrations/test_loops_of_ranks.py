@@ -16,17 +16,16 @@ import torch
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed (torchfil[lightning])")
 pytest.importorskip("accelerate", reason="accelerate is not installed (torchfil[huggingface])")
 pytest.importorskip("transformers", reason="transformers is not installed (torchfil[huggingface])")
-sys.path[:0] = [str(Path(__file__).parents[1] / part) for part in ("distributed", "engine")]
 
-from loop_ranks import (  # noqa: E402
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_runs import as_one
+from tests.integrations.loop_ranks import (
     Fitted,
     WithoutForward,
     lightning_fit,
     lightning_refusal,
     trainer_fit,
 )
-from rank_pool import RankPool  # noqa: E402
-from rank_runs import as_one  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -37,7 +36,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(2, tmp_path_factory.mktemp("ranks"), preloaded=["loop_ranks"]) as pool:
+    with RankPool(2, tmp_path_factory.mktemp("ranks"), preloaded=["tests.integrations.loop_ranks"]) as pool:
         yield pool
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "engine")]
 sys.path.append(str(Path(sys.prefix) / "vision"))  # where the Makefile puts timm and torchvision
 for package in ("transformers", "peft", "timm", "torchvision"):
     if find_spec(package) is None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grouped, relative_error
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 from torch.utils.data import DataLoader
 
+from tests.cases import grouped, relative_error
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher.draws import draw_bits, signs_of

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grouped
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.cases import grouped
 from torchfil import FILPrivacyEngine, Private
 
 transformers = pytest.importorskip("transformers")

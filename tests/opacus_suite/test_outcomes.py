@@ -1,7 +1,7 @@
 import pytest
 
-from opacus_suite.outcomes import PASSED, UNEXPLAINED, compare, load_expected, outcome_of, quick_part
-from opacus_suite.reasons import REASONS
+from tests.opacus_suite.outcomes import PASSED, UNEXPLAINED, compare, load_expected, outcome_of, quick_part
+from tests.opacus_suite.reasons import REASONS
 
 REFUSED = {"outcome": "failed", "error": "ValueError", "text": "clipping='adaptive' cannot be accounted for"}
 UNKNOWN = {"outcome": "failed", "error": "AssertionError", "text": "1 != 8"}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, relative_error
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 
+from tests.cases import DEVICE, relative_error
 from torchfil import Private, fisher
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher.gradients import ExampleGradients

@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Chromium; tests that ask for it are skipped without."""
-    from in_browser import started
+    from tests.report.in_browser import started
 
     driver = started(tmp_path_factory.mktemp("profile"))
     yield driver

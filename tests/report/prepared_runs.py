@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from run_cases import made_up
 
+from tests.report.run_cases import made_up
 from torchfil.report.policy import Policy
 from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, QuestionRecord, SavedRun, Texts
 

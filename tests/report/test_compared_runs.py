@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report.run_cases import made_up
-from test_cli import call, refused
 
+from tests.report.run_cases import made_up
+from tests.test_cli import call, refused
 from torchfil.report import save
 from torchfil.report.comparison import compare_runs
 from torchfil.report.page.compared import in_short, render_comparison

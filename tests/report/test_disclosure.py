@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_cases import made_up
 
+from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, write_report
 from torchfil.report.disclosure import joined, split_beside
 from torchfil.report.group_summary import Grouping, GroupSummary

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_cases import made_up, with_yardsticks
 
+from tests.report.run_cases import made_up, with_yardsticks
 from torchfil.report import SavedRun, write_report
 from torchfil.report.disparity import SMALLEST_EFFECT, disparity_of, group_levels
 from torchfil.report.gate import check

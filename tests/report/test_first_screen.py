@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prepared_runs import KINDS, POLICY, WHOLE, Case, attributes, bare, of_kind, question, some, ten
-from run_cases import made_up, worrying
 
+from tests.report.prepared_runs import KINDS, POLICY, WHOLE, Case, attributes, bare, of_kind, question, some, ten
+from tests.report.run_cases import made_up, worrying
 from torchfil.report import write_report
 from torchfil.report.gate import check
 from torchfil.report.page.remedies import factor_for, factor_for_all, rounded_up

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_browser import Keys, WebDriverWait, click, complaints, opened, search, shown
-from prepared_runs import KINDS, POLICY, WHOLE, of_kind
-from run_cases import made_up
 
+from tests.report.in_browser import Keys, WebDriverWait, click, complaints, opened, search, shown
+from tests.report.prepared_runs import KINDS, POLICY, WHOLE, of_kind
+from tests.report.run_cases import made_up
 from torchfil.report import write_report
 
 WORDS = {"pass": "PASS", "fail": "FAIL", "open": "NO POLICY"}

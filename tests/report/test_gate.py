@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_cases import made_up, worrying
 
+from tests.report.run_cases import made_up, worrying
 from torchfil.guessing import largest_true_positive_rate
 from torchfil.report.gate import check
 from torchfil.report.policy import TEMPLATE, Policy, PolicyError, load_policy, parse_policy

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from run_cases import worrying
-from test_cli import call, refused, run_file
 
+from tests.report.run_cases import worrying
+from tests.test_cli import call, refused, run_file
 from torchfil.report import load, save
 
 

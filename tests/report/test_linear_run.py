@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from glm.glm_cases import CASES, data
 from scipy.special import erf
+
+from tests.glm.glm_cases import CASES, data
 
 pytest.importorskip("sklearn")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_cases import made_up
 
 import torchfil
+from tests.report.run_cases import made_up
 from torchfil.attacks import AttackResult
 from torchfil.report import SavedRun, load, register_section, save, write_report
 from torchfil.report.aggregates import rounded_count

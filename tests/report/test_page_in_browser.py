@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_browser import Keys, WebDriverWait, click, complaints, opened, search, shown
-from run_cases import made_up
 
+from tests.report.in_browser import Keys, WebDriverWait, click, complaints, opened, search, shown
+from tests.report.run_cases import made_up
 from torchfil.report import write_report
 
 EVIL = "<script>window.ran = true</script>"

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_cases import made_up
 
+from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, write_report
 from torchfil.report.aggregates import histogram, windows
 from torchfil.report.page.html import number

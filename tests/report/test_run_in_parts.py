@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_cases import made_up
 
+from tests.report.run_cases import made_up
 from torchfil.report import load, save, write_report
 from torchfil.report.gate import check
 from torchfil.report.parted import PartedArray, PartedColumns, PartedTexts

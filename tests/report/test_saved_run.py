@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_cases import made_up
 from safetensors.numpy import save as to_bytes
 
+from tests.report.run_cases import made_up
 from torchfil.report import load, save
 from torchfil.report.run_arrays import pack
 from torchfil.report.run_file import signed

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from run_cases import SPARED, made_up
 
+from tests.report.run_cases import SPARED, made_up
 from torchfil.cli import main
 from torchfil.report import SavedRun, load, save, write_report
 from torchfil.report.gate import check, notes

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from report.run_cases import made_up
 
+from tests.report.run_cases import made_up
 from torchfil.report import load, save, write_report
 from torchfil.report.page.sections.words import shares_of
 from torchfil.report.saved_run import SavedRun, Texts

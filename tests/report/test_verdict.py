@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from run_cases import made_up
 
+from tests.report.run_cases import made_up
 from torchfil.cli import main
 from torchfil.report import save, write_report
 from torchfil.report.policy import Policy

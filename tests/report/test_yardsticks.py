@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_cases import made_up, pixelated, with_yardsticks, worrying
 
+from tests.report.run_cases import made_up, pixelated, with_yardsticks, worrying
 from torchfil.cli.runs import summary as inspected
 from torchfil.report import load, save, write_report
 from torchfil.report.gate import check

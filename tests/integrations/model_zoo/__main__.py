@@ -6,15 +6,11 @@ import argparse
 import logging
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "engine")]  # as pytest has it
+import torch
 
-import torch  # noqa: E402
-
-from .outcomes import CASES, WRONG, Case, Outcome, outcome_of  # noqa: E402
-from .table import DOCS, read_table, text_of, told  # noqa: E402
+from .outcomes import CASES, WRONG, Case, Outcome, outcome_of
+from .table import DOCS, read_table, text_of, told
 
 
 def main() -> int:

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from brute_force import SIGMA, C, random_state_kept, set_random_state
-from cases import grouped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, Dataset
 
+from tests.cases import grouped
+from tests.engine.brute_force import SIGMA, C, random_state_kept, set_random_state
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher.draws import draw_bits, signs_of
