@@ -48,19 +48,22 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
             yield from ((node.module or "", alias.name) for alias in node.names)
 
 
+NAMED = {name: list(imported(tree)) for name, tree in TREES.items()}
+
+
 def home_of(module: str, name: str | None) -> str:
     """The module that defines what is imported: packages hand names on from where they are defined."""
     if name is None or module not in TREES:
         return module
     if f"{module}.{name}" in TREES:
         return f"{module}.{name}"
-    for source, handed_on in imported(TREES[module]):
+    for source, handed_on in NAMED[module]:
         if handed_on == name:
             return home_of(source, name)
     return module
 
 
-IMPORTS = {name: {home_of(*entry) for entry in imported(tree)} for name, tree in TREES.items()}
+IMPORTS = {name: {home_of(*entry) for entry in entries} for name, entries in NAMED.items()}
 
 
 def folder_of(module: str) -> str:
