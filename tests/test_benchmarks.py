@@ -38,13 +38,13 @@ def test_the_papers_columns_are_those_of_the_clipped_jacobian() -> None:
         torch.testing.assert_close(paper.clipped_column_norms(gradients, direction, 0.1), want, rtol=1e-3, atol=1e-7)
 
 
-def test_coordinates_and_probes_estimate_the_same() -> None:
+@pytest.mark.parametrize("count", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_coordinates_and_probes_estimate_the_same(count: int) -> None:
     gradients = paper.examples_of(tiny(), 8, "cpu")
     generator = torch.Generator().manual_seed(1)
     columns = paper.column_estimates(gradients, 9, generator)
-    for count in (1, 3):
-        drawn = paper.traces(gradients, count, 400 // count, generator)
-        torch.testing.assert_close(drawn.mean(dim=0), columns.mean(dim=0), rtol=0.15, atol=0)
+    drawn = paper.traces(gradients, count, 400 // count, generator)
+    torch.testing.assert_close(drawn.mean(dim=0), columns.mean(dim=0), rtol=0.15, atol=0)
 
 
 @pytest.mark.parametrize(("draws", "tolerance"), [(100, 0.24), pytest.param(400, 0.12, marks=pytest.mark.slow)])
@@ -73,6 +73,7 @@ def test_matching_probes_have_the_error_of_fifty_coordinates() -> None:
         matched.matching_probes(0.5, 0.1, 50)
 
 
+@pytest.mark.slow
 def test_the_matched_steps_are_put_together_from_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 10))

@@ -43,6 +43,7 @@ QUICK = {
     "text_leakage": "--out {out} --notes 40 --epochs 1 --batch 12",
 }
 SLOW = {"attack_glm_reconstruction", "glm_table1", "plis_mnist"}  # they draw many pictures
+SLOW |= {"attack_membership", "attack_property", "layer_sensitivity", "text_leakage"}  # they train many models
 NEEDS = {"attack_inversion": "torchmetrics", "huggingface_leakage": "transformers", "lightning_leakage": "lightning"}
 
 

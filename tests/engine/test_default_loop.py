@@ -128,8 +128,10 @@ class TestArchitectures:
 
     @pytest.mark.parametrize(
         ("build", "dataset", "private"),
-        [(convnext, images, None), (encoder, texts, EMBEDDING)],
-        ids=["convnext", "bert"],
+        [
+            pytest.param(convnext, images, None, marks=pytest.mark.slow, id="convnext"),
+            pytest.param(encoder, texts, EMBEDDING, id="bert"),
+        ],
     )
     def test_weight_probes(self, build: Any, dataset: Callable[[], Any], private: Private | None) -> None:
         run = make(build(dropout=0.1), dataset(), estimator="weight-probes", num_probes=200, private=private)

@@ -54,7 +54,7 @@ def test_sums_stay_unbiased_and_the_exposed_are_known_better() -> None:
     assert (reported[top] > 0.8 * extra.std(dim=0)[top]).all()
 
 
-@pytest.mark.parametrize("track", [(), ("diagonal",)])
+@pytest.mark.parametrize("track", [(), pytest.param(("diagonal",), marks=pytest.mark.slow)])
 def test_few_are_measured_anew_after_the_first_passes(track: tuple[str, ...]) -> None:
     """What is certain is known of several probes only: it tells who was measured anew."""
     early, late = (frozen_run(0, steps, num_probes=1, extra_probes=4, track=track) for steps in (32, 52))
@@ -72,13 +72,13 @@ def test_few_are_measured_anew_after_the_first_passes(track: tuple[str, ...]) ->
     assert bool(((low <= exact.value) & (exact.value <= high)).all())
 
 
-def test_loop_and_train_step_measure_the_same_examples() -> None:
-    """In the user's own loop, cut into physical batches too, every measurement is finite and adds up."""
-    for physical in (None, 5):
-        run = train(data(40), steps=44, physical=physical, batch_size=20, num_probes=1, extra_probes=3)
-        sums = run.engine.totals.ledger.sums
-        assert torch.equal(sums["trace_measured"], sums["participations"].double())
-        assert bool(sums["trace"].isfinite().all())
+@pytest.mark.parametrize("physical", [5, pytest.param(None, marks=pytest.mark.slow)])
+def test_every_measurement_of_the_users_loop_adds_up(physical: int | None) -> None:
+    """Whole batches, and batches cut into physical ones; all values are finite."""
+    run = train(data(40), steps=44, physical=physical, batch_size=20, num_probes=1, extra_probes=3)
+    sums = run.engine.totals.ledger.sums
+    assert torch.equal(sums["trace_measured"], sums["participations"].double())
+    assert bool(sums["trace"].isfinite().all())
 
 
 def test_a_later_measurement_takes_the_place_of_the_first() -> None:

@@ -92,7 +92,15 @@ class Simulated:
 simulated = cache(Simulated)
 
 
-@pytest.mark.parametrize(("target", "epochs"), [(0.05, 40), (0.1, 40), (0.2, 40), (0.1, None)])
+@pytest.mark.parametrize(
+    ("target", "epochs"),
+    [
+        pytest.param(0.05, 40, marks=pytest.mark.slow),
+        (0.1, 40),
+        pytest.param(0.2, 40, marks=pytest.mark.slow),
+        (0.1, None),
+    ],
+)
 def test_target_bias_and_coverage(target: float, epochs: float | None) -> None:
     runs = [simulated(target, epochs, seed) for seed in range(12)]
     reached = torch.tensor([run.relative_error() for run in runs]).median()

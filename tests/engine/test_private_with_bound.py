@@ -204,7 +204,7 @@ def test_a_loop_of_ones_own_trains_the_pilots() -> None:
         FILPrivacyEngine().make_private_with_bound(**given)
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("mode", ["hooks", pytest.param("ghost", marks=pytest.mark.slow)])
 def test_other_modes(mode: str) -> None:
     engine = FILPrivacyEngine()
     made = engine.make_private_with_bound(**start(target_mse_bound=2.0, grad_sample_mode=mode))

@@ -108,7 +108,10 @@ def test_models(name: str) -> None:
     compare_case(name)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "two_inputs"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGER)) for name in CASES if name != "two_inputs"],
+)
 @pytest.mark.usefixtures("without_compiler")
 def test_recorded_models(name: str) -> None:
     compare_case(name)

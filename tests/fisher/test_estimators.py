@@ -66,6 +66,7 @@ def repeat_traces(case: Case, estimator: str, num_probes: int) -> tuple[Tensor, 
     return tuple(torch.stack(part).reshape(SEEDS, len(case.targets)) for part in parts)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("num_probes", [3, 10])
 @pytest.mark.parametrize("estimator", SAMPLERS)
 def test_trace_is_unbiased_and_its_interval_covers(estimator: str, num_probes: int) -> None:
@@ -93,7 +94,7 @@ def test_diagonal_is_unbiased_and_its_interval_covers() -> None:
     assert 0.90 <= covered.double().mean().item() <= 0.99
 
 
-@pytest.mark.parametrize("estimator", ["input-probes", "weight-probes"])
+@pytest.mark.parametrize("estimator", ["input-probes", pytest.param("weight-probes", marks=pytest.mark.slow)])
 def test_a_single_probe_reports_a_conservative_error(estimator: str) -> None:
     case = regression()
     truth = fisher.fim_trace(*case.arguments, **settings(case), estimator="exact").value

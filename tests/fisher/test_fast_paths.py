@@ -152,7 +152,9 @@ def test_whole_mnist_cnn_against_jacrev() -> None:
     check_whole_fim(case, truth)
 
 
-@pytest.mark.parametrize("estimator", ["exact", "coordinates", "input-probes", "weight-probes"])
+@pytest.mark.parametrize(
+    "estimator", [pytest.param("exact", marks=pytest.mark.slow), "coordinates", "input-probes", "weight-probes"]
+)
 def test_result_does_not_depend_on_the_chunks(estimator: str) -> None:
     case = build("groupnorm_residual", 7)
     settings = {"max_grad_norm": case.C, "noise_multiplier": SIGMA, "estimator": estimator, "num_probes": 3}

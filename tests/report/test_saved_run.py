@@ -180,6 +180,7 @@ def test_two_writers_leave_a_whole_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["run.fil"]
 
 
+@pytest.mark.slow
 def test_a_million_examples_load_in_seconds(tmp_path: Path) -> None:
     n = 1_000_000
     ids = np.asarray([f"patient-{i}" for i in range(n)])
