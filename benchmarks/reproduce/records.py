@@ -17,12 +17,13 @@ import torch
 
 from benchmarks.measuring import attempt
 from benchmarks.reproduce.rows import Row, Run, verdict_of
+from torchfil import __version__
 from torchfil.utils.files import replaced_when_complete
 
 __all__ = ["Record", "earlier_record", "machine", "measured", "read_records", "record_path", "run_rows", "write_json"]
 
 Record = dict[str, Any]
-PACKAGES = ("torchfil", "torch", "opacus", "numpy", "scikit-learn", "torchmetrics")
+PACKAGES = ("torch", "opacus", "numpy", "scikit-learn", "torchmetrics")
 
 
 def run_rows(rows: Sequence[Row], run: Run, *, again: bool = False) -> list[Record]:
@@ -108,6 +109,7 @@ def machine(device: str) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
+        "torchfil": __version__,
         **{package: _version(package) for package in PACKAGES},
     }
 
