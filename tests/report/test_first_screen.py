@@ -265,6 +265,9 @@ def test_one_unit(tmp_path: Path) -> None:
     text = write_report(of_kind("table", safe=False), tmp_path / "report").read_text()
     assert "± per input" not in text
     assert "root mean square;" not in text
+    assert 'id="bounds"' in text  # beside other bounds, where roots stood longest
+    assert "least error of an unbiased guess" not in text
+    assert "off by at least this (root mean square)" not in text
 
 
 def with_yardsticks() -> SavedRun:
