@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,11 @@ import numpy as np
 from torchfil.report.comparison import Comparison, Moves, Pair, Side
 from torchfil.report.page import svg
 from torchfil.report.page.context import paragraph
+from torchfil.report.page.head import head, label_of
 from torchfil.report.page.html import Markup, count, join, number, table, tag
 
 __all__ = ["changes", "in_short", "render_comparison"]
 
-PRIVATE, PUBLIC = "Confidential: made from private data", "Public version: aggregates only"
 MOST_POINTS, MOST_MOVED = 2000, 10
 BOUND = (
     "MSE bounds bind unbiased attackers, on average over what is random, the noise and the draw of batches where there "
@@ -30,8 +29,6 @@ def render_comparison(comparison: Comparison) -> str:
         * Every string from the runs is escaped.
         * Redacted, it holds no id and no number of fewer than ``smallest`` examples.
     """
-    label = PUBLIC if comparison.redacted else PRIVATE
-    style = (resources.files("torchfil.report") / "assets" / "page.css").read_text(encoding="utf-8")
     one, other = comparison.before.title, comparison.after.title
     title = f"{one} → {other}" if one != other else f"{one}, before and after"
 
@@ -52,20 +49,6 @@ def render_comparison(comparison: Comparison) -> str:
         for place, (slug, name, content) in enumerate(shown, start=1)
     ]
 
-    # nothing is loaded and no script runs, whatever the runs' texts hold
-    head = [
-        Markup('<meta charset="utf-8">'),
-        Markup(
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-            "base-uri 'none'; form-action 'none'\">"
-        ),
-        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Markup('<meta name="color-scheme" content="light dark">'),
-        Markup('<meta name="referrer" content="no-referrer">'),
-        tag("title", title),
-        Markup('<link rel="icon" href="data:,">'),
-        tag("style", Markup(style.replace("{{label}}", label))),
-    ]
     cover = tag(
         "header",
         paragraph("Two runs compared", class_="kind"),
@@ -73,8 +56,9 @@ def render_comparison(comparison: Comparison) -> str:
         paragraph(_warning(comparison), class_="warning"),
         class_="cover",
     )
-    body = join(tag("div", tag("span", label), class_="band"), tag("main", cover, sections))
-    return f"<!doctype html>\n{tag('html', tag('head', head), tag('body', body), lang='en')}\n"
+    band = tag("div", tag("span", label_of(comparison.redacted)), class_="band")
+    body = tag("body", band, tag("main", cover, sections))
+    return f"<!doctype html>\n{tag('html', head(title, redacted=comparison.redacted), body, lang='en')}\n"
 
 
 def in_short(comparison: Comparison) -> list[str]:
