@@ -6,7 +6,7 @@ import re
 
 from torchfil.report.page.context import Report, Section
 from torchfil.report.page.head import asset, head, label_of
-from torchfil.report.page.html import Markup, join, tag
+from torchfil.report.page.html import Markup, join, tag, unbroken
 from torchfil.report.page.sections import cards, contents, sections
 from torchfil.report.page.sections.verdict import on_the_cover
 
@@ -40,19 +40,14 @@ def render(report: Report) -> str:
         "kind": join("Leakage report, public version" if report.summary.redacted else "Leakage report"),
         "made": join(_made(report)),
         "label": join(label),
-        "verdict": _unbroken(on_the_cover(report)),
+        "verdict": unbroken(on_the_cover(report)),
         "warning": join(_warning(report)),
-        "cards": _unbroken(cards.render(report)),
+        "cards": unbroken(cards.render(report)),
         "contents": contents.render(entries),
         "sections": join(chapters),
         "script": Markup(script),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
-
-
-def _unbroken(text: Markup) -> Markup:
-    """No line ends between a number and its per-cent sign: cards are narrow."""
-    return Markup(text.replace(" %", "\u00a0%"))
 
 
 def _made(report: Report) -> str:

@@ -26,17 +26,17 @@ def head(title: str, *, redacted: bool, script: str = "") -> Markup:
 
     Guarantees:
         * The page loads nothing: a content security policy forbids every connection.
-        * Of scripts only the given one runs, by its hash; without one, none, and there are no pictures.
+        * Of scripts only the given one runs, by its hash; without one, none.
 
     Args:
         title: Of the page; escaped.
         redacted: Whether it is the public version.
         script: The text of the page's own script.
     """
-    allowed = "style-src 'unsafe-inline'"
+    allowed = "img-src data:; style-src 'unsafe-inline'"  # pictures, the empty icon among them, stand in the page
     if script:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        allowed = f"img-src data:; {allowed}; script-src 'sha256-{digest}'"
+        allowed += f"; script-src 'sha256-{digest}'"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     style = asset("page.css").replace("{{label}}", label_of(redacted))
     return tag(
