@@ -117,9 +117,10 @@ class TestPage:
         # TV ≤ sqrt(0.5/2) = 1/2: 0.4 + (0.4 + 0.35)/2 around the truth, 0.4 + 0.35·1 + 0.25/2 around the commonest
         assert (
             "“genotype” of 10 of 200 examples is not protected: guessed right up to 78 % of the time instead of 40 % "
-            "(always naming the commonest answer), by any attacker who knew of it only how common each answer is; "
-            "between two equally likely answers, up to 75 % of the time instead of 50 %."
+            "(always naming the commonest answer); between two equally likely answers, up to 75 % instead of 50 %, by "
+            "any attacker."
         ) in self.text(page, "card-what")
+        assert "every attacker, if answers were as likely before as said" in self.text(page, "card-what")
         section = self.text(page, "questions")
         assert "genotype 40 % 78 % 42 %" in section
         assert "Who knows more beforehand starts from more." in section

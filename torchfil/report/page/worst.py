@@ -106,19 +106,18 @@ def _questions(report: Report) -> list[tuple[float, str]]:
             of = f"{wrong:,} of {len(gains):,} examples"
             target = divergence_of_gain(limit, question.law)
             needed = (worst_divergence(report.run, question.name) or 0.0) / target if target > 0 else math.inf
-            ranked.append((needed, f"“{question.name}” of {of} is not protected: {told}."))
+            ranked.append((needed, f"“{question.name}” of {of} is not protected: {told}, by any attacker."))
     return sorted(ranked, key=lambda pair: -pair[0])
 
 
 def _guessed(gain: float, beside: PriorGuess | None) -> str:
-    """How often the most exposed example's answer is named rightly; who is bound depends on what was likely before."""
-    even = f"up to {percent(0.5 + gain)} of the time instead of 50 %"
+    """How often the most exposed example's answer is named rightly, beside what was likely before."""
+    even = percent(0.5 + gain)
     if beside is None:
-        return f"guessed right {even} (between two equally likely answers), by any attacker"
+        return f"guessed right up to {even} of the time instead of 50 % (between two equally likely answers)"
     return (
         f"guessed right up to {percent(beside.most)} of the time instead of {percent(beside.blind)} (always naming the "
-        f"commonest answer), by any attacker who knew of it only how common each answer is; between two equally likely "
-        f"answers, {even}"
+        f"commonest answer); between two equally likely answers, up to {even} instead of 50 %"
     )
 
 
