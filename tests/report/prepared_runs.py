@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from tests.report.run_cases import made_up
+from torchfil.glm import LinearRegression
+from torchfil.report.linear_run import linear_run
 from torchfil.report.policy import Policy
 from torchfil.report.saved_run import AttackRecord, Attributes, Pictures, QuestionRecord, SavedRun, Texts
 
@@ -76,10 +78,19 @@ def of_kind(kind: str, *, safe: bool) -> SavedRun:
         words = [["patient", "has", "gout"], ["patient", "has", "a", "cold"]]
         eta = np.asarray([[0.1, 0.1, 0.6, np.nan], [0.1, 0.1, 0.2, 0.3]], "f4")
         return bare("Notes", bound, texts=Texts(np.arange(2), words, eta))
-    run = bare("A linear model", bound)
-    about = {key: value for key, value in run.about.items() if key not in ("epsilon", "delta", "accountant")}
-    about |= {"kind": "linear", "exact": True, "mechanism": {"sigma": 0.3, "l2": 0.01, "releases": 1}}
-    return dataclasses.replace(run, about=about)
+    return linear(0.3 if safe else 0.05)
+
+
+def linear(sigma: float) -> SavedRun:
+    """A least-squares fit to people of whom three have a far larger dose than all others, released with noise."""
+    rng = np.random.default_rng(3)
+    people = rng.normal(size=(N, 3))
+    doses = people @ [1.0, -1.0, 0.5] + rng.normal(size=N)
+    doses[[3, 4, 5]] += 40
+    fitted = LinearRegression(l2=0.01, fit_intercept=True).fit(people, doses)
+    named = {"age": [0], "weight": [1], "height": [2]}
+    ids = [f"Zoë {i}" for i in range(N)]
+    return linear_run(fitted, people, doses, sigma, attributes=named, ids=ids, title="A linear model")
 
 
 def disparate() -> SavedRun:

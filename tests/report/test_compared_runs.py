@@ -241,7 +241,7 @@ class TestCommand:
         found = call("compare", *runs, "-o", page)
         assert found.exit_code == 0, found.output
         assert "noise multiplier σ" in found.stdout
-        assert "40 examples are clearly less exposed" in found.stdout
+        assert "After the change 40 are clearly less exposed, and none is clearly more exposed." in found.stdout
         assert "keep them confidential" in found.stdout
         assert page.stat().st_mode & 0o777 == 0o600
         assert "Zoë 3" in page.read_text()

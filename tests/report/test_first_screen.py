@@ -22,6 +22,7 @@ from torchfil.report.policy import Policy
 from torchfil.report.records import Attributes, Spread, Yardsticks
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.verdict import Verdict
+from torchfil.report.yardsticks import blind_errors
 
 
 @pytest.fixture(autouse=True)
@@ -96,12 +97,16 @@ def test_there_are_five_of_each() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cards_answer_without_a_policy(kind: str, tmp_path: Path) -> None:
-    cards = written(of_kind(kind, safe=False), tmp_path)
+    run = of_kind(kind, safe=False)
+    cards = written(run, tmp_path)
     assert "NO POLICY" in cards["first"]
     assert "3 of 200" in cards["card-who"]
     assert "Show them in the table" in cards["card-who"]
-    sigma = 0.3 if kind == "linear" else 1.0
-    limit = 0.25 / 0.009  # the factor on σ² that lifts the lowest lower end to a blind guess's squared error
+    sigma, limit = 1.0, 0.25 / 0.009  # the factor on σ² that lifts the lowest lower end to a blind guess's square
+    if kind == "linear":
+        assert run.attributes is not None
+        closest = np.asarray(run.attributes.error).min(axis=0) / blind_errors(run)
+        sigma, limit = 0.05, max(1 / run.columns["mse_bound"].min(), *closest**-2.0)  # in deviations
     assert f"σ = {rounded_up(sigma * math.sqrt(limit)):g}" in cards["card-todo"]
     assert ("extrapolation at the gradients" in cards["card-todo"]) == (kind != "linear")
     assert "Unbiased attackers" in cards["card-who"]
@@ -265,6 +270,9 @@ def test_one_unit(tmp_path: Path) -> None:
     text = write_report(of_kind("table", safe=False), tmp_path / "report").read_text()
     assert "± per input" not in text
     assert "root mean square;" not in text
+    assert 'id="bounds"' in text  # beside other bounds, where roots stood longest
+    assert "least error of an unbiased guess" not in text
+    assert "off by at least this (root mean square)" not in text
 
 
 def with_yardsticks() -> SavedRun:

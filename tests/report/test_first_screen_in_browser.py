@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.report.in_browser import Keys, WebDriverWait, click, complaints, opened, search, shown
+from tests.report.in_browser import (
+    Keys,
+    WebDriverWait,
+    click,
+    complaints,
+    cut,
+    cut_tables,
+    opened,
+    search,
+    shown,
+    text_of,
+)
 from tests.report.prepared_runs import KINDS, POLICY, WHOLE, of_kind
 from tests.report.run_cases import made_up
 from torchfil.report import write_report
@@ -36,33 +46,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.fixture
-def narrow(browser: Any) -> Iterator[Any]:
-    size = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    yield browser
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def text_of(browser: Any, selector: str) -> str:
-    text: str = browser.find_element("css selector", selector).text
-    return " ".join(text.split())
-
-
-def cut(browser: Any) -> list[str]:
-    """Elements that stick out of the page and of every container that scrolls."""
-    script = """
-    const out = [], width = document.documentElement.clientWidth;
-    for (const element of document.querySelectorAll('main *')) {
-      if (element.closest('.scroll, svg, dialog, #rows') || !element.checkVisibility()) continue;
-      const box = element.getBoundingClientRect();
-      if (box.width > 0 && (box.right > width + 1 || box.left < -1)) out.push(element.outerHTML.slice(0, 80));
-    }
-    return out"""
-    found: list[str] = browser.execute_script(script)
-    return found
-
-
 @pytest.mark.parametrize("verdict", WORDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_screen_answers(kind: str, verdict: str, browser: Any, pages: dict[str, Path]) -> None:
@@ -81,6 +64,18 @@ def test_the_first_screen_answers(kind: str, verdict: str, browser: Any, pages: 
     assert complaints(browser) == []
 
 
+def test_details_of_a_linear_model_are_exact(browser: Any, pages: dict[str, Path]) -> None:
+    browser.get("about:blank")
+    browser.get(pages["linear fail"].as_uri() + "#example-Zo%C3%AB%204")
+    dialog = browser.find_element("id", "detail")
+    WebDriverWait(browser, 10).until(lambda d: dialog.get_attribute("open") is not None)
+    bound = of_kind("linear", safe=False).columns["mse_bound"][4]
+    told = f"error of {bound:.3g} or more per input on average (computed in closed form, without error)."
+    assert told in text_of(browser, "#detail")
+    assert "low end" not in text_of(browser, "#detail")
+    dialog.send_keys(Keys.ESCAPE)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_public_cards(kind: str, browser: Any, pages: dict[str, Path]) -> None:
     opened(browser, pages[f"{kind} public"])
@@ -94,6 +89,7 @@ def test_nothing_is_cut_at_400_pixels(page: str, narrow: Any, pages: dict[str, P
     opened(narrow, pages[page])
     assert narrow.execute_script("return document.documentElement.scrollWidth") <= 400
     assert cut(narrow) == []
+    assert cut_tables(narrow) == []  # before, eight of a full page were, one 627 pixels wide in 345
     assert not narrow.execute_script("return document.getElementById('contents').open")
     assert narrow.find_element("css selector", ".stamp").is_displayed()
 

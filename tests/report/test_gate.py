@@ -181,6 +181,26 @@ class TestAgainstABlindGuess:
         with pytest.raises(PolicyError, match="must be positive and finite"):
             parse_policy({"attribute_spread": {"age": 0}})
 
+    @pytest.mark.parametrize("scale", [0.01, 0.1, 100.0])
+    def test_the_unit_of_the_data_does_not_matter(self, tmp_path: Path, scale: float) -> None:
+        """Before, the template's thresholds were numbers in a unit: the same data in another passed or failed."""
+        path = tmp_path / "policy.toml"
+        path.write_text(TEMPLATE)
+
+        def judged(run: SavedRun) -> dict[str, bool]:
+            return {found.rule: found.passed for found in check(run, load_policy(path))}
+
+        for run in (worrying(), worrying(safe=True)):
+            assert run.attributes is not None
+            error = scale * np.asarray(run.attributes.error)
+            other = dataclasses.replace(
+                run,
+                about=run.about | {"dataset": {"input_range": [0.0, scale]}},
+                columns=run.columns | {name: scale**2 * run.columns[name] for name in ("mse_bound", "mse_bound_low")},
+                attributes=dataclasses.replace(run.attributes, error=error, error_low=error),
+            )
+            assert judged(other) == judged(run)
+
     def test_attributes(self) -> None:
         found = verdict(worrying(), "min_attribute_error_share", min_attribute_error_share=0.5)
         assert (found.passed, found.rows.tolist()) == (False, [7])

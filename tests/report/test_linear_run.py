@@ -225,6 +225,20 @@ def test_the_noise_that_the_page_suggests_keeps_the_policy_and_not_much_less_doe
             assert all(verdict.passed for verdict in verdicts) is kept
 
 
+@pytest.mark.parametrize("redacted", [False, True])
+def test_the_page_says_nothing_of_runs_that_there_were_not(tmp_path: Path, redacted: bool) -> None:
+    """No batches, no probes, no intervals of examples: the numbers are exact, and the page does not say otherwise."""
+    model, X, y = patients()
+    asked: dict[str, Any] = {"genotype": NominalAttribute([1, 2], CODES), "there": Absent()}
+    run = linear_run(model, X, y, 0.05, questions=asked, groups={"sex": ["f", "m"] * 30})
+    page = write_report(run, tmp_path / "page", redacted=redacted).read_text()
+    told = re.sub(r"<(style|script)>.*?</\1>", "", page, flags=re.DOTALL)  # with the table's own words, as JSON
+    for words in ("one run", "low end", "lower end", "an estimate", "of a batch", "more probes", "fewer steps"):
+        assert words not in told, words
+    assert redacted or "(mean square per input); computed in closed form, without error" in told
+    assert '"exact":true' in told or redacted
+
+
 def test_nothing_of_one_row_is_public(tmp_path: Path) -> None:
     model, X, y = patients()
     run = linear_run(model, X, y, SIGMA, groups={"sex": ["f", "m"] * 30}, scores={"score": 0.123456})

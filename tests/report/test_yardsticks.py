@@ -196,6 +196,7 @@ class TestPage:
         assert f"{share} % of a blind guess’s error" in text
         assert "no better than guessing" in text
         assert "Always answering an input’s mean over the examples is off by its standard deviation, 0.5" in text
+        assert "the squared error of a blind guess, 0.25, which needs no model" in words(page, "findings")
 
     def test_without_a_yardstick_it_is_said(self, tmp_path: Path) -> None:
         text = words(write_report(made_up(), tmp_path / "report"), "attributes")

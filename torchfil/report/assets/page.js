@@ -354,7 +354,7 @@
     const low = data.mse_bound_low ? data.mse_bound_low[row] : NaN;
     const untold = Number.isNaN(low) || (low === 0 && bound > 0);
     const end = untold ? ", which does not tell how far below the truth may lie" : `; the lower end of the 95 % interval is ${number(low)}`;
-    const off = `an estimated ${number(bound)} or more per input on average (an estimate from one run${end})`;
+    const off = `${spec.exact ? "" : "an estimated "}${number(bound)} or more per input on average (${spec.origin}${spec.exact ? "" : end})`;
     const understated = data.status[row] === LOWER_BOUND ? " Some of its steps were not measured: it leaks more than shown." : "";
     const rank = !spec.of || above < spec.of.ranked ? `Number ${(above + 1).toLocaleString("en")} of ${known.toLocaleString("en")} by exposure. ` : "";
     return `${rank}An unbiased guess of its inputs has a mean squared error of ${off}.${understated}`;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -10,16 +9,13 @@ import numpy as np
 from torchfil.report.comparison import Comparison, Moves, Pair, Side
 from torchfil.report.page import svg
 from torchfil.report.page.context import paragraph
-from torchfil.report.page.html import Markup, count, join, number, table, tag
+from torchfil.report.page.head import head, label_of
+from torchfil.report.page.html import Markup, count, join, number, table, tag, unbroken
 
 __all__ = ["changes", "in_short", "render_comparison"]
 
-PRIVATE, PUBLIC = "Confidential: made from private data", "Public version: aggregates only"
 MOST_POINTS, MOST_MOVED = 2000, 10
-BOUND = (
-    "MSE bounds bind unbiased attackers, on average over what is random, the noise and the draw of batches where there "
-    "are such; biased attackers may err less. Questions bind every attacker."
-)
+TRAINED, ADDED = "its noise and its draw of batches", "the noise that is added to the weights"  # what is random
 
 
 def render_comparison(comparison: Comparison) -> str:
@@ -30,8 +26,6 @@ def render_comparison(comparison: Comparison) -> str:
         * Every string from the runs is escaped.
         * Redacted, it holds no id and no number of fewer than ``smallest`` examples.
     """
-    label = PUBLIC if comparison.redacted else PRIVATE
-    style = (resources.files("torchfil.report") / "assets" / "page.css").read_text(encoding="utf-8")
     one, other = comparison.before.title, comparison.after.title
     title = f"{one} → {other}" if one != other else f"{one}, before and after"
 
@@ -52,20 +46,6 @@ def render_comparison(comparison: Comparison) -> str:
         for place, (slug, name, content) in enumerate(shown, start=1)
     ]
 
-    # nothing is loaded and no script runs, whatever the runs' texts hold
-    head = [
-        Markup('<meta charset="utf-8">'),
-        Markup(
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-            "base-uri 'none'; form-action 'none'\">"
-        ),
-        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Markup('<meta name="color-scheme" content="light dark">'),
-        Markup('<meta name="referrer" content="no-referrer">'),
-        tag("title", title),
-        Markup('<link rel="icon" href="data:,">'),
-        tag("style", Markup(style.replace("{{label}}", label))),
-    ]
     cover = tag(
         "header",
         paragraph("Two runs compared", class_="kind"),
@@ -73,8 +53,9 @@ def render_comparison(comparison: Comparison) -> str:
         paragraph(_warning(comparison), class_="warning"),
         class_="cover",
     )
-    body = join(tag("div", tag("span", label), class_="band"), tag("main", cover, sections))
-    return f"<!doctype html>\n{tag('html', tag('head', head), tag('body', body), lang='en')}\n"
+    band = tag("div", tag("span", label_of(comparison.redacted)), class_="band")
+    body = tag("body", band, unbroken(tag("main", cover, sections)))
+    return f"<!doctype html>\n{tag('html', head(title, redacted=comparison.redacted), body, lang='en')}\n"
 
 
 def in_short(comparison: Comparison) -> list[str]:
@@ -89,9 +70,9 @@ def in_short(comparison: Comparison) -> list[str]:
         )
     else:
         clearly = "" if c.exact else " clearly"
+        more, less = ("none is" if some == 0 else f"{count(some)} are" for some in (c.more, c.less))
         lines.append(
-            f"{count(c.less).capitalize()} examples are{clearly} less exposed after the change, {count(c.more)} "
-            f"{'more' if c.more != 0 else 'are more'}."
+            f"After the change {less}{clearly} less exposed, and {more}{clearly} more exposed."
             + ("" if c.exact else " Of examples that did not move, about one in twenty looks so by chance.")
         )
 
@@ -112,7 +93,11 @@ def in_short(comparison: Comparison) -> list[str]:
             f"“{pair.name}”: any attacker is right in at most {_percent(pair.after)} of the runs, where wrong in 1 %; "
             f"before, in {_percent(pair.before)}."
         )
-    return [*lines, BOUND]
+    bound = (
+        f"MSE bounds bind unbiased attackers, on average over {ADDED if c.exact else f'the run: {TRAINED}'}; biased "
+        "attackers may err less. Questions bind every attacker."
+    )
+    return [*lines, bound]
 
 
 def changes(comparison: Comparison) -> list[tuple[str, Any, Any]]:
@@ -123,7 +108,7 @@ def changes(comparison: Comparison) -> list[tuple[str, Any, Any]]:
         ("typical FIL η̄ (geometric mean)", before.fil, after.fil),
         ("median MSE bound", before.bound.get("0.5"), after.bound.get("0.5")),
         (least, before.bound.get("0"), after.bound.get("0")),
-        (f"{least}, lower end", before.low_end, after.low_end),
+        *([] if comparison.exact else [(f"{least}, lower end", before.low_end, after.low_end)]),
         ("exposed examples", before.exposed, after.exposed),
         ("examples of the run", before.examples, after.examples),
         ("of these not compared", before.alone, after.alone),
@@ -178,7 +163,7 @@ def _moved(comparison: Comparison) -> Markup | None:
     parts = [_scatter(moves, comparison.exact)]
     for rows, title in ((down, "Now more exposed"), (up, "Now less exposed")):
         if rows:
-            parts += [tag("h3", title), _named(moves, rows)]
+            parts += [tag("h3", title), _named(moves, rows, exact=comparison.exact)]
     if moves.newly_exposed is not None and moves.newly_exposed.any():
         ids = [str(name) for name in moves.ids[moves.newly_exposed]]
         rest = f" and {len(ids) - 50:,} more" if len(ids) > 50 else ""
@@ -206,8 +191,8 @@ def _scatter(moves: Moves, exact: bool) -> Markup:
     )
 
 
-def _named(moves: Moves, rows: list[int]) -> Markup:
-    words = {1: "clearly less", -1: "clearly more", 0: "within chance"}
+def _named(moves: Moves, rows: list[int], *, exact: bool) -> Markup:
+    words = {1: "less", -1: "more"} if exact else {1: "clearly less", -1: "clearly more", 0: "within chance"}
     lines = [
         [
             str(moves.ids[row]),
@@ -228,7 +213,7 @@ def _questions(comparison: Comparison) -> Markup | None:
         table(["Question", "before", "after"], rows),
         paragraph(
             f"Of {_whom(comparison)}, in how many runs any attacker, biased or not, can be right who is wrong in 1 % "
-            "of them; at the upper end of the 95 % interval where it is estimated.",
+            f"of them{'' if comparison.exact else '; at the upper end of the 95 % interval where it is estimated'}.",
             class_="note",
         ),
     )
@@ -240,8 +225,8 @@ def _attributes(comparison: Comparison) -> Markup | None:
     return join(
         _pairs("Attribute", comparison.attributes),
         paragraph(
-            f"Of {_whom(comparison)}, by how much an unbiased guess is off at least (root mean square, lower end), in "
-            "the attribute’s own unit. Larger is safer.",
+            f"Of {_whom(comparison)}, by how much an unbiased guess is off at least (root mean square"
+            f"{'' if comparison.exact else ', lower end'}), in the attribute’s own unit. Larger is safer.",
             class_="note",
         ),
     )

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
-from importlib import resources
 
 from torchfil.report.page.context import Report, Section
-from torchfil.report.page.html import Markup, join, tag
+from torchfil.report.page.head import asset, head, label_of
+from torchfil.report.page.html import Markup, join, tag, unbroken
 from torchfil.report.page.sections import cards, contents, sections
 from torchfil.report.page.sections.verdict import on_the_cover
 
 __all__ = ["render"]
-
-PRIVATE = "Confidential: made from private data"
-PUBLIC = "Public version: aggregates only"
 
 
 def render(report: Report) -> str:
@@ -25,9 +20,8 @@ def render(report: Report) -> str:
         * It loads nothing: a content security policy forbids every connection, and only the page's own script runs.
         * Every string from the run is escaped.
     """
-    assets = resources.files("torchfil.report") / "assets"
-    template, style, script = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
-    label = PUBLIC if report.summary.redacted else PRIVATE
+    template, script = asset("page.html"), asset("page.js")
+    label = label_of(report.summary.redacted)
 
     # sections with nothing to say have no number and no entry in the contents
     chapters, entries = list[Markup](), list[Section]()
@@ -41,26 +35,19 @@ def render(report: Report) -> str:
 
     title = str(report.about("title") or "Leakage report")
     values = {
+        "head": head(title, redacted=report.summary.redacted, script=script),
         "title": join(title),
         "kind": join("Leakage report, public version" if report.summary.redacted else "Leakage report"),
         "made": join(_made(report)),
         "label": join(label),
-        "verdict": _unbroken(on_the_cover(report)),
+        "verdict": unbroken(on_the_cover(report)),
         "warning": join(_warning(report)),
-        "cards": _unbroken(cards.render(report)),
+        "cards": unbroken(cards.render(report)),
         "contents": contents.render(entries),
         "sections": join(chapters),
-        "style": Markup(style.replace("{{label}}", label)),
         "script": Markup(script),
-        # the content security policy lets this script run, by its hash, and no other
-        "hash": Markup(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
-
-
-def _unbroken(text: Markup) -> Markup:
-    """No line ends between a number and its per-cent sign: cards are narrow."""
-    return Markup(text.replace(" %", "\u00a0%"))
 
 
 def _made(report: Report) -> str:

@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-__all__ = ["Markup", "count", "join", "number", "percent", "plus_minus", "table", "tag"]
+__all__ = ["Markup", "count", "join", "number", "percent", "plus_minus", "table", "tag", "unbroken"]
 
 MOST_SIDE_BY_SIDE = 3  # columns of a table that fit on a narrow screen
 VOID = {"br", "hr", "img", "input", "line", "rect", "circle", "path", "col"}
@@ -51,6 +51,11 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
             else Markup(f"<{name}{written}/>")
         )
     return Markup(f"<{name}{written}>{join(*children)}</{name}>")
+
+
+def unbroken(text: Markup) -> Markup:
+    """No line ends between a number and its per-cent sign, as it would on narrow screens and in cards."""
+    return Markup(text.replace(" %", "\u00a0%"))
 
 
 def table(head: list[Any], rows: list[list[Any]], *, class_: str = "plain", caption: str | None = None) -> Markup:

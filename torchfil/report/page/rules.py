@@ -109,8 +109,8 @@ def _attribute_error(verdict: Verdict, subject: str) -> str:
 def _gain(verdict: Verdict, subject: str) -> str:
     limit, found = _shares(verdict, above=0.5)
     return (
-        f"Any attacker may guess “{subject}” of {_who(verdict)} right up to {found} of the time instead of 50 %; the "
-        f"policy allows {limit}."
+        f"Any attacker may guess “{subject}” of {_who(verdict)} right up to {found} of the time instead of 50 % "
+        f"(between two equally likely answers); the policy allows {limit}."
     )
 
 

@@ -6,9 +6,12 @@ random, and how certain the numbers are, differs. Chapters take these words from
 
 from __future__ import annotations
 
-from torchfil.report.page.context import Report
+from dataclasses import replace
 
-__all__ = ["certainty", "every_attacker", "is_linear", "num_merged", "origin", "over", "randomness"]
+from torchfil.report.page.context import Report
+from torchfil.report.saved_run import SavedRun
+
+__all__ = ["certainty", "every_attacker", "is_linear", "num_merged", "origin", "over", "randomness", "tabled_run"]
 
 
 def is_linear(report: Report) -> bool:
@@ -28,6 +31,14 @@ def origin(report: Report) -> str:
         return "computed in closed form, without error"
     runs = num_merged(report)
     return "an estimate from one run" if runs == 1 else f"an estimate from {runs} runs together"
+
+
+def tabled_run(report: Report) -> SavedRun | None:
+    """The run as tables of its examples show it: without lower ends where bounds are exact, and so their own."""
+    run = report.run
+    if run is None or not is_linear(report):
+        return run
+    return replace(run, columns={name: values for name, values in run.columns.items() if name != "mse_bound_low"})
 
 
 def over(report: Report) -> str:

@@ -17,6 +17,7 @@ from torchfil.report.attribute_summary import AttributeSummary
 from torchfil.report.page.context import Report
 from torchfil.report.page.html import count, percent, plus_minus
 from torchfil.report.page.remedies import divergence_of_gain, worst_divergence
+from torchfil.report.prior_guesses import PriorGuess, prior_guess
 from torchfil.report.status import NOT_MEASURED, status_of
 from torchfil.report.summary import FALSE_POSITIVE_RATE
 from torchfil.report.verdict import told_apart
@@ -101,12 +102,23 @@ def _questions(report: Report) -> list[tuple[float, str]]:
         gains = gain_over_guessing(question)[measured]
         wrong = int((~(gains <= limit)).sum())
         if wrong:
-            told = f"guessed right up to {percent(0.5 + float(np.nanmax(gains)))} of the time instead of 50 %"
+            told = _guessed(float(np.nanmax(gains)), prior_guess(question, measured))
             of = f"{wrong:,} of {len(gains):,} examples"
             target = divergence_of_gain(limit, question.law)
             needed = (worst_divergence(report.run, question.name) or 0.0) / target if target > 0 else math.inf
             ranked.append((needed, f"“{question.name}” of {of} is not protected: {told}, by any attacker."))
     return sorted(ranked, key=lambda pair: -pair[0])
+
+
+def _guessed(gain: float, beside: PriorGuess | None) -> str:
+    """How often the most exposed example's answer is named rightly, beside what was likely before."""
+    even = percent(0.5 + gain)
+    if beside is None:
+        return f"guessed right up to {even} of the time instead of 50 % (between two equally likely answers)"
+    return (
+        f"guessed right up to {percent(beside.most)} of the time instead of {percent(beside.blind)} (always naming the "
+        f"commonest answer); between two equally likely answers, up to {even} instead of 50 %"
+    )
 
 
 def _public_questions(report: Report) -> list[tuple[float, str]]:

@@ -142,7 +142,10 @@ def what(report: Report) -> Card:
             lines.append(join(f"{some - MOST} more below."))
 
     lines += [join(sentence) for sentence in leaks.unknown]
-    bound = f"Questions: every attacker. Attributes: unbiased attackers. {randomness(report)}"
+    who_is_bound = (
+        "Questions: every attacker, if answers were as likely before as said. Attributes: unbiased attackers."
+    )
+    bound = f"{who_is_bound} {randomness(report)}"
     return Card("what", "What leaks?", figure, lines, bound, links)
 
 

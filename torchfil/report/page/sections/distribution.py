@@ -89,7 +89,7 @@ def _explained(report: Report) -> Markup:
 def _table(report: Report) -> Markup:
     summary = report.summary
     digits = 2 if summary.redacted else 3
-    with_low = summary.exposure[0].mse_bound_low is not None
+    with_low = summary.exposure[0].mse_bound_low is not None and not is_linear(report)
     with_share = any(row.share is not None for row in summary.exposure)
     head = [
         *("Of the measured examples", "FIL η̄", "MSE bound"),

@@ -13,6 +13,7 @@ from torchfil.report.page.html import Markup, join, tag
 from torchfil.report.page.payload import Packed, pack, pack_text
 from torchfil.report.page.rules import concerned
 from torchfil.report.page.sections import exposed, spared
+from torchfil.report.page.wording import is_linear, origin, tabled_run
 from torchfil.report.page.worst import blind_error
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.spared import is_spared
@@ -52,8 +53,7 @@ COLUMNS = (
     Column(
         "mse_bound",
         "MSE bound",
-        "an unbiased guess of the inputs errs by at least this on average (mean square per input); an estimate from "
-        "one run",
+        "an unbiased guess of the inputs errs by at least this on average (mean square per input)",
         narrow=True,
     ),
     Column("fil", "FIL η̄", "Fisher information loss; larger is more exposed", narrow=True),
@@ -72,11 +72,17 @@ COLUMNS = (
 
 def render(report: Report) -> Markup | None:
     """The table's frame, its data and its legend."""
-    if report.run is None:
+    whole = tabled_run(report)
+    if whole is None:
         return None
-    run, of, places = _shown(report.run)
+    run, of, places = _shown(whole)
     spec, blocks, left_out = _packed(run, of, places, _marks(report))
-    shown = [column for column in COLUMNS if any(entry["key"] == column.key for entry in spec["columns"])]
+
+    # how certain a bound is depends on the kind of run
+    spec |= {"origin": origin(report), "exact": is_linear(report)}
+    for entry in spec["columns"]:
+        entry["meaning"] += f"; {origin(report)}" if entry["key"] == "mse_bound" else ""
+    meanings = [join(tag("dt", entry["label"]), tag("dd", entry["meaning"])) for entry in spec["columns"]]
 
     note = ""
     if "of" in spec:
@@ -99,7 +105,7 @@ def render(report: Report) -> Markup | None:
         tag(
             "details",
             tag("summary", "What the columns mean"),
-            tag("dl", [join(tag("dt", column.label), tag("dd", column.meaning)) for column in shown], class_="legend"),
+            tag("dl", meanings, class_="legend"),
         ),
         paragraph(
             note,

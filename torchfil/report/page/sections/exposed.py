@@ -9,7 +9,7 @@ import numpy as np
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, join, number, plus_minus, tag
 from torchfil.report.page.png import as_data_url, overlay, thumbnail
-from torchfil.report.page.wording import is_linear, origin
+from torchfil.report.page.wording import is_linear, origin, tabled_run
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.status import LOWER_BOUND, NOT_MEASURED, status_of
 
@@ -29,7 +29,7 @@ LUCK = (
 
 def render(report: Report) -> Markup | None:
     """Cards of the pictured examples, otherwise tables, each opening the example's details."""
-    run = report.run
+    run = tabled_run(report)
     if run is None:
         return None
     status = status_of(run)

@@ -71,7 +71,9 @@ def _below_guess(report: Report) -> list[Markup]:
         text = join(tag("b", "No measured example"), " has")
     else:
         text = join(tag("b", _capital(_share(summary.below_guess, report))), " have")
-    guess = f"of a blind guess, {number(summary.guess)} at most, which needs no model and is open to every attacker"
+    # the range of the inputs tells no more than what a guess never exceeds, their spread tells what it errs by
+    most = "" if report.run is not None and report.run.yardsticks is not None else " at most"
+    guess = f"of a blind guess, {number(summary.guess)}{most}, which needs no model and is open to every attacker"
     text = join(text, f" an MSE bound below the squared error {guess}")
     if summary.low_below_guess not in (None, summary.below_guess):
         text = join(

@@ -9,6 +9,7 @@ from torchfil.report.group_summary import Grouping
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, paragraph
 from torchfil.report.page.html import Markup, count, join, number, table, tag
+from torchfil.report.page.wording import is_linear
 from torchfil.report.yardsticks import share_in_words, share_of_blind_guess
 
 __all__ = ["headline", "render"]
@@ -23,8 +24,8 @@ def render(report: Report) -> Markup | None:
             "Dots are a group’s typical FIL (geometric mean over its measured examples), lines its 95 % "
             "interval, widened so that all intervals of a grouping hold together. A group stands out where its "
             f"interval misses the line of all examples and it differs by {100 * (SMALLEST_EFFECT - 1):.0f} % or more; "
-            "smaller differences are not called. The intervals cover chance among a group’s examples; noise that all "
-            "examples of a batch share is not in them."
+            "smaller differences are not called. The intervals cover chance among a group’s examples",
+            "." if is_linear(report) else "; noise that all examples of a batch share is not in them.",
         ),
         [_grouping(grouping, report) for grouping in report.summary.groupings],
         paragraph(
@@ -33,7 +34,9 @@ def render(report: Report) -> Markup | None:
             tag("code", "torchfil.equalise(groups=…)"),
             "; for generalised linear models ",
             tag("code", "torchfil.glm.iteratively_reweighted_fil"),
-            "). More noise, stronger clipping or fewer steps lower everybody’s exposure.",
+            "). ",
+            "More noise lowers" if is_linear(report) else "More noise, stronger clipping or fewer steps lower",
+            " everybody’s exposure.",
             class_="note",
         ),
     )

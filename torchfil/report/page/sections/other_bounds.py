@@ -7,6 +7,7 @@ from typing import Any
 from torchfil.report.page import svg
 from torchfil.report.page.context import Report, named_level, paragraph
 from torchfil.report.page.html import Markup, join, number, percent, table, tag
+from torchfil.report.page.wording import origin, over
 from torchfil.report.yardsticks import share_in_words, share_of_blind_guess
 
 __all__ = ["render"]
@@ -26,21 +27,22 @@ def _rdp(report: Report) -> Markup | None:
     if not told:
         return None
 
-    # beside them a few examples, from the most exposed to the median; all as errors, in the inputs' unit
+    # beside them a few examples, from the most exposed to the median
     guess = report.summary.guess
     bounds = [(text, bound, 2) for text, bound in told.items()]
     for row in report.summary.exposure:
         if row.level in (0.0, 0.05, 0.5):
             text = f"FIL, {named_level(row.level, row.examples, report.summary.redacted)}"
             bounds.append((text, row.mse_bound, int(row.level == 0)))
-    rows = [_point(text, bound**0.5, guess, tone=tone) for text, bound, tone in bounds]
+    rows = [_point(text, bound, guess, tone=tone) for text, bound, tone in bounds]
     unit = report.about("unit_of_inputs")
 
     return join(
         paragraph(
             "Differential privacy alone gives one bound for everybody, and must assume the worst example; it is "
-            "proven. FIL measures each example, and is an estimate from one run. Both bind unbiased attackers, on "
-            "average: a guess of an input is off by at least this (root mean square); further right is safer.",
+            f"proven. FIL measures each example, and is {origin(report)}. Both bind unbiased attackers, on average "
+            f"{over(report)}: the mean squared error of a guess of an input is at least this (its MSE bound); further "
+            "right is safer.",
             " Shares are of a blind guess’s error; right of the line a bound says no more than that the model is no "
             "help." * (guess is not None),
         ),
@@ -48,32 +50,29 @@ def _rdp(report: Report) -> Markup | None:
             lambda width: svg.intervals(
                 rows,
                 width=width,
-                axis="least error of an unbiased guess" + (f" ({unit})" if unit else ", per input"),
-                mark=None if guess is None else svg.Mark(guess**0.5, "blind guess"),
+                axis="MSE bound of an unbiased guess" + (f" ({unit}, squared)" if unit else ", per input"),
+                mark=None if guess is None else svg.Mark(guess, "blind guess"),
             ),
             "“From ε, proven” converts the accountant’s Rényi divergence of order 2 to one between runs that "
             "differ in one example’s value; “as in the paper” takes it as it is, which is no theorem for "
             "accountants that add and remove examples.",
-            label="Least errors from differential privacy and from Fisher information beside each other",
+            label="MSE bounds from differential privacy and from Fisher information beside each other",
         ),
         tag(
             "details",
             tag("summary", "The numbers"),
-            table(
-                ["Bound", "least error", "squared (MSE)"],
-                [[text, number(bound**0.5), number(bound)] for text, bound, _ in bounds],
-            ),
+            table(["Of", "MSE bound"], [[text, number(bound)] for text, bound, _ in bounds]),
         ),
     )
 
 
-def _point(name: str, error: float, guess: float | None, *, tone: int) -> svg.Row:
-    """An error; beside it the share of a blind guess's, or the error itself where none is known."""
-    note = number(error)
+def _point(name: str, bound: float, guess: float | None, *, tone: int) -> svg.Row:
+    """An MSE bound; beside it the share of a blind guess's error, or the bound itself where none is known."""
+    note = number(bound)
     if guess is not None:
-        share = float(share_of_blind_guess(error, guess**0.5))
+        share = float(share_of_blind_guess(bound**0.5, guess**0.5))
         note = "guessing" if share >= 1 else share_in_words(share).split(" of a ")[0]
-    return svg.Row(name, error, error, error, tone, note)
+    return svg.Row(name, bound, bound, bound, tone, note)
 
 
 def _rero(report: Report) -> Markup | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from torchfil.report.page.context import Report, named_level, paragraph
-from torchfil.report.page.html import Markup, join, table
+from torchfil.report.page.html import Markup, join, percent, table, tag
 from torchfil.report.page.wording import is_linear, randomness
+from torchfil.report.prior_guesses import prior_guess
+from torchfil.report.status import NOT_MEASURED, status_of
 from torchfil.report.summary import FALSE_POSITIVE_RATE, QuestionSummary
 
 __all__ = ["render"]
@@ -36,12 +38,12 @@ def render(report: Report) -> Markup | None:
         for question in questions
     ]
 
-    percent = f"{100 * FALSE_POSITIVE_RATE:g} %"
+    wrongly = f"{100 * FALSE_POSITIVE_RATE:g} %"
     return join(
         paragraph(
             "These numbers bind every attacker, biased or not, whatever else it knows. Let one look at everything "
-            f"that was released, and claim that an example has its true answer, wrongly in at most {percent} of "
-            f"such runs. The table says in how many runs it can be right. {percent} means that it can only guess; "
+            f"that was released, and claim that an example has its true answer, wrongly in at most {wrongly} of "
+            f"such runs. The table says in how many runs it can be right. {wrongly} means that it can only guess; "
             "100 % that nothing is hidden."
         ),
         table(head, rows),
@@ -51,6 +53,38 @@ def render(report: Report) -> Markup | None:
             "computed in closed form: the best attacker attains them."
             if is_linear(report)
             else "estimated, at the upper end of the 95 % interval of each example by itself.",
+            class_="note",
+        ),
+        _beside_shares(report),
+    )
+
+
+def _beside_shares(report: Report) -> Markup | None:
+    """The same beside the answers' own shares, which are the data's: not in the public version."""
+    if report.run is None:
+        return None
+    measured = status_of(report.run) != NOT_MEASURED
+    found = [(question.name, prior_guess(question, measured)) for question in report.run.questions]
+    rows = [
+        [name, percent(guess.blind), percent(guess.most), percent(guess.mean)]
+        for name, guess in found
+        if guess is not None
+    ]
+    if not rows:
+        return None
+    return join(
+        tag("h3", "Beside what is common"),
+        paragraph(
+            "Somebody who knows of an example only how common each answer is does best to name the commonest always. "
+            "With everything that was released no such attacker is right more often than this, on average over what is "
+            "random and over the answer, drawn as it is common. Who knows more beforehand starts from more."
+        ),
+        table(
+            ["Question", "Naming the commonest", "The most exposed, at most", "All examples on average, at most"], rows
+        ),
+        paragraph(
+            "A mean over answers says little about examples with a rare one. The table above, and “not protected” on "
+            "the first screen, are about an example’s true answer beside one other.",
             class_="note",
         ),
     )

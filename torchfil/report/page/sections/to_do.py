@@ -100,14 +100,14 @@ def _for_everybody(report: Report, factor: float, kept: str) -> Advice:
     end = end if summary.lowest_end is None else summary.lowest_end
     needed = 1.0 if blind is None else blind**2 / end if end > 0 else math.inf
     factor = max(factor, needed)
-    if not factor < math.inf:
+    unpublished = report.run is None and needed < math.inf and factor == math.inf  # a rate that is rounded to 100 %
+    if not factor < math.inf and not unpublished:
         text = "Measure more (every step, more probes, a longer run): of some examples one run does not tell enough."
         return Advice("Nothing" if kept else "Measure more", [join(kept, " ", text)], NOTHING)
-    if factor <= 1:
+    if factor <= 1 or unpublished:
         # in public, where too few are exposed to tell how much, or a blind guess is made from private data
-        text = (
-            "More noise or fewer steps would expose fewer; how much it takes rests on numbers that are not published."
-        )
+        steps = "" if is_linear(report) else " or fewer steps"
+        text = f"More noise{steps} would expose fewer; how much it takes rests on numbers that are not published."
         return Advice("More noise", [join(text)], NOTHING)
 
     figure = "More noise"
