@@ -88,7 +88,9 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("notebook", type=Path)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, for example EPOCHS=2")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, for example EPOCHS=2"
+    )
     parser.add_argument("--pictures", type=Path, help="the folder for pictures")
     options = parser.parse_args()
     pairs = (entry.partition("=")[::2] for entry in options.set)
