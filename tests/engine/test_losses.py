@@ -112,8 +112,8 @@ def check_unchanged_after(error: type[Exception], match: str, **options: Any) ->
 def test_undeclared_label_smoothing_raises_at_the_first_step_and_says_what_to_pass() -> None:
     check_unchanged_after(
         LossMismatchError,
-        r"not one of the standard losses.*It looks like nn\.CrossEntropyLoss\(label_smoothing=0\.1\)\. Pass the loss you "
-        r"use to make_private: criterion=",
+        r"not one of the standard losses.*It looks like nn\.CrossEntropyLoss\(label_smoothing=0\.1\)\. Pass the loss "
+        r"you use to make_private: criterion=",
         loss_fn=lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
     )
 
