@@ -173,7 +173,7 @@ def test_twice_the_noise_is_half_the_distance() -> None:
         ({"sigma": 0.0}, "sigma=0.0 must be positive"),
         ({"prior": [0.5, 0.5]}, r"prior has shape \[2\]; it must be \[3\]"),
         ({"prior": [0.5, 0.5, 0.5]}, "must be numbers ≥ 0 that sum to 1"),
-        ({"question": Label([0, 1])}, "in the target, which is none of the .* give every value"),
+        ({"question": Label([0, 1])}, "in the target, which is not one of the .* give every value"),
         ({"question": NominalAttribute([7], np.array([[0.0], [2.0]]))}, "give every level's code"),
     ],
 )
