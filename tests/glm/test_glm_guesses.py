@@ -190,7 +190,7 @@ def test_more_refusals() -> None:
         levels = attributes["of 3"].levels(X)
         guess(SoftmaxRegression(l2=0.1).fit(X, levels), X, levels, Absent(), 1.0)
     found = guess(LinearRegression(l2=1e-2).fit(X, y), X, y, Absent(), 1.0)
-    with pytest.raises(ValueError, match="answer='gone' is none of \\['present', 'absent'\\]"):
+    with pytest.raises(ValueError, match="answer='gone' is not one of \\['present', 'absent'\\]"):
         found.true_positive_rate(0.1, "gone")
     with pytest.raises(ValueError, match="false_positive_rate=1.0 must lie"):
         found.true_positive_rate(1.0)
