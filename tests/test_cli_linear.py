@@ -159,7 +159,7 @@ class TestGlm:
             (["--target", "dose", "--private", "vkorc"], "no column 'vkorc'; did you mean 'vkorc1'?"),
             (["--target", "dose", "--private", "dose"], "'dose' is the target"),
             (["--target", "dose", "--question", "vkorc"], "no column 'vkorc'; did you mean 'vkorc1'?"),
-            (["--target", "dose", "--question", "vkorc1+1"], "'vkorc1' is one-hot, so that 'vkorc1+1' has no meaning"),
+            (["--target", "dose", "--question", "vkorc1+1"], "'vkorc1' is one-hot, so 'vkorc1+1' has no meaning"),
             (["--target", "dose", "--ignore", "race,dose"], "'dose' is the target; it cannot be left out"),
             (["--target", "dose", "--id", "dose"], "'dose' is the target; it cannot be left out (--ignore) or name"),
             (["--target", "dose", "--categorical", "dose"], "'dose' is the target; only inputs are categorical"),
@@ -362,7 +362,7 @@ class TestDoubtfulColumns:
         path = self.rows(tmp_path / "a.csv", site=["A"] * 60, year=[2020] * 60)
         line = refused_glm(path, "--target", "y")
         assert line.endswith(
-            "columns 'site', 'year' have one value each in every row; leave out what tells nothing: --ignore site,year"
+            "columns 'site', 'year' have one value each in every row; leave out constant columns: --ignore site,year"
         )
         assert glm(path, "--target", "y", "--ignore", "site,year").exit_code == 0
 

@@ -3,7 +3,7 @@
     python run.py first-report.md
     python run.py first-report.md --set EPOCHS=2
 
-Prints what a notebook would show as text. Pictures are drawn and dropped; ``--pictures FOLDER`` keeps them.
+It prints what a notebook would show as text. Pictures are drawn but not kept, unless you pass ``--pictures FOLDER``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CELL = re.compile(r"^```\{code-cell\}[^\n]*\n(.*?)^```$", flags=re.MULTILINE | r
 
 
 def code_cells(text: str) -> list[tuple[str, str]]:
-    """(tags, code) of every cell of a MyST notebook; tags as they are written, "[parameters]" say."""
+    """(tags, code) of every cell of a MyST notebook; tags as written, for example "[parameters]"."""
     cells = []
     for body in CELL.findall(text):
         options = re.match(r"(?::[\w-]+:[^\n]*\n)*", body)[0]
@@ -32,13 +32,13 @@ def code_cells(text: str) -> list[tuple[str, str]]:
 
 
 def run_notebook(path: Path, settings: dict[str, Any] | None = None, pictures: Path | None = None) -> dict[str, Any]:
-    """Run all cells; the names that they leave behind.
+    """Run all cells and return the names that they define.
 
     Args:
         path: The notebook, a MyST file.
-        settings: Put in place of values that the cell tagged ``parameters`` sets, as papermill does. A name that it
+        settings: Values that replace those of the cell tagged ``parameters``, as in papermill. A name that this cell
             does not set is refused.
-        pictures: A folder for every picture that a cell shows, ``01.png`` and on.
+        pictures: A folder for every picture that a cell shows: ``01.png``, ``02.png`` and so on.
     """
     os.environ.setdefault("MPLBACKEND", "Agg")
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -64,7 +64,7 @@ def run_notebook(path: Path, settings: dict[str, Any] | None = None, pictures: P
 
 
 def _open_figures() -> list[Any]:
-    """pyplot's figures, which a notebook shows at the end of their cell; they are closed."""
+    """pyplot's open figures, which a notebook shows at the end of the cell; this closes them."""
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is None:
         return []
@@ -74,7 +74,7 @@ def _open_figures() -> list[Any]:
 
 
 def _run_cell(code: str, name: str, namespace: dict[str, Any]) -> Any:
-    """The value of its last line where that is an expression, as notebooks show it."""
+    """The value of the last line if that is an expression, as notebooks show it."""
     tree = ast.parse(code, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec"), namespace)
@@ -88,8 +88,10 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("notebook", type=Path)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, EPOCHS=2 say")
-    parser.add_argument("--pictures", type=Path, help="folder to keep pictures in")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, for example EPOCHS=2"
+    )
+    parser.add_argument("--pictures", type=Path, help="the folder for pictures")
     options = parser.parse_args()
     pairs = (entry.partition("=")[::2] for entry in options.set)
     run_notebook(options.notebook, {name: ast.literal_eval(value) for name, value in pairs}, options.pictures)

@@ -104,7 +104,7 @@ class TestRegistry:
 
     def test_names_that_clash_are_refused(self, clean_registry: None) -> None:
         register_quantity(Largest())
-        with pytest.raises(ValueError, match="'largest' is registered already; pass overwrite=True"):
+        with pytest.raises(ValueError, match="'largest' is already registered; pass overwrite=True"):
             register_quantity(Largest())
         register_quantity(Largest(), overwrite=True)
 

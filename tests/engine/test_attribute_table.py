@@ -169,16 +169,16 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attribute_groups": [["a=1", "a=2"]]}, TypeError, "attribute_groups is a list; name the attribute"),
     ({"attribute_groups": {"a": "a=1"}}, TypeError, "must be a list of attribute names"),
     ({"attribute_groups": {"a": ["a=1"]}}, ValueError, "joins two levels or more"),
-    ({"attribute_groups": {"a": ["a=1", "a=4"]}}, ValueError, "names 'a=4', which is no attribute; did you mean 'a="),
-    ({"attribute_groups": {"a": ["a=1", "a=2"], "b": ["a=2", "a=3"]}}, ValueError, "which 'a' has already"),
-    ({"attribute_groups": {"a": ["a=1", "a=1"]}}, ValueError, "which 'a' has already"),
+    ({"attribute_groups": {"a": ["a=1", "a=4"]}}, ValueError, "'a=4', which is not an attribute; did you mean 'a="),
+    ({"attribute_groups": {"a": ["a=1", "a=2"], "b": ["a=2", "a=3"]}}, ValueError, "which 'a' already has"),
+    ({"attribute_groups": {"a": ["a=1", "a=1"]}}, ValueError, "which 'a' already has"),
     ({"attribute_groups": {"smokes": ["a=1", "a=2"]}}, ValueError, "has the name of an attribute"),
     ({"attribute_groups": {"a": ["age", "a=2"]}}, ValueError, "'age' takes more than two values"),
     ({"attribute_groups": {"a": [*NAMES[1:4], "smokes"]}}, ValueError, r"on average 1\.\d+ of its levels hold at once"),
     (
         {"attribute_groups": GROUPS, "attribute_scales": {"a=1": ("", 2.0)}},
         ValueError,
-        "it is a level of 'a', whose levels are told as shares",
+        "it is a level of 'a', whose levels are shares",
     ),
 ]
 

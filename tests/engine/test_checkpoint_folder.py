@@ -123,7 +123,7 @@ def test_metadata_cannot_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[
     (metadata,) = tmp_path.glob("*/.metadata")
     metadata.write_bytes(pickle.dumps(Evil()))
     Path(f"{metadata}.crc32").write_text(str(zlib.crc32(metadata.read_bytes())))
-    with pytest.raises(ValueError, match="print is no part of a checkpoint"):
+    with pytest.raises(ValueError, match="print is not part of a checkpoint"):
         read_folder(tmp_path)
     assert "code that runs" not in capsys.readouterr().out
 

@@ -112,8 +112,8 @@ def check_unchanged_after(error: type[Exception], match: str, **options: Any) ->
 def test_undeclared_label_smoothing_raises_at_the_first_step_and_says_what_to_pass() -> None:
     check_unchanged_after(
         LossMismatchError,
-        r"none of the standard ones.*It looks like nn\.CrossEntropyLoss\(label_smoothing=0\.1\)\. Pass the loss you "
-        r"use to make_private: criterion=",
+        r"not one of the standard losses.*It looks like nn\.CrossEntropyLoss\(label_smoothing=0\.1\)\. Pass the loss "
+        r"you use to make_private: criterion=",
         loss_fn=lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
     )
 
@@ -140,7 +140,7 @@ def test_a_scaled_loss_is_named_with_its_factor() -> None:
 
 def test_class_weights_raise_even_when_declared_because_their_mean_mixes_examples() -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]).double().to(DEVICE))
-    check_unchanged_after(LossMismatchError, "none of the standard ones", loss_fn=weighted)
+    check_unchanged_after(LossMismatchError, "not one of the standard losses", loss_fn=weighted)
     mean = partial(F.cross_entropy, weight=weighted.weight)
     check_unchanged_after(LossMismatchError, "one that mixes examples", loss_fn=mean, criterion=mean)
     with pytest.raises(ValueError, match="divides by the weights of the whole batch"):

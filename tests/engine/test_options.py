@@ -173,7 +173,7 @@ class TestMakePrivate:
             private(accounting=Accounting(estimator="coordinates"), track="diagonal")
 
     def test_given_twice(self) -> None:
-        with pytest.raises(ValueError, match="num_probes is given twice, in accounting= and besides it; keep one"):
+        with pytest.raises(ValueError, match="num_probes is given twice, in accounting= and directly; keep one"):
             private(accounting=Accounting(num_probes=2), num_probes=3)
         with pytest.raises(ValueError, match="track is given twice"):
             private(accounting=Accounting(track="plis"), track="plis")
@@ -216,7 +216,7 @@ class TestMakePrivate:
 
     @pytest.mark.parametrize("given", [{"num_probes": 3}, "exact", 3])
     def test_accounting_that_is_none(self, given: Any) -> None:
-        with pytest.raises(TypeError, match=r"accounting=.* is no Accounting; pass e.g. Accounting\("):
+        with pytest.raises(TypeError, match=r"accounting=.* is not an Accounting; pass e.g. Accounting\("):
             private(accounting=given)
         with pytest.raises(TypeError, match=r"execution=.* is not an Execution"):
             Accounting(execution=given)

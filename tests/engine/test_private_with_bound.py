@@ -230,7 +230,7 @@ def test_a_run_that_misses_warns_once_and_goes_on() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         train(engine, private)
-    missed = [str(each.message) for each in told if "missed its target already" in str(each.message)]
+    missed = [str(each.message) for each in told if "already missed its target" in str(each.message)]
     assert len(missed) == 1
     assert "smallest bound" in missed[0]
     assert len(engine.accountant.history) == 1

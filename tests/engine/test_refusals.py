@@ -163,7 +163,7 @@ def test_second_make_private_is_refused() -> None:
     with pytest.raises(ValueError, match="this engine already accounts for a run"):
         engine.make_private(network(), optimizer, private)
     for again in (model, module):
-        with pytest.raises(ValueError, match="the model is private already"):
+        with pytest.raises(ValueError, match="the model is already private"):
             FILPrivacyEngine().make_private(again, optimizer, loader(data(40)))
 
 

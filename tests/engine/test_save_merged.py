@@ -70,7 +70,7 @@ def test_composition_is_told(repeated: Any, tmp_path: Path) -> None:
 
 
 def test_one_run_is_none_to_merge(repeated: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="for one run there is save_run"):
+    with pytest.raises(ValueError, match="use save_run for a single run"):
         FILPrivacyEngine.save_merged(repeated[:1], tmp_path / "run.fil", delta=DELTA)
     with pytest.raises(ValueError, match="one engine twice"):
         FILPrivacyEngine.save_merged([repeated[0]] * 2, tmp_path / "run.fil", delta=DELTA)

@@ -174,7 +174,7 @@ class TestRegistry:
         assert name_of_amplification(get_amplification("half")) == "half"
         perp, par = Mechanism.build(1.0, 2.0, amplification="half").weights(torch.ones(1))
         assert (perp.item(), par.item()) == (0.125, 0.0625)
-        with pytest.raises(ValueError, match="'half' is registered already; pass overwrite=True"):
+        with pytest.raises(ValueError, match="'half' is already registered; pass overwrite=True"):
             register_amplification("half", Half())
         register_amplification("half", NoAmplification(), overwrite=True)
 

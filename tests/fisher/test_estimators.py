@@ -197,7 +197,7 @@ class TestRegistered:
     def test_it_is_used_under_its_name(self) -> None:
         made = fisher.register_estimator("twice", estimators.exact)
         assert fisher.get_estimator("twice") is made
-        with pytest.raises(ValueError, match="registered already; pass overwrite=True"):
+        with pytest.raises(ValueError, match="already registered; pass overwrite=True"):
             fisher.register_estimator("twice", estimators.exact)
         fisher.register_estimator("twice", estimators.exact, overwrite=True)
         case = regression()

@@ -57,7 +57,7 @@ def test_probes_that_cannot_be_worked_at_together(caplog: pytest.LogCaptureFixtu
     with caplog.at_level("INFO"):
         for _ in range(2):
             found = list(Stubborn(gradients, clip, 1.0).perpendicular_rows(probes, 2))
-    assert [record.message for record in caplog.records] == ["probes are worked at one by one: not so"]
+    assert [record.message for record in caplog.records] == ["probes are processed one by one: not so"]
     for row, want in zip(found, RecordedJacobian(gradients, clip, 1.0).perpendicular_rows(probes), strict=True):
         assert torch.equal(row, want)
 

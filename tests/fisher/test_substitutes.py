@@ -157,9 +157,9 @@ def test_the_way_back_for_gpus_is_the_transposed_map(windows: pooling._Windows, 
 
 
 def test_substitutes_are_not_replaced_silently() -> None:
-    with pytest.raises(ValueError, match="Tanh has a substitute already, .*; pass overwrite=True to replace it"):
+    with pytest.raises(ValueError, match="Tanh already has a substitute, .*; pass overwrite=True to replace it"):
         register_substitute(nn.Tanh, lambda module: torch.tanh)
-    with pytest.raises(ValueError, match="gelu has a substitute already, _gelu; pass overwrite=True to replace it"):
+    with pytest.raises(ValueError, match="gelu already has a substitute, _gelu; pass overwrite=True to replace it"):
         register_function(F.gelu, F.gelu)
 
     class Doubled(nn.Module):

@@ -64,7 +64,7 @@ def test_rules_that_are_none_are_refused() -> None:
 
 
 def test_rules_are_not_replaced_silently() -> None:
-    with pytest.raises(ValueError, match="Linear has a rule already, LinearRule; pass overwrite=True to replace it"):
+    with pytest.raises(ValueError, match="Linear already has a rule, LinearRule; pass overwrite=True to replace it"):
         register_rule(nn.Linear, GenericRule())
     assert isinstance(rule_for(nn.Linear(1, 1)), LinearRule)
 

@@ -173,7 +173,7 @@ def test_twice_the_noise_is_half_the_distance() -> None:
         ({"sigma": 0.0}, "sigma=0.0 must be positive"),
         ({"prior": [0.5, 0.5]}, r"prior has shape \[2\]; it must be \[3\]"),
         ({"prior": [0.5, 0.5, 0.5]}, "must be numbers ≥ 0 that sum to 1"),
-        ({"question": Label([0, 1])}, "in the target, which is none of the .* give every value"),
+        ({"question": Label([0, 1])}, "in the target, which is not one of the .* give every value"),
         ({"question": NominalAttribute([7], np.array([[0.0], [2.0]]))}, "give every level's code"),
     ],
 )
@@ -190,7 +190,7 @@ def test_more_refusals() -> None:
         levels = attributes["of 3"].levels(X)
         guess(SoftmaxRegression(l2=0.1).fit(X, levels), X, levels, Absent(), 1.0)
     found = guess(LinearRegression(l2=1e-2).fit(X, y), X, y, Absent(), 1.0)
-    with pytest.raises(ValueError, match="answer='gone' is none of \\['present', 'absent'\\]"):
+    with pytest.raises(ValueError, match="answer='gone' is not one of \\['present', 'absent'\\]"):
         found.true_positive_rate(0.1, "gone")
     with pytest.raises(ValueError, match="false_positive_rate=1.0 must lie"):
         found.true_positive_rate(1.0)

@@ -1,4 +1,4 @@
-"""From a measurement of one step to what the ledger adds for it."""
+"""What the ledger adds for the measurement of one step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Contribution:
         measured: Whether Fisher information was measured, or skipped at random; otherwise the step was paused for these
             examples.
         additions: What is added to each of the tracked quantities' sums, by name, [batch, …] each, already weighted by
-            1/π; empty where the step was skipped at random.
-        num_coordinates: How many private coordinates are an example's own, [batch], or one number for all; None: as
-            many as the ledger has.
+            1/π; empty if the step was skipped at random.
+        num_coordinates: How many private coordinates each example has, [batch], or one number for all; None: as many
+            as the ledger.
     """
 
     rows: Tensor
@@ -41,8 +41,8 @@ def additions(
     """What a measured step adds to the sums of the trace and of the tracked quantities, [batch, …] each, in float64.
 
     Args:
-        measurement: Of a step that was measured.
-        rate: π, the probability with which it was.
+        measurement: The measurement of a step.
+        rate: π, the probability that it was measured.
         skipping: Whether π < 1.
         track: The names of the quantities.
     """

@@ -1,7 +1,7 @@
 """D = KL(P ‖ P′) of a question, summed per example and alternative over a run.
 
-By the chain rule D = E Σ_t KL_t, so that the sum of KL_t over the steps that used the example (KL_t/q where batches are
-secret) is unbiased for it, as with Fisher information.
+By the chain rule D = E Σ_t KL_t, so the sum of KL_t over the steps that used the example (KL_t/q if batches are secret)
+is an unbiased estimate of D, as for Fisher information.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Asked", "Divergence"]
 
 
 class Asked(NamedTuple):
-    """What a ledger has to know of a question: its answers, and whether the true one is always among them."""
+    """What a ledger needs to know about a question: its answers, and whether they always include the true one."""
 
     answers: tuple[str, ...]
     complete: bool = False
@@ -32,8 +32,8 @@ class Asked(NamedTuple):
 class Divergence(TrackedQuantity):
     """D of every alternative of one question, [m] per example.
 
-    Unlike other quantities it belongs to a run: the run's questions say which there are, and their answers how many
-    numbers each has.
+    Unlike other quantities it belongs to a run: there is one for each of the run's questions, with as many numbers as
+    the question has answers.
 
     Args:
         question: The question's name.
@@ -50,13 +50,13 @@ class Divergence(TrackedQuantity):
         self.variances = {self.name: f"{self.name}_variance"}
 
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
-        """D, its variance from steps that were skipped, and what tells how far one run can be off, [m] each."""
+        """D, its variance from skipped steps, and the sums that show how far one run can be off, [m] each."""
         shape = (len(self.asked.answers),)
         variance = self.variances[self.name]
         return {self.name: Sum(shape), variance: Sum(shape, ERROR), **path_layout(self.name, shape)}
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
-        """Nothing: what a step adds needs no measurement of Fisher information, see :meth:`added`."""
+        """Nothing: these additions do not come from a measurement of Fisher information, see :meth:`added`."""
         return {}
 
     def added(self, divergences: Tensor, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
@@ -75,6 +75,6 @@ class Divergence(TrackedQuantity):
             value, variance = value[:, 0], variance[:, 0]
             run_error = None if run_error is None else run_error[:, 0]
         estimate = reading.estimate(value, variance, run_error)
-        if reading.degrees_of_freedom is None:  # of skipped steps, not of probes
+        if reading.degrees_of_freedom is None:  # from skipped steps, not from probes
             estimate = replace(estimate, degrees_of_freedom=math.inf)
         return Guess(estimate, *self.asked)

@@ -1,13 +1,13 @@
 r"""Which examples of a batch deserve more probes than the others.
 
-The lower end that holds for all examples together is decided by few of them, in two ways. The most exposed have to be
-known closely; they are those with the largest sums so far. And an example that hardly leaks, until one step makes up
-most of its sum, rests on that step's probe alone; such steps are those whose clipped gradient is large beside what the
-example has leaked so far. What a step will add is predicted as x = κ‖g̃‖², κ being the batch's ratio of Σ tr I to
-Σ‖g̃‖² so far, and x²/(Σ tr I + x) is large where it counts.
+A few examples determine the lower end that holds for all examples together, in two ways. First, the most exposed must
+be known closely; these have the largest sums so far. Second, if an example hardly leaks until one step makes up most of
+its sum, its number depends on that step's probe alone; in such a step the clipped gradient is large compared with what
+the example has leaked so far. The step's addition is predicted as x = κ‖g̃‖², where κ is the batch's ratio of Σ tr I to
+Σ‖g̃‖² so far, and x²/(Σ tr I + x) is large for such steps.
 
-Both depend on the past and on the weights, never on the probes of the step, so that measuring such examples anew, with
-more probes in place of the first, keeps every sum unbiased. Nothing waits for a GPU.
+Both criteria depend on the past and on the weights, never on the probes of the step. So measuring these examples again,
+with more probes that replace the first, keeps every sum unbiased. Nothing waits for a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def exposed_rows(trace: Tensor, squared_norm: Tensor, present: Tensor, count: in
         trace: Σ tr I of the batch's examples so far, [batch].
         squared_norm: Σ‖g̃‖² of them so far, [batch].
         present: ‖g̃‖² at this step, [batch].
-        count: How many.
+        count: The number of rows.
 
     Example:
         >>> trace, squares = torch.tensor([9.0, 1.0, 0.1, 0.1]), torch.tensor([9.0, 1.0, 0.1, 0.1])

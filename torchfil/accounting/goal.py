@@ -1,4 +1,4 @@
-"""What a run should reach: every example's exposure, and the largest that a target allows.
+"""The goal of a run: every example's exposure, and the largest exposure that a target allows.
 
 The exposure e of an example is 1/bound = tr(I)/d (unbiased attackers), or the D of a question's worst answer (every
 attacker). Both scale as the square of a clip weight.
@@ -26,11 +26,11 @@ class Exposure:
 
     Attributes:
         value: e, [n], float64: 1/bound, or D of a question's worst answer.
-        high: The upper end of e, [n], one-sided at a confidence; e itself where none was asked for, and where the
-            probes tell no error.
+        high: The upper end of e, [n], one-sided at a confidence; e itself without a confidence, and if the probes give
+            no error.
         measured: Whether the run says anything about the example, bool [n].
         without_interval: How many measured examples have no interval.
-        power: 1/2 where groups are compared by mean e^(1/2) (which is FIL), 1 where by mean e (D).
+        power: 1/2 if groups are compared by mean e^(1/2) (which is FIL), 1 if by mean e (D).
     """
 
     value: Tensor
@@ -52,15 +52,16 @@ class Exposure:
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be reached, checked when it is made.
+    """What a run should reach; checked when it is made.
 
     Attributes:
         target: The bound that every example should reach, or with a question the largest true-positive rate that any
             attacker may reach; None: ``share`` sets it, or there is none.
         question: Its name; None: Fisher information.
-        false_positive_rate: At which the true-positive rate is read.
-        share: Of the examples that are to be brought down to where the others begin.
-        confidence: That of the ends, by the probes' errors, that must meet the target, one-sided; None: estimates.
+        false_positive_rate: The false-positive rate for the true-positive rate.
+        share: The share of examples to bring down to the level at which the others begin.
+        confidence: The one-sided confidence of the ends (from the probes' errors) that must meet the target; None: use
+            estimates.
         group_ratio: The largest over the smallest of the groups' means that counts as equal.
         has_groups: Whether there are groups; then no share is assumed.
 
@@ -109,13 +110,13 @@ class Goal:
         return 1 / self.target if self.question is None else divergence_of_rate(self.target, self.false_positive_rate)
 
     def shown(self, exposure: float) -> float:
-        """An exposure as users read it: the bound, or the true-positive rate."""
+        """An exposure in the form that users read: the bound, or the true-positive rate."""
         if self.question is None:
             return 1 / exposure if exposure > 0 else math.inf
         return round(float(largest_true_positive_rate(exposure, self.false_positive_rate)), 12)
 
     def settled(self, exposure: Exposure) -> Goal:
-        """With the target that a share means, by the first round; the same where there is one, or only groups."""
+        """The goal with the target that its share implies; unchanged if it has a target, or only groups."""
         share = self.share if self.share is not None or self.has_groups else _DEFAULT_SHARE
         if self.target is not None or share is None:
             return self
@@ -129,7 +130,7 @@ class Goal:
         return replace(self, target=self.shown(most), share=None)
 
     def missing(self, exposure: Exposure, ratio: float | None) -> float:
-        """How many times the worst exposure, or the groups' ratio, is what it may be; ≤ 1: the goal is met."""
+        """The worst exposure, or the groups' ratio, divided by what is allowed; ≤ 1: the goal is met."""
         return max(exposure.largest()[1] / self.most, 0.0 if ratio is None else ratio / self.group_ratio)
 
 
@@ -137,9 +138,9 @@ def read_exposure(leakage: Leakage, question: str | None, confidence: float | No
     """Every example's exposure in a run.
 
     Args:
-        leakage: What the run says, with a question of that name where one is meant.
+        leakage: The run's results; they must include the question, if one is named.
         question: None: e = 1/bound = tr(I)/d, unbiased attackers. A name: D of its worst answer, every attacker.
-        confidence: One-sided, that of the upper end by the probes' errors; None: the estimate.
+        confidence: The one-sided confidence of the upper end, from the probes' errors; None: the estimate.
 
     Raises:
         ValueError: Nobody was measured, somebody's leakage is infinite (steps without noise), or a confidence was asked
@@ -159,8 +160,8 @@ def read_exposure(leakage: Leakage, question: str | None, confidence: float | No
     if confidence is None:
         return Exposure(value, value, measured, power=power)
 
-    # The probes' errors alone: what another run would draw is far wider for whom one step decides, and not a matter of
-    # whom to spare; weights allow for it by their margin.
+    # Only the probes' errors count here. Another run could differ far more if one step decides, but this does not tell
+    # whom to spare; the margin of the weights allows for it.
     high = _worst(quantity.interval(2 * confidence - 1, "probes")[1])
     told = high.isfinite()
     if not bool(told[measured].any()):

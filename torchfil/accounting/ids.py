@@ -46,7 +46,7 @@ class ExampleIds:
         return list(self.keys) if self.keys is not None else list(range(self.num_examples))
 
     def as_array(self) -> np.ndarray:
-        """Every id, [n]: numbers as int64; anything else as text, spelled out where two texts would be the same.
+        """Every id, [n]: numbers as int64; anything else as text, with repr() if two texts would be the same.
 
         Example:
             >>> ExampleIds(3, ["a", 1, "1"]).as_array().tolist()
@@ -61,11 +61,11 @@ class ExampleIds:
         return np.asarray(texts if len(set(texts)) == len(texts) else [repr(key) for key in keys], dtype=str)
 
     def places(self, ids: Iterable[Hashable] | Tensor | None) -> Tensor:
-        """The rows of the ids, [ids], in the order asked for; None: of all."""
+        """The rows of the ids, [ids], in the given order; None: all."""
         return torch.arange(self.num_examples) if ids is None else self.rows(ids)[1]
 
     def rows(self, ids: Iterable[Hashable] | Tensor | None) -> tuple[list[Hashable], Tensor]:
-        """The ids as a list and their rows, in the order asked for; an id asked for twice is answered twice."""
+        """The ids as a list and their rows, in the given order; an id given twice appears twice."""
         if ids is None:
             return self.all(), torch.arange(self.num_examples)
         wanted = [plain_key(key) for key in (ids.tolist() if isinstance(ids, Tensor) else ids)]
@@ -85,11 +85,11 @@ class GrowingIds(ExampleIds):
     """The names of the examples of a stream, in the order in which they first took part.
 
     Args:
-        keys: Of those that did already.
-        participations: How often each did; None: never.
+        keys: The keys of those that already took part.
+        participations: How often each took part; None: never.
 
     Attributes:
-        most: How often the example that took part most often did.
+        most: The largest number of participations of any example.
 
     Example:
         >>> ids = GrowingIds()
@@ -109,7 +109,7 @@ class GrowingIds(ExampleIds):
         self.most = max(self._participations, default=0)
 
     def count_new(self, keys: Iterable[Hashable]) -> int:
-        """How many of these never took part."""
+        """How many of these have never taken part."""
         return sum(key not in self._row_of for key in keys)
 
     def most_after(self, keys: Iterable[Hashable]) -> int:
@@ -118,7 +118,7 @@ class GrowingIds(ExampleIds):
         return max(self.most, *(count + 1 for count in before), 0)
 
     def enter(self, keys: Sequence[Hashable]) -> list[int]:
-        """The rows of these, distinct ones, which take part now; new ones get the next rows."""
+        """The rows of these distinct examples, which take part now; new ones get the next rows."""
         self.most = self.most_after(keys)
         for key in keys:
             if self._row_of.setdefault(key, len(self.keys)) == len(self.keys):
@@ -132,5 +132,5 @@ class GrowingIds(ExampleIds):
 
 
 def plain_key(key: Hashable) -> Hashable:
-    """NumPy's numbers and texts, and tensors of one number, as Python's."""
+    """NumPy's numbers and strings, and tensors of one number, as Python objects."""
     return key.item() if isinstance(key, np.generic) or (isinstance(key, Tensor) and key.ndim == 0) else key

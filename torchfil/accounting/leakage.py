@@ -1,6 +1,6 @@
 """Reading a ledger: what a run leaked about each example, each attribute, each group.
 
-All values depend on private data and are confidential themselves.
+All values depend on private data and are confidential, too.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _AT_ONCE = 2**18  # examples that are read together
 
 @dataclass(frozen=True)
 class Conditions:
-    """How a run's sums were made, as far as their reading depends on it.
+    """The facts about a run that matter for reading its sums.
 
     Attributes:
         exact: Whether every measured step was measured without sampling.
-        sample_rate: q, where the attacker does not know the batches; then participation is part of what is random. 1
-            for averages over runs, whose standard errors include it. None: batches are known.
+        sample_rate: q, if the attacker does not know the batches; participation is then random, too. 1 for averages
+            over runs, whose standard errors include it. None: batches are known.
         skipping: Whether steps were skipped at random, so that an example may have taken part without being measured.
-        degrees_of_freedom: Of the standard errors: runs − 1 for averages over runs. None: each example's own, from
-            the spread of its steps' variances.
-        test_matrix: Ω of the sketch, [d, r], where one was kept.
-        typical_changes: By followed sum, what :func:`torchfil.accounting.path.run_variance` takes as typical, while a
+        degrees_of_freedom: The degrees of freedom of the standard errors: runs − 1 for averages over runs. None: each
+            example's own, from the spread of its steps' variances.
+        test_matrix: Ω of the sketch, [d, r], if one was kept.
+        typical_changes: By followed sum, the typical change for :func:`torchfil.accounting.path.run_variance`, while
             reading in parts; None: it is computed at every reading.
     """
 
@@ -75,7 +75,7 @@ class Leakage:
     Args:
         ledger: The sums.
         ids: The examples' names.
-        conditions: How the sums were made; None: by sampling, of known batches, without skipping steps.
+        conditions: How the sums were made; None: by sampling, with known batches, without skipped steps.
     """
 
     def __init__(self, ledger: Ledger, ids: ExampleIds, conditions: Conditions | None = None) -> None:
@@ -85,18 +85,18 @@ class Leakage:
 
     @property
     def num_coordinates(self) -> int:
-        """d, the number of private coordinates; the largest, where examples have different ones."""
+        """d, the number of private coordinates; the largest one, if examples differ."""
         return self.ledger.num_coordinates
 
     @property
     def same_coordinates(self) -> bool:
-        """Whether all examples have as many private coordinates: not so for texts of different lengths."""
+        """Whether all examples have the same number of private coordinates; texts of different lengths do not."""
         own = self.ledger.sums.own("num_coordinates")
         seen = own[own > 0]
         return not len(seen) or bool((seen == seen[0]).all())
 
     def get_num_coordinates(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
-        """d of each example, [ids]: those of padding do not count. 1 of one that took no part."""
+        """d of each example, [ids], without padding; 1 for an example that took no part."""
         return self._num_coordinates(self._rows(example_ids))
 
     @property
@@ -105,7 +105,7 @@ class Leakage:
         return self.conditions.exact
 
     def was_measured(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
-        """Whether the run says anything about an example, bool [ids]: its FIL of 0 means no leakage only then."""
+        """Whether the run says anything about an example, bool [ids]: only then does a FIL of 0 mean no leakage."""
         rows, sums = self._rows(example_ids), self.ledger.sums
         leaks = sums.at("trace", rows) > 0
         if self.conditions.skipping:
@@ -113,16 +113,16 @@ class Leakage:
         return leaks | (sums.at("participations", rows) > sums.at("missed", rows))
 
     def get(self, name: str, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
-        """What a tracked quantity's sums mean, [ids, …]; see :mod:`torchfil.accounting.quantities`.
+        """A tracked quantity, read from its sums, [ids, …]; see :mod:`torchfil.accounting.quantities`.
 
         Args:
-            name: Of the quantity.
-            example_ids: None: all. An id asked for twice is answered twice.
+            name: The quantity's name.
+            example_ids: None: all. An id given twice appears twice.
         """
         return self.read(name, self._rows(example_ids))
 
     def read(self, name: str, rows: Tensor) -> Any:
-        """The same for examples by their place in the data set, [rows, …]."""
+        """The same for examples by their position in the data set, [rows, …]."""
         quantity = next((quantity for quantity in self.ledger.quantities if quantity.name == name), None)
         if quantity is None:
             raise ValueError(f"{name!r} was not tracked; make_private with track=({name!r},)")
@@ -139,11 +139,11 @@ class Leakage:
         *,
         kind: Literal["trace", "spectral"] = "trace",
     ) -> Estimate:
-        """Fisher information loss per example, [ids], in the order asked for.
+        """Fisher information loss (FIL) per example, [ids], in the given order.
 
         Args:
-            example_ids: None: all. An id asked for twice is answered twice.
-            kind: "trace": η̄ = sqrt(tr(I)/d), d being the example's own. "spectral": η = sqrt(‖I‖₂), exact from a
+            example_ids: None: all. An id given twice appears twice.
+            kind: "trace": η̄ = sqrt(tr(I)/d), with the example's own d. "spectral": η = sqrt(‖I‖₂), exact from a
                 tracked "fim", a lower bound from a tracked "sketch" (Nyström); ``get_fil()`` times sqrt(d) bounds it
                 from above.
         """
@@ -166,17 +166,17 @@ class Leakage:
     def get_mse_bound(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """d / tr(I), [ids], infinite if nothing leaked: an unbiased attacker's MSE per coordinate is at least this.
 
-        On average over runs, that is, where tr(I) is the mean over runs. Of one run it is an estimate, and too large on
-        average (Jensen): quote the lower end of its interval.
+        This holds on average over runs, with tr(I) the mean over runs. From one run it is an estimate, which is too
+        large on average (Jensen): quote the lower end of its interval.
         """
         return self.get_trace(example_ids).raised(-1.0, self.get_num_coordinates(example_ids))
 
     def get_smallest_mse_bound(self, confidence: float = 0.95, of: Part = "run") -> tuple[float, float]:
-        """The smallest bound of all measured examples, and an end that none of their bounds lies below.
+        """The smallest bound of all measured examples, and an end below all of their bounds.
 
-        The end holds for all examples together with that probability, however many they are: which of the true bounds
-        is the smallest does not depend on chance, and the smallest of all lower ends is at most the lower end of that
-        very example. So one example's one-sided interval serves all. (Intervals for every example at once would need
+        The end holds for all examples together with that probability, however many there are: which true bound is the
+        smallest does not depend on chance, and the smallest of all lower ends is at most the lower end of that example.
+        So one example's one-sided interval serves all. (Intervals for every example at once would need
         ends of 1 − (1 − confidence)/n each.)
 
         Args:
@@ -199,13 +199,13 @@ class Leakage:
     def get_attribute_fil(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """sqrt(I_jj) per private coordinate, [ids, d].
 
-        On average over runs an unbiased guess of the coordinate is off by at least 1/sqrt(I_jj). Quote the inverse of
-        the upper end of the interval.
+        On average over runs, an unbiased guess of the coordinate is off by at least 1/sqrt(I_jj). Quote the inverse of
+        the interval's upper end.
         """
         return self.read_attribute_fil(self._rows(example_ids))
 
     def read_attribute_fil(self, rows: Tensor) -> Estimate:
-        """The same for examples by their place in the data set, [rows, d]."""
+        """The same for examples by their position in the data set, [rows, d]."""
         if "diagonal" not in self.ledger.track and "fim" in self.ledger.track:
             diagonal = self.ledger.sums.at("fim", rows).diagonal(dim1=1, dim2=2)
             return self._reading(rows).without_variance(diagonal).raised(0.5)
@@ -215,7 +215,7 @@ class Leakage:
     def get_plis(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """Σ_t ∂(‖g̃_t‖/s_t)²/∂z over the steps that used the example, [ids, d], in the order of z.
 
-        Unbiased where steps were skipped at random; steps that were paused are missing from it.
+        It is unbiased if steps were skipped at random; paused steps are missing.
         """
         susceptibility: Tensor = self.get("plis", example_ids)
         return susceptibility
@@ -232,7 +232,7 @@ class Leakage:
 
     def _lines(self) -> list[tuple[str, str]]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the numbers say what is missing
+            warnings.simplefilter("ignore")  # the numbers already show what is missing
             return self.summary().lines()
 
     def get_guess(self, question: str, example_ids: Iterable[Hashable] | Tensor | None = None) -> Guess:
@@ -240,7 +240,7 @@ class Leakage:
 
         Args:
             question: Its name in ``make_private(…, questions={name: …})``.
-            example_ids: None: all. An id asked for twice is answered twice.
+            example_ids: None: all. An id given twice appears twice.
         """
         asked = self.ledger.questions
         if question not in asked:
@@ -252,10 +252,10 @@ class Leakage:
         return guess
 
     def get_sampling_error(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
-        """The standard deviation of η̄ due to chance in which batches drew the example, [ids].
+        """The standard deviation of η̄ due to the random choice of batches, [ids].
 
         The run's sum Σ_t B_t X_t, B_t ~ Bernoulli(q), has the variance Σ_t q(1−q) X_t², estimated by (1−q) Σ B_t X_t².
-        0 where batches count as known; infinite for an example that was never drawn, about which one run says
+        It is 0 if batches count as known, and infinite for an example that was never drawn, about which one run says
         nothing. Averaging repeated runs lowers it (:meth:`FILPrivacyEngine.merge`).
         """
         return self._sampling_error(self._rows(example_ids), self.get_fil(example_ids).value)
@@ -264,15 +264,15 @@ class Leakage:
         """One table by id: a pandas DataFrame if pandas is installed, else a dict of lists.
 
         Columns: ``fil`` (η̄), ``fil_error`` (of the probes and skipped steps), ``sampling_error`` (of the draw of
-        batches), ``fil_kind``, ``mse_bound``, ``mse_bound_low`` (the lower end of its 95 % interval, which holds these
-        and the path of the noise; 0: none is claimed, the bound is an estimate from one run), ``rel_error``
+        batches), ``fil_kind``, ``mse_bound``, ``mse_bound_low`` (the lower end of its 95 % interval, which covers both
+        and the path of the noise; 0: no end is claimed, the bound is an estimate from one run), ``rel_error``
         (``fil_error`` over ``fil``), ``participations``, ``missed`` (participations that were not measured),
-        ``squared_norm`` (Σ‖g̃‖²), ``num_coordinates`` (d, where it differs between examples; 0: took no part). For every
-        question ``NAME_divergence`` (D of its worst answer) and ``NAME_true_positive_rate`` (the largest of any
+        ``squared_norm`` (Σ‖g̃‖²), ``num_coordinates`` (d, if it differs between examples; 0: took no part). For every
+        question: ``NAME_divergence`` (D of its worst answer) and ``NAME_true_positive_rate`` (the largest of any
         attacker at 1 % false positives, at the upper end of D).
 
-        Read the top of the table rather than its end: those that look safest of many were partly lucky in this run. If
-        a short run skips steps at random (``fil_rate``, ``rel_error``), they are those that were hardly measured.
+        Read the top of the table rather than its end: the examples that look safest were partly lucky in this run. If a
+        short run skips steps at random (``fil_rate``, ``rel_error``), they are the ones that were hardly measured.
         """
         return as_table(*self.columns(example_ids))
 
@@ -291,20 +291,20 @@ class Leakage:
         return names, columns
 
     def arrays(self, rows: Tensor | None = None) -> dict[str, np.ndarray]:
-        """The columns of :meth:`leakage` that hold numbers, [rows] each, of examples by their place in the data set."""
+        """The numeric columns of :meth:`leakage`, [rows] each, for examples by their position in the data set."""
         return self.by_parts(Leakage._columns, rows)
 
     def by_parts(
         self, read: Callable[[Leakage, Tensor], Mapping[str, Tensor]], rows: Tensor | None = None
     ) -> dict[str, np.ndarray]:
-        """What a function reads by example, worked out for a part of the examples after the other.
+        """The values that a function reads by example, computed for one part of the examples after the other.
 
-        Little memory is then needed besides the result, and examples that were never drawn, perhaps millions, are
-        read once for all. Warnings come once.
+        This needs little memory besides the result, and examples that were never drawn, perhaps millions, are read only
+        once. Warnings appear once.
 
         Args:
-            read: From this (for parts) and some rows to values by name, [rows, …] each.
-            rows: Places in the data set; None: all.
+            read: Maps this object (for parts) and some rows to values by name, [rows, …] each.
+            rows: Positions in the data set; None: all.
         """
         rows = torch.arange(self.ids.num_examples) if rows is None else rows
         rows = rows.to(self.ledger.device)
@@ -352,8 +352,8 @@ class Leakage:
 
         Args:
             group_of: id ↦ group; ids that are not in it are left out.
-            threshold: Where given, the share of a group's examples with η̄ (or D) above it.
-            quantiles: Which quantiles of η̄ (or D) to give.
+            threshold: If given, adds the share of a group's examples with η̄ (or D) above it.
+            quantiles: Which quantiles of η̄ (or D) to include.
             question: The name of a question.
 
         Returns:
@@ -388,7 +388,7 @@ class Leakage:
                     f"{[(r.ids.num_examples, r.num_coordinates, r.ledger.track, r.ledger.questions) for r in runs]}"
                 )
 
-        # sums become means, but what was missed by any run is missing
+        # sums become means, but participations missed in any run stay missing
         average = Ledger.from_state_dict(first.ledger.state_dict(), first.ledger.device, lazy=False)
         average.steps = max(run.ledger.steps for run in runs)
         average.missed_steps = sum(run.ledger.missed_steps for run in runs)
@@ -407,7 +407,7 @@ class Leakage:
         if count == 1:
             return cls(average, first.ids, conditions)
 
-        # errors are those from run to run, and cover everything random in a run
+        # errors come from the spread between runs, and cover everything random in a run
         for quantity in average.quantities:
             for name, variance in quantity.variances.items():
                 values = torch.stack([run.ledger.sums.kept(name).to(average.device) for run in runs])
@@ -434,7 +434,7 @@ class Leakage:
     def _kind(self, rows: Tensor) -> Kind:
         missed = self.ledger.sums.at("missed", rows)
         if bool((missed > 0).any()):
-            if self.conditions.typical_changes is not None:  # a part of a reading that has warned
+            if self.conditions.typical_changes is not None:  # one part of a reading that has already warned
                 return "lower bound"
             warnings.warn(
                 f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps: their Fisher "
@@ -461,7 +461,7 @@ class Leakage:
         )
 
     def _typical_changes(self) -> dict[str, Tensor]:
-        """By followed sum, the mean over all examples of how much it changes from one participation to the next."""
+        """By followed sum, the mean change from one participation to the next, over all examples."""
         typical = {}
         for quantity in self.ledger.quantities:
             for name in quantity.followed:
@@ -482,12 +482,12 @@ class Leakage:
         return run_variance(name, self._sums_of(quantity, rows), participations, conditions.sample_rate, typical[name])
 
     def _run_errors(self, rows: Tensor) -> dict[str, Tensor]:
-        """How far one run can be off besides its probes, by followed sum."""
+        """How far one run can be off, apart from its probes, by followed sum."""
         followed = [name for quantity in self.ledger.quantities for name in quantity.followed]
         return {name: sum(self._run_variance(name, rows), torch.zeros(())).sqrt() for name in followed}
 
     def _warn_of_few(self, rows: Tensor) -> None:
-        """Skipped steps of a short run leave examples that were hardly ever measured, and look safe."""
+        """Warn about examples that look safe only because a short run with skipped steps hardly measured them."""
         few = self.ledger.sums.at("trace_measured", rows) < FEWEST_PARTICIPATIONS
         if self.conditions.skipping and self.conditions.degrees_of_freedom is None and bool(few.any()):
             warnings.warn(
@@ -499,7 +499,7 @@ class Leakage:
 
 
 def _same_coordinates(one: Leakage, other: Leakage) -> bool:
-    """Whether two runs mean the same private coordinates: as many, or of texts whose longest one run has not seen."""
+    """Whether two runs have the same private coordinates; for texts, one run may not have seen the longest."""
     if one.num_coordinates == other.num_coordinates:
         return True
     return not (one.ledger.by_coordinate or one.same_coordinates or other.same_coordinates)
@@ -524,6 +524,6 @@ def as_table(names: Sequence[Hashable], columns: Mapping[str, list[Any]], *, ind
 
 
 def _divide(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, and 0 where b is 0 or infinite: nothing was measured, or all is known, so nothing is uncertain."""
+    """a / b, and 0 if b is 0 or infinite: nothing was measured, or all is known, so nothing is uncertain."""
     usual = (b > 0) & b.isfinite()
     return torch.where(usual, a / b.where(usual, torch.ones_like(b)), 0.0)

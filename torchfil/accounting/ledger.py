@@ -23,29 +23,29 @@ from torchfil.accounting.rows import RowTable
 __all__ = ["Ledger", "Track"]
 
 _FORMAT = 4  # of the saved state
-_WITHOUT_OWN_COORDINATES = 3  # an earlier one, in which all examples have as many
+_WITHOUT_OWN_COORDINATES = 3  # an earlier format, with one d for all examples
 
 
 class Ledger:
-    """Sums per example: values in float64, what tells of their errors in float32, counts in int32.
+    """Sums per example: values in float64, sums for their errors in float32, counts in int32.
 
-    Besides those of the trace and of what is tracked (:mod:`torchfil.accounting.quantities`) it keeps, [n] each:
-    ``participations``; ``missed``, those in steps that were paused; ``squared_norm``, Σ‖g̃‖²; ``num_coordinates``, how
-    many private coordinates an example has, the most that it was seen with (0: it was never seen).
+    Besides the sums of the trace and the tracked quantities (:mod:`torchfil.accounting.quantities`) it keeps, [n] each:
+    ``participations``; ``missed``, participations in paused steps; ``squared_norm``, Σ‖g̃‖²; ``num_coordinates``, the
+    largest number of private coordinates that an example was seen with (0: never seen).
 
     Args:
         num_examples: n.
-        num_coordinates: d. Examples may have others, where nothing is kept by coordinate.
+        num_coordinates: d. If nothing is kept by coordinate, examples may have different d.
         track: What to keep besides the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "sketch" (ndr),
             "plis" (nd), or a registered quantity.
         sketch_rank: r, the number of columns of the test matrix.
-        device: A device or a folder, where the sums lie (:class:`torchfil.accounting.rows.RowTable`).
-        questions: By name those whose divergences are kept.
-        lazy: Whether an example gets a row when it is first drawn; None: on CPUs, from 2²⁰ examples on.
-        chosen: By the name of a tracked quantity, the only examples of whom it is kept; None: of all. Others read NaN.
+        device: The device or folder that holds the sums (:class:`torchfil.accounting.rows.RowTable`).
+        questions: By name, the questions whose divergences are kept.
+        lazy: Whether an example gets a row when it is first drawn; None: on CPUs, with 2²⁰ examples or more.
+        chosen: By the name of a tracked quantity, the only examples for which it is kept; None: all. Others read NaN.
 
     Attributes:
-        laid_out: d of what is kept by coordinate.
+        laid_out: d of the sums by coordinate.
 
     Example:
         >>> ledger = Ledger(num_examples=3, num_coordinates=2)
@@ -91,9 +91,9 @@ class Ledger:
         questions: Mapping[str, Asked] | None = None,
         num_chosen: Mapping[str, int] | None = None,
     ) -> int:
-        """How much memory a ledger of that size takes, once every example was drawn; see the class for arguments.
+        """The memory of a ledger of this size once every example was drawn; the arguments are those of the class.
 
-        ``num_chosen``: by quantity, of how many examples it is kept; each then has 4 bytes of everybody.
+        ``num_chosen``: by quantity, the number of examples for which it is kept; it then adds 4 bytes for everybody.
 
         Example:
             >>> Ledger.bytes_needed(1, 10, (), 4), Ledger.bytes_needed(1, 10, ("diagonal",), 4)
@@ -110,7 +110,7 @@ class Ledger:
         return num_examples * (row + 4 * len(some)) + sum(of_some[name] * (some[name] + 1) for name in some)
 
     def __repr__(self) -> str:
-        """What it holds, and what that takes."""
+        """What it holds, and its memory."""
         kept = ", ".join(("trace", *self.track, *self.questions))
         return (
             f"Ledger({kept} of {self.num_examples:,} examples after {self.steps:,} steps, "
@@ -119,7 +119,7 @@ class Ledger:
 
     @classmethod
     def like(cls, ledger: Ledger, num_rows: int) -> Ledger:
-        """An empty one for the same quantities, on the CPU, with rows for all examples or for a block of them."""
+        """An empty ledger for the same quantities, on the CPU, with rows for all examples or for a block of them."""
         empty = cls(
             num_rows,
             ledger.laid_out,
@@ -135,7 +135,7 @@ class Ledger:
 
     @property
     def track(self) -> tuple[Track, ...]:
-        """The names of what is kept besides the trace."""
+        """The names of the quantities kept besides the trace."""
         others = (quantity for quantity in self.quantities if not isinstance(quantity, Divergence))
         return tuple(quantity.name for quantity in others if quantity.name != "trace")
 
@@ -146,22 +146,22 @@ class Ledger:
 
     @property
     def num_coordinates(self) -> int:
-        """d; the largest, where examples have different ones."""
+        """d; the largest one, if examples differ."""
         own = self.sums.own("num_coordinates")
         return self.laid_out if self.by_coordinate or not own.any() else int(own.max())
 
     @property
     def own_coordinates(self) -> Tensor:
-        """d of every example, int32 [n]; 1 of one that was never seen."""
+        """d of every example, int32 [n]; 1 for an example that was never seen."""
         return self.sums["num_coordinates"].clamp(min=1)
 
     @property
     def by_coordinate(self) -> tuple[str, ...]:
-        """The names of what is kept by coordinate."""
+        """The names of the quantities kept by coordinate."""
         return tuple(quantity.name for quantity in self.quantities if quantity.by_coordinate)
 
     def check_coordinates(self, num_coordinates: int) -> None:
-        """Raise where examples with so many private coordinates do not fit the sums by coordinate."""
+        """Raise if examples with this many private coordinates do not fit the sums by coordinate."""
         if num_coordinates != self.laid_out and self.by_coordinate:
             raise ValueError(
                 f"this batch has {num_coordinates} private coordinates per example, earlier ones {self.laid_out}, and "
@@ -170,15 +170,15 @@ class Ledger:
             )
 
     def grow(self, num_examples: int) -> None:
-        """Make room for so many examples; the new ones have taken part in nothing."""
+        """Make room for this many examples; the new ones have not taken part yet."""
         self.sums.extend(num_examples)
         self.num_examples = max(self.num_examples, num_examples)
 
     def add(self, *contributions: Contribution) -> Mapping[str, Tensor]:
-        """Add what the batches of one step contribute, at least one; each example occurs at most once in them.
+        """Add the contributions of the batches of one step, at least one; each example occurs in them at most once.
 
-        Returns the sums of these examples after it, [examples, …] each, on the device of the contributions: all that
-        lie side by side, so none of those by coordinate.
+        Returns the new sums of these examples, [examples, …] each, on the device of the contributions, except those
+        by coordinate.
         """
         examples = torch.cat([contribution.rows.to(self.device) for contribution in contributions])
         with self.sums.rows_of(examples, contributions[0].squared_norm.device) as sums:
@@ -188,7 +188,7 @@ class Ledger:
         return sums
 
     def _book(self, contribution: Contribution, sums: BatchRows) -> None:
-        """Add what one batch contributes to the sums of its examples."""
+        """Add the contribution of one batch to the sums of its examples."""
         sums["participations"].add_(1)
         sums.add("squared_norm", contribution.squared_norm)
         own = self.laid_out if contribution.num_coordinates is None else contribution.num_coordinates
@@ -197,7 +197,7 @@ class Ledger:
             sums["missed"].add_(1)
             return
 
-        # what depends on the participation before comes first
+        # sums that depend on the previous participation come first
         additions = contribution.additions
         followed = [name for quantity in self.quantities for name in quantity.followed]
         for name in followed:
@@ -230,15 +230,15 @@ class Ledger:
     def from_state_dict(
         cls, state: Mapping[str, Any], device: torch.device | str | Path = "cpu", *, lazy: bool | None = None
     ) -> Ledger:
-        """The ledger whose state that is.
+        """The ledger with this state.
 
         Args:
-            state: Of :meth:`state_dict`.
-            device: As of a new one.
-            lazy: As of a new one.
+            state: From :meth:`state_dict`.
+            device: As for a new ledger.
+            lazy: As for a new ledger.
 
         Raises:
-            ValueError: If it was saved by another version, something is missing or has the wrong shape.
+            ValueError: It was saved by another version, or something is missing or has the wrong shape.
         """
         if state.get("format") not in (_FORMAT, _WITHOUT_OWN_COORDINATES):
             raise ValueError(
@@ -246,7 +246,7 @@ class Ledger:
                 f"{_WITHOUT_OWN_COORDINATES} and {_FORMAT} only; load it with the version that saved it"
             )
 
-        # what earlier states do not have yet is as if nobody had asked for it
+        # parts that earlier states lack are as if nobody had requested them
         questions = state.get("questions", {})
         try:
             ledger = cls(
@@ -272,15 +272,15 @@ class Ledger:
 
 
 def _quantities(track: Collection[Track], questions: Mapping[str, Asked]) -> tuple[TrackedQuantity, ...]:
-    """What is kept: the trace, what is tracked, and the divergences of the questions."""
+    """The kept quantities: the trace, tracked quantities, and the divergences of the questions."""
     return (*tracked(track), *(Divergence(name, asked) for name, asked in questions.items()))
 
 
 def _sums_of_chosen(quantities: Iterable[TrackedQuantity], chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By sum, the examples that have it, of quantities that are kept of chosen examples.
+    """By sum, the examples that have it, for quantities that are kept for chosen examples.
 
     Raises:
-        ValueError: Where a quantity is not kept, or every example needs it.
+        ValueError: A quantity is not kept, or every example needs it.
     """
     by_name = {quantity.name: quantity for quantity in quantities if not quantity.followed}
     unknown = chosen.keys() - by_name.keys()

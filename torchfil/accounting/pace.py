@@ -1,15 +1,15 @@
-r"""How much to measure: probes and step-skipping for a target of accuracy.
+r"""How much to measure: the number of probes and the share of steps for a target accuracy.
 
 One participation of an example, measured with probability π by k probes of relative variance v each, adds X² w to the
-variance of its sum, w = (1 + v/k)/π − 1. After m participations with relative variance e², R more to come, each c times
-the mean of the past ones (most examples leak less and less), reach the target r² at the end if
+variance of its sum, w = (1 + v/k)/π − 1. Suppose m participations have the relative variance e², and R more follow,
+each c times the mean of the past ones (most examples leak less and less). The target r² is reached at the end if
 
     r² (m + cR)² = e² m² + h c² R w,
 
-where h = m Σx²/(Σx)² tells how unevenly an example's sum is made up (1: of equal parts). So w is known, and it is spent
-at the lowest cost by few probes on few steps: k = 2 (one probe tells nothing of its error) and π = (1 + v/k)/(1 + w);
-more probes only where π would exceed 1. What is chosen depends on the past alone, and the training does not
-depend on it, so every sum stays unbiased.
+where h = m Σx²/(Σx)² shows how unevenly an example's sum is made up (1: equal parts). This gives w. The cheapest way to
+spend it is few probes on few steps: k = 2 (one probe says nothing about its error) and π = (1 + v/k)/(1 + w), with more
+probes only if π would exceed 1. The choice depends only on the past, and the training does not depend on it, so every
+sum stays unbiased.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["Pace", "choose"]
 
 _PROBES = (2, 3, 4, 6, 9, 13)
 _LOWEST_RATE = 1 / 32
-_SLACK = 0.03  # share of the final variance below which more probes are not worth their price
-_AIM = 0.9  # of the target, for what the trend does not tell
-_MOST_UNEVEN = 4.0  # h is not believed beyond
-_USUAL_SPREAD = 0.1  # v of a tanh network, until it is seen
+_SLACK = 0.03  # share of the final variance below which more probes are not worth their cost
+_AIM = 0.9  # of the target, a margin for what the trend does not show
+_MOST_UNEVEN = 4.0  # the largest h that is believed
+_USUAL_SPREAD = 0.1  # v of a tanh network, until it is measured
 _CHANGING = ("num_probes", "rate", "spread", "level", "noted")
-_PASSES_AHEAD = 8.0  # how many passes over the data are expected to follow at least, where nobody says
+_PASSES_AHEAD = 8.0  # passes over the data that are expected to follow, if nobody says
 
 
 def choose(
@@ -71,12 +71,12 @@ class Pace:
     Attributes:
         num_probes: k.
         rate: π.
-        target: r, the relative standard error of tr I that the median example is to have; None: k and π are fixed.
-        epochs: How many passes over the data are planned; None: at least eight more from any point.
-        spread: v, as seen lately.
-        level: The mean tr I of a participation, as seen lately; 0: not yet.
-        noted: Σ (tr I)², Σ variance and the mean tr I of the last batch measured at this pace, [3], where they were
-            computed, so that nothing waits for a GPU; None: no batch yet.
+        target: r, the target for the relative standard error of the median example's tr I; None: k and π are fixed.
+        epochs: The planned number of passes over the data; None: at least eight more from any point.
+        spread: The recent v.
+        level: The recent mean tr I of a participation; 0: not known yet.
+        noted: Σ (tr I)², Σ variance and the mean tr I of the last batch measured at this pace, [3], on the device on
+            which they were computed, so that nothing waits for a GPU; None: no batch yet.
     """
 
     num_probes: int
@@ -93,13 +93,13 @@ class Pace:
         return cls(_PROBES[0], 1.0, target, epochs)
 
     def note(self, contribution: Contribution) -> None:
-        """See v and the level by what was measured at the present pace; nothing where the batch was not measured."""
+        """Note v and the level from what was measured at the current pace; do nothing if the batch was not measured."""
         if self.target is not None and contribution.additions:
             trace, variance = contribution.additions["trace"], contribution.additions["variance"]
             self.noted = torch.stack([trace.square().sum(), variance.sum(), trace.mean()])
 
     def update(self, ledger: Ledger, passes: float) -> None:
-        """Steer by the sums so far and what was noted.
+        """Adjust the pace to the sums so far and to what was noted.
 
         Args:
             ledger: The sums.
@@ -108,7 +108,7 @@ class Pace:
         if self.target is None:
             return
 
-        # follow what the last batch showed; a step without noise shows nothing of the usual ones
+        # follow the last batch; a step without noise says nothing about usual steps
         if self.noted is not None:
             square, variance, mean = self.noted.tolist()
             self.noted = None

@@ -1,7 +1,7 @@
-"""The numbers of an example side by side in one row, so that a batch's are read and written at once.
+"""The numbers of an example side by side in one row, so that those of a batch are read and written together.
 
-A row of 68 bytes lies in one or two cache lines, and the rows of a batch are one gather and one scatter for each table,
-however many numbers an example has; numbers apart from each other would take one of each, and a cache line, by name.
+A row of 68 bytes lies in one or two cache lines, and the rows of a batch need one gather and one scatter for each
+table, however many numbers an example has. Separate tensors would need one of each, and a cache line, for every number.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class Packing:
-    """Where each number of an example lies: in one of a few tables, [rows, words] each.
+    """The place of each number of an example: in one of a few tables, [rows, words] each.
 
     Guarantees:
-        * A row takes as many bytes as its numbers; nothing is filled up.
-        * Every number is a strided view of its table: wide ones come first, and where the bytes of a row are no
-          multiple of the widest, these have a table of their own.
+        * A row takes as many bytes as its numbers; there is no padding.
+        * Every number is a strided view of its table: wide numbers come first, and if the bytes of a row are not a
+          multiple of the widest, those have a separate table.
 
     Args:
         layout: Shape and dtype of a row, by name.
 
     Attributes:
-        words: Of each table its dtype, in which rows are copied, and how many words a row has.
-        row_bytes: What a row takes in all tables.
+        words: For each table, the dtype in which rows are copied, and the number of words of a row.
+        row_bytes: The bytes of a row in all tables.
 
     Example:
         >>> packing = Packing({"count": Sum(dtype=torch.int32), "sum": Sum(), "levels": Sum((4,), torch.uint8)})
@@ -47,7 +47,7 @@ class Packing:
         self.layout = dict(layout)
         self.words: list[tuple[torch.dtype, int]] = []
         self.row_bytes = bytes_per_row(layout)
-        self._columns: dict[str, tuple[int, int]] = {}  # table, and place there in items of the number's own dtype
+        self._columns: dict[str, tuple[int, int]] = {}  # table, and position in items of the number's own dtype
         names = sorted(layout, key=lambda name: -layout[name].dtype.itemsize)
         while names:
             widest = layout[names[0]].dtype
@@ -61,7 +61,7 @@ class Packing:
             names = names[len(here) :]
 
     def view(self, name: str, tables: Sequence[Tensor]) -> Tensor:
-        """The numbers of that name in these tables, [rows, …], to be read and written."""
+        """The numbers of that name in these tables, [rows, …], for reading and writing."""
         (table, first), each = self._columns[name], self.layout[name]
         items = tables[table].view(each.dtype)
         if not each.shape:
@@ -76,14 +76,14 @@ class Packing:
 
 
 class BatchRows(Mapping[str, Tensor]):
-    """The rows of some examples on one device; ``rows[name]`` is [examples, …], to be read and changed in place.
+    """The rows of some examples on one device; ``rows[name]`` is [examples, …], for reading and changing in place.
 
     Args:
         packing: Where the numbers lie.
-        tables: That hold them.
-        apart: Of the sums that are only added to, which are not among the tables.
-        added: Takes what is added to these: name, which of the examples, values.
-        first: Which of the examples is the first here.
+        tables: The tables that hold them.
+        apart: Sums that are only added to, and are not in the tables.
+        added: Called for additions to these sums: name, which of the examples, values.
+        first: The number of the first example here.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class BatchRows(Mapping[str, Tensor]):
 
     @property
     def num_rows(self) -> int:
-        """How many examples these are."""
+        """The number of examples."""
         return len(self._tables[0])
 
     @property
@@ -125,7 +125,7 @@ class BatchRows(Mapping[str, Tensor]):
             self._added.append((name, self._rows, values.to(each.dtype).expand(self.num_rows, *each.shape)))
 
     def split(self, sizes: Sequence[int]) -> list[BatchRows]:
-        """The same rows in parts, each of so many examples."""
+        """The same rows in parts of this many examples."""
         parts, first = [], self._rows.start
         for tables in zip(*(table.split(list(sizes)) for table in self._tables), strict=True):
             parts.append(BatchRows(self._packing, tables, self._apart, self._added, first))
@@ -134,7 +134,7 @@ class BatchRows(Mapping[str, Tensor]):
 
 
 def bytes_per_row(layout: Mapping[str, Sum]) -> int:
-    """What an example takes.
+    """The bytes of an example.
 
     Example:
         >>> bytes_per_row({"sum": Sum(), "counts": Sum((3,), torch.int32)})

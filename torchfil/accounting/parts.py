@@ -1,10 +1,10 @@
-"""A ledger that several processes have kept in parts, each of the examples that it drew, as one.
+"""Combines a ledger that several processes have kept in parts, each for the examples that it drew.
 
-Sums add up. What depends on the order of an example's participations, the squared changes from one to the next
-(:mod:`torchfil.accounting.path`), was followed within each part. An example that only one part has seen, as where each
-process draws from a part of the data of its own, has all of its changes there. Where parts were dealt out anew in
-between, the last values of the parts stand for the missing neighbours, without the probes' noise taken off: the run's
-error can only come out larger.
+Sums are added. The squared changes from one participation of an example to the next (:mod:`torchfil.accounting.path`)
+depend on their order and were followed within each part. If only one part has seen an example, because each process
+draws from its own part of the data, all of its changes are there. If the parts changed in between, the last values of
+the parts replace the missing neighbours, without subtracting the probes' noise: this can only make the run's error
+larger.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Parts", "changes_between", "whole_ledger"]
 
 
 class Parts(Protocol):
-    """How values of the same kind are brought together over all parts; each gives tensors on the CPU."""
+    """How values are combined over all parts; each method returns tensors on the CPU."""
 
     def sum(self, value: Tensor) -> Tensor:
         """Σ over the parts."""
@@ -33,12 +33,12 @@ class Parts(Protocol):
         ...
 
     def each(self, value: Tensor) -> list[Tensor]:
-        """One after the other."""
+        """The values of each part, in order."""
         ...
 
 
 def whole_ledger(part: Ledger, parts: Parts) -> Ledger:
-    """The ledger of all parts together, on the CPU; the part stays as it is."""
+    """The ledger of all parts together, on the CPU; the part itself is unchanged."""
     whole: Ledger | None = None
     for name, value in part.sums.items():
         total = parts.maximum(value) if name == "num_coordinates" else parts.sum(value)
@@ -59,8 +59,8 @@ def changes_between(last: Sequence[Tensor], measured: Sequence[Tensor]) -> tuple
     """Σ of the squared changes from one part's last value to the next part's, and the last value of all, [n, …] each.
 
     Args:
-        last: Of each part, the value at the last measured participation.
-        measured: Of each part, how often it was measured; parts with 0 are passed over.
+        last: For each part, the value at the last measured participation.
+        measured: For each part, how often it was measured; parts with 0 are skipped.
 
     Example:
         >>> last, measured = torch.tensor([[1.0, 5.0], [0.0, 0.0], [4.0, 0.0]]), torch.tensor([[2, 1], [0, 0], [1, 0]])

@@ -1,22 +1,23 @@
 r"""How far one run can be off: the draw of the batches, and the path that the noise makes the weights take.
 
 The bounds are about E[S], S = Σ_t B_t X_t: X_t is what a step would add, B_t whether it draws the example. One run
-gives one S. Besides probes and skipped steps two things move it:
+gives one S. Besides probes and skipped steps, two things change it:
 
-* the batches: Var = Σ_t q(1−q) X_t², of which (1−q) Σ B_t X_t² is an unbiased estimate; 0 where batches are known;
-* the path: X_t depends on the weights, and so on all noise before t. Runs part for good, so the spread within one run
-  cannot be divided by the number of participations. With γ the mean square of the change of X between consecutive
+* the batches: Var = Σ_t q(1−q) X_t², of which (1−q) Σ B_t X_t² is an unbiased estimate; 0 if batches are known;
+* the path: X_t depends on the weights, and so on all noise before t. Runs diverge for good, so the spread within one
+  run must not be divided by the number of participations. With γ the mean square of the change of X between consecutive
   participations, beyond the probes' noise, the variance of S is taken as m²γ/4, whatever the length m of the run: as if
   its two halves were independent and differed by as much as two consecutive participations do (flicker noise). On
   digits it was 0.14 to 0.21 m²γ (``benchmarks/coverage.py``). White noise gives mγ/2, and an example whose leakage
-  falls as it is learned adds to γ: both make it too large. Runs that part slowly and steadily would make it too
-  small: one run cannot tell that from what is learned in every run. Averages over runs need no such rule.
+  falls as it is learned adds to γ: both make it too large. Runs that diverge slowly and steadily would make it too
+  small: one run cannot distinguish that from what is learned in every run. Averages over runs need no such rule.
 
-γ of one example rests on few participations, so that half of it is replaced by that of all examples, each relative to
-the square of its mean. Fewer than five measured participations tell nothing: the error is infinite.
+γ of one example comes from few participations, so half of it is replaced by that of all examples, each relative to the
+square of its mean. Fewer than five measured participations say nothing: the error is infinite.
 
 A quantity summed over participations keeps the sums of :func:`path_sums` besides its own, adds
-:func:`path_additions` at each step and names itself in ``TrackedQuantity.followed``; its readings then hold this error.
+:func:`path_additions` at each step and names itself in ``TrackedQuantity.followed``; its readings then include this
+error.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def path_sums(name: str) -> tuple[str, ...]:
 
 
 def path_state(name: str) -> tuple[str, str]:
-    """Those of them that depend on the participation before, which :func:`follow` updates."""
+    """The names of the sums that depend on the previous participation, which :func:`follow` updates."""
     return f"{name}_last", f"{name}_changes"
 
 
@@ -60,7 +61,7 @@ def path_additions(name: str, value: Tensor, noise: Tensor, rate: float | Tensor
     """What a measured step adds, [batch, …] each.
 
     Args:
-        name: Of the sum.
+        name: The sum's name.
         value: X, not weighted by 1/π.
         noise: The variance of its sampling error, or less.
         rate: π.
@@ -78,9 +79,9 @@ def follow(name: str, sums: Mapping[str, Tensor], additions: Mapping[str, Tensor
     """Note the change since each example's last measured participation, before the step's additions are booked.
 
     Args:
-        name: Of the sum.
-        sums: Of the batch's examples, changed in place.
-        additions: Of :func:`path_additions`.
+        name: The sum's name.
+        sums: The sums of the batch's examples, changed in place.
+        additions: From :func:`path_additions`.
     """
     last, changes = path_state(name)
     if last not in additions:  # the step was skipped
@@ -93,11 +94,11 @@ def follow(name: str, sums: Mapping[str, Tensor], additions: Mapping[str, Tensor
 
 
 def typical_change(name: str, sums: Mapping[str, Tensor], participations: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ of γ relative to the squared mean over the examples of whom it is known, and how many these are, […] each.
+    """Σ of γ relative to the squared mean, over the examples for which it is known, and their number, […] each.
 
     Args:
-        name: Of the sum.
-        sums: Of some examples.
+        name: The sum's name.
+        sums: The sums of some examples.
         participations: [n].
     """
     relative, leaks = _relative_change(name, sums, participations)
@@ -111,11 +112,11 @@ def run_variance(
     sample_rate: float | None,
     typical: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The variance of the sum due to the batches, and that due to the path, [n, …] each; infinite where not known.
+    """The variance of the sum due to the batches, and that due to the path, [n, …] each; infinite if unknown.
 
     Args:
-        name: Of the sum.
-        sums: Of the examples.
+        name: The sum's name.
+        sums: The sums of the examples.
         participations: [n].
         sample_rate: q; None: batches are known.
         typical: The mean of γ, relative to the squared mean, over all examples, […]; None: over these.
@@ -134,11 +135,11 @@ def run_variance(
 
 
 def _relative_change(name: str, sums: Mapping[str, Tensor], participations: Tensor) -> tuple[Tensor, Tensor]:
-    """γ relative to the squared mean, and of whom it is known, [n, …] each; 0 where it is not."""
+    """γ relative to the squared mean (0 if unknown), and for which examples it is known, [n, …] each."""
     total, changes, measured = (sums[each].double() for each in (name, f"{name}_changes", f"{name}_measured"))
     drawn = participations.reshape(-1, *(1,) * (total.ndim - 1))
 
-    # of nothing, and of what is infinite, nothing is uncertain
+    # sums that are 0 or infinite have no uncertainty
     leaks = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite() & (total > 0)
     mean = total / drawn.clamp(min=1)
     relative = (changes / (measured - 1).clamp(min=1)).clamp(min=0) / mean.square()

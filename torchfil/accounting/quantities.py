@@ -1,7 +1,7 @@
 """What a run keeps per example: one object per quantity, from a step's measurement to reading the sum.
 
-A quantity says what it needs to be measured, which sums it keeps per example, what a step adds to them and what they
-mean. A step that is measured with probability π counts X/π, which has the variance X²(1−π)/π² + v/π, v being that of X.
+A quantity says what must be measured for it, which sums it keeps per example, what a step adds to them and what they
+mean. A step that is measured with probability π counts X/π, with the variance X²(1−π)/π² + v/π, where v is that of X.
 
 To add one, subclass :class:`TrackedQuantity` and call :func:`register_quantity`; then ``track=("its name",)`` keeps it
 and :meth:`torchfil.accounting.leakage.Leakage.get` reads it.
@@ -42,12 +42,12 @@ Track = str  # the name of a tracked quantity
 
 @dataclass(frozen=True)
 class Needs:
-    """What has to be measured at a step.
+    """What must be measured at a step.
 
     Attributes:
-        quantities: What the estimator must give.
+        quantities: The quantities that the estimator must provide.
         products: Whether the products I Ω with a test matrix are needed.
-        susceptibility: Whether the PLIS is.
+        susceptibility: Whether the PLIS is needed.
     """
 
     quantities: tuple[Quantity, ...] = ()
@@ -58,8 +58,8 @@ class Needs:
 class Sum(NamedTuple):
     """The shape of a sum for one example, and its dtype.
 
-    What is read as a value is summed in float64, so that it keeps 1e-6 however many steps there are. What only tells
-    how far a value may be off is summed in float32 (``ERROR``): to 1e-4 after 10⁵ participations.
+    Values are summed in float64, so that they keep a precision of 1e-6 however many steps there are. Sums that only
+    describe the error of a value are in float32 (``ERROR``): 1e-4 after 10⁵ participations.
     """
 
     shape: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ ERROR = torch.float32
 
 
 def path_layout(name: str, shape: tuple[int, ...] = ()) -> dict[str, Sum]:
-    """The sums of :func:`torchfil.accounting.path.path_sums`: three that tell of errors, and a count."""
+    """The sums of :func:`torchfil.accounting.path.path_sums`: three that describe errors, and a count."""
     *errors, measured = path_sums(name)
     return {**{error: Sum(shape, ERROR) for error in errors}, measured: Sum(shape, torch.int32)}
 
@@ -83,17 +83,17 @@ OWN_SUMS = {
 
 @dataclass(frozen=True)
 class Reading:
-    """How the sums that are read came about.
+    """How the sums that are being read were made.
 
     Attributes:
-        kind: "exact", "estimate" or, where steps were paused, "lower bound".
+        kind: "exact", "estimate" or, if steps were paused, "lower bound".
         exact: Whether every measured step was measured without sampling.
-        degrees_of_freedom: Of the standard errors, where they are those of averages over runs; None: each example's
+        degrees_of_freedom: The degrees of freedom of the standard errors of averages over runs; None: each example's
             own, from the spread of its steps' variances.
         trace: The sums of the trace, by name, of the same examples.
-        test_matrix: Ω of the sketch, [d, r], where one was kept.
-        run_error: By the name of a followed sum, the standard deviation of what else is random in a run, [ids, …];
-            see :mod:`torchfil.accounting.path`. Empty for averages over runs, whose errors hold it.
+        test_matrix: Ω of the sketch, [d, r], if one was kept.
+        run_error: By the name of a followed sum, the standard deviation due to everything else that is random in a run,
+            [ids, …]; see :mod:`torchfil.accounting.path`. Empty for averages over runs, whose errors include it.
     """
 
     kind: Kind
@@ -104,7 +104,7 @@ class Reading:
     run_error: Mapping[str, Tensor] = field(default_factory=dict)
 
     def estimate(self, value: Tensor, variance: Tensor, run_error: Tensor | None = None) -> Estimate:
-        """A sum with its variance, [ids, …] each; an infinite sum is certain, and has the error 0."""
+        """A sum with its variance, [ids, …] each; an infinite sum is certain, with error 0."""
         freedom: float | Tensor | None = self.degrees_of_freedom
         if freedom is None:
             total, spread = self.trace["variance"].square(), self.trace["variance_spread"]
@@ -124,12 +124,12 @@ class TrackedQuantity:
     """Something that is summed per example over a run.
 
     Attributes:
-        name: How ``track`` asks for it.
-        needs: What has to be measured.
-        variances: Which of its sums is the variance of which other, by that one's name.
-        followed: Those of its sums whose path is followed, so that readings know how far one run can be off.
-        unless_told: What a participation adds to a sum of which the step tells nothing (it was skipped at random, or
-            the measurement lacks that part), where it is not 0.
+        name: Its name in ``track``.
+        needs: What must be measured.
+        variances: For a sum's name, the name of the sum that is its variance.
+        followed: The sums whose path is followed, so that readings know how far one run can be off.
+        unless_told: What a participation adds to a sum if the step does not provide it (it was skipped at random, or
+            the measurement lacks that part), and this is not 0.
     """
 
     name: ClassVar[str]
@@ -151,14 +151,14 @@ class TrackedQuantity:
         """What a step adds to the sums, [batch, …] each, in float64.
 
         Args:
-            measurement: Of a step that was measured.
+            measurement: The measurement of a step.
             rate: π.
-            skipping: Whether π < 1; then the variance rests on single values, and nothing is certain.
+            skipping: Whether π < 1; the variance then comes from single values, and nothing is certain.
         """
         raise NotImplementedError
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Any:
-        """What the sums of some examples mean, [ids, …]."""
+        """The quantity, read from the sums of some examples, [ids, …]."""
         raise NotImplementedError
 
 
@@ -174,9 +174,9 @@ class Trace(TrackedQuantity):
     """tr I, which every run keeps, with its error.
 
     Sums, [n] each: ``trace``; its ``variance``; ``variance_spread`` = variance² / its degrees of freedom, which gives
-    those of the total (Welch and Satterthwaite); ``variance_limit``, a variance that is not too small in the mean,
-    whatever the probes, infinite once it is not known; ``certain``, the part of the trace that was not sampled;
-    those of its path (:mod:`torchfil.accounting.path`): ``trace_square``, …
+    those of the total (Welch and Satterthwaite); ``variance_limit``, a variance that on average is not too small,
+    whatever the probes, and infinite once it is unknown; ``certain``, the part of the trace that was not sampled;
+    and those of its path (:mod:`torchfil.accounting.path`): ``trace_square``, …
     """
 
     name = "trace"
@@ -188,7 +188,7 @@ class Trace(TrackedQuantity):
     def sums(self, num_coordinates: int, sketch_rank: int) -> dict[str, Sum]:
         """Nine numbers."""
         errors = dict.fromkeys(("variance", "variance_limit"), Sum(dtype=ERROR))
-        # the square of a variance leaves the range of float32
+        # the square of a variance exceeds the range of float32
         return {"trace": Sum(), "variance_spread": Sum(), "certain": Sum(), **errors, **path_layout("trace")}
 
     def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
@@ -198,11 +198,11 @@ class Trace(TrackedQuantity):
         freedom = 1.0 if skipping else estimate.degrees_of_freedom
         added = {"trace": trace, "variance": variance, "variance_spread": variance.square() / freedom}
 
-        # the error of a single probe is a limit; so much must not be taken off the changes between steps
+        # the error of a single probe is a limit, too large to subtract from the changes between steps
         value, noise = estimate.value.double(), estimate.standard_error.double().square()
         added |= path_additions("trace", value, noise if measurement.repeated else torch.zeros_like(noise), rate)
 
-        # if steps are skipped, everything that is counted is random
+        # if steps are skipped, everything counted is random
         if not skipping and estimate.kind == "exact":
             added |= {"certain": trace, "variance_limit": torch.zeros_like(trace)}
         elif not skipping and estimate.variance_limit is not None:
@@ -222,7 +222,7 @@ class Trace(TrackedQuantity):
 class Diagonal(TrackedQuantity):
     """I_jj of every private coordinate j, with its variance: 2nd numbers.
 
-    How far the run can be off is not followed by coordinate; the trace's share stands in for each.
+    How far the run can be off is not followed by coordinate; the trace's relative error is used for each.
     """
 
     name = "diagonal"
@@ -314,7 +314,7 @@ _REGISTRY: dict[str, TrackedQuantity] = {}
 
 
 def available_quantities() -> tuple[str, ...]:
-    """The names that ``track`` may hold; "trace" is kept in any case."""
+    """The names that ``track`` may contain; "trace" is always kept."""
     return tuple(_REGISTRY)
 
 
@@ -325,12 +325,12 @@ def register_quantity(quantity: TrackedQuantity, *, overwrite: bool = False) -> 
         ValueError: The name is taken, or a sum has the name of another quantity's.
     """
     if quantity.name in _REGISTRY and not overwrite:
-        raise ValueError(f"quantity {quantity.name!r} is registered already; pass overwrite=True to replace it")
+        raise ValueError(f"quantity {quantity.name!r} is already registered; pass overwrite=True to replace it")
     others = [other for other in _REGISTRY.values() if other.name != quantity.name]
     taken = set(OWN_SUMS).union(*(other.sums(1, 1) for other in others)) & set(quantity.sums(1, 1))
     if taken:
         raise ValueError(
-            f"quantity {quantity.name!r} keeps sums called {sorted(taken)}, which others use already; rename them"
+            f"quantity {quantity.name!r} keeps sums called {sorted(taken)}, which others already use; rename them"
         )
     _REGISTRY[quantity.name] = quantity
 
@@ -344,7 +344,7 @@ def tracked(track: Collection[Track]) -> tuple[TrackedQuantity, ...]:
 
 
 def needs_of(track: Collection[Track]) -> Needs:
-    """What has to be measured at a step of a run that tracks these."""
+    """What must be measured at a step of a run that tracks these."""
     needs = [quantity.needs for quantity in tracked(track)]
     return Needs(
         tuple(dict.fromkeys(name for need in needs for name in need.quantities)),

@@ -1,12 +1,12 @@
-"""Numbers by example, [n, …] each: all in place from the start, or given a row when an example is first drawn.
+"""Numbers by example, [n, …] each: rows for all from the start, or a row when an example is first drawn.
 
-A large data set has many examples that no batch has drawn yet. With ``lazy=True`` these share row 0, which holds what
-holds for all of them, and an example that is drawn gets a copy of it: n places of 4 bytes, and a whole row only for
-whom the run knows something.
+A large data set has many examples that no batch has drawn yet. With ``lazy=True`` these share row 0, and an example
+gets a copy of it when it is drawn: n places of 4 bytes, and a whole row only for examples that the run knows something
+about.
 
-A step reads and writes the rows of its batch at once (:meth:`RowTable.rows_of`). Where the table lies in main memory
-and the step runs on a GPU, only these rows go there and come back, and nobody waits for them: they are put in their
-places when the table is next read or written.
+A step reads and writes the rows of its batch together (:meth:`RowTable.rows_of`). If the table is in main memory and
+the step runs on a GPU, only these rows travel there and back, and nobody waits for them: they are put in place when the
+table is next read or written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchfil.utils.deferred import copy_later, pinned_bytes, read_later
 
 __all__ = ["LAZY_FROM", "RowTable"]
 
-LAZY_FROM = 2**20  # examples from which on a table on the CPU gives rows when they are needed
+LAZY_FROM = 2**20  # with this many examples, a table on the CPU creates rows when needed
 _GROWTH = 1.5
 _Added = list[tuple[str, slice, Tensor]]
 
@@ -38,17 +38,17 @@ class RowTable(Mapping[str, Tensor]):
     """Tensors by name, with a row for every example; ``table[name]`` is [n, …].
 
     Guarantees:
-        * Without ``lazy``, ``table[name]`` is a view of the rows: what is written into it before the next step stays.
-        * With it, ``table[name]`` is put together when it is read, and :meth:`at` reads some rows without that.
-        * Every reader sees what was booked before, also what is still on its way from a GPU.
+        * Without ``lazy``, ``table[name]`` is a view of the rows: changes made to it before the next step stay.
+        * With ``lazy``, ``table[name]`` is assembled when it is read, and :meth:`at` reads some rows without that.
+        * Every reader sees everything booked before, even rows still on their way from a GPU.
 
     Args:
         layout: Shape and dtype of a row, by name.
         num_examples: n.
-        where: A device, or a folder: the rows then lie in files there, mapped into memory and gone with the process.
-        lazy: Whether rows are given when they are needed; on CPUs only. None: from 2²⁰ examples on.
+        where: A device, or a folder: the rows are then in memory-mapped files there, which disappear with the process.
+        lazy: Whether rows are created when needed; only on CPUs. None: with 2²⁰ examples or more.
         chosen: By name, the only examples (distinct numbers) that have some tensors; all others read NaN there.
-        only_added: Those that steps add to and do not read; large ones need not travel to be added to.
+        only_added: The sums that steps add to but do not read; large ones need not travel.
 
     Example:
         >>> table = RowTable({"sum": Sum()}, 5, lazy=True)
@@ -76,7 +76,7 @@ class RowTable(Mapping[str, Tensor]):
         self._places = torch.zeros(num_examples, dtype=torch.int32) if self.lazy else None
         self.num_rows = 1 if self.lazy else num_examples
 
-        # what batches read lies side by side
+        # numbers that batches read lie side by side
         chosen = chosen or {}
         self._packing = Packing({name: layout[name] for name in layout if name not in {*chosen, *only_added}})
         self._tables = [self._zeros((self.num_rows, count), word) for word, count in self._packing.words]
@@ -88,7 +88,7 @@ class RowTable(Mapping[str, Tensor]):
         for name in self._chosen:
             self._apart[name][0] = math.nan  # of everybody else, whatever is added
 
-        # the rows of one step that are on their way back, and the memory that they travel through
+        # the rows of one step on their way back, and the memory they travel through
         self._arrive: Callable[[], None] | None = None
         self._buffer: Tensor | None = None
 
@@ -98,7 +98,7 @@ class RowTable(Mapping[str, Tensor]):
         return values if places is None else values.index_select(0, places)
 
     def __setitem__(self, name: str, values: Tensor) -> None:
-        """Put the numbers of all examples, [n, …], in the place of those there are."""
+        """Replace the numbers of all examples, [n, …]."""
         if self._places is None:
             self.own(name).copy_(values)
         else:
@@ -123,7 +123,7 @@ class RowTable(Mapping[str, Tensor]):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes, in bytes."""
+        """Its memory in bytes."""
         indices = {id(each): each.nbytes for each in (self._places, *self._chosen.values()) if each is not None}
         return sum(indices.values()) + sum(values.nbytes for values in (*self._tables, *self._apart.values()))
 
@@ -131,15 +131,15 @@ class RowTable(Mapping[str, Tensor]):
 
     @contextlib.contextmanager
     def rows_of(self, examples: Tensor, device: torch.device | None = None) -> Iterator[BatchRows]:
-        """The rows of some distinct examples, [examples], to be changed; put back at the end.
+        """The rows of some distinct examples, [examples], for changing; written back at the end.
 
         Guarantees:
             * After an exception inside, the table reads as before.
-            * Nothing waits for a GPU but for what was booked before; ``examples`` are then best given on the CPU.
+            * Nothing waits for a GPU, except for earlier bookings; pass ``examples`` on the CPU for this.
 
         Args:
             examples: Their numbers.
-            device: Where the step runs: a GPU gets the rows if they are not there. None: they stay where they are.
+            device: The step's device; if it is a GPU without these rows, they are sent there. None: they stay.
         """
         self.flush()
         examples = examples.to(self.device)
@@ -157,27 +157,27 @@ class RowTable(Mapping[str, Tensor]):
 
     @contextlib.contextmanager
     def rows_at(self, places: Tensor) -> Iterator[BatchRows]:
-        """The same for all examples at these places, where lazy also everybody else's at 0; nothing is added apart."""
+        """The same for the rows at these places (if lazy, place 0 is everybody else's); no separate additions."""
         self.flush()
         tables = self._gathered(places)
         yield BatchRows(self._packing, tables, {}, [])
         self._put(places, places, tables, [])
 
     def flush(self) -> None:
-        """Put what is on its way in its place; every reader and writer does that first."""
+        """Put rows that are on their way in place; every reader and writer does this first."""
         if self._arrive is not None:
             self._arrive()
             self._arrive = None
 
     def _is_far_from(self, device: torch.device) -> bool:
-        """Whether rows travel to a step on that device."""
+        """Whether rows must travel to a step on that device."""
         return device.type == "cuda" and self.device.type == "cpu"
 
     def _gathered(self, places: Tensor) -> list[Tensor]:
         return [table.index_select(0, places) for table in self._tables]
 
     def _sent(self, places: Tensor, device: torch.device | None) -> Tensor:
-        """The rows at some places on their way to a device, as bytes, through pinned memory that is free."""
+        """The rows at some places, sent to a device as bytes through free pinned memory."""
         size = len(places) * self._packing.row_bytes
         if self._buffer is None or len(self._buffer) < size:
             self._buffer = pinned_bytes(int(_GROWTH * size))
@@ -187,9 +187,9 @@ class RowTable(Mapping[str, Tensor]):
         return torch.empty(size, dtype=torch.uint8, device=device).copy_(buffer, non_blocking=True)
 
     def _put_later(self, examples: Tensor, places: Tensor, sent: Tensor, added: _Added) -> None:
-        """Fetch rows from where they are now, to be put in their places when the table is needed."""
+        """Fetch rows from their device, and put them in place when the table is needed."""
         assert self._buffer is not None
-        buffer = self._buffer[: len(sent)]  # read before it is written: the GPU keeps the order
+        buffer = self._buffer[: len(sent)]  # read before it is overwritten: the GPU keeps the order
         wait = copy_later(sent, buffer)
         reads = [(name, rows, read_later(values)) for name, rows, values in added]
 
@@ -202,7 +202,7 @@ class RowTable(Mapping[str, Tensor]):
         _travelling[id(self)] = self
 
     def _put(self, examples: Tensor, places: Tensor, tables: Sequence[Tensor], added: _Added) -> None:
-        """Write rows at their places, and add what is added apart."""
+        """Write rows at their places, and apply the separate additions."""
         for table, rows in zip(self._tables, tables, strict=True):
             table.index_copy_(0, places, rows)
         for name, which, values in added:
@@ -212,14 +212,14 @@ class RowTable(Mapping[str, Tensor]):
     # ------------------------------------------------------------------ all rows
 
     def own(self, name: str) -> Tensor:
-        """All rows that there are, to be written at places of :meth:`give`; 0, where lazy, is everybody else's."""
+        """All existing rows, for writing at places of :meth:`give`; if lazy, place 0 is everybody else's."""
         self.flush()
         if name in self._apart:
             return self._apart[name] if name in self._chosen else self._apart[name][: self.num_rows]
         return self._packing.view(name, self._tables)[: self.num_rows]
 
     def kept(self, name: str) -> Tensor:
-        """What a state holds: [n, …]; of chosen examples row 0, everybody else's, and theirs."""
+        """The content for a state: [n, …]; for chosen examples, row 0 (everybody else's) and their rows."""
         return self.own(name) if name in self._chosen else self[name]
 
     def at(self, name: str, examples: Tensor) -> Tensor:
@@ -228,9 +228,9 @@ class RowTable(Mapping[str, Tensor]):
         return self.own(name)[examples if places is None else places[examples].long()]
 
     def distinct(self, examples: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Some of these examples, no two of which share a row, and for each of all the place of its like among them.
+        """A subset of these examples without shared rows, and for each example the place of its row in the subset.
 
-        The places are None if each has its own row. What is read from a row need only be computed once.
+        The places are None if each has its own row. A value per row then needs to be computed only once.
         """
         if self._places is None or self._chosen:
             return examples, None
@@ -256,11 +256,11 @@ class RowTable(Mapping[str, Tensor]):
         return places
 
     def extend(self, num_examples: int) -> None:
-        """Make room for so many examples, the new ones with 0 or, where lazy, with what nobody's own row holds.
+        """Make room for this many examples; the new ones have 0 or, if lazy, the shared row.
 
         Guarantees:
-            * Growing example by example to n costs O(n) in all: memory is taken for half as many rows again.
-            * Fewer than there are changes nothing.
+            * Growing example by example to n costs O(n) in total: memory is reserved for half as many rows again.
+            * A smaller number changes nothing.
         """
         more = num_examples - self.num_examples
         if more <= 0:
@@ -281,11 +281,11 @@ class RowTable(Mapping[str, Tensor]):
             self.own(name)[others] = 0
 
     def load(self, state: Mapping[str, Tensor], is_known: Tensor) -> None:
-        """Take over numbers of all examples, as :meth:`kept` gives them, by name.
+        """Load the numbers of all examples by name, as :meth:`kept` returns them.
 
         Args:
-            state: What to take over; dtypes are those of the table.
-            is_known: Who needs a row, [n] booleans; the numbers of all others are row 0's.
+            state: The numbers; they are converted to the table's dtypes.
+            is_known: Which examples need a row, [n] booleans; all others share row 0.
         """
         examples = torch.arange(self.num_examples) if self._places is None else is_known.cpu().nonzero()[:, 0]
         places = self.give(examples)
@@ -297,11 +297,11 @@ class RowTable(Mapping[str, Tensor]):
                 values[places] = state[name].cpu()[examples].to(values.dtype)
 
     def _of_all(self) -> list[Tensor]:
-        """What has a row at every place."""
+        """The tensors that have a row at every place."""
         return [*self._tables, *(values for name, values in self._apart.items() if name not in self._chosen)]
 
     def _reserve(self, rows: int) -> None:
-        """Make room for so many rows: half as many again as there were, so that growing is rare."""
+        """Make room for this many rows, with half as many again, so that growing is rare."""
 
         def grown(values: Tensor) -> Tensor:
             if len(values) >= rows:
@@ -315,7 +315,7 @@ class RowTable(Mapping[str, Tensor]):
         self._apart = {name: each if name in self._chosen else grown(each) for name, each in self._apart.items()}
 
     def _index(self, examples: Tensor) -> Tensor:
-        """Each example's place among the chosen ones, counted from 1; 0: it is none of them."""
+        """Each example's place among the chosen ones, counted from 1; 0: not chosen."""
         where = "cpu" if isinstance(self._where, Path) else self._where
         index = torch.zeros(self.num_examples, dtype=torch.int32, device=where)
         index[examples.to(where)] = torch.arange(1, len(examples) + 1, dtype=torch.int32, device=where)
@@ -328,7 +328,7 @@ class RowTable(Mapping[str, Tensor]):
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: Path) -> Tensor:
-    """Zeros in a file that has no name any more: the disk is free again when the tensor is."""
+    """Zeros in an unnamed file: the disk space is freed with the tensor."""
     handle, name = tempfile.mkstemp(dir=folder, prefix=".torchfil-rows-", suffix=".tmp")
     try:
         size = torch.Size(shape).numel()
@@ -341,11 +341,11 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: Path) -> Tensor:
         os.unlink(name)
 
 
-_travelling: weakref.WeakValueDictionary[int, RowTable] = weakref.WeakValueDictionary()  # tables of a step under way
+_travelling: weakref.WeakValueDictionary[int, RowTable] = weakref.WeakValueDictionary()  # tables in use by a step
 
 
 def _flush_all() -> None:
-    """A forked process cannot ask the GPU any more."""
+    """Flush all tables before a fork: a forked process cannot use the GPU."""
     for table in list(_travelling.values()):
         table.flush()
 

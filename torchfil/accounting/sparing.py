@@ -1,12 +1,12 @@
-"""Who is to be spared, and how far: clip weights ω in (0, 1] from what a run leaked about each example.
+"""Whom to spare, and how much: clip weights ω in (0, 1] from what a run leaked about each example.
 
-With the clipped gradient of example i multiplied by ω_i, its Fisher information and the D of its questions are nearly
-multiplied by ω_i². So for a wanted exposure e* (math of one round, the weights of the round before on the right):
+If the clipped gradient of example i is multiplied by ω_i, its Fisher information and the D of its questions are nearly
+multiplied by ω_i². For a target exposure e*, one round computes (with the weights of the previous round on the right):
 
     ω_i ← ω_i · min(1, sqrt(e* / e_i)),   e_i = tr I_i / d_i = 1/bound_i, or D_i of a question's worst answer,
 
 rounded **down** to a grid of powers of 2^(−1/grid), so that ω is constant for almost every small change of the data.
-Weights of groups equalise means instead: a common factor for all members, 1 for the least exposed group.
+Weights of groups equalise means instead: one factor for all members, 1 for the least exposed group.
 
 Plain functions of tensors; :func:`torchfil.equalise` repeats them over rounds of training.
 """
@@ -36,8 +36,8 @@ __all__ = [
 
 _SPENT_FREELY = 0.5  # the share of a budget up to which nobody is spared
 _LEAST_WEIGHT = 1 / 64
-_STEPS_OF_GROUPS = 8  # a group's factor rests on many examples, so that its grid may be finer
-_CAUTION = 0.8  # of a group's step: means fell by ω^1.3 on Adult (secret batches hide who pulls less), else by ω
+_STEPS_OF_GROUPS = 8  # a group's factor depends on many examples, so its grid may be finer
+_CAUTION = 0.8  # damps a group's step: means fell by ω^1.3 on Adult (secret batches hide who pulls less), else by ω
 
 
 def rounded_down(weights: Tensor, grid: int) -> Tensor:
@@ -47,16 +47,16 @@ def rounded_down(weights: Tensor, grid: int) -> Tensor:
         >>> rounded_down(torch.tensor([1.0, 0.9, 0.5, 0.3]), 2)
         tensor([1.0000, 0.7071, 0.5000, 0.2500])
     """
-    steps = torch.ceil(-grid * weights.log2() - 1e-6)  # what lies on the grid stays, whatever rounding did to it
+    steps = torch.ceil(-grid * weights.log2() - 1e-6)  # values on the grid stay there despite rounding errors
     return torch.exp2(-steps / grid).clamp(max=1.0)
 
 
 def weights_for_the_rest(spent: Tensor, grid: int = 4) -> Tensor:
     """ω of examples that have spent these shares of what they may leak: min(1, sqrt(2 (1 − spent))), rounded down.
 
-    A step adds ω² of what it would add otherwise. So up to a half nothing changes, and after that what is left falls
-    by a share of itself at each step: it is used up slowly and not overdrawn, but by what a single step adds, or by the
-    error of an estimate. 1/64 is the least.
+    A step adds ω² times what it would add otherwise. So nothing changes up to one half; after that, the remaining
+    budget falls by a share of itself at each step. It is used up slowly and exceeded only by what a single step adds,
+    or by the error of an estimate. The smallest weight is 1/64.
 
     Example:
         >>> weights_for_the_rest(torch.tensor([0.0, 0.5, 0.875, 2.0]))
@@ -69,14 +69,14 @@ def weights_for_the_rest(spent: Tensor, grid: int = 4) -> Tensor:
 def lowered_weights(weights: Tensor, exposure: Exposure, most: float, *, margin: float = 1.0, grid: int = 4) -> Tensor:
     """ω_i · min(1, sqrt(e* / (margin · e_i))), rounded down to the grid; no weight rises.
 
-    A weight does not rise again because one run cannot tell who is safe from who was lucky.
+    A weight never rises again, because one run cannot distinguish safe examples from lucky ones.
 
     Args:
         weights: ω of the run that the exposure comes from, [n].
-        exposure: Its upper ends count.
+        exposure: The exposure of that run; its upper ends count.
         most: e*.
-        margin: Aim so many times below e*. Whoever is below that already keeps the weight.
-        grid: Steps an octave.
+        margin: Aim at e*/margin. Examples below that keep their weight.
+        grid: Steps per octave.
 
     Example:
         >>> e = torch.tensor([0.5, 4.0])
@@ -101,11 +101,11 @@ def smallest_in_cell(weights: Tensor, cells: Tensor) -> Tensor:
 
 
 def group_levels(exposure: Exposure, weights_ratio: Tensor | None, groups: Tensor) -> Tensor:
-    """Every group's mean FIL (of a question: mean D), [groups]; NaN if nobody of it was measured.
+    """Every group's mean FIL (of a question: mean D), [groups]; NaN if no member was measured.
 
     Args:
-        exposure: Of a run.
-        weights_ratio: What the weights are to be multiplied by, [n]: levels are those foreseen then. None: as measured.
+        exposure: The exposure of a run.
+        weights_ratio: Factors for the weights, [n]: the levels are then predictions. None: as measured.
         groups: The number of every example's group, [n].
     """
     scaled = exposure.value if weights_ratio is None else exposure.value * weights_ratio.square()
@@ -118,15 +118,15 @@ def group_levels(exposure: Exposure, weights_ratio: Tensor | None, groups: Tenso
 def group_factors(factors: Tensor, levels: Tensor, *, power: float, ratio: float, grid: int) -> Tensor:
     """One common weight for each group, [groups], 1 for the least exposed: mean exposures become nearly equal.
 
-    Where a group's level L is above (1 + ratio)/2 times the least one, L₀, its factor is multiplied by
+    If a group's level L is above (1 + ratio)/2 times the smallest level L₀, its factor is multiplied by
     (L₀/L)^(0.8/(2 power)). Then all are divided by the largest, and rounded to the nearest 2^(−k/(8 grid)).
 
     Args:
-        factors: Of the run that the levels come from, [groups].
+        factors: The factors of the run that the levels come from, [groups].
         levels: See :func:`group_levels`.
         power: See :class:`Exposure`.
         ratio: The largest level over the smallest that counts as equal.
-        grid: Steps an octave of single weights.
+        grid: Steps per octave of single weights.
 
     Example:
         >>> group_factors(torch.ones(2), torch.tensor([0.5, 1.0]), power=0.5, ratio=1.0, grid=4)
@@ -147,8 +147,8 @@ def members_of(labels: Any, ids: Sequence[Hashable], name: str) -> tuple[Tensor,
     Args:
         labels: One label per example, in the order of the data set (a sequence, an array, a tensor), or a mapping
             id ↦ label that has every id.
-        ids: Of all examples, in the order of the data set.
-        name: Of the argument, for errors.
+        ids: All ids, in the order of the data set.
+        name: The argument's name, for errors.
     """
     if isinstance(labels, Mapping):
         missing = [each for each in ids if each not in labels]
@@ -172,17 +172,17 @@ def members_of(labels: Any, ids: Sequence[Hashable], name: str) -> tuple[Tensor,
 
 @dataclass(frozen=True)
 class RoundWeights:
-    """The weights of one round: an own one for each example, times a common one for each group.
+    """The weights of one round: one for each example, times one for each group.
 
     Attributes:
         own: [n], powers of 2^(−1/grid).
-        factors: Of the groups, [groups], the largest being 1; None: no groups.
+        factors: The groups' factors, [groups], the largest is 1; None: no groups.
         groups: The number of every example's group, [n].
         labels: The groups' labels.
-        cells: The number of every example's public cell, [n]; None: everybody is a cell.
+        cells: The number of every example's public cell, [n]; None: every example is a cell.
         floor: No weight falls below it.
         margin: As in :func:`lowered_weights`.
-        grid: Steps an octave.
+        grid: Steps per octave.
     """
 
     own: Tensor
@@ -198,11 +198,11 @@ class RoundWeights:
     def starting(
         cls, weights: Tensor | None, ids: Sequence[Hashable], groups: Any, by: Any, **options: Any
     ) -> RoundWeights:
-        """Of the first round: those given, or 1; groups and cells checked against the examples' ids.
+        """The weights of the first round: the given ones, or 1; checks groups and cells against the examples' ids.
 
         Args:
             weights: [n]; None: 1 for everybody.
-            ids: Of all examples, in the order of the data set.
+            ids: All ids, in the order of the data set.
             groups: Labels as :func:`members_of` takes them, or None.
             by: Public cells, in the same way, or None.
             **options: ``floor``, ``margin`` and ``grid``.
@@ -240,7 +240,7 @@ class RoundWeights:
         return max(known) / min(known) if known else None
 
     def after(self, exposure: Exposure, goal: Goal) -> RoundWeights:
-        """Those of the next round."""
+        """The weights of the next round."""
         own = lowered_weights(self.own, exposure, goal.most, margin=self.margin, grid=self.grid).clamp(min=self.floor)
         if self.cells is not None:
             own = smallest_in_cell(own, self.cells)
@@ -254,7 +254,7 @@ class RoundWeights:
 
 
 def _check_whole_cells(groups: Tensor, cells: Tensor) -> None:
-    """Weights are functions of the cell only where groups are."""
+    """Raise unless groups consist of whole cells: only then do weights depend on the cell alone."""
     pairs = len(torch.unique(torch.stack([groups, cells]), dim=1).T)
     if pairs > int(cells.max()) + 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A run in a few numbers: for a log, and for what ``print`` and a notebook show."""
+"""A run in a few numbers, for logs, ``print`` and notebooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LeakageSummary", "summarise"]
 
 
 class _Read(Protocol):
-    """What is read of a :class:`torchfil.accounting.leakage.Leakage`."""
+    """The part of a :class:`torchfil.accounting.leakage.Leakage` that is read."""
 
     @property
     def ledger(self) -> Any: ...
@@ -32,16 +32,16 @@ class _Read(Protocol):
 
 @dataclass(frozen=True)
 class LeakageSummary:
-    """What a run says about all of its measured examples together; confidential, like everything measured.
+    """What a run says about all of its measured examples together; confidential, like all measurements.
 
     Attributes:
         examples: n.
-        measured: How many of them the run says anything about.
+        measured: For how many of them the run says anything.
         steps: Private steps so far.
-        kind: Of the numbers: "exact", "estimate" or "lower bound" (of the FIL, where steps were paused).
-        median_fil: Of η̄ over the measured examples; NaN if there is none, as the next two.
-        largest_fil: Of the same.
-        smallest_mse_bound: 1/η̄² of the most exposed one: unbiased attackers, on average over runs; an estimate.
+        kind: The kind of the numbers: "exact", "estimate" or "lower bound" (of the FIL, if steps were paused).
+        median_fil: The median of η̄ over the measured examples; NaN if there are none, like the next two.
+        largest_fil: The largest η̄.
+        smallest_mse_bound: 1/η̄² of the most exposed example: unbiased attackers, on average over runs; an estimate.
         divergences: By question, the largest D over examples and answers: every attacker; an estimate.
     """
 
@@ -55,7 +55,7 @@ class LeakageSummary:
     divergences: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
-        """The numbers by name, as floats; those that nothing is known about yet are left out."""
+        """The numbers by name, as floats; unknown ones are left out."""
         numbers = {
             "steps": float(self.steps),
             "measured_share": self.measured / self.examples,
@@ -67,7 +67,7 @@ class LeakageSummary:
         return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
     def lines(self) -> list[tuple[str, str]]:
-        """What it says, as (name, text)."""
+        """The content as (name, text)."""
         lines = [("steps", f"{self.steps:,}"), ("examples measured", f"{self.measured:,} of {self.examples:,}")]
         if self.measured:
             fil = f"median {self.median_fil:.3g}, largest {self.largest_fil:.3g} ({self.kind})"
@@ -87,7 +87,7 @@ def summarise(leakage: _Read) -> LeakageSummary:
     fil = estimate.value[measured]
     worst = {name: leakage.get_guess(name).divergence.value[measured] for name in leakage.ledger.questions}
 
-    # read together: every float() of a tensor on a GPU waits for it
+    # read together, because every float() of a tensor on a GPU waits for it
     if len(fil):
         numbers = [fil.median(), fil.max(), *(divergence.max() for divergence in worst.values())]
         median, largest, *divergences = torch.stack([number.double() for number in numbers]).tolist()

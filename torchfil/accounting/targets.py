@@ -23,17 +23,17 @@ __all__ = ["LeakageTarget", "TargetCheck", "mean_of_runs"]
 
 @dataclass(frozen=True)
 class LeakageTarget:
-    """What every example of a run is promised.
+    """The promise to every example of a run.
 
     Attributes:
         mse_bound: The smallest bound that any example may have: an unbiased attacker's MSE per coordinate, on average
             over runs.
-        true_positive_rate: The largest that any attacker, biased or not, may reach on any example; over runs.
+        true_positive_rate: The largest rate that any attacker, biased or not, may reach on any example; over runs.
         question: The question that the rate is about, by its name in ``questions=``.
-        false_positive_rate: At which the rate is read.
-        confidence: Of each of the two ends.
+        false_positive_rate: The false-positive rate for it.
+        confidence: The confidence of each of the two ends.
         of: "run": the ends cover everything random in a run; "probes": only the error of the measurement, for this
-            very run; see :meth:`torchfil.fisher.results.Estimate.interval`.
+            run; see :meth:`torchfil.fisher.results.Estimate.interval`.
 
     Example:
         >>> LeakageTarget(mse_bound=1.0, confidence=0.9).wanted
@@ -76,7 +76,7 @@ class LeakageTarget:
 
     @property
     def wanted(self) -> str:
-        """In words."""
+        """The target in words."""
         bound = [] if self.mse_bound is None else [f"every MSE bound at least {self.mse_bound:g}"]
         rate = (
             []
@@ -90,7 +90,7 @@ class LeakageTarget:
 
     @property
     def largest_divergence(self) -> float:
-        """D at which the rate is reached.
+        """The D at which the rate is reached.
 
         Example:
             >>> target = LeakageTarget(true_positive_rate=0.2556, question="sex", false_positive_rate=0.05)
@@ -101,12 +101,12 @@ class LeakageTarget:
         return divergence_of_rate(self.true_positive_rate, self.false_positive_rate)
 
     def check(self, *runs: Leakage) -> TargetCheck:
-        """Whether a run kept to it; of several independent runs with the same noise, whether their mean did.
+        """Whether a run met the target; for several independent runs with the same noise, whether their mean did.
 
         Examples that no run has measured do not count: nothing is known about them.
         """
         measured = torch.stack([run.was_measured() for run in runs]).any(dim=0)
-        level = 2 * self.confidence - 1  # of an interval whose one end has the confidence
+        level = 2 * self.confidence - 1  # the confidence of an interval one end of which has this confidence
         bound, divergence = None, None
         if self.mse_bound is not None:
             trace = mean_of_runs([run.get_trace() for run in runs])
@@ -135,12 +135,12 @@ class TargetCheck:
 
     Attributes:
         target: What was wanted.
-        mse_bound: The smallest estimate of all examples, and the end that no bound lies below; None: not wanted.
+        mse_bound: The smallest estimate of all examples, and the end below all bounds; None: not wanted.
         divergence: The largest estimate of D over examples and answers, and the end above it; None: not wanted.
         num_measured: How many examples were measured.
-        num_examples: Of how many.
-        num_runs: How many independent runs it is the mean of.
-        num_steps: After how many steps; more leak more.
+        num_examples: The number of examples.
+        num_runs: The number of independent runs that were averaged.
+        num_steps: The number of steps; more steps leak more.
     """
 
     target: LeakageTarget
@@ -161,12 +161,12 @@ class TargetCheck:
 
     @property
     def headroom(self) -> float:
-        """How many times better than the target the worse of both ends is: met from 1 on; about proportional to σ²."""
+        """How many times better than the target the worse end is: met if at least 1; about proportional to σ²."""
         return self._headroom(1)
 
     @property
     def headroom_of_estimate(self) -> float:
-        """The same of the estimates."""
+        """The same for the estimates."""
         return self._headroom(0)
 
     @property
@@ -219,10 +219,10 @@ class TargetCheck:
 
 
 def mean_of_runs(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of independent estimates of one positive quantity, [ids, …] each, with the errors that each run tells.
+    """The mean of independent estimates of one positive quantity, [ids, …] each, with errors from each run's own.
 
-    Unlike an average whose error is the spread from run to run (:meth:`Leakage.average`), two runs are enough. Where a
-    run does not tell how far it is off (an example was hardly ever drawn), the largest of the others stands in.
+    Unlike an average whose error is the spread between runs (:meth:`Leakage.average`), it needs only two runs. If a run
+    does not know its error (an example was hardly ever drawn), the largest error of the others is used.
 
     Example:
         >>> one = Estimate(torch.tensor([2.0]), torch.tensor([0.3]), "estimate", positive=True)
@@ -257,7 +257,7 @@ def mean_of_runs(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def _told(errors: Sequence[Tensor]) -> list[Tensor]:
-    """The same, but an infinite one is the largest of the finite ones, where there are such."""
+    """The same, but infinite errors are replaced by the largest finite one, if there is one."""
     if not errors:
         return []
     stacked = torch.stack(list(errors))
@@ -267,7 +267,7 @@ def _told(errors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _extremes(value: Tensor, end: Tensor, measured: Tensor, *, smallest: bool) -> tuple[float, float]:
-    """The worst estimate and the worst end of the measured examples; of nobody, those of no leakage."""
+    """The worst estimate and the worst end of the measured examples; without any, those of no leakage."""
     if not bool(measured.any()):
         return (math.inf, math.inf) if smallest else (0.0, 0.0)
     worst = torch.Tensor.min if smallest else torch.Tensor.max

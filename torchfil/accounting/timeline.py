@@ -17,12 +17,12 @@ MAX_POINTS = 200
 class Timeline:
     """The median, the 95 % quantile and the maximum of η̄ = sqrt(tr(I)/d) over all examples, at some of the steps.
 
-    Every ``stride``-th step is noted at first; whenever there are 200 points, every second one is dropped and from then
-    on half as many steps are noted. So a run of any length keeps at most 200 points at equal distances, and looks at
-    the ledger seldom. Examples not drawn yet count with 0.
+    Every ``stride``-th step is noted at first. Whenever there are 200 points, every second one is dropped, and from
+    then on half as many steps are noted. So a run of any length keeps at most 200 equally spaced points, and rarely
+    reads the ledger. Examples that were not drawn yet count as 0.
 
     Args:
-        stride: How many steps lie between two points at first.
+        stride: The initial number of steps between two points.
     """
 
     def __init__(self, stride: int = 1) -> None:
@@ -31,11 +31,11 @@ class Timeline:
         self.points: list[Tensor] = []  # [3] each, on the ledger's device: no waiting for a GPU
 
     def is_due(self, step: int) -> bool:
-        """Whether it is this step's turn."""
+        """Whether this step is to be noted."""
         return step % self.stride == 0
 
     def note(self, step: int, trace: Tensor, num_coordinates: Tensor | int) -> None:
-        """Look at the traces and d of the examples, [n] each, after ``step`` steps, if it is this step's turn."""
+        """Note the traces and d of the examples, [n] each, after ``step`` steps, if this step is due."""
         if not self.is_due(step):
             return
         self.steps.append(step)
@@ -47,7 +47,7 @@ class Timeline:
             self.points = [self.points[place] for place in kept]
 
     def table(self, step: int, trace: Tensor, num_coordinates: Tensor | int) -> tuple[list[int], Tensor]:
-        """The noted steps and their points, [t, 3], ending with the present one."""
+        """The noted steps and their points, [t, 3], ending with the current one."""
         steps, points = list(self.steps), list(self.points)
         if step and (not steps or steps[-1] != step):
             steps.append(step)
@@ -72,7 +72,7 @@ def summary(trace: Tensor, num_coordinates: Tensor | int) -> Tensor:
     """Median, 95 % quantile and maximum of sqrt(trace/d), [3]; quantiles are values that occur (the higher one)."""
     ranks = [max(0, math.ceil(level * len(trace)) - 1) for level in (0.5, 0.95)]
     share = trace / num_coordinates
-    if share.is_cuda:  # where kthvalue has no deterministic kernel
+    if share.is_cuda:  # kthvalue has no deterministic kernel there
         ordered = share.sort().values
         values = [ordered[rank] for rank in ranks]
     else:

@@ -1,4 +1,4 @@
-"""Attacks, to compare with bounds: every attack says what it knew and, by example, what it achieved."""
+"""Attacks to compare with bounds: every attack says what it knew and what it achieved for each example."""
 
 from torchfil.attacks.attributes import (
     BlackBoxInversion,

@@ -1,7 +1,7 @@
-"""Attribute inversion on generalised linear models (Hannun et al. 2021, § 6.4): which level has a nominal attribute?
+"""Attribute inversion on generalised linear models (Hannun et al. 2021, § 6.4): which level does an attribute have?
 
-Four attackers, from the one who knows least: :func:`prior_inversion`, :class:`BlackBoxInversion`,
-:class:`WhiteBoxInversion`; and :func:`ideal_inversion`, who needs no model and knows the population instead.
+There are four attackers. In the order of what they know: :func:`prior_inversion`, :class:`BlackBoxInversion`,
+:class:`WhiteBoxInversion`; and :func:`ideal_inversion`, which needs no model and knows the population instead.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _ARRAYS = 8  # of that size, at the most expensive moment
 class WhiteBoxInversion:
     """The closest refit: argmin over levels v of ‖w′ − w*(x_i with level v)‖, w′ = w* + N(0, σ²I).
 
-    Threat model: the attacker knows the released weights, how they were trained, and the training set, all of it but
-    the attribute of the one example under attack.
+    Threat model: the attacker knows the released weights, how they were trained, and the whole training set except the
+    attribute of the example under attack.
 
-    The refits are made once, at construction (see :mod:`torchfil.glm.refits`); every release then costs a product.
+    The refits are made once, at construction (see :mod:`torchfil.glm.refits`); every release then costs one product.
 
     Args:
         model: A fitted model of one margin.
@@ -94,8 +94,9 @@ class BlackBoxInversion:
     π is a Gaussian in the residual with the released model's own variance on the training set, Σω(y − ŷ)²/(n − p), for
     least squares; for logistic regression, the share of label y among the training examples with that prediction.
 
-    Threat model: the attacker knows all of the example but the attribute, its target included, how common each level
-    is, and how well the model does; the model answers queries.
+    Threat model: the attacker knows everything about the example except the attribute (including its target), how
+        common
+    each level is, and how well the model does; the model answers queries.
 
     Args:
         model: A fitted :class:`LinearRegression` or :class:`LogisticRegression`.
@@ -137,7 +138,7 @@ class BlackBoxInversion:
         codes = torch.as_tensor(np.asarray(self.attribute.codes, dtype=float)).to(view.X)
         true_codes = codes[self.truth]  # [n, c]
 
-        # The margin without the attribute, and each level's part added to it: one product for all levels.
+        # The margin without the attribute, plus each level's part: one product for all levels.
         guesses = []
         numbers = numbers_at_once(noise.device, _CHUNK_NUMBERS, _ARRAYS)
         parts = noise.split(max(1, numbers // (len(view.X) * len(codes))))
@@ -174,14 +175,14 @@ class BlackBoxInversion:
 
 
 def prior_inversion(X: Any, attribute: NominalAttribute, *, sample_weight: Any = None) -> AttackResult:
-    """The commonest level for everybody.
+    """The most common level for everybody.
 
     Threat model: the attacker knows how common each level is, and nothing else.
 
     Args:
         X: The training inputs, [n, d].
         attribute: What to infer.
-        sample_weight: Of the examples, [n]; None: all alike.
+        sample_weight: The examples' weights, [n]; None: all equal.
     """
     truth = attribute.levels(X)
     guess = np.bincount(truth, None if sample_weight is None else as_array(sample_weight)).argmax()
@@ -192,15 +193,15 @@ def prior_inversion(X: Any, attribute: NominalAttribute, *, sample_weight: Any =
 def ideal_inversion(X: Any, y: Any, attribute: NominalAttribute, *, l2: float = 1e-4) -> AttackResult:
     """A softmax regression of the attribute on everything else, fitted on the same examples.
 
-    Threat model: the attacker knows all of the example but the attribute, its target included, and the population
-    perfectly (here: the training set itself). No model is released: what this attacker gets right is what the other
-    columns tell, not what the model leaks.
+    Threat model: the attacker knows everything about the example except the attribute (including its target), and knows
+    the population perfectly (here: the training set itself). No model is released: this attacker succeeds through what
+    the other columns reveal, not through what the model leaks.
 
     Args:
         X: The training inputs, [n, d].
         y: The training targets, [n].
         attribute: What to infer.
-        l2: Of the softmax regression.
+        l2: The penalty of the softmax regression.
     """
     from torchfil.glm import SoftmaxRegression
 
@@ -213,12 +214,12 @@ def ideal_inversion(X: Any, y: Any, attribute: NominalAttribute, *, l2: float = 
 
 
 def accuracy_by_part(result: AttackResult, score: Any, parts: int = 10) -> np.ndarray:
-    """The accuracy in each of some parts of equal size, ordered by score (η: deciles), [parts]; NaN if empty.
+    """The accuracy in parts of equal size, ordered by score (deciles of η), [parts]; NaN if empty.
 
     Args:
-        result: Of an attack whose measure is "accuracy".
+        result: The result of an attack whose measure is "accuracy".
         score: [m], smallest first.
-        parts: How many.
+        parts: The number of parts.
     """
     if result.measure != "accuracy":
         raise ValueError(f"the result's measure is {result.measure!r}; only an accuracy can be averaged over examples")

@@ -1,4 +1,4 @@
-"""The result of every attack: by example, what was achieved, by whom, in which unit."""
+"""The result of an attack: for each example, what was achieved, by whom, in which unit."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class AttackResult:
     """What an attack achieved, by example. Confidential: it depends on private data.
 
     Attributes:
-        name: Of the attack.
+        name: The attack's name.
         threat_model: What the attacker knew, in plain words.
         ids: The attacked examples, [m].
         achieved: What was achieved for each, a mean over trials, [m], in the unit that ``measure`` names.
         measure: "mse" (mean squared error per private coordinate, what a Fisher bound bounds), "accuracy", "auc", …
-        trials: How many repetitions each mean is over.
-        standard_error: Of ``achieved``, [m], or None if one trial does not tell.
-        squared_bias: ‖E[guess] − truth‖² per coordinate, [m], where the measure is "mse" and it was estimated.
+        trials: The number of repetitions in each mean.
+        standard_error: The standard error of ``achieved``, [m], or None if there is only one trial.
+        squared_bias: ‖E[guess] − truth‖² per coordinate, [m], if the measure is "mse" and it was estimated.
         guesses: The guesses of one trial, or whatever the attack documents, [m, …].
-        sigma: The noise on the weights, where one release of them was attacked;
+        sigma: The noise on the weights, if one release of them was attacked;
             :func:`torchfil.compare_with_bounds` reads it.
-        blind: What somebody who never saw the model achieves for each by the same measure, e.g. by naming the mean of
-            the data, [m], or None if it was not computed.
-        saw_model: Whether the attacker saw anything that the training gave. A guess from the data alone says nothing
-            about the model, and can neither keep nor break a bound.
+        blind: What somebody who never saw the model achieves by the same measure, e.g. by naming the mean of the data,
+            [m], or None if it was not computed.
+        saw_model: Whether the attacker saw any result of the training. A guess from the data alone says nothing about
+            the model, and can neither keep nor break a bound.
 
     Example:
         >>> AttackResult("coin", "knows nothing", [7, 9], [0.5, 0.5], measure="accuracy", trials=10).achieved
@@ -79,7 +79,7 @@ class AttackResult:
 def make_generator(
     generator: torch.Generator | None, seed: int | None, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """The given generator; else a new one on the device, with this seed, or freshly seeded without one.
+    """The given generator; else a new one on the device, with this seed or, without one, a random seed.
 
     Raises:
         ValueError: Both are given.

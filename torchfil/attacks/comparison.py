@@ -1,4 +1,4 @@
-"""Bounds and attacks compared: by example, the error that the theory allows and the error that an attack achieved."""
+"""Compares bounds and attacks: for each example, the least error in theory and the error that an attack achieved."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ HELD, BROKEN = "#0072B2", "#D55E00"
 
 @dataclass(frozen=True, eq=False)
 class BoundComparison:
-    """What :func:`compare_with_bounds` gives, by attacked example, [m] each. Confidential: it depends on private data.
+    """The result of :func:`compare_with_bounds` by attacked example, [m] each. Confidential: depends on private data.
 
     Attributes:
         attack: The attack's result.
         predicted: The bound on the mean squared error per coordinate of an unbiased attacker.
-        predicted_low: The lower end of its interval where it is an estimate, otherwise the bound itself.
-        predicted_high: The upper end of it.
+        predicted_low: The lower end of its interval if it is an estimate, otherwise the bound itself.
+        predicted_high: The upper end, likewise.
         achieved_low: The lower end of the interval of the achieved error.
         achieved_high: Its upper end; infinite if the attack is not testable.
         violated: Whether ``achieved_high`` lies below ``predicted_low``: below the bound beyond chance.
-        confidence: Of the intervals.
+        confidence: The confidence of the intervals.
     """
 
     attack: AttackResult
@@ -58,10 +58,10 @@ class BoundComparison:
 
     @property
     def ratio_interval(self) -> tuple[np.ndarray, np.ndarray]:
-        """From the ends of both intervals, [m] each; below 1 as a whole where the bound is violated.
+        """The interval of the ratio, from the ends of both, [m] each; entirely below 1 if the bound is violated.
 
-        It covers with the confidence of the achieved error where the bound is exact; where that is an estimate both
-        intervals cover with 1 − 2·(1 − confidence) at least.
+        It covers with the confidence of the achieved error if the bound is exact; if the bound is an estimate, both
+        intervals cover with probability 1 − 2·(1 − confidence) or more.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             return self.achieved_low / self.predicted_high, self.achieved_high / self.predicted_low
@@ -70,14 +70,14 @@ class BoundComparison:
     def testable(self) -> bool:
         """Whether the attack could have broken a bound: it saw the model, in more than one trial.
 
-        One trial does not tell its own spread. Who never saw the model guesses from the data, and comes below a bound
-        wherever that exceeds the data's spread, which tells nothing about the model.
+        One trial does not show its own spread. An attacker who never saw the model guesses from the data, and comes
+        below any bound that exceeds the data's spread; this says nothing about the model.
         """
         return not self.attack.untestable
 
     @property
     def verdicts(self) -> list[str]:
-        """By example "held", "violated" or "not testable", [m]."""
+        """For each example "held", "violated" or "not testable", [m]."""
         if not self.testable:
             return ["not testable"] * len(self.violated)
         return ["violated" if broken else "held" for broken in self.violated]
@@ -94,14 +94,14 @@ class BoundComparison:
 
     @property
     def blind_share_below(self) -> float:
-        """The same of a guess without the model; NaN if that was not computed.
+        """The same for a guess without the model; NaN if it was not computed.
 
-        Where it is not smaller than :attr:`share_below`, falling below the bound is no achievement of the attack.
+        If it is not smaller than :attr:`share_below`, falling below the bound is no achievement of the attack.
         """
         return math.nan if self.attack.blind is None else float((self.attack.blind < self.predicted).mean())
 
     def table(self) -> Any:
-        """A pandas DataFrame by example id, or a dict of lists where pandas is not installed."""
+        """A pandas DataFrame by example id, or a dict of lists if pandas is not installed."""
         columns = {
             "predicted": self.predicted,
             "achieved": self.attack.achieved,
@@ -120,7 +120,7 @@ class BoundComparison:
         return as_table(self.attack.ids, {name: values.tolist() for name, values in columns.items()})
 
     def record(self, ids: Sequence[Hashable]) -> AttackRecord:
-        """The comparison as a saved run keeps it; ``engine.save_run(attacks=[…])`` calls this.
+        """The comparison in the form of a saved run; ``engine.save_run(attacks=[…])`` calls this.
 
         Args:
             ids: The run's examples in their order.
@@ -146,13 +146,13 @@ class BoundComparison:
         )
 
     def plot(self, *, title: str | None = None, blind: float | None = None) -> Figure:
-        """Achieved error over bound, one dot an example, as Guo et al. 2022, Figure 3; needs matplotlib.
+        """Achieved error over bound, one dot per example, as in Guo et al. 2022, Figure 3; needs matplotlib.
 
         Args:
-            title: Over the figure; None: the attack's name.
+            title: The figure's title; None: the attack's name.
             blind: The error of guessing without the model, drawn as a line.
         """
-        # On logarithmic axes an infinite bound, or an error of 0, has no place.
+        # Logarithmic axes cannot show an infinite bound, or an error of 0.
         achieved = self.attack.achieved
         drawn = np.isfinite(self.predicted) & np.isfinite(achieved) & (self.predicted > 0) & (achieved > 0)
         if not drawn.any():
@@ -201,24 +201,24 @@ def compare_with_bounds(
 ) -> BoundComparison:
     """Compare the bound of every attacked example with the error that the attack achieved.
 
-    A bound is violated where achieved + t·standard error < bound, t the quantile of Student's distribution with
-    ``trials`` − 1 degrees of freedom; of a bound that is an estimate, the lower end counts.
+    A bound is violated if achieved + t·standard error < bound, with t the quantile of Student's distribution with
+    ``trials`` − 1 degrees of freedom; if the bound is an estimate, its lower end counts.
 
-    An example that a run has not measured has no bound that could be violated, and an infinite one in the table.
+    An example that a run has not measured has no bound that could be violated; the table shows it as infinite.
 
-    The bound is about unbiased attackers. A biased one (who guesses the mean of all, or keeps to a range) can go below
-    it, most of all where the bound exceeds the spread of the data; ``squared_bias`` in the table tells, and ``blind``,
-    what a guess without the model achieves. An attack that never saw the model is not testable.
+    The bound is about unbiased attackers. A biased one (who guesses the mean of all, or stays within a range) can go
+    below it, especially if the bound exceeds the spread of the data. ``squared_bias`` in the table shows this, and
+    ``blind`` shows what a guess without the model achieves. An attack that never saw the model is not testable.
 
     Args:
-        source: What gives the bounds: a :class:`FILPrivacyEngine` or :class:`Leakage`, a fitted generalised linear
+        source: The source of the bounds: a :class:`FILPrivacyEngine` or :class:`Leakage`, a fitted generalised linear
             model (with ``X``, ``y`` and more options of its ``mse_bound``), or the bounds themselves: a mapping by id,
             or one number for each attacked example, in order.
         attack: A result whose measure is "mse".
-        confidence: Of the intervals, each for itself.
-        simultaneous: Whether the intervals hold for all examples together (Bonferroni): then a single violation
-            means something.
-        **options: Of the linear model's ``mse_bound``. ``sigma`` is the attack's own where that is known;
+        confidence: The confidence of each interval.
+        simultaneous: Whether the intervals hold for all examples together (Bonferroni): then a single violation is
+            meaningful.
+        **options: Options of the linear model's ``mse_bound``. ``sigma`` is the attack's own if that is known;
             ``private_target`` is False unless given, because a reconstruction's error is that of the inputs.
 
     Raises:
@@ -237,7 +237,7 @@ def compare_with_bounds(
     level = 1 - (1 - confidence) / (len(attack.ids) if simultaneous else 1)
     predicted, predicted_low, predicted_high = _bounds(source, attack, level, options)
 
-    # What is not testable has an infinite interval, and violates no bound.
+    # An attack that is not testable has an infinite interval, and violates no bound.
     width = np.full(len(predicted), np.inf)
     if attack.standard_error is not None and not attack.untestable:
         width = float(stats.t.ppf(0.5 + level / 2, attack.trials - 1)) * attack.standard_error
@@ -264,11 +264,11 @@ def _bounds(
         return values, values, values
 
     if options:
-        raise ValueError(f"unknown options {list(options)}: they apply to linear models only")
+        raise ValueError(f"unknown options {list(options)}: they apply only to linear models")
     if hasattr(source, "get_mse_bound"):
         estimate = source.get_mse_bound(attack.ids)
         low, high = estimate.interval(level)
-        measured = as_array(source.was_measured(attack.ids))  # what was not has no bound to violate
+        measured = as_array(source.was_measured(attack.ids))  # unmeasured examples have no bound to violate
         return as_array(estimate.value), np.where(measured, as_array(low), 0.0), as_array(high)
 
     if isinstance(source, Mapping):
@@ -294,7 +294,7 @@ def _bounds(
 
 def _of_linear_model(model: Any, attack: AttackResult, options: dict[str, Any]) -> np.ndarray:
     """The bounds of the attacked rows of the training set, [m]."""
-    has_sigma = "sigma" in signature(model.mse_bound).parameters  # a composition of releases brings its own
+    has_sigma = "sigma" in signature(model.mse_bound).parameters  # a composition of releases has its own
     if has_sigma and attack.sigma is not None and options.setdefault("sigma", attack.sigma) != attack.sigma:
         raise ValueError(
             f"sigma={options['sigma']}, but the attack was on releases of sigma={attack.sigma}; leave sigma out"

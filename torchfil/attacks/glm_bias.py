@@ -1,12 +1,12 @@
 r"""The Fisher bound that does apply to a biased attacker of a released linear model (Guo et al. 2022, Theorem 2).
 
-The mean guess μ(x) = E[x̂(θ)], θ = w*(x) + σξ, moves with the example through w* alone. Gaussian integration by parts
-gives its Jacobian from the guesses as they are, without a derivative of the attack and without a refit:
+The mean guess μ(x) = E[x̂(θ)], θ = w*(x) + σξ, depends on the example only through w*. Gaussian integration by parts
+gives its Jacobian from the guesses themselves, without a derivative of the attack and without a refit:
 
     J_μ = ∂μ/∂x = E[(x̂ − x) ξᵀ] J / σ,    J = ∂w*/∂x,
 
-and :func:`torchfil.bounds.mse_biased` the bound, (tr(J_μ I⁻¹ J_μᵀ) + ‖μ − x‖²)/d with I = JᵀJ/σ². An unbiased attacker
-has J_μ the identity. One who answers the same whatever the example is has J_μ = 0, and only bias.
+and :func:`torchfil.bounds.mse_biased` gives the bound, (tr(J_μ I⁻¹ J_μᵀ) + ‖μ − x‖²)/d with I = JᵀJ/σ². For an unbiased
+attacker J_μ is the identity. An attacker who always gives the same answer has J_μ = 0, and only bias.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _CHUNK_ARRAYS = 16
 
 @dataclass(frozen=True, eq=False)
 class BiasedBound:
-    """By example, [m] each. Confidential: it depends on private data.
+    """The bound by example, [m] each. Confidential: it depends on private data.
 
     Attributes:
-        bound: The least mean squared error per coordinate of an attacker of this bias; unbiased, less its own sampling
-            error, so that it can fall below 0 where few releases were drawn.
-        response: tr(J_μ)/d: by how much the mean guess follows the example; 1 for an unbiased attacker.
+        bound: The least mean squared error per coordinate of an attacker with this bias. Its own sampling error is
+            subtracted, so that it is unbiased and can fall below 0 if few releases were drawn.
+        response: tr(J_μ)/d: how much the mean guess follows the example; 1 for an unbiased attacker.
     """
 
     bound: np.ndarray
@@ -53,17 +53,17 @@ def biased_bound(
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> BiasedBound:
-    """The bound on the mean squared error of this very attack, bias and all, for some examples.
+    """The bound on the mean squared error of this attack, including its bias, for some examples.
 
-    J_μ and μ are estimated on two halves of the releases. The bound is quadratic in them; the value at half their
-    difference, taken from the value at their mean, leaves the product of two independent estimates: no bias.
+    J_μ and μ are estimated on two halves of the releases. The bound is quadratic in them; subtracting the value at half
+    their difference from the value at their mean leaves the product of two independent estimates, which has no bias.
 
     Args:
-        attack: Best one with a ``value_range``: the mean of guesses without one need not exist.
+        attack: Preferably one with a ``value_range``: without it, the mean of the guesses need not exist.
         sigma: σ of the release.
         rows: Which examples, [m]; takes 16·m·d·p bytes.
-        trials: How many releases, at least 2.
-        seed: Of the noise.
+        trials: The number of releases, at least 2.
+        seed: The seed of the noise.
         generator: Instead of a seed.
     """
     if not sigma > 0 or trials < 2:
@@ -94,7 +94,7 @@ def biased_bound(
         private_target=False,
     )
 
-    # The value at the halves' mean, less that at half their difference: what is left has no sampling bias.
+    # The value at the halves' mean, minus that at half their difference, has no sampling bias.
     unbiased, responses = [], []
     for place, row in enumerate(chosen.tolist()):
         jacobian = sensitivity.jacobian(row) / sigma

@@ -1,21 +1,22 @@
 r"""Reconstruction of one training example of a generalised linear model (Balle et al. 2022; Guo et al. 2022, § 7.2).
 
-At the minimum the gradients of all examples and the penalty sum to zero, so that whoever knows the others knows the
-last one's: with G the objective's gradient at the released weights θ = w* + σξ, ξ ~ N(0, I), b_i = ℓ′(m_i, y_i) and the
-margin m_i = θᵀx_i,
+At the minimum, the gradients of all examples and the penalty sum to zero, so an attacker who knows the others knows the
+last one's gradient: with G the objective's gradient at the released weights θ = w* + σξ, ξ ~ N(0, I), b_i = ℓ′(m_i,
+y_i) and the margin m_i = θᵀx_i,
 
     v_i = −(Σ_{j≠i} ω_j b_j x_j + nλθ)/ω_i = b_i x_i − G/ω_i ≈ b_i x_i.
 
-G = σHξ + … is the noise, and 0 without it. The guess is v_i / b̂_i, and how b̂ is found depends on what is known:
+G = σHξ + … is the noise; without noise it is 0. The guess is v_i / b̂_i, and how b̂ is found depends on what is known:
 
 * **An intercept**, whose column is known to be 1: b̂ is v_i's last entry. (The form of both papers.)
 * **The label:** m solves ℓ′(m, y_i)·m = θᵀv_i, and b̂ = ℓ′(m, y_i).
-* **Both:** the maximum of the likelihood, (v_i − r)/b̂, r the likeliest noise; see :mod:`torchfil.attacks.glm_slopes`.
+* **Both:** the maximum of the likelihood, (v_i − r)/b̂, with r the most likely noise; see
+  :mod:`torchfil.attacks.glm_slopes`.
 
-The errors x̂ − x are sums of a few vectors that belong to an example or to a release, so that all examples and releases
-are a few products of matrices, on the model's device. A guess divides by b̂, which noise can bring near 0, so its mean
-squared error is that of the worst releases, or not even finite. An attacker who knows the range of the inputs moves
-each guess into it; that is the attack to measure, and a biased one.
+The errors x̂ − x are sums of a few vectors that belong to an example or to a release, so all examples and releases
+together take a few matrix products, on the model's device. A guess divides by b̂, which noise can bring close to 0, so
+its mean squared error is dominated by the worst releases, or not even finite. An attacker who knows the range of the
+inputs moves each guess into it. This is the attack to measure, and it is biased.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ LabelIs = Literal["known", "unknown"]
 _CHUNK_NUMBERS = 2**20  # examples times releases at a time, in some 40 arrays
 _CHUNK_ARRAYS = 40
 _BLOCK_NUMBERS = 2**18  # numbers of a block of guesses, which fits into a cache
-_BLOCK_ARRAYS = 64  # so that blocks on a GPU take little besides the chunk
+_BLOCK_ARRAYS = 64  # so that blocks on a GPU take little memory besides the chunk
 
 
 class GLMReconstruction:
@@ -51,16 +52,16 @@ class GLMReconstruction:
     Threat model: the attacker knows the released weights, the training procedure, all other training examples, and,
     with ``label="known"``, the target of the example under attack.
 
-    With an intercept and the label known the guess has the largest likelihood, and at small noise the least error that
-    an unbiased one can have, tr(I⁻¹)/d. :func:`torchfil.attacks.biased_bound` bounds the error of guesses in a range.
+    With an intercept and a known label, the guess has the largest likelihood and, at small noise, the least error of an
+    unbiased guess, tr(I⁻¹)/d. :func:`torchfil.attacks.biased_bound` bounds the error of guesses in a range.
 
     Args:
         model: A fitted model of one margin.
         X: The training inputs, [n, d].
         y: The training targets, [n].
         label: "known" or "unknown"; "unknown" needs ``fit_intercept=True``.
-        value_range: The smallest and the largest value of an input, known to the attacker; None: guesses stay as they
-            are.
+        value_range: The smallest and the largest value of an input, known to the attacker; None: guesses are not
+            limited.
         progress: Whether to show a progress bar.
     """
 
@@ -111,13 +112,13 @@ class GLMReconstruction:
 
         Args:
             sigma: σ.
-            trials: How many releases.
+            trials: The number of releases.
             rows: Which examples, [m]; None: all.
-            seed: Of the noise.
+            seed: The seed of the noise.
             generator: Instead of a seed.
 
         Returns:
-            Measure "mse", per input coordinate, with the squared bias, less its own sampling error; ``guesses`` holds
+            Measure "mse", per input coordinate, with the squared bias (minus its own sampling error); ``guesses`` holds
             the mean guess over the trials, [m, d].
         """
         check_release(sigma, trials)
@@ -139,7 +140,7 @@ class GLMReconstruction:
             squares += mse.square().sum(dim=1)
             mean_error += error / trials
 
-        # The squared mean error holds 1/trials of the variance besides the bias: that is taken out.
+        # The squared mean error contains 1/trials of the variance besides the bias, which is subtracted.
         achieved = total / trials
         variance = (squares / trials - achieved.square()).clamp(min=0) / max(trials - 1, 1)
         bias = mean_error.square().mean(dim=1)
@@ -201,12 +202,12 @@ class GLMReconstruction:
         """What one release reveals about some examples.
 
         Args:
-            release: The noisy weights as :meth:`GeneralizedLinearModel.release` gives them, [p].
+            release: The noisy weights from :meth:`GeneralizedLinearModel.release`, [p].
             rows: Which examples, [m].
 
         Returns:
             The guessed inputs, [m, d], and targets ŷ = ℓ′(θᵀx̂, 0) − b̂, [m], right for losses whose ℓ′ is a function
-            of the margin less the target (squared, logistic, Poisson); the true ones where the label is known.
+            of the margin minus the target (squared, logistic, Poisson); the true ones if the label is known.
         """
         view, d = self.view, self.view.num_inputs
         weights = torch.as_tensor(release).to(view.weights)[None]
@@ -238,7 +239,7 @@ class GLMReconstruction:
         slopes = view.first(margins)
         gradient = (view.sample_weight[:, None] * slopes).mT @ view.X + view.ridge * weights  # G, [k, p]
         x, weight, margin, slope = view.X[rows], view.sample_weight[rows, None], margins[rows], slopes[rows]
-        last = slope - gradient[:, -1] / weight  # v's last entry, the slope where there is an intercept, [m, k]
+        last = slope - gradient[:, -1] / weight  # v's last entry, the slope if there is an intercept, [m, k]
         if self.label == "unknown":
             return _Solved.build(x, slope, last, gradient, weight)
 

@@ -1,16 +1,16 @@
-r"""The slope of the loss at one example, from what a release tells an attacker who knows the label.
+r"""The slope of the loss at one example, from what a release reveals to an attacker who knows the label.
 
 The attacker knows v = b x − noise for b = ℓ′(m, y), m = θᵀx (see :mod:`torchfil.attacks.glm_reconstruction`), so that
-θᵀv ≈ b m: without noise m solves ℓ′(m, y)·m = θᵀv. Of several solutions the one of smallest abs(b) is taken: most
-examples are fitted well.
+θᵀv ≈ b m: without noise m solves ℓ′(m, y)·m = θᵀv. If there are several solutions, the one with the smallest abs(b) is
+used, because most examples are fitted well.
 
-With an intercept, whose column is known to be 1, v's last entry is b besides. The noise r in v must then satisfy two
-equations, and has covariance ∝ S = H_i², H_i the Hessian of the other examples. The likeliest is
+With an intercept, whose column is known to be 1, v's last entry is also b. The noise r in v must then satisfy two
+equations, and has covariance ∝ S = H_i², with H_i the Hessian of the other examples. The most likely noise is
 
     r = S L K⁻¹ c,   L = [e, θ],   K = LᵀSL,   c = (v_last − b, θᵀv − b m),   −2 log likelihood ∝ cᵀK⁻¹c,
 
-so that m̂ is where the curve m ↦ (b, b m) comes closest to the two numbers (v_last, θᵀv) in the metric K⁻¹: a search
-over one number. H_i is taken at w* instead of θ, for all releases; it only weighs.
+so m̂ is where the curve m ↦ (b, b m) comes closest to the two numbers (v_last, θᵀv) in the metric K⁻¹: a search over one
+number. For all releases H_i is taken at w* instead of θ; it is only a weight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["NoiseMetric", "SlopeCurve", "Terms", "believed_margins"]
 
 Terms = list[tuple[Tensor, Tensor]]
 
-_BELIEVED = 15.0  # the largest margin that an attacker deems possible where those of the others are less
+_BELIEVED = 15.0  # the largest margin that an attacker considers possible, if those of the others are smaller
 _GRID = 161
 _BISECTIONS = 45
 
@@ -96,7 +96,7 @@ class SlopeCurve:
 
     @classmethod
     def build(cls, view: GLMView, rows: Tensor, reach: Tensor) -> SlopeCurve:
-        """Of some examples, for margins up to ``reach``, [m, 1]."""
+        """The curves of some examples, for margins up to ``reach``, [m, 1]."""
         end = math.asinh(_BELIEVED)
         unit = torch.linspace(-end, end, _GRID, dtype=reach.dtype, device=reach.device).sinh() / _BELIEVED
         curve = cls(view, view.y[rows, None], reach * unit, reach)
@@ -107,7 +107,7 @@ class SlopeCurve:
         return self._of(self.view.loss.first, margin)
 
     def crossing(self, along: Tensor) -> Tensor:
-        """The margin with b m = along and the smallest abs(b), [m, k]; where there is none, the nearest."""
+        """The margin with b m = along and the smallest abs(b), [m, k]; if there is none, the nearest."""
         # A walk over the grid finds the cell of the crossing, and the nearest point in case there is none.
         products = self.slopes * self.margins
         place = torch.zeros(along.shape, dtype=torch.long, device=along.device)
@@ -152,7 +152,7 @@ class SlopeCurve:
         return self._bisect((place - 1).clamp(min=0), (place + 1).clamp(max=_GRID - 1), falling)
 
     def _bisect(self, low: Tensor, high: Tensor, below: Callable[[Tensor], Tensor]) -> Tensor:
-        """Between two places of the grid, the margin up to which ``below`` holds."""
+        """The margin between two points of the grid up to which ``below`` holds."""
         left, right = self.margins.gather(1, low), self.margins.gather(1, high)
         for _ in range(_BISECTIONS):
             middle = (left + right) / 2
@@ -165,9 +165,9 @@ class SlopeCurve:
 
 
 def believed_margins(margins: Tensor, rows: Tensor) -> Tensor:
-    """The largest margin looked for, [m, 1], from those of the other examples at all releases, [n, k].
+    """The largest margin to search, [m, 1], from those of the other examples at all releases, [n, k].
 
-    15, or twice the others' largest where that is above 15.
+    It is 15, or twice the largest margin of the others if that is more.
     """
     by_example = margins.abs().amax(dim=1)
     largest = by_example.topk(min(2, len(by_example)))

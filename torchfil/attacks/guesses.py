@@ -1,8 +1,8 @@
 """The best attacker on a question: the likelihood ratio of recorded runs with the true answer and with another.
 
-By Neyman and Pearson nobody tells the two apart better than who ranks runs by log P(run)/P′(run), P the law of all that
-was released with the true answer and P′ with the other. So its true-positive rates test the bounds that D = KL(P ‖ P′)
-gives for every attacker, and show how far a bound is from what can be done.
+By Neyman and Pearson, no attacker tells the two apart better than one who ranks runs by log P(run)/P′(run), where P is
+the distribution of everything released with the true answer, and P′ with the other one. So its true-positive rates test
+the bounds that D = KL(P ‖ P′) gives for every attacker, and show how tight these bounds are.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Other = tuple[Any, Any] | None  # inputs and targets of the whole data with anot
 
 @dataclass(frozen=True)
 class Ratios:
-    """What recorded runs tell about an example's answer, [runs] each.
+    """What recorded runs reveal about an example's answer, [runs] each.
 
     Attributes:
-        log_ratio: log P(run)/P′(run), what the best attacker ranks by.
-        divergence: Σ_t KL_t over the steps that drew the example (over q), what a ledger books for the run.
+        log_ratio: log P(run)/P′(run), by which the best attacker ranks runs.
+        divergence: Σ_t KL_t over the steps that drew the example (over q), which a ledger books for the run.
     """
 
     log_ratio: Tensor
@@ -54,15 +54,15 @@ class GuessAttack:
     Attributes:
         question: The answer that was attacked.
         rows: The attacked examples, [m].
-        runs: How many runs there are with the true answer, and how many with the other.
+        runs: The number of runs with the true answer, and with the other.
         divergence: D, the mean of the true runs' sums, [m].
         divergence_error: Its standard error, [m].
         false_positive_rates: α, [k].
         achieved: The best attacker's true-positive rates at α, [m, k].
         achieved_low: The lower ends of their intervals, [m, k].
-        bound: What D allows every attacker, at the upper end of D's interval, [m, k].
+        bound: The largest rate of any attacker, at the upper end of D's interval, [m, k].
         normal_limit: Φ(Φ⁻¹(α) + sqrt(2D)), an estimate for many small steps, [m, k].
-        confidence: Of the intervals.
+        confidence: The confidence of the intervals.
     """
 
     question: str
@@ -79,7 +79,7 @@ class GuessAttack:
 
     @property
     def testable(self) -> np.ndarray:
-        """Whether there are enough runs to see a false-positive rate of α at all, [k]: at least one in α of them."""
+        """Whether there are enough runs to see a false-positive rate of α at all, [k]: at least 1/α."""
         return self.runs * self.false_positive_rates >= 1
 
     @property
@@ -128,8 +128,8 @@ def best_guess(
     """Train a tiny network many times with the true answer and with another, and let the best attacker tell them apart.
 
     The runs with the true answer serve all examples. The attacker sees every noisy gradient, and knows all other
-    examples, who of them was in which batch, and everything about the example but the answer; with ``secret_batches``
-    not when the example itself was drawn.
+    examples, which of them was in which batch, and everything about the example except the answer; with
+    ``secret_batches`` it does not know when the example itself was drawn.
 
     Args:
         model: Left unchanged.
@@ -138,14 +138,14 @@ def best_guess(
         targets: [n, …].
         question: What the attacker wants to know.
         rows: Which examples to attack.
-        answer: Which of the question's answers is the other one.
-        runs: How many with each answer.
+        answer: The number of the question's other answer.
+        runs: The number of runs with each answer.
         false_positive_rates: α.
         secret_batches: Whether the attacker does not know when the example was drawn.
         private: As in :func:`record_dpsgd`; integer inputs need ``Private(submodule=…)``.
-        confidence: Of the intervals.
-        seed: Of noise and batches; or
-        generator: their source.
+        confidence: The confidence of the intervals.
+        seed: The seed of noise and batches; or
+        generator: Their source.
         progress: Whether to show a bar.
         **settings: ``steps``, ``lr``, ``max_grad_norm``, ``noise_multiplier``, ``sample_rate``, ``clip`` of
             :func:`record_dpsgd`.
@@ -164,7 +164,7 @@ def best_guess(
             else record_dpsgd(model, loss_fn, *other, **common)
         )
 
-        # both sets of runs are judged by the same two laws
+        # both sets of runs are judged by the same two distributions
         here = transcript_ratios(true, row, (inputs, targets), other, private, secret_batches=secret_batches)
         there = transcript_ratios(false, row, (inputs, targets), other, private, secret_batches=secret_batches)
         found.append(_judged(here, there, alpha, confidence))
@@ -176,7 +176,7 @@ def best_guess(
 
 
 def _judged(here: Ratios, there: Ratios, alpha: Tensor, confidence: float) -> list[Tensor]:
-    """D and its error; at each α the best attacker's rate, its lower end, the bound and the normal limit."""
+    """D and its error; for each α, the best attacker's rate, its lower end, the bound and the normal limit."""
     runs = len(here.divergence)
     mean = here.divergence.mean()
     error = here.divergence.std() / math.sqrt(runs) if runs > 1 else torch.zeros_like(mean)
@@ -198,14 +198,14 @@ def transcript_ratios(
     """log P/P′ of recorded runs, whichever answer they were made with, and the sums that a ledger books for them.
 
     With o = (noisy sum − others' part)/s, u = g̃/s and v = g̃′/s a step's ratio is that of (1−q)φ(o) + qφ(o − u) and
-    (1−q)φ(o) + qφ(o − v); with known batches that of φ(o − u) and φ(o − v) where the example was drawn.
+    (1−q)φ(o) + qφ(o − v); with known batches it is that of φ(o − u) and φ(o − v) if the example was drawn.
 
     Args:
         transcripts: The runs.
         row: The example.
         true: Inputs and targets of the data with the true answer.
-        other: Those with the other; None: the example is absent.
-        private: As the runs were recorded with.
+        other: The same with the other answer; None: the example is absent.
+        private: As in the recording of the runs.
         secret_batches: Whether the attacker does not know when the example was drawn.
     """
     made, q = transcripts.gradients, transcripts.sample_rate
@@ -240,7 +240,7 @@ def transcript_ratios(
 
 
 def _without_others(transcripts: Transcripts, runs: slice, row: int) -> Tensor:
-    """The noisy sums of these runs less the others' part, [runs, steps, p]."""
+    """The noisy sums of these runs minus the others' part, [runs, steps, p]."""
     if transcripts.noise is None:
         return transcripts.noisy_sums[runs] - sum_of_others(transcripts, runs, row)
     own = _clipped(transcripts, transcripts.weights[runs], transcripts.gradients.examples[slice(row, row + 1)])
@@ -250,7 +250,7 @@ def _without_others(transcripts: Transcripts, runs: slice, row: int) -> Tensor:
 def true_positive_rates(true: Tensor, false: Tensor, false_positive_rates: Tensor) -> Tensor:
     """The best attacker's true-positive rates at α, [k], from log ratios of runs with either answer, [runs] each.
 
-    The threshold is the smallest at which no more than α of the false runs lie above it; ties there count as missed.
+    The threshold is the smallest one with at most a share α of the false runs above it; ties count as missed.
     """
     ranked = false.sort(descending=True).values
     allowed = (false_positive_rates * len(ranked)).floor().long().clamp(max=len(ranked) - 1)
@@ -261,8 +261,9 @@ def true_positive_rates(true: Tensor, false: Tensor, false_positive_rates: Tenso
 def _lower_ends(rates: Tensor, alpha: Tensor, runs: int, confidence: float) -> Tensor:
     """Lower ends of the true-positive rate at a false-positive rate of exactly α.
 
-    The rate has its own chance, and so has the threshold: its false-positive rate may be larger than α by its standard
-    error, which a likelihood ratio's rate follows with a slope of at most t/α where it is concave.
+    Both the rate and the threshold are random: the threshold's false-positive rate may exceed α by its standard error,
+        and
+    a likelihood ratio's rate t follows it with a slope of at most t/α, because it is concave.
     """
     z = float(stats.norm.ppf(0.5 + confidence / 2))
     own = (rates * (1 - rates) / runs).sqrt()
@@ -271,7 +272,7 @@ def _lower_ends(rates: Tensor, alpha: Tensor, runs: int, confidence: float) -> T
 
 
 def _swapped(row: int, data: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The data with one example's row from the other."""
+    """The data with one row replaced by that of the other data."""
     rows_of = iter(tensors_of(tuple(other)))
 
     def swap(leaf: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """Informed reconstruction against DP-SGD: the most likely example behind a whole sequence of noisy gradients.
 
-The attacker sees the weights θ_t and the noisy sums of every step and knows all examples but one. Taking the others'
-clipped gradients away leaves, for each step that the unknown example z took part in,
+The attacker sees the weights θ_t and the noisy sums of every step and knows all examples except one. Subtracting the
+others' clipped gradients leaves, for each step in which the unknown example z took part,
 
     r_t = g̃(z; θ_t) + s ξ_t,   ξ_t ~ N(0, I),   s = σC,
 
-and the guess is the maximum of the likelihood, argmin_z Σ_t ‖r_t − g̃(z; θ_t)‖². This is the attacker whom the Fisher
-information E[Σ_t J̃ᵀJ̃] / s² is about: at small noise the guess reaches the Cramér–Rao bound.
+and the guess is the maximum of the likelihood, argmin_z Σ_t ‖r_t − g̃(z; θ_t)‖². The Fisher information
+E[Σ_t J̃ᵀJ̃] / s² is about this attacker: at small noise the guess reaches the Cramér–Rao bound.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ def informed_reconstruction(
     """The maximum-likelihood guess of an example from each transcript, by Levenberg–Marquardt from several starts.
 
     Threat model: the attacker sees all weights and noisy sums, knows who took part in which step, knows every other
-    example and the target's label, and has no prior; its guesses are nearly unbiased where the noise is small. The
+    example and the target's label, and has no prior; its guesses are nearly unbiased if the noise is small. The
     target's own private coordinates are read only to measure the error.
 
     Args:
-        transcripts: What was released, in one or many runs.
+        transcripts: The releases of one or many runs.
         target: Rows of the attacked examples.
-        starts: Where the search begins, [k, d]; None: the mean of the other examples, and
-        restarts: so many of them, drawn at random.
-        iterations: Of each search.
-        seed: Of the random starts; or
-        generator: their source.
+        starts: The starting points of the search, [k, d]; None: the mean of the other examples, and
+        restarts: This many of the other examples, drawn at random.
+        iterations: The iterations of each search.
+        seed: The seed of the random starts; or
+        generator: Their source.
         progress: Whether to show a bar.
 
     Returns:
         The mean squared error per private coordinate over runs, its standard error and squared bias (corrected for the
-        variance of the mean, at least 0); ``guesses`` are those of all runs, [m, runs, d].
+        variance of the mean, at least 0); ``guesses`` has the guesses of all runs, [m, runs, d].
     """
     rows = [target] if isinstance(target, int) else list(target)
     examples = transcripts.gradients.examples
@@ -77,10 +77,10 @@ def informed_reconstruction(
     share = (own / own.sum(dim=1, keepdim=True).clamp(min=1))[rows]  # of each coordinate in a mean; 0 at padding
     squared = ((guesses - truth).square() * share.unsqueeze(1)).sum(dim=2)  # [m, runs]
     bias = ((guesses.mean(dim=1) - truth[:, 0]).square() * share).sum(dim=1)
-    if runs > 1:  # the mean guess is off by chance, too
+    if runs > 1:  # the mean guess has a random error, too
         bias = (bias - (guesses.var(dim=1) * share).sum(dim=1) / runs).clamp(min=0)
 
-    middle = (examples.z * own).sum(dim=0) / own.sum(dim=0).clamp(min=1)  # what a blind attacker names, [d]
+    middle = (examples.z * own).sum(dim=0) / own.sum(dim=0).clamp(min=1)  # the guess of a blind attacker, [d]
     return AttackResult(
         name="informed reconstruction",
         threat_model="sees every noisy gradient, knows the batches, all other examples and the label; no prior",
@@ -114,7 +114,7 @@ def expected_information(transcripts: Transcripts, row: int) -> Tensor:
 
 
 def mean_jacobian(transcripts: Transcripts, row: int, guesses: Tensor) -> Tensor:
-    """∂E[ẑ]/∂z of an attacker, from its guesses [runs, d] in the recorded runs, [d, d]; the identity where unbiased.
+    """∂E[ẑ]/∂z of an attacker, from its guesses [runs, d] in the recorded runs, [d, d]; the identity if unbiased.
 
     It is Cov(ẑ, ∇ log likelihood), with ∇ log likelihood = Σ_t J̃ᵀ(r_t − g̃) / s². With it, the bound holds for
     biased guesses, too: :func:`torchfil.bounds.mse_biased`.
@@ -172,9 +172,9 @@ def _problem(transcripts: Transcripts, runs: slice, row: int) -> _Problem:
 
 
 def _levenberg_marquardt(problem: _Problem, z: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """Guesses [runs, d] and what is left of the squares, [runs].
+    """Guesses [runs, d] and the remaining sum of squares, [runs].
 
-    A step solves (JᵀJ + μ diag JᵀJ) Δ = Jᵀ(r − g̃); it is kept where it helps, and μ falls or rises accordingly. A run
+    A step solves (JᵀJ + μ diag JᵀJ) Δ = Jᵀ(r − g̃); it is kept if it helps, and μ falls or rises accordingly. A run
     is done when its step is below 1e-6 of the guess.
     """
     z = z.clone()
@@ -190,7 +190,7 @@ def _levenberg_marquardt(problem: _Problem, z: Tensor, iterations: int) -> tuple
         system = gram + torch.diag_embed(damping[active].unsqueeze(1) * diagonal + floor)
         step = torch.linalg.solve_ex(system, pull)[0].nan_to_num(0.0)
 
-        # Kept where it helps; a residual that overflows counts as no help.
+        # Kept if it helps; a residual that overflows does not help.
         left_there = part.residuals(here + step)
         there = left_there.square().sum(dim=(1, 2)).nan_to_num(torch.inf)
         better = there < misfit[active]
@@ -218,7 +218,7 @@ def _pieces(transcripts: Transcripts, d: int) -> list[slice]:
 
 
 def _starts(others: Tensor, restarts: int, source: torch.Generator, d: int) -> Tensor:
-    """The mean of the other examples, and some of them; the origin where there are none."""
+    """The mean of the other examples, and some of them; the origin if there are none."""
     if len(others) == 0:
         return others.new_zeros(1, d)
     drawn = torch.randperm(len(others), generator=source, device=others.device)[:restarts]

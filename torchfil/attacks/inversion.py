@@ -30,17 +30,17 @@ class Inversion:
 
     Attributes:
         images: [n, …], in the range searched.
-        objective: What was left of the objective, [n].
+        objective: The final value of the objective, [n].
     """
 
     images: Tensor
     objective: Tensor
 
     def result(self, truth: Tensor, *, measure: str = "ssim") -> AttackResult:
-        """Compared with the truth, by example: "ssim", "haarpsi" (1: the same image) or "mse" (per pixel).
+        """The comparison with the truth, by example: "ssim", "haarpsi" (1: the same image) or "mse" (per pixel).
 
         Raises:
-            ImportError: "ssim" is asked for and torchmetrics is not installed; ``require_ssim`` tells beforehand.
+            ImportError: "ssim" needs torchmetrics, which is not installed; ``require_ssim`` checks this beforehand.
         """
         judges = {"ssim": ssim, "haarpsi": haarpsi, "mse": lambda a, b: (a - b).square().flatten(1).mean(dim=1)}
         if measure not in judges:
@@ -70,7 +70,7 @@ def observed_gradients(
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """What the attacker sees of each example: its gradient, [n, p], clipped to C and with noise N(0, (σC)²)."""
+    """What the attacker sees for each example: its gradient, [n, p], clipped to C and with noise N(0, (σC)²)."""
     if noise_multiplier < 0 or (noise_multiplier > 0 and max_grad_norm is None):
         raise ValueError(f"noise_multiplier={noise_multiplier} must be at least 0, and noise needs max_grad_norm")
     weights, constants = trainable_and_constant(model)
@@ -102,26 +102,26 @@ def invert_gradients(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Inversion:
-    """The image behind each of several gradients, all searched for side by side.
+    """The image behind each of several gradients, all searched in parallel.
 
     Threat model: the attacker sees the gradient of a single example, knows the network's weights, the loss and the
-    label, and that the image lies in [low, high] and is smooth (total variation); nothing else. The result is biased by
-    that prior: it is not bounded by the Cramér–Rao bound for unbiased guesses.
+    label, and that the image lies in [low, high] and is smooth (total variation); nothing else. This prior biases the
+    result, so the Cramér–Rao bound for unbiased guesses does not apply.
 
     Args:
-        model: The network at the weights where the gradient was taken; differentiable twice; left unchanged.
+        model: The network at the weights of the gradient; differentiable twice; not changed.
         loss_fn: ``loss_fn(outputs, targets)``.
-        gradients: As :func:`observed_gradients` gives, [n, p].
+        gradients: From :func:`observed_gradients`, [n, p].
         targets: Known labels, [n].
-        shape: Of one image, [channels, height, width].
+        shape: The shape of one image, [channels, height, width].
         total_variation_weight: α.
         restarts: Random starts for each gradient.
-        steps: Of signed Adam; the rate falls to a tenth after 3/8, 5/8 and 7/8 of them, as in the paper.
+        steps: The steps of signed Adam; the rate falls to a tenth after 3/8, 5/8 and 7/8 of them, as in the paper.
         lr: The first rate.
-        low: Of the pixels' range.
-        high: See there.
-        seed: Of the starts; or
-        generator: their source.
+        low: The smallest pixel value.
+        high: The largest pixel value.
+        seed: The seed of the starts; or
+        generator: Their source.
         progress: Whether to show a bar.
     """
     if restarts < 1 or steps < 1:
@@ -148,7 +148,7 @@ def invert_gradients(
     start = torch.rand(restarts * n, *shape, generator=source, dtype=gradients.dtype, device=gradients.device)
     x = (low + (high - low) * start).requires_grad_()
 
-    # The objective of signed steps goes up and down: the best point on the way counts, not the last.
+    # With signed steps the objective goes up and down: the best point counts, not the last.
     optimizer = torch.optim.Adam([x], lr=lr * (high - low))
     falls = torch.optim.lr_scheduler.MultiStepLR(optimizer, [int(steps * f) for f in (0.375, 0.625, 0.875)])
     best, least = x.detach().clone(), torch.full((restarts * n,), math.inf, dtype=x.dtype, device=x.device)

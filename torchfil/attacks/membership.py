@@ -6,8 +6,8 @@ ranks the examples by a score; high means member.
     loss threshold       −ℓ(x)                                         (Yeom et al. 2018)
     likelihood ratio     log N(φ; μ_in, σ_in²) − log N(φ; μ_out, σ_out²)   (Carlini et al. 2022)
 
-φ = log p/(1 − p), p the probability that the target model gives to the true class; μ and σ from those shadow runs
-that had the example and from those that had not.
+φ = log p/(1 − p), where p is the target model's probability of the true class; μ and σ come from the shadow runs with
+the example (in) and without it (out).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Training = Callable[[Tensor, int], nn.Module]
 
 @dataclass(frozen=True)
 class ShadowRuns:
-    """The true class's log-odds φ in every run, [runs, n], and who was trained on, [runs, n] booleans."""
+    """The true class's log-odds φ in every run, [runs, n], and which examples were members, [runs, n] booleans."""
 
     log_odds: Tensor
     members: Tensor
@@ -62,12 +62,12 @@ class MembershipResult:
     """How well members are distinguished from others.
 
     Attributes:
-        name: Of the attack.
-        scores: High: thought a member, [targets, n].
+        name: The attack's name.
+        scores: High for likely members, [targets, n].
         members: The truth, [targets, n] booleans.
         auc: The mean over target runs.
-        auc_error: Its standard error over target runs; NaN for one. Runs that are each other's shadows are not
-            independent: for a likelihood ratio that finds nothing, the spread was 1.3 to 1.5 times this.
+        auc_error: Its standard error over target runs; NaN for a single one. Runs that serve as each other's shadows
+            are not independent: for a likelihood ratio that finds nothing, the spread was 1.3 to 1.5 times this.
     """
 
     name: str
@@ -77,7 +77,7 @@ class MembershipResult:
     auc_error: float
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """False and true positive rates of every threshold, all targets pooled, ascending."""
+        """False and true positive rates of every threshold, ascending, with all targets pooled."""
         return _curve(self.scores.ravel(), self.members.ravel())
 
     def tpr_at(self, fpr: float) -> float:
@@ -88,11 +88,11 @@ class MembershipResult:
         return float(true[false <= fpr].max())
 
     def by_example(self, ids: Any = None) -> AttackResult:
-        """How often each example is classified correctly, at the threshold that is best on average for others.
+        """How often each example is classified correctly, at the best threshold for other examples.
 
-        The best threshold of every second example judges the rest, and the other way round: chosen on the scores that
-        it judges, it would find members among random numbers. It is the column beside FIL and individual ε; its mean
-        is the attack's accuracy, 0.5 for guessing where half are members.
+        The best threshold of every second example judges the rest, and vice versa: a threshold chosen on the scores
+        that it judges would find members among random numbers. Use it next to FIL and individual ε. Its mean is the
+        attack's accuracy: 0.5 for guessing if half are members.
         """
         right = np.zeros(self.scores.shape)  # [targets, n]
         for judged, others in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
@@ -133,10 +133,10 @@ def shadow_runs(
         train: (rows [m], number of the run) ↦ a trained classifier with logits as outputs.
         inputs: The pool, [n, …].
         targets: Classes, [n].
-        runs: How many.
-        share: Of the pool that each run trains on.
-        seed: Of the splits; or
-        generator: their source.
+        runs: The number of runs.
+        share: The share of the pool that each run trains on.
+        seed: The seed of the splits; or
+        generator: Their source.
         progress: Whether to show a bar.
     """
     n = len(inputs)
@@ -178,8 +178,8 @@ def loss_threshold(log_odds: Tensor) -> Tensor:
 def gaussian_likelihood_ratio(runs: ShadowRuns, target: int) -> Tensor:
     """The log-likelihood ratio of each example in run ``target``, [n]; all other runs are shadows.
 
-    Each example needs two shadows with it and two without. The variances are those of each example, shrunk to the mean
-    over examples with the weight of four runs: few shadows estimate a variance badly.
+    Each example needs two shadows with it and two without. The variance of each example is shrunk to the mean over
+    examples with the weight of four runs, because few shadows estimate a variance badly.
     """
     others = torch.arange(len(runs.members), device=runs.members.device) != target
     phi, inside = runs.log_odds[others], runs.members[others]
@@ -230,7 +230,7 @@ def _curve(scores: np.ndarray, members: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _best_threshold(scores: np.ndarray, members: np.ndarray) -> float:
-    """Where the true positive rate exceeds the false one most; +∞, nobody, without scores."""
+    """The threshold at which the true positive rate exceeds the false one most; +∞ (nobody) without scores."""
     if not scores.size:
         return float("inf")
     false, true = _curve(scores.ravel(), members.ravel())

@@ -1,8 +1,8 @@
-"""Property inference from gradients: what a client's updates tell about its data (Melis et al. 2019; Mo et al. 2021).
+"""Property inference from gradients: what a client's updates reveal about its data (Melis et al. 2019; Mo et al. 2021).
 
 Two clients train together by FedSGD: in every round each sends the mean gradient of one batch. One of them is the
-attacker. It takes the other's gradient as what it gets from the server minus its own, and learns from gradients of its
-own data, with and without the property, at the same weights, to tell whether a batch has the property.
+attacker. It subtracts its own gradient from what the server sends, which leaves the other's. From gradients of its own
+data, with and without the property, at the same weights, it learns to tell whether a batch has the property.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Attacker = Literal["logistic", "forest"]
 
 @dataclass(frozen=True)
 class Client:
-    """One client's data: inputs [n, …], targets [n] and the property, [n] booleans, that the task does not ask for."""
+    """One client's data: inputs [n, …], targets [n] and the property, [n] booleans, which the task does not use."""
 
     inputs: Tensor
     targets: Tensor
@@ -58,9 +58,9 @@ class FederatedGradients:
     """By layer, the mean gradients of batches, [batches, N_l], and whether each batch has the property, [batches].
 
     Attributes:
-        known: The attacker's own, at the weights of each round.
+        known: The attacker's own gradients, at the weights of each round.
         known_property: Their labels.
-        observed: The victim's, as the attacker sees them.
+        observed: The victim's gradients, as the attacker sees them.
         observed_property: The truth about them.
     """
 
@@ -86,21 +86,21 @@ def federated_gradients(
 ) -> FederatedGradients:
     """Train a network by FedSGD with two clients, in place, and note what the attacker can see.
 
-    In each round the victim's batch has the property or not, by a fair coin; the attacker's own update is from a batch
-    of random examples; the server takes the mean of both. The attacker removes its own part and computes gradients of
-    ``own_batches`` own batches with the property and as many without.
+    In each round, a fair coin decides whether the victim's batch has the property. The attacker's own update comes from
+    a batch of random examples, and the server takes the mean of both. The attacker removes its own part and computes
+    gradients of ``own_batches`` own batches with the property and as many without.
 
     Args:
         model: Trained in place.
         loss_fn: ``loss_fn(outputs, targets)``.
         victim: The client that is attacked.
         attacker: The client that attacks.
-        rounds: Of FedSGD; each gives one observed gradient.
-        batch_size: Of both clients.
+        rounds: The rounds of FedSGD; each gives one observed gradient.
+        batch_size: The batch size of both clients.
         lr: The server's learning rate.
-        own_batches: The attacker's, of each kind, in each round.
-        seed: Of the batches and coins; or
-        generator: their source.
+        own_batches: The attacker's batches of each kind in each round.
+        seed: The seed of the batches and coins; or
+        generator: Their source.
         progress: Whether to show a bar.
     """
     if rounds < 4 or batch_size < 1 or own_batches < 1:
@@ -139,15 +139,16 @@ def property_inference(
     """AUC of an attacker who sees one layer's gradient, for each layer, with a 95 % bootstrap interval over batches.
 
     Threat model: the attacker takes part in FedSGD with one other client, sees that client's gradient of a layer and
-    has data of its own with known property. 0.5: guessing; 1: every batch right. Intervals are over batches of the
-    clients at hand: with few examples a client (100), whose own differences a gradient shows, an unrelated property was
-    told with an interval that misses 0.5 in a quarter to a half of the repetitions; with 3,000 in none to a tenth.
+    has its own data with known property. An AUC of 0.5 is guessing; 1 means that every batch is right. Intervals are
+    over batches of these clients. With few examples per client (100), whose own differences show in a gradient, the
+    interval for an unrelated property missed 0.5 in a quarter to a half of the repetitions; with 3,000 in none to a
+    tenth.
 
     Args:
-        seen: As :func:`federated_gradients` gives.
+        seen: From :func:`federated_gradients`.
         attacker: "forest" (200 trees) or "logistic" (ridge); features are standardised.
-        bootstrap: How many resamples of the observed batches.
-        seed: Of the forest and the resamples.
+        bootstrap: The number of resamples of the observed batches.
+        seed: The seed of the forest and the resamples.
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -214,7 +215,7 @@ def _stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _descend(model: nn.Module, gradients: dict[str, Tensor], lr: float) -> None:
-    """θ ← θ − lr g, from gradients by layer [1, N_l] in the order of the layer's parameters."""
+    """θ ← θ − lr g, with gradients by layer [1, N_l] in the order of the layer's parameters."""
     parameters: dict[str, list[nn.Parameter]] = {}
     for name, value in model.named_parameters():
         if value.requires_grad:

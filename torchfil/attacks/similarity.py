@@ -13,7 +13,7 @@ _SSIM_WINDOW, _SSIM_SIGMA = 11, 1.5
 
 
 def require_ssim() -> Any:
-    """The function of torchmetrics that :func:`ssim` is computed by; call it before a long attack is judged by SSIM.
+    """The function of torchmetrics that computes :func:`ssim`; call this before a long attack that needs SSIM.
 
     Raises:
         ImportError: torchmetrics is not installed.
@@ -28,8 +28,8 @@ def require_ssim() -> Any:
 def ssim(a: Tensor, b: Tensor, *, data_range: float = 1.0) -> Tensor:
     """Structural similarity of images [n, c, h, w], [n] (Wang et al. 2004): 11×11 Gaussian window, σ = 1.5, no padding.
 
-    The mean is over the windows that lie inside the image, as in the paper. torchmetrics continues images beyond their
-    border, and whether its own mean counts those windows depends on its release; they are cut off here.
+    The mean is over the windows that lie inside the image, as in the paper. torchmetrics extends images beyond their
+    border, and whether its own mean counts those windows depends on its version; here they are cut off.
 
     Raises:
         ImportError: torchmetrics is not installed.
@@ -51,8 +51,8 @@ def ssim(a: Tensor, b: Tensor, *, data_range: float = 1.0) -> Tensor:
 def haarpsi(a: Tensor, b: Tensor, *, data_range: float = 1.0) -> Tensor:
     """Haar wavelet perceptual similarity of grey images [n, 1, h, w], [n] (Reisenhofer et al. 2018): C = 30, α = 4.2.
 
-    Both images are first averaged over 2×2 pixels and thinned, as the original does. Three scales of Haar filters in
-    both directions: the first two give the similarity, the third the weights.
+    Both images are first averaged over 2×2 pixels and downsampled, as in the original. There are three scales of Haar
+    filters in both directions: the first two give the similarity, the third the weights.
 
     Example:
         >>> x = torch.rand(2, 1, 32, 32)

@@ -1,4 +1,4 @@
-"""Whole runs of DP-SGD on record, as an attacker sees them: weights, noisy sums, batches."""
+"""Recordings of whole runs of DP-SGD, as an attacker sees them: weights, noisy sums, batches."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ VALUES_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class Transcripts:
-    """What DP-SGD released in several runs, and what the attacker knows besides.
+    """What DP-SGD released in several runs, and what else the attacker knows.
 
     Attributes:
         weights: θ_t before each step, [runs, steps, p].
         noisy_sums: Σ g̃ + s ξ_t of each step, [runs, steps, p].
-        batches: Who took part, [runs, steps, n] booleans; known to the attacker.
+        batches: Which examples took part, [runs, steps, n] booleans; known to the attacker.
         gradients: The model, the loss and all examples; an attack reads the other examples and the target's label.
         mechanism: Clipping and noise.
         sample_rate: q.
-        noise: sξ_t, [runs, steps, p]: who knows all others gets it from the sums, and is spared to compute theirs.
+        noise: sξ_t, [runs, steps, p]: an attacker who knows all others gets it from the sums; this saves computing
+            their part.
     """
 
     weights: Tensor
@@ -60,7 +61,7 @@ class Transcripts:
         return clip.scale(norm, bound) * J + clip.scale_derivative(norm, bound) * torch.outer(unit, g @ J)
 
     def public(self, row: int) -> Any:
-        """What is not private about one example: its target, its public inputs."""
+        """The public part of one example: its target, its public inputs."""
         return map_tensors(lambda leaf: leaf[row], self.gradients.examples.public)
 
 
@@ -85,7 +86,7 @@ def record_dpsgd(
 ) -> Transcripts:
     """Train ``runs`` times side by side from the model's current weights: θ ← θ − lr (Σ g̃ + s ξ) / (q n).
 
-    Meant for tiny networks: all weights of all runs are kept. Plain SGD; batches are drawn with rate q (Poisson).
+    This is for tiny networks: all weights of all runs are kept. It uses plain SGD with Poisson batches at rate q.
 
     Args:
         model: Left unchanged.
@@ -99,9 +100,9 @@ def record_dpsgd(
         sample_rate: q; 1: every example takes part in every step.
         clip: As in :func:`torchfil.fisher.exact_fim`.
         private: What is private; None: every floating-point input.
-        runs: How many.
-        seed: Of noise and batches; or
-        generator: their source.
+        runs: The number of runs.
+        seed: The seed of noise and batches; or
+        generator: Their source.
         absent: Rows that no batch draws; everything else stays the same.
         progress: Whether to show a bar.
     """
@@ -134,7 +135,7 @@ def sum_of_clipped(transcripts: Transcripts, weights: Tensor, members: Tensor) -
     examples = transcripts.gradients.examples
     by_example = vmap(transcripts.clipped, in_dims=(None, 0, examples.in_dims))
     sums = []
-    room = VALUES_AT_ONCE * (16 if weights.is_cuda else 1)  # many launches of small kernels take a GPU's time
+    room = VALUES_AT_ONCE * (16 if weights.is_cuda else 1)  # a GPU spends its time launching many small kernels
     size = max(1, room // max(1, len(examples) * weights.shape[1]))
     for w, m in zip(weights.split(size), members.split(size), strict=True):
         clipped = vmap(by_example, in_dims=(0, None, None))(w, examples.z, examples.public)  # [runs, n, p]
@@ -143,7 +144,7 @@ def sum_of_clipped(transcripts: Transcripts, weights: Tensor, members: Tensor) -
 
 
 def sum_of_others(transcripts: Transcripts, runs: slice, row: int) -> Tensor:
-    """The clipped gradients of all examples but one, summed over the batches of these runs, [runs, steps, p]."""
+    """The clipped gradients of all examples except one, summed over the batches of these runs, [runs, steps, p]."""
     members = transcripts.batches[runs].clone()
     members[..., row] = False
     weights = transcripts.weights[runs]

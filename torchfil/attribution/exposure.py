@@ -1,4 +1,4 @@
-"""Who is exposed most: examples ranked by a score such as their subject-level PLIS, and how well it finds outliers."""
+"""Who is most exposed: examples ranked by a score such as their subject-level PLIS, and how well it finds outliers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class AUROC:
     Attributes:
         value: In [0, 1]; 0.5 is chance.
         standard_error: DeLong's.
-        low: The lower end of the 95 % interval, on the logit scale; where the separation is perfect, 3 over the size
-            of the smaller class away from it.
+        low: The lower end of the 95 % interval, on the logit scale; for a perfect separation, 3 over the size of the
+            smaller class below it.
         high: The upper end.
     """
 
@@ -34,7 +34,7 @@ class AUROC:
 
 
 def auroc(scores: Any, is_outlier: Any) -> AUROC:
-    """How well scores tell known outliers from the rest.
+    """How well scores separate known outliers from the rest.
 
     Args:
         scores: [n]; higher: more exposed.
@@ -53,7 +53,7 @@ def auroc(scores: Any, is_outlier: Any) -> AUROC:
     # DeLong: the area is a mean over outliers and one over the rest, and their spreads give its error.
     inside, outside = values[~outlier], values[outlier]
     everything = stats.rankdata(values)
-    above = (everything[outlier] - stats.rankdata(outside)) / len(inside)  # of each outlier: the share below it
+    above = (everything[outlier] - stats.rankdata(outside)) / len(inside)  # for each outlier, the share below it
     below = 1 - (everything[~outlier] - stats.rankdata(inside)) / len(outside)
     value = float(above.mean())
     parts = [part.var(ddof=1) / len(part) if len(part) > 1 else np.nan for part in (above, below)]
@@ -77,7 +77,7 @@ def rank_by_exposure(scores: Any, ids: Sequence[Hashable] | None = None, *, name
         name: The score's column.
 
     Returns:
-        A pandas DataFrame where pandas is installed, else a dict of lists.
+        A pandas DataFrame if pandas is installed, else a dict of lists.
     """
     values = _scores(scores)
     names = list(range(len(values))) if ids is None else list(ids)

@@ -1,4 +1,4 @@
-"""The gradient of every example, taken apart by layer."""
+"""The gradient of every example, split by layer."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ def layer_gradients(
     """g_l = ∂ℓ/∂θ_l by layer, [n, N_l], or its mean over groups of examples, [n / batch, N_l].
 
     A layer is a module with its own trainable parameters, named as in ``model.named_modules()`` ("" for the model
-    itself) and in that order; layers without are left out. A parameter that modules share counts once, for the first.
+    itself) and in that order; modules without parameters are left out. A shared parameter counts once, for the first
+    module.
 
     Args:
         model: Any module without batch normalisation and active dropout; it is left unchanged.
         loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss; mean and sum reduction give the same.
         x: Inputs [n, …], or a tuple or dict of them.
         y: Targets [n, …].
-        batch: Average over groups of this many consecutive examples, as a client does that sends one gradient for its
-            batch. To look for a property of the group, put its examples side by side.
-        bias: Whether a layer's gradient holds its biases. Mo et al. define it with them (A.2) and give it the shape of
-            the weights alone (eq. 2); an attacker sees both.
+        batch: Average over groups of this many consecutive examples, like a client that sends one gradient for its
+            batch. To look for a property of the group, put its examples next to each other.
+        bias: Whether a layer's gradient includes its biases. Mo et al. define it with them (A.2), but give it the shape
+            of the weights alone (eq. 2); an attacker sees both.
 
     Example:
         >>> gradients = layer_gradients(nn.Linear(2, 1), nn.MSELoss(), torch.ones(3, 2), torch.zeros(3, 1))
@@ -63,7 +64,7 @@ def layer_gradients(
 
 
 def layer_index(parameters: dict[str, Tensor], *, bias: bool = True) -> dict[str, Tensor]:
-    """Layer ↦ the places of its entries in the flat vector of all trainable parameters, [N_l].
+    """For each layer, the places of its entries in the flat vector of all trainable parameters, [N_l].
 
     Example:
         >>> layer_index({"0.weight": torch.zeros(1, 2), "0.bias": torch.zeros(1)}, bias=False)
@@ -83,7 +84,7 @@ def layer_index(parameters: dict[str, Tensor], *, bias: bool = True) -> dict[str
 
 
 def _without_private(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> ExampleGradients:
-    """As ExampleGradients.build, for gradients alone: nothing need be private, so integer inputs work."""
+    """As ExampleGradients.build, but only for gradients: nothing needs to be private, so integer inputs work."""
     live, model = without_opacus(model)
     check_modules(model)
     check_unweighted_mean(loss_fn)

@@ -35,36 +35,39 @@ def v_information(
 
         I_V(g → p) = mean over held-out examples of  log f(g_i)[p_i] − log f(∅)[p_i].
 
-    0: the gradient is of no use to this family; the property's entropy (log 2 for a fair yes or no): it gives the
-    property away. f(g) is λ · classifier + (1 − λ) · f(∅): V-information asks for a family that may ignore what it sees
-    (Xu et al. 2020), and the mixture keeps a classifier that overfits from counting as worse than ignorance. λ, and the
-    strength of regularisation for "logistic", are chosen by 5-fold cross-validation within the training half.
+    0 means that the gradient is of no use to this family; the property's entropy (log 2 for a fair yes or no) means
+    that it gives the property away. f(g) is λ · classifier + (1 − λ) · f(∅): V-information requires a family that may
+    ignore what it sees (Xu et al. 2020), and the mixture keeps a classifier that overfits from counting as worse than
+    ignorance. λ, and the strength of regularisation for "logistic", are chosen by 5-fold cross-validation within the
+    training half.
 
-    **Biased down**, since the predictor is fitted on few examples, and the more so the wider the layer: of a truth of
-    0.221, 200 examples find 0.15 in 10 features, and 0.03 in 100 of which the other 90 are noise. So that layers can be
-    compared, "logistic" sees all at **one width**: on the principal components of the plain gradient, without labels.
-    Both then give 0.15, if the noise varies less than what tells. What lies outside of the components is lost: if all
-    100 vary alike, 0.05 is found (and 0.01 in random directions).
+    It is **biased down**, because the predictor is fitted on few examples, and more so for wider layers: if the truth
+    is 0.221, 200 examples find 0.15 in 10 features, and 0.03 in 100 features of which the other 90 are noise. To make
+    layers comparable, "logistic" sees all of them at **one width**: the principal components of the plain gradient,
+    without labels. Both then give 0.15, if the noise varies less than the informative features. What lies outside the
+    components is lost: if all 100 vary alike, it finds 0.05 (and 0.01 in random directions).
 
     Guarantees:
-        * Finite: λ ≤ 1 − smoothing, so that the probability 0 of a forest costs at most −log(smoothing · f(∅)).
-        * Every layer is judged on the same split. The interval resamples the held-out examples only; it does not
-          say how another training half would have done, nor cover the bias. A value below 0 is overfitting or chance.
+        * The result is finite: λ ≤ 1 − smoothing, so the probability 0 of a forest costs at most
+          −log(smoothing · f(∅)).
+        * Every layer is judged on the same split. The interval resamples only the held-out examples; it does not show
+          how another training half would have done, and does not cover the bias. A value below 0 is overfitting or
+          chance.
 
     Args:
-        gradients: {layer: [n, N_l]}, as :func:`layer_gradients` gives; features (their components) are standardised.
+        gradients: {layer: [n, N_l]} from :func:`layer_gradients`; features (their components) are standardised.
         property: [n] labels of two or more classes, each at least three times.
         family: "logistic" (ridge), "forest" (200 trees), or any scikit-learn classifier with ``predict_proba``.
         test_share: Share of the examples to hold out, drawn by class.
         test_rows: The held-out rows (numbers or a mask) instead; every class must occur in both parts.
-        width: To how many components to project every layer; at most the features of the narrowest layer, so leave
-            layers of very few parameters out. None: all features as they are, and layers of different width
-            compare less well; for "logistic" a rotation onto the examples' span then does the same for less. "auto":
-            32 for "logistic", None for others: a forest looks at features one by one, and learned 0.10 from components
-            where the features themselves told it 0.64 (docs/attacks-networks.md, fc1).
+        width: The number of components to project every layer to; at most the features of the narrowest layer, so leave
+            out layers with very few parameters. None: all features as they are; layers of different width are then less
+            comparable (for "logistic", a rotation onto the examples' span gives the same at a lower cost). "auto": 32
+            for "logistic", None for others: a forest looks at features one by one, and learned 0.10 from components
+            but 0.64 from the features themselves (docs/attacks-networks.md, fc1).
         smoothing: 1 − the largest λ.
-        bootstrap: How many resamples.
-        seed: Of the split, the forest, the folds and the resamples.
+        bootstrap: The number of resamples.
+        seed: The seed of the split, the forest, the folds and the resamples.
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -99,7 +102,7 @@ def v_information(
 def _one_width(
     width: int | Literal["auto"] | None, family: Any, gradients: Mapping[str, Tensor | np.ndarray]
 ) -> int | None:
-    """To how many components every layer is projected; None: not at all."""
+    """The number of components that every layer is projected to; None: no projection."""
     if width == "auto":
         width = 32 if isinstance(family, str) and family == "logistic" else None
     if width is None:
@@ -127,7 +130,7 @@ def _gains(
     train_X, train_y = X[~test], labels[~test]
     prior = np.bincount(train_y) / len(train_y)
 
-    # λ and the candidate are chosen by what each foresees out of its fold.
+    # λ and the candidate are chosen by out-of-fold predictions.
     folds = StratifiedKFold(min(5, np.bincount(train_y).min()), shuffle=True, random_state=seed)
     foreseen = np.zeros((len(candidates), len(train_y)))  # probability of the truth, out of fold
     for fit, held in folds.split(train_X, train_y):
@@ -155,7 +158,7 @@ def _probabilities(candidate: Any, X: np.ndarray, y: np.ndarray, new: np.ndarray
     from sklearn.base import clone
     from sklearn.exceptions import ConvergenceWarning
 
-    with warnings.catch_warnings():  # where it stops is a member of the family too, and cross-validation judges it
+    with warnings.catch_warnings():  # a fit that stops early is in the family, too; cross-validation judges it
         warnings.simplefilter("ignore", ConvergenceWarning)
         fitted = clone(candidate).fit(X, y)
     result = np.zeros((len(new), classes))
@@ -164,20 +167,20 @@ def _probabilities(candidate: Any, X: np.ndarray, y: np.ndarray, new: np.ndarray
 
 
 def _features(X: np.ndarray, new: np.ndarray, width: int | None, linear: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Both centred by X, projected on its first principal components where asked for, and standardised by it."""
+    """Both parts, centred by X, projected to its first principal components if requested, and standardised by X."""
     mean = X.mean(axis=0)
     X, new, size = X - mean, new - mean, np.abs(X).max(initial=0)
     if width is not None:
         X, new = _project(X, new, min(width, len(X) - 1, X.shape[1]))
-        size = 1e6 * X.std(axis=0).max(initial=0)  # of components, less than a millionth of the first is rounding
+        size = 1e6 * X.std(axis=0).max(initial=0)  # components below a millionth of the first are rounding
     deviation = X.std(axis=0)
     deviation = np.where(deviation > 1e-12 * size, deviation, np.inf)  # constant features say nothing
     X, new = X / deviation, new / deviation
 
     if linear:
-        if width is None and len(X) - 1 < X.shape[1]:  # free of loss
+        if width is None and len(X) - 1 < X.shape[1]:  # without loss
             X, new = _project(X, new, len(X) - 1)
-        scale = math.sqrt((X**2).sum() / len(X)) or 1.0  # gives one grid of C a meaning for every width
+        scale = math.sqrt((X**2).sum() / len(X)) or 1.0  # so that one grid of C suits every width
         X, new = X / scale, new / scale
     return X, new
 

@@ -1,4 +1,4 @@
-"""How much each layer's gradient moves with the target or the input (Mo et al. 2021, eq. 2)."""
+"""How much each layer's gradient changes with the target or the input (Mo et al. 2021, eq. 2)."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ def jacobian_sensitivity(
     :func:`layer_gradients`. ``normalised=False`` gives the mean of ‖∂g_l/∂t‖ alone.
 
     The norms are taken over all entries of the Jacobian [N_l, dim t]: the root of the sum of squares, the sum of
-    absolute values, the largest absolute value. Mo et al. name "the 1-norm or the ∞-norm for vectors", and their ψ_l
-    fits; it would fit the norms induced on matrices too.
+    absolute values, the largest absolute value. Mo et al. name "the 1-norm or the ∞-norm for vectors", which fits their
+    ψ_l; it would fit the induced matrix norms, too.
 
     Guarantees:
         * Exact: every column of every example's Jacobian is computed, a few at a time.
         * Mean and sum reduction in ``loss_fn`` give the same numbers.
-        * 0 for an example whose layer neither moves nor has a range (dead units); infinite if g_l has no range
-          but moves. Dividing by the range makes well-fitted examples, whose gradient is nearly 0, weigh most.
+        * An example whose layer's gradient neither changes nor has a range (dead units) counts as 0; it counts as
+          infinite if g_l has no range but changes. Dividing by the range gives well-fitted examples, whose gradient is
+          nearly 0, the largest weight.
 
     Args:
         model: Any module without batch normalisation and active dropout; it is left unchanged.
@@ -60,8 +61,8 @@ def jacobian_sensitivity(
             ``Private(submodule="embedding")`` for a model of integer tokens.
         norm: "fro", 1 or ``float("inf")``.
         normalised: Whether to divide by ψ_l and the range.
-        chunk_size: How many columns of length p (all parameters) are held at once; None: what fits into 1 GiB.
-        bias: Whether g_l holds the layer's biases, and N_l counts them; ``bias=False`` is the shape that Mo et al.
+        chunk_size: How many columns of length p (all parameters) to hold at once; None: as many as fit into 1 GiB.
+        bias: Whether g_l includes the layer's biases, and N_l counts them; ``bias=False`` is the shape that Mo et al.
             give to G_l in eq. 2.
 
     Example:
@@ -118,13 +119,13 @@ def _prepared(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any, wrt: A
 
 
 def _continuous(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any) -> Tensor:
-    """The targets themselves where they are floating-point, else one-hot class probabilities."""
+    """The targets themselves if they are floating-point, else one-hot class probabilities."""
     if not isinstance(y, Tensor):
         raise TypeError(f"wrt='target' needs a tensor of targets, got {type(y).__name__}")
     if y.is_floating_point() or len(y) == 0:
         return y
 
-    # The model's output for one example tells the number of classes.
+    # The model's output for one example shows the number of classes.
     args, kwargs = map_tensors(lambda leaf: leaf[:1], as_call(x))
     with torch.no_grad():
         output = model(*args, **kwargs)

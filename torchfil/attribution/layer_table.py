@@ -23,7 +23,7 @@ class LayerTable:
         value: [layers].
         low: The lower end of the 95 % interval, [layers].
         high: The upper end, [layers].
-        standard_error: Over examples, [layers].
+        standard_error: The standard error over examples, [layers].
         measure: What is measured.
         unit: Its unit.
 
@@ -62,19 +62,19 @@ class LayerTable:
         return "\n".join([f"{self.measure} [{self.unit}]", *lines])
 
     def to_pandas(self) -> Any:
-        """The columns value, low, high, standard_error by layer; a dict of lists where pandas is not installed."""
+        """The columns value, low, high, standard_error by layer; a dict of lists if pandas is not installed."""
         columns = {name: getattr(self, name).tolist() for name in ("value", "low", "high", "standard_error")}
         return as_table(list(self.layers), columns, index_name="layer")
 
     def plot(self, ax: Any = None) -> Any:
-        """Bars with their intervals by layer, on ``ax`` or a new figure; returns the matplotlib figure.
+        """Draw bars with their intervals by layer, on ``ax`` or a new figure; return the matplotlib figure.
 
-        A value that is not finite is written out.
+        A value that is not finite is written as text.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        # Names that would run into each other are tilted, and need height.
+        # Names that would overlap are tilted, and need height.
         longest = max(map(len, self._shown))
         rotated = longest * len(self) > 40
         if ax is None:
@@ -108,7 +108,7 @@ class LayerTable:
 
 
 def _format(values: np.ndarray) -> str:
-    """A format that gives the smallest value two digits; scientific where that takes more than five decimals."""
+    """A format with two digits for the smallest value; scientific if that takes more than five decimals."""
     sizes = np.abs(values[np.isfinite(values) & (values != 0)])
     decimals = max(3, 1 - math.floor(math.log10(sizes.min()))) if len(sizes) else 3
     return "{:.2e}" if decimals > 5 or sizes.max(initial=0) >= 1e6 else f"{{:.{decimals}f}}"

@@ -2,9 +2,9 @@ r"""Privacy-loss input susceptibility: which attributes of an example drive its 
 
     PL = ‖g‖²/s²,      PLIS = ∂PL/∂z = 2 Jᵀg / s²,      J = ∂g/∂z.
 
-Under DP-SGD g is the clipped gradient g̃ and s = σC the noise's standard deviation; then PLIS = 2‖g̃‖ a / s², a = ∂‖g̃‖/∂z
-being the direction that exact Poisson accounting weighs by κ∥ (:mod:`torchfil.fisher.operator`). Without noise, s = 1:
-the "gradient signal".
+Under DP-SGD, g is the clipped gradient g̃ and s = σC the noise's standard deviation. Then PLIS = 2‖g̃‖ a / s², where a
+= ∂‖g̃‖/∂z is the direction that exact Poisson accounting weights by κ∥ (:mod:`torchfil.fisher.operator`). Without
+noise, s = 1 (the "gradient signal").
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _MOST_GRAPHS = 8
-_WORKING_VECTORS = 6  # vectors of length p per example, where gradients have to be formed
+_WORKING_VECTORS = 6  # vectors of length p per example, if gradients must be formed
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ def susceptibility(
 ) -> Susceptibility:
     """PL and PLIS of every example of a batch.
 
-    One recorded pass without per-example gradients where the layers allow (:mod:`torchfil.fisher.recording`), else from
-    gradients mapped over examples; in chunks either way.
+    If the layers allow, this takes one recorded pass without per-example gradients (:mod:`torchfil.fisher.recording`),
+    otherwise gradients mapped over examples; in chunks either way.
 
     Args:
-        gradients: The examples with model and loss, and their weights ω where they are clipped with such.
+        gradients: The examples with model and loss, and their clip weights ω, if any.
         noise_std: s; None: 1.
         max_grad_norm: C; None: no clipping.
         clip: The clip function.
-        max_memory: Bytes that a chunk's graph or gradients may take; at least one example is worked on.
-        batch_plan: What :func:`torchfil.fisher.recording.plan` gave for such a batch before.
-        recorded_pass: How ‖g‖² and its gradient are computed where the layers allow.
+        max_memory: The bytes for a chunk's graph or gradients; a chunk has at least one example.
+        batch_plan: An earlier result of :func:`torchfil.fisher.recording.plan` for such a batch.
+        recorded_pass: How to compute ‖g‖² and its gradient if the layers allow a recorded pass.
     """
     if len(gradients) == 0:
         empty = torch.zeros(0, gradients.num_coordinates, dtype=gradients.dtype, device=gradients.device)
@@ -106,7 +106,7 @@ def susceptibility(
 
 
 class _GraphedNorms:
-    """:func:`norm_gradient`, on a GPU as a CUDA graph from the second batch of a kind on."""
+    """:func:`norm_gradient`, on a GPU as a CUDA graph, from the second batch of a kind on."""
 
     def __init__(self) -> None:
         self.usable = True
@@ -135,7 +135,7 @@ class _GraphedNorms:
             self.usable = False
             self._captured.clear()
             return norm_gradient(gradients)
-        return NormGradient(replayed.square.clone(), replayed.gradient.clone())  # the next replay writes over them
+        return NormGradient(replayed.square.clone(), replayed.gradient.clone())  # the next replay overwrites them
 
 
 def _as_one_stage(gradients: ExampleGradients) -> Iterator[NormGradient]:
@@ -145,28 +145,29 @@ def _as_one_stage(gradients: ExampleGradients) -> Iterator[NormGradient]:
 class PLIS:
     """An attribution of each example's privacy loss to its input, in the shape of the input.
 
-    Positive where a larger value would raise the example's privacy loss, negative where it would lower it; its size
-    tells how fast.
+    It is positive where a larger value would raise the example's privacy loss, negative where it would lower it; its
+    size says how fast.
 
     Guarantees:
-        * Examples do not mix: a model that mixes them in a recorded pass is found out and worked on one by one.
+        * Examples do not mix: if a model mixes them in a recorded pass, this is detected, and they are processed one by
+          one.
         * A zero gradient gives a map of zeros.
-        * The model is left as it was; no ``.grad`` is touched.
+        * The model is not changed, and no ``.grad`` is touched.
 
     Args:
         model: Any module without batch normalisation and active dropout, on any device.
         loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss; mean or sum reduction.
         noise_std: s = σC, the standard deviation of DP-SGD's noise; None: without noise, s = 1.
         max_grad_norm: C; None: no clipping.
-        clip: The clip function, where there is one.
+        clip: The clip function, if there is clipping.
         private: Which coordinates to attribute to; None: every floating-point input. ``Private(submodule="embedding")``
             attributes to the output of an embedding, for integer inputs.
-        max_memory: Bytes that the computation may hold besides the model and the result, as far as it can be known
-            beforehand from two examples.
-        cuda_graphs: Whether batches of a size that was seen before run as CUDA graphs on a GPU.
+        max_memory: The bytes that the computation may hold besides the model and the result, as estimated from two
+            examples.
+        cuda_graphs: Whether batches of a known size run as CUDA graphs on a GPU.
 
     Attributes:
-        method: How the last batch was worked on: "recorded pass", or "mapped gradients" with the reason.
+        method: How the last batch was processed: "recorded pass", or "mapped gradients" with the reason.
 
     Example:
         For ℓ = (wx)² with w = 2 at x = 3: g = 2wx², PL = 4w²x⁴, PLIS = 16w²x³.
@@ -208,7 +209,7 @@ class PLIS:
 
         Args:
             inputs: A tensor, a tuple of positional inputs or a dict of keyword inputs, [batch, …] each.
-            targets: What ``loss_fn`` compares with, [batch, …].
+            targets: The targets for ``loss_fn``, [batch, …].
 
         Returns:
             For one private tensor (the usual case) a tensor of its shape; for several a dict by position or name, with
@@ -267,7 +268,7 @@ def subject_norms(attribution: Tensor) -> Tensor:
 
 
 def column_norms(attribution: Tensor) -> Tensor:
-    """The PLIS's size by column of a table [batch, columns], or the norm over all but the last dimension.
+    """The size of the PLIS by column of a table [batch, columns], or the norm over all dimensions except the last.
 
     Example:
         >>> column_norms(torch.tensor([[-1.0, 2.0]]))

@@ -6,7 +6,7 @@
     rero                     **every** attacker's chance of success, any record
     mse_from_rdp, replace_one_rdp    every **unbiased** attacker, any record, from the accountant's divergence
 
-Each function is a theorem's right-hand side; its docstring says about which attacker it speaks. MSE is the
+Each function is the right-hand side of a theorem; its docstring says which attacker it binds. MSE is the
 mean squared error per private coordinate, E‖ẑ − z‖²/d, in the squared unit of the data. A bound of infinity
 means that the release carries no information; these values depend on private data and are confidential.
 """

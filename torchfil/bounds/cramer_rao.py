@@ -1,7 +1,8 @@
 """What Fisher information means for a reconstruction attack: Cramér and Rao (Theorem 2 of Guo et al. 2022).
 
-All but :func:`mse_biased` are about **unbiased** attackers. One who knows what people are like may err less, at the
-price of a bias: :mod:`torchfil.bounds.van_trees` and :mod:`torchfil.bounds.reconstruction` bound every attacker.
+All functions except :func:`mse_biased` are about **unbiased** attackers. An attacker who knows what people are like may
+err less, at the price of a bias: :mod:`torchfil.bounds.van_trees` and :mod:`torchfil.bounds.reconstruction` bound every
+attacker.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def mse_from_trace(trace: Tensor, num_coordinates: int) -> Tensor:
 def mse_from_spectral_norm(eta_squared: Tensor) -> Tensor:
     """Theorem 2, the looser form: MSE ≥ 1/η², η² = ‖I‖₂, for every unbiased attacker.
 
-    It holds for the MSE in every single direction too. η² must not be an underestimate: an iterated
-    ("lower bound") spectral norm gives an approximation of this bound, not the bound.
+    It also holds for the MSE in every single direction. η² must not be an underestimate: an iterated ("lower bound")
+    spectral norm gives an approximation of this bound, not the bound.
     """
     return 1.0 / _non_negative(eta_squared, "eta_squared")
 
@@ -55,8 +56,8 @@ def mse_biased(fim: Tensor, mean_jacobian: Tensor, bias: Tensor) -> Tensor:
         bias: μ(z) − z, [batch, d] or [d].
 
     Returns:
-        The bound, [batch]. Eigenvalues are floored as in :func:`mse_from_fim`. A zero matrix I leaves the
-        squared bias where J_μ is zero (a constant guess), and infinity elsewhere.
+        The bound, [batch]. Eigenvalues are floored as in :func:`mse_from_fim`. With a zero matrix
+        I, the bound is the squared bias if J_μ is zero (a constant guess), and infinite otherwise.
     """
     d = fim.shape[-1]
     return (_inverse_trace(fim, mean_jacobian) + bias.square().sum(dim=-1)) / d
@@ -65,7 +66,7 @@ def mse_biased(fim: Tensor, mean_jacobian: Tensor, bias: Tensor) -> Tensor:
 def attribute_error(diagonal: Tensor) -> Tensor:
     """The standard error of an unbiased guess of one coordinate: at least 1/sqrt(I_jj), in its own unit.
 
-    The attacker may know every other coordinate. Elementwise; infinity if I_jj = 0.
+    The attacker may know every other coordinate. The result is elementwise, and infinite if I_jj = 0.
 
     Example:
         >>> attribute_error(torch.tensor([0.04, 0.0]))  # an age, in years

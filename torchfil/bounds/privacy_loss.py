@@ -1,16 +1,18 @@
-"""The privacy loss of a subsampled Gaussian run, on a grid: rounded up and rounded down, composed by FFT.
+"""The privacy loss of a subsampled Gaussian run on a grid, rounded up and rounded down, composed by FFT.
 
-One step gives x ~ N(0, σ²) without the example (ν), and x ~ q N(1, σ²) + (1−q) N(0, σ²) with it (μ). Its privacy loss
+One step releases x ~ N(0, σ²) without the example (ν), and x ~ q N(1, σ²) + (1−q) N(0, σ²) with it (μ). Its privacy
+loss
 
     L(x) = log dμ/dν = log(1 − q + q e^{(2x−1)/2σ²})
 
-adds up over steps. All that an attacker can achieve is in the law of the sum under μ, for
+adds up over steps. The distribution of the sum under μ determines everything that an attacker can achieve, because
 
     δ(ε) = E_μ (1 − e^{ε−L})₊,   sup {P_μ(E) : P_ν(E) ≤ π₀} = min over ε of  δ(ε) + e^ε π₀.
 
-Both brackets of the law keep to the grid k·h and are off by O(h²) a step. **Up**: a loss in a cell moves to the cell's
-two ends so that its masses under μ and ν stay: a finer experiment, which tells more. **Down**: parts of neighbouring
-cells are pooled so that their mean ratio is that of the end between them: a coarser experiment, which tells less.
+Both brackets of the distribution are on the grid k·h and are off by O(h²) per step. **Up**: a loss in a cell moves to
+the cell's two ends, and its masses under μ and ν stay the same: a finer experiment, which reveals more. **Down**: parts
+of neighbouring cells are pooled so that their mean ratio is that of the end between them: a coarser experiment, which
+reveals less.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _PANEL = 0.05  # the widest panel of the quadrature, in σ
 
 @dataclass(frozen=True)
 class GridLaw:
-    """A law of losses on its own grid: ``mass[i]`` lies at offset + (first + i)·width."""
+    """A distribution of losses on its own grid: ``mass[i]`` lies at offset + (first + i)·width."""
 
     first: int
     mass: np.ndarray
@@ -47,7 +49,7 @@ class GridLaw:
 class StepLoss:
     """The loss of one step with sampling rate q in (0, 1] and noise multiplier σ, both for sensitivity 1.
 
-    Outputs further than ``reach``·σ from both means are left out: their mass is at most 2Φ(−reach) under μ.
+    Outputs farther than ``reach``·σ from both means are left out; their mass is at most 2Φ(−reach) under μ.
 
     Example:
         >>> step = StepLoss(q=0.1, sigma=2.0, reach=8.0)
@@ -62,7 +64,7 @@ class StepLoss:
 
     @property
     def least(self) -> float:
-        """log(1 − q), the infimum of the loss; 0, of no matter, for q = 1."""
+        """log(1 − q), the infimum of the loss; 0, which does not matter, for q = 1."""
         return math.log1p(-self.q) if self.q < 1 else 0.0
 
     def loss(self, x: np.ndarray) -> np.ndarray:
@@ -92,7 +94,7 @@ class StepLoss:
         return _log_moments(loss, weight, exponents)
 
     def rounded_up(self, width: float) -> GridLaw:
-        """The law of the loss, moved to both ends of its cell; the least loss lies on the grid."""
+        """The distribution of the loss, moved to both ends of its cell; the least loss lies on the grid."""
         first, _, over, under = self._cells(width, self.least)
         mass = np.zeros(len(over) + 1)
         mass[1:] += over / -math.expm1(-width)
@@ -100,9 +102,9 @@ class StepLoss:
         return GridLaw(first, mass, width, self.least)
 
     def rounded_down(self, width: float) -> GridLaw:
-        """The law of the loss, parts of neighbouring cells pooled at the end between them; next to nothing is left."""
+        """The distribution of the loss, with parts of neighbouring cells pooled at the end between them."""
         offset = self.least
-        if self.q < 1:  # small losses pile up at the least: look there for the place of the grid that leaves least
+        if self.q < 1:  # most mass is at the smallest losses: place the grid so that the least is left over there
             for spread in (1.0, 0.1):
                 tried = offset + spread * width * np.linspace(-0.5, 0.5, 17)
                 offset = min(tried.tolist(), key=lambda place: self._pools(width, place, 200)[3])
@@ -111,15 +113,15 @@ class StepLoss:
         return GridLaw(first, np.append(mass - moved, 0.0) + np.append(0.0, moved), width, offset)
 
     def _pools(self, width: float, offset: float, most: int | None = None) -> tuple[int, np.ndarray, np.ndarray, float]:
-        """Number of the first cell, each cell's mass and the share of it that goes up, and what rounding down costs.
+        """The number of the first cell, each cell's mass and the share that moves up, and the cost of rounding down.
 
         With β_{k−1} of cell k − 1 and α_k of cell k at their common end, β_{k−1} under_{k−1} = α_k over_k and α_k + β_k
-        ≤ 1; what is left of a cell goes to its lower end. From both tails towards the mode the recursion contracts.
+        ≤ 1; the rest of a cell goes to its lower end. From both tails towards the mode the recursion contracts.
 
         Args:
-            width: Of a cell.
-            offset: A place of the grid.
-            most: How many of the lowest cells to look at; None: all.
+            width: The width of a cell.
+            offset: The position of the grid.
+            most: How many of the lowest cells to use; None: all.
         """
         first, mass, over, under = self._cells(width, offset, most)
         mode, last = int(mass.argmax()), len(mass) - 1
@@ -135,7 +137,7 @@ class StepLoss:
             meet(k, min((1 - to_lower[k - 1]) * below[k - 1], above[k]))
         for k in range(last, mode + 1, -1):
             meet(k, min((1 - to_upper[k]) * above[k], below[k - 1]))
-        if mode < last:  # where both recursions meet, something is left
+        if mode < last:  # something is left over at the place where both recursions meet
             meet(mode + 1, min((1 - to_upper[mode + 1]) * above[mode + 1], (1 - to_lower[mode]) * below[mode]))
 
         left = (1 - np.asarray(to_lower) - np.asarray(to_upper)) * over
@@ -144,7 +146,7 @@ class StepLoss:
     def _cells(
         self, width: float, offset: float, most: int | None = None
     ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """Number of the first cell; ∫ dμ, ∫ (1 − e^{a−L}) dμ and ∫ (e^{b−L} − 1) dμ over each cell [a, b]."""
+        """The number of the first cell; ∫ dμ, ∫ (1 − e^{a−L}) dμ and ∫ (e^{b−L} − 1) dμ over each cell [a, b]."""
         ends = self.loss(np.asarray([-self.reach * self.sigma, 1 + self.reach * self.sigma]))
         first, last = math.floor((ends[0] - offset) / width), math.ceil((ends[1] - offset) / width)
         borders = self.output(
@@ -173,18 +175,18 @@ class StepLoss:
 
 
 def tail_exponents() -> np.ndarray:
-    """λ for Chernoff's bound on both tails, from which :func:`covering_window` takes the best."""
+    """Values of λ for Chernoff's bound on both tails, of which :func:`covering_window` uses the best."""
     sizes = 2.0 ** np.arange(-6, 15)
     return np.concatenate([-sizes, sizes])
 
 
 def covering_window(log_moments: np.ndarray, exponents: np.ndarray, log_tail: float) -> tuple[np.ndarray, np.ndarray]:
-    """Ends between which a sum lies, except for a chance e^{log_tail} beyond each, by Chernoff.
+    """Ends between which a sum lies, except with probability e^{log_tail} beyond each, by Chernoff.
 
     Args:
         log_moments: log E e^{λ·sum}, [rows, λ].
         exponents: λ, of both signs.
-        log_tail: The logarithm of the chance.
+        log_tail: The logarithm of that probability.
 
     Returns:
         The lower and the upper ends, [rows] each, as pairs (end, its λ): [rows, 2].
@@ -200,9 +202,9 @@ def covering_window(log_moments: np.ndarray, exponents: np.ndarray, log_tail: fl
 
 
 def compose(laws: Sequence[GridLaw], counts: np.ndarray, start: int, size: int) -> np.ndarray:
-    """The law of sums of ``counts[:, j]`` independent losses of law j, [rows, size], from grid point ``start`` on.
+    """The distribution of sums of ``counts[:, j]`` independent losses of law j, [rows, size], from point ``start`` on.
 
-    Grid point k of a row lies at k·width + Σ_j counts[j]·offset_j. Sums beyond the window come in at its other end.
+    Grid point k of a row lies at k·width + Σ_j counts[j]·offset_j. Sums beyond the window reappear at its other end.
     """
     log_spectra = np.empty((len(laws), size // 2 + 1), dtype=complex)
     for log_spectrum, law in zip(log_spectra, laws, strict=True):
@@ -221,7 +223,7 @@ def compose(laws: Sequence[GridLaw], counts: np.ndarray, start: int, size: int) 
 def success_of(mass: np.ndarray, first: np.ndarray, width: float, priors: Iterable[float]) -> np.ndarray:
     """min over ε of δ(ε) + e^ε π₀, [rows, priors], for laws [rows, size] of losses first[row] + k·width.
 
-    δ is linear in e^ε between grid points, so that the minimum lies on one of them, or below all: there it is 1.
+    δ is linear in e^ε between grid points, so the minimum lies on one of them, or below all of them, where it is 1.
     """
     after = np.concatenate([mass[:, 1:], np.zeros_like(mass[:, :1])], axis=1)[:, ::-1]
     decay = math.exp(-width)

@@ -1,9 +1,10 @@
 """Reconstruction robustness (Hayes et al. 2023): how often any attacker's guess succeeds, biased or not.
 
-An attacker whose guess from the prior alone succeeds with probability π₀ succeeds after seeing the run with probability
-at most sup {P_μ(E) : P_ν(E) ≤ π₀}, ν = N(0, σ²I_T), μ = N(B, σ²I_T), B ~ Bernoulli(q)^T. By Neyman and Pearson E is a
-threshold on the likelihood ratio; its law is computed on a grid (:mod:`torchfil.bounds.privacy_loss`, after Kaissis et
-al. 2023), so that the number lies in a bracket that is proven up to rounding in float64.
+If an attacker's guess from the prior alone succeeds with probability π₀, then after seeing the run it succeeds with
+probability at most sup {P_μ(E) : P_ν(E) ≤ π₀}, ν = N(0, σ²I_T), μ = N(B, σ²I_T), B ~ Bernoulli(q)^T. By Neyman and
+Pearson, E is a threshold on the likelihood ratio. Its distribution is computed on a grid
+(:mod:`torchfil.bounds.privacy_loss`, after Kaissis et al. 2023), so the number lies in a bracket that is proven up to
+rounding in float64.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from torchfil.bounds.privacy_loss import StepLoss, compose, covering_window, suc
 
 __all__ = ["Bracket", "rero", "success_by_counts"]
 
-_CELLS = (2**14, 2**17, 2**20)  # of the window, tried in turn
+_CELLS = (2**14, 2**17, 2**20)  # sizes of the window, tried in turn
 _ROW_CELLS = 2**13  # for many examples at once
 _AT_ONCE = 2**23  # numbers of composed laws
 _WIDEST = 500.0  # cell of a grid of losses
-_NEXT_TO_NO_NOISE = 0.05  # σ below which a step that drew the example is known for certain, except for a chance Φ(−10)
+_NEXT_TO_NO_NOISE = 0.05  # below this σ, a step that drew the example reveals it, except with probability Φ(−10)
 
 
 @dataclass(frozen=True, eq=False)
 class Bracket:
-    """A number that certainly lies between two others; ``float(b)`` is the upper end, which can be promised.
+    """A number that certainly lies between two others; ``float(b)`` is the upper end, which you can promise.
 
     Attributes:
         low: The lower end.
@@ -55,7 +56,7 @@ def rero(
     """The largest success rate of **every** attacker, biased or not; the run's batches and its noise are random.
 
     Args:
-        prior_success: π₀ in (0, 1): how often the attacker's guess without the model succeeds; several: a curve.
+        prior_success: π₀ in (0, 1): how often the attacker's guess succeeds without the model; several give a curve.
         q: The sampling rate, in (0, 1]; several: one per part of the run.
         noise_multiplier: σ > 0; the clipped norm must not exceed ``max_grad_norm``. Several: one per part.
         steps: T ≥ 1; several: one per part.
@@ -63,7 +64,7 @@ def rero(
 
     Returns:
         The bracket, a scalar or [priors]; exact for q = 1. The grid has at most 2²⁰ cells: in extreme runs the bracket
-        stays wider than asked for, but still holds.
+        stays wider than ``tolerance``, but is still valid.
 
     Example:
         >>> bracket = rero(0.01, q=0.01, noise_multiplier=1.0, steps=1000)
@@ -95,7 +96,7 @@ def rero(
         high = np.minimum(high, _success(priors, steps_of_run, counts[None], window / cells, up=True)[0])
         if (high - low <= tolerance * high).all():
             break
-    low = np.maximum(low, priors)  # whoever does not look succeeds that often
+    low = np.maximum(low, priors)  # a guess without the model succeeds that often
     return Bracket(*(torch.as_tensor(end).reshape(prior.shape) for end in (low, np.maximum(low, high))))
 
 
@@ -108,7 +109,7 @@ def success_by_counts(
         prior_success: π₀, each in (0, 1).
         q: The sampling rate of every step.
         noise_multipliers: σC/‖g̃‖ of each level.
-        counts: How many steps of an example were of which level, [examples, levels].
+        counts: How many steps of an example had each level, [examples, levels].
 
     Returns:
         [examples, priors].
@@ -125,14 +126,14 @@ def success_by_counts(
     if q == 1:
         return _gaussian(priors[None], (rows / sigmas**2).sum(axis=1)[:, None])[place.reshape(-1)]
 
-    # steps with next to no noise tell an example that they drew: others count where they all have missed it
+    # steps with almost no noise reveal an example that they drew; other steps count only if all of these missed it
     bare = sigmas < _NEXT_TO_NO_NOISE
     if bare.any():
         others = success_by_counts(prior_success, q, sigmas[~bare].tolist(), rows[:, ~bare])
         missed = (1 - q) ** rows[:, bare].sum(axis=1)
         return (1 - missed[:, None] * (1 - others))[place.reshape(-1)]
 
-    # examples of about the same window share a grid, which does not depend on who else is asked for
+    # examples with about the same window share a grid, which does not depend on the other examples
     result = np.tile(priors, (len(rows), 1))
     released = np.flatnonzero(rows.sum(axis=1) > 0)
     used = np.flatnonzero(rows.sum(axis=0) > 0)
@@ -150,11 +151,11 @@ def success_by_counts(
 def _next_to_no_noise(
     prior: Tensor, rates: np.ndarray, sigmas: np.ndarray, counts: np.ndarray, tolerance: float
 ) -> Bracket:
-    """The bracket where some steps have so little noise that no grid would hold their losses.
+    """The bracket if some steps have so little noise that no grid would hold their losses.
 
-    More noise tells less. The upper end has none at those steps: with a = 1 − Π(1 − q)^T one of them has drawn the
-    example, which is then known for certain, and a + (1 − a) S(π₀) is the success with S(π₀) that of the other steps.
-    The lower end has more noise there than the run had.
+    More noise reveals less. The upper end assumes no noise at those steps: with probability a = 1 − Π(1 − q)^T one of
+    them has drawn the example, which is then known for certain. The success is a + (1 − a) S(π₀), where S(π₀) is that
+    of the other steps. The lower end assumes more noise at those steps than the run had.
     """
     bare = sigmas < _NEXT_TO_NO_NOISE
     missed = float(((1 - rates[bare]) ** counts[bare]).prod())
@@ -179,7 +180,7 @@ def _success(
     log_tail = _log_tail(priors)
     low, high = _windows(counts, steps, log_tail)
 
-    # rounding widens the law: the window is that of the rounded one
+    # rounding widens the distribution, so the window is that of the rounded one
     laws = [step.rounded_up(width) if up else step.rounded_down(width) for step in steps]
     exponents = np.unique([low[low[:, 0].argmin(), 1], high[high[:, 0].argmax(), 1]])
     low, high = covering_window(counts @ np.stack([law.log_moments(exponents) for law in laws]), exponents, log_tail)
@@ -188,7 +189,7 @@ def _success(
     size = fft.next_fast_len(math.ceil((high[:, 0] - offsets).max() / width) - start + 2, real=True)
     size += size % 2
 
-    # what lies beyond the window or the reach, or is rounded away in float64, may be anywhere
+    # mass beyond the window or the reach, or lost to rounding in float64, may be anywhere
     most = counts.sum(axis=1).max()
     slack = 2 * math.exp(log_tail) + 2 * most * special.ndtr(-steps[0].reach) + (most + 1000) * np.finfo(float).eps
     at_once = max(1, _AT_ONCE // size)
@@ -210,7 +211,7 @@ def _steps_of(rates: np.ndarray, sigmas: np.ndarray, reach: float) -> list[StepL
 
 
 def _log_tail(priors: np.ndarray) -> float:
-    """The logarithm of a chance that is small compared with every success."""
+    """The logarithm of a probability that is small compared with every success."""
     return math.log(1e-8 * priors.min())
 
 
@@ -226,7 +227,7 @@ def _gaussian(priors: np.ndarray, squared_distance: np.ndarray) -> np.ndarray:
 def _stretches(
     q: float | Sequence[float], noise_multiplier: float | Sequence[float], steps: int | Sequence[int]
 ) -> list[tuple[float, float, int]]:
-    """(q, σ, T) of every stretch of the run, alike ones together."""
+    """(q, σ, T) of every part of the run; equal ones are combined."""
     given = [np.atleast_1d(np.asarray(each, dtype=float)) for each in (q, noise_multiplier, steps)]
     lengths = {len(each) for each in given if len(each) != 1}
     if len(lengths) > 1 or any(each.ndim != 1 or not len(each) for each in given):

@@ -17,13 +17,13 @@ def mse_from_rdp(epsilon: float, diameters: Tensor | Sequence[float]) -> float:
 
     Args:
         epsilon: The order-2 Rényi divergence between runs on data sets that differ in **the value of one
-            example**. From an accountant that adds and removes examples (Opacus), take
-            :func:`replace_one_rdp`; the paper's own reading, ε_RDP(2) of the accountant, is its ``epsilon``
-            taken as is, and is not a theorem for such accountants.
+            example**. For an accountant that adds and removes examples (Opacus), use
+            :func:`replace_one_rdp`; the paper's own reading uses the accountant's ε_RDP(2) directly, which is not a
+            theorem for such accountants.
         diameters: The range of each private coordinate, [d].
 
     Example:
-        The paper's: ages in [0, 100] at ε = 2 are safe up to about ±19.
+        The paper's example: ages in [0, 100] at ε = 2 are safe up to about ±19.
 
         >>> round(mse_from_rdp(2.0, [100.0]) ** 0.5, 1)
         19.8
@@ -41,7 +41,7 @@ def mse_from_rdp(epsilon: float, diameters: Tensor | Sequence[float]) -> float:
 def replace_one_rdp(rdp: Callable[[float], float], *, order: float = 2.0) -> float:
     """D_α between neighbours that differ in one example's value, from RDP under adding or removing one.
 
-    Both neighbours lie one removal from the data set without the example, R. For every p > 1 with
+    Both neighbours are one removal away from the data set without the example, R. For every p > 1 with
     1/p + 1/p′ = 1 the Rényi divergence has the weak triangle inequality
 
         D_α(P‖Q) ≤ (α − 1/p)/(α − 1) · D_{pα}(P‖R) + D_{p′(α − 1/p)}(R‖Q).
@@ -49,7 +49,7 @@ def replace_one_rdp(rdp: Callable[[float], float], *, order: float = 2.0) -> flo
     At α = 2, p = 2 this is 1.5·ε(4) + ε(3); the smallest value over p is returned.
 
     Args:
-        rdp: α ↦ ε(α), the add/remove RDP of the whole run, as an accountant gives it.
+        rdp: α ↦ ε(α), the add/remove RDP of the whole run, from an accountant.
         order: α.
 
     Example:

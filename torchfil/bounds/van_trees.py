@@ -5,7 +5,7 @@ or not, who knows π, the model and all other examples,
 
     E ‖ẑ − z‖² ≥ tr((E_π I + J)⁻¹),
 
-where E is over people, batches and noise. It says nothing about a single record: on some an attacker may do better.
+where E is over people, batches and noise. It says nothing about a single record: for some, an attacker may do better.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Prior:
     """How people's private values are distributed, as the attacker knows it.
 
     Attributes:
-        information: J of the density: its d eigenvalues, or its trace alone, which gives a looser bound. Infinite along
-            a direction in which all people agree.
+        information: J of the density: its d eigenvalues, or only its trace, which gives a looser bound. Infinite in a
+            direction in which all people agree.
         variance: The mean variance of a coordinate: the MSE of the best guess without the model.
-        description: Of the spread, to be read after "people whose values are spread like".
+        description: Describes the spread; it follows "people whose values are spread like".
 
     Example:
         >>> Prior.box(0.0, 1.0, num_coordinates=2).information  # π²/r², r = ½
@@ -58,15 +58,15 @@ class Prior:
 
     @classmethod
     def gaussian(cls, values: Any, *, allow_discrete: bool = False) -> Prior:
-        """The normal law with the mean and covariance of the data; J = Σ⁻¹, by its eigenvalues.
+        """The normal distribution with the mean and covariance of the data; J = Σ⁻¹, by its eigenvalues.
 
-        Not regularised: the bound is a concave function of Σ, so that chance in the covariance lowers it on average,
-        and directions without variance count as known to everybody. Of all spreads with covariance Σ the normal one has
-        the least information, so the bound relies on people being distributed like that.
+        It is not regularised: the bound is a concave function of Σ, so chance in the covariance lowers it on average,
+        and directions without variance count as known to everybody. Of all densities with covariance Σ, the normal one
+        has the least information, so the bound relies on people being distributed like that.
 
         Args:
             values: The private coordinates, [n, d], in the order of ``Private``; any further dimensions are flattened.
-            allow_discrete: Whether columns of few values (≤ 10) are readings of something continuous after all.
+            allow_discrete: Whether to accept columns of few values (≤ 10) as readings of a continuous quantity.
         """
         given = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
         if not given.is_floating_point() and not allow_discrete:
@@ -96,8 +96,8 @@ class Prior:
         """The smoothest density between two values, cos² of the distance from the middle: J = π²/r², r half the width.
 
         Args:
-            low: Of every coordinate, or of each, [d].
-            high: The same.
+            low: The smallest value, one for all coordinates or one for each, [d].
+            high: The largest value, likewise.
             num_coordinates: d.
         """
         ends = [torch.as_tensor(end, dtype=torch.float64).expand(num_coordinates) for end in (low, high)]
@@ -115,9 +115,9 @@ class PopulationBound:
     """The MSE that no attacker gets below on average over people; ``str`` gives a sentence to quote.
 
     Attributes:
-        bound: Per coordinate, a scalar, in the squared unit of the data; an estimate, since E_π tr I is one.
+        bound: Per coordinate, a scalar, in the squared unit of the data; an estimate, because E_π tr I is one.
         prior_variance: The MSE of the best guess without the model; never below the bound.
-        description: Of the people.
+        description: Describes the people.
     """
 
     bound: Estimate
@@ -139,12 +139,12 @@ def mse_van_trees(
 ) -> Tensor:
     """MSE per coordinate ≥ d / (E_π tr I + tr J), for every attacker, on average over people.
 
-    With the eigenvalues j of J the bound is as tight as the trace of I allows: an attacker learns most where
-    the trace t is spent on the directions that vary most, so that, as in reverse water-filling,
+    With the eigenvalues j of J, the bound is as tight as the trace of I allows: an attacker learns most if the trace t
+    is spent on the directions that vary most. As in reverse water-filling,
 
         MSE ≥ (1/d) Σ_k min(θ, 1/j_k),   Σ_k (1/θ − j_k)₊ = t.
 
-    Without leakage (t = 0) that is the prior's variance (for a normal law).
+    Without leakage (t = 0) this is the prior's variance (for a normal distribution).
 
     Args:
         mean_trace: t = E_π tr I, any shape.
@@ -169,14 +169,14 @@ def population_mse_bound(trace: Estimate, num_coordinates: int, prior: Prior) ->
     """The van Trees bound from every example's trace; examples count as independent draws from the prior.
 
     Args:
-        trace: tr I of every example, [n], as :meth:`Leakage.get_trace` gives; those that were not drawn count with 0.
+        trace: tr I of every example, [n], from :meth:`Leakage.get_trace`; examples that were not drawn count as 0.
         num_coordinates: d.
         prior: How people's values are spread.
 
     Returns:
-        The bound; its standard error has the draw of the examples (and of their batches) and, as if all examples erred
-        alike, the trace's own. In one run the path of the weights is not in it: give traces averaged over runs
-        (``FILPrivacyEngine.merge(…).get_trace()``), whose error is that from run to run.
+        The bound; its standard error covers the draw of the examples (and of their batches) and, as if all examples had
+        the same error, the trace's own error. It does not cover the path of the weights in one run: pass traces
+        averaged over runs (``FILPrivacyEngine.merge(…).get_trace()``), whose error comes from the spread between runs.
 
     Example:
         >>> bound = population_mse_bound(Estimate.exact(torch.full((50,), 4.0)), 1, Prior.box(-1, 1, num_coordinates=1))
@@ -192,7 +192,7 @@ def population_mse_bound(trace: Estimate, num_coordinates: int, prior: Prior) ->
     mean = values.mean()
     value, slope = _water_filled(mean, num_coordinates, prior.information)
 
-    # of the mean trace: from people to people, and what all of them share
+    # of the mean trace: between people, and shared by all
     of_people = values.var() / len(values) if len(values) > 1 and bool(mean.isfinite()) else torch.zeros_like(mean)
     error = slope * (of_people + trace.standard_error.double().cpu().mean().square()).sqrt()
     kind = "upper bound" if trace.kind == "lower bound" else "estimate"
@@ -214,7 +214,7 @@ def _water_filled(
     if len(information) != num_coordinates:
         raise ValueError(f"prior_information has {len(information)} entries for {num_coordinates} coordinates")
 
-    # with the m least informed directions under water the level is (t + Σ j)/m; the right m is the last with j under it
+    # with the m least informed directions under water, the level is (t + Σ j)/m; take the last m with j below it
     sorted_information = information.sort().values
     count = torch.arange(1, num_coordinates + 1, dtype=torch.float64)
     levels = (trace[..., None].cpu() + sorted_information.cumsum(0)) / count

@@ -1,4 +1,4 @@
-"""The parts of a private training run, put together: each is handed what it needs when it is made."""
+"""Assembles the parts of a private training run: each part receives what it needs when it is made."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ __all__ = ["PrivateTraining", "assemble"]
 
 @dataclass(frozen=True)
 class PrivateTraining:
-    """What ``make_private`` has put together.
+    """The parts that ``make_private`` has assembled.
 
     Attributes:
         run: Sums and state.
         replica: The model and its weightless copy.
-        checks: What is compared at each step.
+        checks: The comparisons at each step.
         pipeline: Takes the steps.
         looks: Looks at examples outside steps.
         module: The private model that the loop calls (the hooks object with ``wrap_model=False``).
@@ -61,7 +61,7 @@ class PrivateTraining:
     watcher: HookedForward | None
 
     def detach(self) -> None:
-        """Take all hooks off the model."""
+        """Remove all hooks from the model."""
         if self.watcher is not None:
             self.watcher.remove()
         self.pipeline.close()
@@ -93,12 +93,12 @@ def assemble(
         criterion: The loss; None: to be identified.
         ids: The examples' names.
         generator: Source of the probes.
-        accounted_rate: Gives the sampling rate of the DP accountant's last step.
-        with_hooks: Gives the module under Opacus's hooks; None: mode "auto", where none are needed.
-        wrapper_settings: Of the private model in mode "auto".
-        optimizer_settings: Of Opacus's optimizer; ``expected_batch_size`` is that of all ranks together.
+        accounted_rate: Returns the sampling rate of the DP accountant's last step.
+        with_hooks: Returns the module with Opacus's hooks; None: mode "auto", which needs none.
+        wrapper_settings: Settings of the private model in mode "auto".
+        optimizer_settings: Settings of Opacus's optimizer; ``expected_batch_size`` is that of all ranks together.
         ranks: The processes that train together; None: a single one.
-        id_of: Where a batch of a stream has its ids.
+        id_of: Where to find the ids in a batch of a stream.
     """
     stream = isinstance(ids, GrowingIds)
     loss = IdentifiedLoss.of(criterion) if criterion is not None else None
@@ -108,7 +108,7 @@ def assemble(
     tracker.parts = options.accounting.accumulation_steps
     observer = Observer(tracker)
     whole_batch = expected_batch = optimizer_settings["expected_batch_size"]
-    if ranks is not None:  # as in Opacus, the optimizer's is that of one rank
+    if ranks is not None:  # as in Opacus, the optimizer's value is for one rank
         generator = ranks.probe_generator()
         expected_batch = math.ceil(whole_batch / ranks.size)
         optimizer_settings = {**optimizer_settings, "expected_batch_size": whole_batch / ranks.size}
@@ -121,13 +121,13 @@ def assemble(
         replica,
         expected_batch,
         options.max_memory,
-        cuda_graphs=execution.cuda_graphs and not sharded,  # a graph reads weights where they once lay
+        cuda_graphs=execution.cuda_graphs and not sharded,  # a graph reads weights at their old addresses
         compiled=execution.compile,
         recorded=options.shares is None,
     )
     pipeline = StepPipeline(run, replica, evaluator, checks, observer, looks)
 
-    # The model comes last of all that could be refused: from here on it carries hooks.
+    # The model comes last, after everything that could be refused: from here on it has hooks.
     watcher, private_module = None, None
     if with_hooks is None:
         loop_forward = LoopForward(replica, observer, pipeline.record_forward)
@@ -163,11 +163,11 @@ def assemble(
 
 
 class UnfinishedBatchError(RuntimeError, ValueError):
-    """A pass over the loader was left in the middle of a logical batch; a ValueError, too, as Opacus has it."""
+    """A pass over the loader ended in the middle of a logical batch; also a ValueError, as in Opacus."""
 
 
 def _check_pass(run: Run, optimizer: FILOptimizer, dataset_length: int | None) -> None:
-    """A new pass over the loader starts: refuse leftovers of the last one, and another length where there is one."""
+    """At the start of a pass over the loader, refuse leftovers of the last pass and a changed length of the data."""
     if dataset_length is not None and dataset_length != run.ids.num_examples:
         raise ValueError(
             f"the data set had {run.ids.num_examples} examples when make_private was called and has "

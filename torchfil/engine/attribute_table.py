@@ -1,14 +1,14 @@
-"""From private coordinates to the attributes that a run file keeps: names, units, scales, levels put together.
+"""From private coordinates to the attributes of a run file: names, units, scales, and one-hot levels combined.
 
-A coordinate x_j that was standardised for training is told in its own unit as scale · x_j + offset, and its error as
-|scale|/sqrt(I_jj). The levels of a one-hot attribute are **one** attribute: with w_j the distance of a column's two
-values, p_j the share of examples that have level j, and T = Σ_j w_j² I_jj the trace of the m levels' information, an
-unbiased guess of the levels, each 0 or 1, is off by at least
+A coordinate x_j that was standardised for training is reported in its own unit as scale · x_j + offset, and its error
+as |scale|/sqrt(I_jj). The levels of a one-hot attribute are **one** attribute. Let w_j be the distance between the two
+values of a column, p_j the share of examples that have level j, and T = Σ_j w_j² I_jj the trace of the m levels'
+information. An unbiased guess of the levels, each 0 or 1, is off by at least
 
-    sqrt( r² / (m T) )      (root mean square over levels; r = m − 1 where every example has one of the levels, else m),
+    sqrt( r² / (m T) )      (root mean square over levels; r = m − 1 if every example has one of the levels, else m),
 
-for tr(I⁻¹) ≥ r²/tr(I) on the r directions in which levels can change. A blind guess answers the shares, and is off by
-sqrt( Σ_j p_j(1 − p_j) / m ).
+because tr(I⁻¹) ≥ r²/tr(I) on the r directions in which levels can change. A blind guess answers with the shares, and is
+off by sqrt( Σ_j p_j(1 − p_j) / m ).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AttributeScales = Mapping[str, tuple[str, float] | tuple[str, float, float]]
 AttributeGroups = Mapping[str, Sequence[str]]
 
 NO_LEVEL = "none of these"
-_EXACT = 1e-6  # shares that sum up to 1 but for rounding
+_EXACT = 1e-6  # shares that sum to 1 up to rounding
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class AttributeTable:
 
     Attributes:
         coordinates: The names of the d private coordinates.
-        attributes: What they make up.
-        widths: By coordinate, how far its two values are apart; 1 where it is no level, [d].
-        directions: By group its r.
+        attributes: The attributes made from them.
+        widths: For each coordinate, the distance between its two values; 1 if it is not a level, [d].
+        directions: r of each group.
     """
 
     coordinates: list[str]
@@ -68,12 +68,12 @@ class AttributeTable:
 
     @property
     def names(self) -> list[str]:
-        """Of the k attributes."""
+        """The names of the k attributes."""
         return [each.name for each in self.attributes]
 
     @property
     def units(self) -> list[str]:
-        """Of the k attributes; "" where there is none."""
+        """The units of the k attributes; "" if there is none."""
         return [each.unit for each in self.attributes]
 
     def errors(self, information: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class AttributeTable:
         """The attributes' own spread, [k] each, and the shares of levels by categorical attribute.
 
         Args:
-            spread: Of the coordinates, [d] each.
+            spread: The coordinates' spread, [d] each.
         """
         shares, rows, levels = level_shares(spread), [], dict[str, dict[str, float]]()
         for each in self.attributes:
@@ -109,7 +109,7 @@ class AttributeTable:
                 rows.append((math.nan, error, math.nan, math.nan))
                 continue
 
-            # one coordinate: a negative scale turns its range around
+            # one coordinate: a negative scale reverses its range
             j = each.columns[0]
             mean, *ends = (
                 float(values[j]) * each.scale + each.offset for values in (spread.mean, spread.low, spread.high)
@@ -129,11 +129,11 @@ def attribute_table(
     scales: AttributeScales | None,
     groups: AttributeGroups | None,
 ) -> AttributeTable:
-    """The table, once everything given fits; ``save_run`` describes the arguments.
+    """The table, after all arguments are checked; ``save_run`` describes them.
 
     Raises:
         ValueError: A name that does not exist, one in two groups, a scale that is 0 or not finite, too few names.
-        TypeError: Something of another kind.
+        TypeError: An argument of the wrong type.
     """
     _check_texts(num_coordinates, names, units)
     coordinates = list(names) if names is not None else [f"coordinate {j}" for j in range(num_coordinates)]
@@ -156,7 +156,7 @@ def attribute_table(
 
 
 def with_levels(table: AttributeTable, spread: Spread) -> AttributeTable:
-    """The table with what the data says of its groups: how far values are apart, whether one level always holds.
+    """The table with facts from the data about its groups: the distance of values, whether one level always holds.
 
     Raises:
         ValueError: A column of a group takes more than two values, or several levels hold at once.
@@ -171,21 +171,21 @@ def with_levels(table: AttributeTable, spread: Spread) -> AttributeTable:
             if math.isnan(shares[j]) and apart[j] > 0:
                 raise ValueError(
                     f"attribute_groups[{each.name!r}]: {table.coordinates[j]!r} takes more than two values, between "
-                    f"{spread.low[j]:g} and {spread.high[j]:g}, so that it is no level; leave it out of the group"
+                    f"{spread.low[j]:g} and {spread.high[j]:g}, so it is not a level; leave it out of the group"
                 )
         widths[columns] = np.where(apart[columns] > 0, apart[columns], 1.0)
         together = sum(_shares_of_group(spread, each))
         if together > 1 + _EXACT:
             raise ValueError(
                 f"attribute_groups[{each.name!r}]: on average {together:.3g} of its levels hold at once; they are not "
-                "levels of one attribute. Give them as attributes of their own"
+                "levels of one attribute. Give them as separate attributes"
             )
         directions[each.name] = len(columns) - (1 if 1 - together <= _EXACT else 0)
     return AttributeTable(table.coordinates, table.attributes, widths, directions)
 
 
 def _shares_of_group(spread: Spread, group: _Attribute) -> list[float]:
-    """How often each level holds; one that never changes holds always where it is 1, and otherwise never."""
+    """How often each level holds; a level that never changes holds always if it is 1, and otherwise never."""
     shares = level_shares(spread)
     return [
         float(shares[j]) if not math.isnan(shares[j]) else float(abs(spread.mean[j] - 1) < _EXACT)
@@ -203,7 +203,7 @@ def _check_texts(d: int, names: Sequence[str] | None, units: Sequence[str] | Non
 
 
 def _checked_groups(groups: AttributeGroups, coordinates: list[str]) -> dict[str, list[int]]:
-    """By group the places of its columns, in order."""
+    """For each group, the places of its columns, in order."""
     if not isinstance(groups, Mapping):
         raise TypeError(
             f"attribute_groups is a {type(groups).__name__}; name the attribute: attribute_groups={{'genotype': [...]}}"
@@ -218,9 +218,10 @@ def _checked_groups(groups: AttributeGroups, coordinates: list[str]) -> dict[str
             raise ValueError(f"{where} has {len(columns)} columns; a group joins two levels or more")
         for column in columns:
             if column not in place:
-                raise ValueError(f"{where} names {column!r}, which is no attribute{nearest(str(column), coordinates)}")
+                hint = nearest(str(column), coordinates)
+                raise ValueError(f"{where} names {column!r}, which is not an attribute{hint}")
             if column in taken:
-                raise ValueError(f"{where} names {column!r}, which {taken[column]!r} has already; each has one group")
+                raise ValueError(f"{where} names {column!r}, which {taken[column]!r} already has; each has one group")
             taken[column] = group
         members[group] = sorted(place[column] for column in columns)
 
@@ -234,7 +235,7 @@ def _checked_groups(groups: AttributeGroups, coordinates: list[str]) -> dict[str
 def _checked_scales(
     scales: AttributeScales, coordinates: list[str], group_of: Mapping[int, str]
 ) -> dict[str, tuple[Any, ...]]:
-    """By attribute its unit, scale and, where told, offset."""
+    """For each attribute, its unit, scale and, if given, offset."""
     if not isinstance(scales, Mapping):
         raise TypeError(
             f"attribute_scales is a {type(scales).__name__}; name the attribute: "
@@ -243,17 +244,17 @@ def _checked_scales(
 
     checked = {}
     for name, told in scales.items():
-        # which attribute: one that there is, and no level of a one-hot one
+        # the attribute must exist, and must not be a level of a one-hot attribute
         where = f"attribute_scales[{name!r}]"
         if name not in coordinates:
             raise ValueError(f"{where}: there is no such attribute{nearest(str(name), coordinates)}")
         if coordinates.index(name) in group_of:
             raise ValueError(
-                f"{where}: it is a level of {group_of[coordinates.index(name)]!r}, whose levels are told as shares; "
+                f"{where}: it is a level of {group_of[coordinates.index(name)]!r}, whose levels are shares; "
                 "leave it out of attribute_scales"
             )
 
-        # what of it: a unit, and numbers by which errors can be multiplied
+        # a unit, and numbers by which errors can be multiplied
         if not isinstance(told, tuple | list) or len(told) not in (2, 3) or not isinstance(told[0], str):
             raise TypeError(
                 f"{where} = {told!r} must be (unit, scale) or (unit, scale, offset), such as ('years', 14.2)"

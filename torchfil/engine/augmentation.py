@@ -1,8 +1,8 @@
-"""Data sets that draw another tensor each time an example is read: what cannot be summed over their views is refused.
+"""Data sets that draw another tensor each time an example is read: sums by coordinate are refused for them.
 
-Fisher information of a step is about the tensor that the model saw. With random flips or crops that is a drawn view,
-and coordinate j is another pixel in every step: sums by coordinate would mix them. The trace has no coordinates: it
-stays, as a sum over the views.
+The Fisher information of a step is about the tensor that the model saw. With random flips or crops this is a drawn
+view, and coordinate j is another pixel in every step, so sums by coordinate would mix pixels. The trace has no
+coordinates and is kept, as a sum over the views.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torchfil.utils.trees import tensors_of
 
 __all__ = ["check_reads_alike", "generators_kept"]
 
-_EXAMPLES_TO_READ = 16  # a flip of one in two passes unseen once in 65,536 runs
+_EXAMPLES_TO_READ = 16  # a flip with probability 1/2 goes unnoticed once in 65,536 runs
 
 
 def check_reads_alike(dataset: Any, collate_fn: Callable[[list[Any]], Any], options: RunOptions) -> None:
-    """Read some examples twice, where sums by coordinate are tracked, and refuse those that differ.
+    """If sums by coordinate are tracked, read some examples twice, and refuse data that differs.
 
-    A rare random transform can pass unseen: 16 examples are read.
+    It reads 16 examples, so a rare random transform can go unnoticed.
 
     Args:
-        dataset: With numbered examples.
-        collate_fn: Makes a batch of its items.
+        dataset: A data set with numbered examples.
+        collate_fn: Makes a batch from its items.
         options: What is tracked and what is private.
 
     Raises:
-        ValueError: What is private of an example differs between two reads.
+        ValueError: The private part of an example differs between two reads.
     """
     by_coordinate = _by_coordinate(options.accounting.track)
     rows = range(0, len(dataset), max(1, len(dataset) // _EXAMPLES_TO_READ))[:_EXAMPLES_TO_READ]
@@ -65,7 +65,7 @@ def check_reads_alike(dataset: Any, collate_fn: Callable[[list[Any]], Any], opti
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Inside, data can be read, and augmented, without moving the generators of Python, NumPy and torch."""
+    """Inside, reading and augmenting data does not advance the generators of Python, NumPy and torch."""
     plain, numpys = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -81,7 +81,7 @@ def _by_coordinate(track: Collection[str]) -> list[str]:
 
 
 def _private_tensors(batch: tuple[Any, Any], options: RunOptions) -> list[Tensor]:
-    """The tensors whose coordinates are summed: those that are named, else the floating-point ones, else all.
+    """The tensors whose coordinates are summed: the named ones, else the floating-point ones, else all.
 
     A private submodule's output depends on every input.
     """

@@ -1,8 +1,8 @@
-"""Batches that remember which examples they hold; the one that the loop reads is the current one.
+"""Batches that remember which examples they hold; the batch that the loop reads becomes the current one.
 
 A batch is returned as an object of the same kind and content that also knows its ids: a list, tuple or
-dict, a named tuple, a dataclass, or a ``UserDict`` such as Hugging Face's ``BatchEncoding``. It is copied, pickled on
-its way from a worker and pinned with them.
+dict, a named tuple, a dataclass, or a ``UserDict`` such as Hugging Face's ``BatchEncoding``. The ids stay with it when
+it is copied, pickled in a worker, or pinned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TOKENS = itertools.count()
 
 
 def tracker_of(token: int) -> BatchTracker | None:
-    """The tracker with that token, where it is still in use."""
+    """The tracker with that token, if it is still in use."""
     return _TRACKERS.get(token)
 
 
@@ -49,7 +49,7 @@ class BatchTracker:
         ids: The examples' numbers, or keys of a stream; None: no batch was read.
         earlier: The content of the two batches before.
         parts: How many batches each draw of the sampler is split into.
-        draws: The examples of each such draw in the present pass over the data, where they are several.
+        draws: The examples of each such draw in the current pass over the data, if there are several parts.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class BatchTracker:
         _TRACKERS[self.token] = self
 
     def begin_pass(self) -> None:
-        """The present thread reads the loader from now on; others, which pin memory, are not listened to."""
+        """From now on, only reads by the current thread count; other threads pin memory."""
         self._thread = threading.get_ident()
         self.draws.clear()
 
@@ -86,7 +86,7 @@ class BatchTracker:
 
     @property
     def batch(self) -> Any:
-        """The content of the current batch as the loop has it now; what it took out of it is still there."""
+        """The content of the current batch, including items that the loop has taken out of it."""
         now, before = _content(self._read), self._as_it_came
         if isinstance(now, UserDict):
             now.data = {**before.data, **now.data}
@@ -110,7 +110,7 @@ def _content(batch: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """The same, with plain tuples, lists and dicts for batches that remember their ids."""
+    """The same, with plain tuples, lists and dicts instead of batches that remember their ids."""
     kind = type(tree)
     if isinstance(tree, _Remembering):
         return plain(_content(tree))
@@ -122,8 +122,8 @@ def plain(tree: Any) -> Any:
 class _Remembering:
     """A batch with its ids; reading it makes it the current batch of the tracker with that token.
 
-    A copy that other code makes by ``type(batch)(content)``, to move it to a device, knows no ids; the batch that was
-    read to make it stays the current one.
+    If other code copies it with ``type(batch)(content)``, for example to move it to a device, the copy has no ids; the
+    batch that was read for the copy stays the current one.
     """
 
     _ids: Sequence[Any] = ()
@@ -138,12 +138,12 @@ class _Remembering:
         return remembering, (_content(self), self._ids, self._token)
 
     def pin_memory(self) -> Any:
-        """The same in pinned memory; torch asks batches for it before it takes them apart."""
+        """The same batch in pinned memory; torch calls this before it looks inside a batch."""
         return remembering(pin_memory(_content(self)), self._ids, self._token)
 
 
 def make_current(tree: Any) -> None:
-    """Make a batch that is handed over as a whole, unread, the current one of its tracker."""
+    """Make a batch that is passed on unread the current one of its tracker."""
     if isinstance(tree, _Remembering):
         tree._touch()
     elif type(tree) in (tuple, list, dict):
@@ -188,7 +188,7 @@ class RememberingDict(_Remembering, dict[Any, Any]):
 
 
 class _RememberingObject(_Remembering):
-    """A batch of any other kind, whose attributes are read: the kind's own class comes after this one."""
+    """A batch of any other kind, read by its attributes; its original class is the next base class."""
 
     _plain_kind: type = object
 
@@ -221,7 +221,7 @@ def can_remember(batch: Any) -> bool:
 
 
 def remembering(batch: Any, ids: Sequence[Any], token: int) -> Any:
-    """The batch with its ids, which makes itself the current one of the tracker with that token when it is read."""
+    """The batch with its ids; when read, it becomes the current batch of the tracker with that token."""
     kind = type(batch)
     if kind not in _REMEMBERING:
         _REMEMBERING[kind] = _kind_that_remembers(kind)
@@ -241,7 +241,7 @@ def remembering(batch: Any, ids: Sequence[Any], token: int) -> Any:
 
 
 def emptied(batch: Any) -> Any:
-    """A batch of the same kind, for the same tracker, that holds nobody.
+    """An empty batch of the same kind, for the same tracker.
 
     Example:
         >>> import torch
@@ -252,7 +252,7 @@ def emptied(batch: Any) -> Any:
 
 
 def _kind_that_remembers(kind: type) -> type:
-    """A class of the same name with the ids besides the content."""
+    """A class of the same name that also has the ids."""
     methods: dict[str, Any] = {"_plain_kind": kind, "__reduce__": _Remembering.__reduce__}
     if issubclass(kind, tuple):
         methods |= {"__getitem__": _touching(tuple.__getitem__), "__iter__": _touching(tuple.__iter__)}
@@ -260,7 +260,7 @@ def _kind_that_remembers(kind: type) -> type:
 
 
 def _attributes(holder: Any, kind: type) -> dict[str, Any]:
-    """All that an object holds, in its dict or in slots, but its ids."""
+    """Everything that an object holds, in its dict or in slots, except its ids."""
     held = dict(getattr(holder, "__dict__", {}))
     slots = [part.name for part in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     for name in slots:
@@ -270,7 +270,7 @@ def _attributes(holder: Any, kind: type) -> dict[str, Any]:
 
 
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How a loader reads, for another one over the same data: its workers, their memory and their random numbers.
+    """A loader's settings for another loader over the same data: workers, their memory and random numbers.
 
     Example:
         >>> worker_options(DataLoader([1, 2], num_workers=0))["num_workers"]

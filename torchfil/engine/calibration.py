@@ -1,10 +1,11 @@
-r"""σ chosen for a target of leakage, by pilots: as ``make_private_with_epsilon`` does for ε, but by training.
+r"""Pilots choose σ for a target of leakage, as ``make_private_with_epsilon`` does for ε, but by training.
 
-No formula gives how much every example leaks over a run: tr I is about proportional to 1/σ², but the path of the
-weights changes with σ, and so do the subsampling factors. So whole runs are tried on copies (:mod:`.pilots`), with σ on
-a public grid of powers: log headroom (how many times better than the target the worst example is) against log σ is
-close to a line, which gives the next trial. The smallest σ of the grid with which a pilot met the target, with a
-margin, is chosen.
+No formula gives the leakage of every example over a run: tr I is about proportional to 1/σ², but the path of the
+    weights
+changes with σ, and so do the subsampling factors. So whole runs are tried on copies (:mod:`.pilots`), with σ on a
+public grid of powers. The headroom says how many times better than the target the worst example is; log headroom is
+nearly linear in log σ, which gives the next trial. The result is the smallest σ of the grid with which a pilot met the
+target, with a margin.
 
 What it means: σ depends on the data, and the bound of the run holds with σ taken as given. Rounded to a coarse grid, σ
 is constant almost everywhere. ε counts only the run: neither the pilots nor their measurements may be released.
@@ -28,7 +29,7 @@ from torchfil.engine.pilots import Pilots
 
 __all__ = ["NoiseChoice", "NoiseSearch", "Pilot", "check_participations", "choose_noise", "warn_when_missed"]
 
-_EXPECTED_WITHOUT_INTERVAL = 0.05  # examples of a run with too few participations: above, a run may well have one
+_EXPECTED_WITHOUT_INTERVAL = 0.05  # expected examples with too few participations; above, a run is likely to have one
 _LARGEST_STEP = 8.0  # between σ of one trial and the next
 _USUAL_SLOPE = 2.0  # of log headroom against log σ
 _SMALLEST_NOISE = 0.1  # less is hardly noise
@@ -125,7 +126,7 @@ class NoiseSearch:
 
     @staticmethod
     def _slope(tried: dict[int, float], step: float) -> float:
-        """How much a step on the grid adds: between the two trials next to the target, at least as usual near one."""
+        """How much a step on the grid adds: from the two trials next to the target, else the usual slope."""
         usual = _USUAL_SLOPE * step
         nearest = sorted((number for number in tried if math.isfinite(tried[number])), key=lambda n: abs(tried[n]))[:2]
         if len(nearest) < 2:
@@ -154,7 +155,7 @@ class Pilot:
 
     @property
     def headroom(self) -> float:
-        """Of a whole run with this noise; a short pilot's estimate is taken to grow as its length does."""
+        """The headroom of a whole run with this noise; a short pilot's leakage is assumed to grow with its length."""
         return self.check.headroom if self.share == 1 else self.check.headroom_of_estimate * self.share
 
 
@@ -166,7 +167,7 @@ class NoiseChoice:
         noise_multiplier: σ.
         target: The run's target.
         search: How it was searched.
-        pilots: All of them, in their order.
+        pilots: All pilots, in order.
     """
 
     noise_multiplier: float
@@ -176,7 +177,7 @@ class NoiseChoice:
 
     @property
     def repetitions(self) -> list[Leakage]:
-        """The pilots with the chosen σ, as long as the run: independent repetitions of it, chosen for having met it."""
+        """The pilots with the chosen σ and the run's length: independent repetitions, chosen for meeting the target."""
         chosen = [pilot for pilot in self.pilots if pilot.noise_multiplier == self.noise_multiplier]
         return [pilot.leakage for pilot in chosen if pilot.leakage is not None]
 
@@ -207,7 +208,7 @@ def choose_noise(
         pilot_epochs: The length of short pilots that find a starting point; None: none.
 
     Raises:
-        ValueError: It cannot be met; the message says by how much.
+        ValueError: The target cannot be met; the message says by how much.
     """
     if pilot_epochs is not None and not 1 <= pilot_epochs < pilots.epochs:
         raise ValueError(
@@ -229,12 +230,12 @@ def choose_noise(
 
     def headroom_of_whole(noise_multiplier: float) -> float:
         pilot = run(noise_multiplier, pilots.epochs)
-        if _has_no_end(pilot.check):  # chance drew an example hardly ever: another pilot need not
+        if _has_no_end(pilot.check):  # by chance, an example was hardly ever drawn; another pilot may be better
             pilot = run(noise_multiplier, pilots.epochs)
             _check_ends(pilot.check)
         return pilot.headroom
 
-    # Short pilots only tell where to begin: what a run leaks is not proportional to its length.
+    # Short pilots only show where to begin: the leakage of a run is not proportional to its length.
     if pilot_epochs is not None:
         near, _ = search.smallest(lambda sigma: run(sigma, pilot_epochs).headroom)
         search_from = replace(search, first=near or search.max_noise_multiplier)
@@ -285,10 +286,10 @@ def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[],
     Leakage cannot be undone, so the run will miss it; nothing changes automatically.
 
     Args:
-        optimizer: The private one; its step hook is called as before.
+        optimizer: The private optimizer; its step hook is called as before.
         target: The run's target.
-        totals: Gives what leaked so far.
-        every: How many steps to wait between looks.
+        totals: Returns the leakage so far.
+        every: The number of steps between checks.
     """
     before, steps, warned = optimizer.step_hook, 0, False
 
@@ -301,7 +302,7 @@ def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[],
         if target.is_missed_by(totals()):
             warned = True
             warnings.warn(
-                f"after {steps - 1} steps the run has missed its target already, {target.wanted}: "
+                f"after {steps - 1} steps the run has already missed its target, {target.wanted}: "
                 f"{target.check(totals()).measured}. Leakage cannot be undone: stop here, or continue without the "
                 "promise (engine.check_bound() shows the result at the end).",
                 stacklevel=2,
@@ -311,12 +312,12 @@ def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[],
 
 
 def _has_no_end(check: TargetCheck) -> bool:
-    """Whether there is no interval for all examples."""
+    """Whether some example has no interval."""
     return check.headroom == 0 < check.headroom_of_estimate
 
 
 def _check_ends(check: TargetCheck) -> None:
-    """Raise if a pilot has no end to choose the noise by, whatever its noise."""
+    """Raise if a pilot has no ends by which the noise could be chosen."""
     if _has_no_end(check):
         raise ValueError(
             f"a pilot has no end that holds for all examples ({check.measured}): one run says nothing about examples "
@@ -334,7 +335,7 @@ def _not_met(target: LeakageTarget, search: NoiseSearch, whole: Sequence[Pilot])
     if largest * search.grid * (1 - 1e-9) <= search.max_noise_multiplier:
         limit = f"max_pilots={search.max_pilots}"
 
-    # Ends far below the estimates come from runs that differ, and more noise makes them differ more.
+    # Ends far below the estimates mean that runs differ, and more noise makes them differ more.
     if best.check.headroom_of_estimate > _FAR_FROM_ESTIMATE * best.headroom or best.headroom == 0:
         remedy = (
             "The lower end is far from the estimate, because runs differ a lot: lower the learning rate first. Or "

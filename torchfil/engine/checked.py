@@ -1,4 +1,4 @@
-"""What :func:`torchfil.check` found out about a model, as an object, a table and a dict."""
+"""The result of :func:`torchfil.check` for a model, as an object, a table and a dict."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class LayerCheck:
         count: How many there are.
         parameters: Trainable parameters of all of them.
         rule: The rule that serves them, in words.
-        milliseconds: What the norms of their gradients take, for the whole batch; None: not measured.
-        falls_back: Whether they have no own rule.
+        milliseconds: The time for the norms of their gradients, for the whole batch; None: not measured.
+        falls_back: Whether they have no rule of their own kind.
     """
 
     name: str
@@ -54,14 +54,14 @@ class ModelCheck:
     Attributes:
         model: The model's class.
         verdict: "recorded", "mapped" (over examples: slower) or "refused".
-        reason: Why it is mapped or refused; None: it is not.
+        reason: Why it is mapped or refused; None: it is recorded.
         loss: The loss that is accounted for, in words.
         private: What is private in every example, in words.
         num_coordinates: d, the most private coordinates of an example of the batch.
         layers: Rows of the table.
-        not_smooth: Layers and calls whose derivative jumps, one line each: bounds are no guarantees with them.
-        costs: Passes over the batch, timed on this machine.
-        bytes_per_example: What a pass holds for one example.
+        not_smooth: Layers and calls whose derivative jumps, one line each; with them, bounds are not guarantees.
+        costs: Times of passes over the batch on this machine.
+        bytes_per_example: The memory that a pass needs for one example.
         batch_size: Examples in the batch.
         tried_in: The dtype in which the pass was compared with plain backward passes.
         advice: What to change, one line each.
@@ -92,11 +92,11 @@ class ModelCheck:
         return [asdict(layer) for layer in self.layers]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in plain types, for JSON."""
+        """Everything in plain types, for JSON."""
         return {"runs": self.runs, **asdict(self)}
 
     def __str__(self) -> str:
-        """The table, with what to change at its end."""
+        """The table, followed by what to change."""
         lines = [f"{self.model}, batch of {self.batch_size}: {_VERDICTS[self.verdict]}"]
         facts = {
             "why": self.reason,
@@ -129,7 +129,7 @@ class ModelCheck:
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0, 1, 4)) -> list[str]:
-    """Lines with their cells lined up; those of the columns ``left`` to the left."""
+    """Lines with aligned cells; the columns ``left`` are left-aligned."""
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,4 @@
-"""How each layer of a model is accounted for: rows of the table that :func:`torchfil.check` gives."""
+"""How each layer of a model is accounted for: the rows of :func:`torchfil.check`'s table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RULES_IN_WORDS: dict[type, str] = {
     EmbeddingRule: "embedding, closed form",
     NormalisationRule: "normalisation, closed form",
 }
-_Row = tuple[str, str, set[str], str, float | None, bool]  # as LayerCheck has it, with the parameters by name
+_Row = tuple[str, str, set[str], str, float | None, bool]  # as in LayerCheck, with the parameters by name
 _MAPPED = "none: the whole model is mapped over examples (vmap)"
 _LONG = 10.0  # seconds, after which a pass is not timed again
 
@@ -65,7 +65,7 @@ def layers_of(gradients: ExampleGradients, plan: Plan, max_memory: int) -> tuple
 
 
 def _grouped(rows: list[_Row], parameters: Mapping[str, Tensor]) -> tuple[LayerCheck, ...]:
-    """Rows whose names differ in numbers alone, together; a layer that is called several times counts once."""
+    """Rows grouped if their names differ only in numbers; a layer that is called several times counts once."""
     groups: dict[tuple[str, str, str, bool], list[tuple[str, set[str], float | None]]] = {}
     for name, kind, names, words, milliseconds, falls_back in rows:
         starred = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "the model itself"
@@ -83,7 +83,7 @@ def _grouped(rows: list[_Row], parameters: Mapping[str, Tensor]) -> tuple[LayerC
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median time of a call, the first not counted but where it takes very long."""
+    """The median time of a call; the first call counts only if it takes very long."""
     times = []
     for _ in range(1 + repeats):
         start = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Before training: what would run by which rule, what is not smooth, what falls back, what it costs, what to change.
+"""A check before training: which rules apply, what is not smooth, what is slow, what it costs, what to change.
 
-No optimizer and no loader are needed, and the model is left as it is: passes run on its weightless copy
-(:class:`Replica`), or on itself with buffers and random state kept.
+It needs no optimizer and no loader, and leaves the model unchanged: passes run on its weightless copy
+(:class:`Replica`), or on the model itself with buffers and random state restored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from torchfil.utils.trees import map_tensors, tensors_of
 __all__ = ["check"]
 
 Criterion = Callable[[Any, Any], Tensor]
-_NOISE, _THRESHOLD = 1.0, 1.0  # of the step that is timed; its time does not depend on them
+_NOISE, _THRESHOLD = 1.0, 1.0  # for the timed step; its time does not depend on them
 
 
 @dataclass(frozen=True)
@@ -75,22 +75,22 @@ def check(
     """What a training run with this model would do with such batches, before there is an optimizer or a loader.
 
     The recorded pass is compared with plain backward passes in float64, as the engine does at its first step. Times
-    are this machine's. The model is left as it is.
+    are those of this machine. The model is not changed.
 
     Guarantees:
-        * What a run would refuse for model, loss or private data is a result (``verdict == "refused"``, ``reason``), no
-          exception. A model that itself fails on the batch raises as usual.
+        * If a run would refuse the model, the loss or the private data, this is a result (``verdict == "refused"``,
+          ``reason``), not an exception. A model that itself fails on the batch raises as usual.
         * Nothing is trained and nothing released; apart from d, no number in the table depends on the batch's values.
 
     Args:
         model: The model, in training mode.
-        batch: One batch as the loader gives it, of at least two examples.
+        batch: One batch from the loader, with at least two examples.
         criterion: The loop's loss(outputs, targets); None: the model's own (``model(**batch).loss``), else the first
-            standard loss that fits outputs and targets, which the loop's first step will confirm or not.
+            standard loss that fits outputs and targets, which the loop's first step may contradict.
         private: What is private; None: as in ``make_private``.
         batch_to_inputs: Maps the batch to (inputs, targets), as in ``make_private``.
         num_probes: Probes of the timed step.
-        repeats: How often each pass is timed, after a first time that does not count.
+        repeats: How often each pass is timed, after a first run that does not count.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -116,7 +116,7 @@ def check(
     result = ModelCheck(type(model).__name__, "refused", size)
 
     args, kwargs, targets = _call_of(model, batch, criterion, batch_to_inputs)
-    outputs, masks = _run_live(replica, args, kwargs)  # what fails here is the model's own, and raises
+    outputs, masks = _run_live(replica, args, kwargs)  # an error here is the model's own, and is raised
     result = replace(result, not_smooth=_not_smooth(model, args, kwargs))
     try:
         if criterion is not None:
@@ -130,7 +130,7 @@ def check(
 
 
 def _options(accounting: Accounting, device: torch.device, private: Private | None, batch_to_inputs: Any) -> RunOptions:
-    """Those that a run has by default."""
+    """The default options of a run."""
     return RunOptions(
         accounting,
         get_clip(DEFAULT_CLIP),
@@ -145,7 +145,7 @@ def _options(accounting: Accounting, device: torch.device, private: Private | No
 def _call_of(
     model: nn.Module, batch: Any, criterion: Criterion | None, batch_to_inputs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """The call that a loop makes of the batch, with labels where the model takes them, and the targets."""
+    """The loop's call for the batch, with labels if the model takes them, and the targets."""
     inputs, targets = split_batch(batch, batch_to_inputs)
     if criterion is None and batch_to_inputs is None and isinstance(batch, Mapping) and _takes_labels(model, batch):
         inputs = dict(batch)
@@ -158,12 +158,12 @@ def _takes_labels(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     code = getattr(type(model).forward, "__wrapped__", type(model).forward).__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     labels = [name for name in batch if is_target_name(name)]
-    takes_any = bool(code.co_flags & 0x08)  # **kwargs, of wrappers such as peft's
+    takes_any = bool(code.co_flags & 0x08)  # **kwargs of wrappers such as peft's
     return bool(labels) and all(name in names or takes_any for name in labels)
 
 
 def _run_live(replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:
-    """Outputs with their graph, and the masks that were drawn; buffers and random state stay."""
+    """Outputs with their graph, and the masks that were drawn; buffers and random state stay unchanged."""
 
     def run() -> Any:
         with torch.enable_grad(), differentiable_twice(), buffers_kept(replica.live):
@@ -181,7 +181,7 @@ def _subject(
     masks: tuple[Tensor, ...],
     criterion: Criterion | None,
 ) -> _Subject:
-    """The forward pass and the loss: the one given, the model's own, or the likeliest."""
+    """The forward pass and the loss: the given one, the model's own, or the most likely one."""
     replica, (args, kwargs, targets) = checks.replica, called
     state: dict[str, Any] = {"masks": masks, "autocast": autocast_now(replica.device)}
     inside, tracker = LossInside(replica), checks.tracker
@@ -208,7 +208,7 @@ def _subject(
 
 
 def _examined(result: ModelCheck, subject: _Subject, options: RunOptions, repeats: int) -> ModelCheck:
-    """The same with what trial, passes and timings tell."""
+    """The same, with the results of the trial, the passes and the timings."""
     replica, forward, execution = subject.replica, subject.forward, options.accounting.execution
     private = private_without_labels(options.private, forward.args, forward.kwargs)
     examples = replica.lay_out(forward.args, forward.kwargs, subject.targets, private)
@@ -224,7 +224,7 @@ def _examined(result: ModelCheck, subject: _Subject, options: RunOptions, repeat
     seeds = Draws.seeds_from(options.accounting.num_probes or 1, torch.Generator().manual_seed(0))
     wanted = Wanted((), options.accounting.estimator, seeds)
 
-    # An example whose loss depends on others has no own gradient: the values of a first pass show it.
+    # If an example's loss depends on others, no gradient belongs to it alone: the values of a first pass show this.
     values = evaluator.evaluate(batch, wanted)
     assert values.losses is not None
     with warnings.catch_warnings():
@@ -248,7 +248,7 @@ def _examined(result: ModelCheck, subject: _Subject, options: RunOptions, repeat
 
 
 def _not_smooth(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """Layers and calls whose derivative jumps, one line each; layers whose names differ in numbers alone, once."""
+    """Layers and calls whose derivative jumps, one line each; names that differ only in numbers share a line."""
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), buffers_kept(model):
         errors = SmoothnessValidator.validate(model, example_inputs=args or kwargs)
@@ -258,7 +258,7 @@ def _not_smooth(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _costs(
     subject: _Subject, step: Callable[[], object], plan: Plan, num_probes: int, repeats: int
 ) -> tuple[StepCost, ...]:
-    """A plain forward and backward pass, and what a measured step takes in its place."""
+    """The times of a plain forward and backward pass, and of a measured step."""
     replica, forward, targets = subject.replica, subject.forward, subject.targets
     trainable = [value for value in replica.live.parameters() if value.requires_grad]
 
@@ -279,13 +279,13 @@ def _costs(
 
 
 def _mapped_bytes(batch: PrivateBatch, wanted: Wanted, max_memory: int) -> int:
-    """What a mapped pass holds for an example: some vectors as long as the gradient."""
+    """The memory of a mapped pass for an example: some vectors as long as the gradient."""
     vectors = batch.working_vectors(wanted.estimator, max_memory)[1]
     return vectors * batch.gradients.num_parameters * batch.gradients.dtype.itemsize
 
 
 def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tuple[str, ...]:
-    """What to change, the gravest first."""
+    """What to change, most serious first."""
     lines = []
     if not model.training:
         lines.append("the model is in evaluation mode: call model.train() before make_private")
@@ -308,7 +308,7 @@ def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tup
             "torchfil.fisher.rules.register_rule (CONTRIBUTING.md)"
         )
 
-    # What the numbers rest on.
+    # What the numbers depend on.
     if result.not_smooth:
         lines.append(
             "bounds are no guarantees for a model that is not smooth: torchfil.SmoothnessValidator.fix(model) "
@@ -327,5 +327,5 @@ def _advice(model: nn.Module, result: ModelCheck, max_memory: int | None) -> tup
 
 
 def _one_line(error: BaseException) -> str:
-    """What an error says, without the step that it was not raised in."""
+    """An error's message, without its remark about the step."""
     return " ".join(re.sub(r"This step was not taken[^.]*\.", "", str(error)).split()) or type(error).__name__

@@ -1,9 +1,10 @@
 """Checkpoints as folders, by ``torch.distributed.checkpoint``: every rank writes and reads its part of each tensor.
 
-A folder holds ``latest``, the name of a folder inside with a whole checkpoint. A new one is written beside it; when all
-ranks are done ``latest`` is replaced and the old one removed. So whoever is stopped at any time leaves the last whole
-checkpoint, and what was begun is removed by the next. Tensors go by their own names; all else, and small tensors, are
-one more tensor of bytes. Nothing that is read can run code: metadata is unpickled by name of class.
+A folder holds the file ``latest``, which names a subfolder with a complete checkpoint. A new checkpoint is written next
+to it; when all ranks are done, ``latest`` is replaced and the old one removed. If a process is stopped at any time, the
+last complete checkpoint therefore remains, and the next write removes the unfinished one. Tensors are stored under
+their own names; everything else, and small tensors, form one more tensor of bytes. Reading cannot run code: only the
+classes of metadata are unpickled.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 _LATEST = "latest"
 _PREFIX = "checkpoint-"
-_REST = "rest"  # the tensor with all that is small
+_REST = "rest"  # the tensor with everything that is small
 _SMALL = 4096  # bytes
-_SUMS = ".crc32"  # the ending of the file with another's checksum
-_PART = "tensor by the name of"  # stands for a tensor in the rest
+_SUMS = ".crc32"  # the suffix of the file with another file's checksum
+_PART = "tensor by the name of"  # marks a tensor in the rest
 _KINDS = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
 _OF_METADATA = {  # all that may stand in it, by module
     "torch.distributed.checkpoint.metadata": [
@@ -60,7 +61,7 @@ _OF_METADATA = {  # all that may stand in it, by module
 
 
 def is_folder(path: Any) -> bool:
-    """Whether a path names a folder: one that is there, or a name with a slash at its end.
+    """Whether a path names a folder: an existing one, or a name that ends with a slash.
 
     Example:
         >>> is_folder("checkpoints/"), is_folder("checkpoint.pt")
@@ -81,12 +82,12 @@ def write_folder(
 
     Args:
         path: The folder.
-        tree: Nested dicts and lists; what is not sharded (a DTensor) is written as rank 0 has it.
+        tree: Nested dicts and lists; values that are not sharded (a DTensor is) are written from rank 0.
         ranks: The processes; None: a single one.
         asynchronous: Whether to write while the caller continues; the tree may change as soon as this returns.
 
     Returns:
-        What ends when the checkpoint is whole on the disk, and raises what went wrong; None if it is.
+        A future that ends when the checkpoint is complete on the disk, and raises any error; None if it is complete.
     """
     name = f"{_PREFIX}{uuid.uuid4().hex[:12]}"
     name = name if ranks is None else ranks.objects(name)[0]
@@ -116,12 +117,12 @@ def write_folder(
 
 
 class _FolderWriter(FileSystemWriter):
-    """Writes a new checkpoint next to the last, and makes it the latest when all ranks are done.
+    """Writes a new checkpoint next to the last one, and makes it the latest when all ranks are done.
 
     Args:
-        folder: Of all checkpoints.
-        name: Of the new one.
-        removes: Whether this process removes what was written where writing fails.
+        folder: The folder of all checkpoints.
+        name: The name of the new one.
+        removes: Whether this process removes the files if writing fails.
     """
 
     def __init__(self, folder: Path, name: str, *, removes: bool) -> None:
@@ -129,13 +130,13 @@ class _FolderWriter(FileSystemWriter):
         self._folder, self._name, self._removes = folder, name, removes
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """As torch's; only the owner may read what lies in the folder."""
+        """As in torch; only the owner may read the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / self._name).mkdir(mode=0o700, exist_ok=True)
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """As torch's, with the checksums of what was written."""
+        """As in torch, with checksums of the written files."""
         written = super().write_data(plan, planner)
         for name in {result.storage_data.relative_path for result in written.value()}:
             file = self._folder / self._name / name
@@ -143,7 +144,7 @@ class _FolderWriter(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """The last thing that rank 0 does: all ranks have written."""
+        """The last step, on rank 0, after all ranks have written."""
         super().finish(metadata, results)
         file = self._folder / self._name / ".metadata"
         write_bytes(f"{file}{_SUMS}", str(_checksum(file)).encode())
@@ -154,12 +155,12 @@ class _FolderWriter(FileSystemWriter):
                 shutil.rmtree(other, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove what was written of a checkpoint that cannot be ended."""
+        """Remove the files of a checkpoint that cannot be completed."""
         if self._removes:
             shutil.rmtree(self._folder / self._name, ignore_errors=True)
 
     def ended(self, saved: Future[Any]) -> Future[None]:
-        """Ends when a checkpoint is written, or was given up: what is left of it is then gone, and the log tells it."""
+        """Ends when a checkpoint is written or given up; if given up, its files are removed, and the log says so."""
         told: Future[None] = Future()
 
         def tell(saved: Future[Any]) -> None:
@@ -176,7 +177,7 @@ class _FolderWriter(FileSystemWriter):
 
 
 def _taken_apart(tree: Any, key: str, tensors: dict[str, Tensor]) -> Any:
-    """The tree with marks in place of its larger tensors, which are noted by their names."""
+    """The tree with marks in place of its larger tensors, which are collected by name."""
     if isinstance(tree, Tensor):
         if not isinstance(tree, DTensor) and tree.numel() * tree.element_size() <= _SMALL:
             return tree.detach().clone()
@@ -206,17 +207,17 @@ def read_folder(
     without: tuple[str, ...] = (),
     ranks: Ranks | None = None,
 ) -> dict[str, Any]:
-    """The latest checkpoint of a folder; every rank reads what it needs of it (collective).
+    """The latest checkpoint of a folder; every rank reads the parts it needs (collective).
 
     Args:
         path: The folder.
-        like: Gives by a tensor's name, its keys from the outside with / before each, a DTensor to be read in the same
-            parts; None: the whole tensor is read, to the CPU.
-        without: Keys at the outside that need not be read.
-        ranks: The processes; none continues if one cannot read.
+        like: Maps a tensor's name (its keys from the outermost on, with / before each) to a DTensor with the parts to
+            read; None: the whole tensor is read, to the CPU.
+        without: Outermost keys that need not be read.
+        ranks: The processes; if one cannot read, none continues.
 
     Raises:
-        ValueError: There is no complete checkpoint, or it was changed since.
+        ValueError: There is no complete checkpoint, or it was changed after it was written.
     """
     tree, problem = None, None
     try:
@@ -244,7 +245,7 @@ def _read(folder: Path, like: Callable[[str], Tensor | None], without: tuple[str
         for key in keys:
             kind = kinds[key]
             if not isinstance(kind, TensorStorageMetadata):
-                raise ValueError(f"{key!r} is no tensor")
+                raise ValueError(f"{key!r} is not a tensor")
             part, dtype = like(key), kind.properties.dtype
             if part is None or part.shape != kind.size:
                 values[key] = torch.empty(kind.size, dtype=dtype)
@@ -277,7 +278,7 @@ def _put_together(tree: Any, tensor: Callable[[str], Any]) -> Any:
 
 
 def _latest(folder: Path) -> str | None:
-    """The name of the checkpoint that is whole."""
+    """The name of the complete checkpoint."""
     file = folder / _LATEST
     if not file.exists():
         return None
@@ -292,21 +293,21 @@ def _latest(folder: Path) -> str | None:
 
 
 class _FolderReader(FileSystemReader):
-    """Reads files whose checksums are right, and metadata without running what it says."""
+    """Reads files after checking their checksums, and metadata without running code from it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._checked: set[str] = set()
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """As torch's, but by an unpickler that knows the classes of metadata alone."""
+        """As in torch, but with an unpickler that knows only the classes of metadata."""
         self._check(".metadata")
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata: Metadata = _MetadataUnpickler(file).load()
         return metadata
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        """As torch's."""
+        """As in torch, with checked files."""
         for item in plan.items:
             self._check(self.storage_data[item.storage_index].relative_path)
         return super().read_data(plan, planner)
@@ -324,20 +325,20 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Refuse everything that is not part of a checkpoint's metadata."""
         if name not in _OF_METADATA.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
+            raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint")
         return super().find_class(module, name)
 
 
 @contextlib.contextmanager
 def _without_a_group_said() -> Iterator[None]:
-    """Inside, torch does not warn that a process works alone."""
+    """Inside, torch does not warn that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _as_plain(error: BaseException, path: str | os.PathLike[str]) -> BaseException:
-    """The error with the path that the user gave; of several ranks' the first."""
+    """The error with the user's path; if several ranks failed, the first error."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]

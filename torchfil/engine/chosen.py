@@ -1,4 +1,4 @@
-"""How σ and the clip weights of a run were chosen from its data, as a run file keeps it."""
+"""How σ and the clip weights of a run were chosen from its data, as stored in a run file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_A_ROUND = (
 
 
 def noise_choice_in_short(run: RunView) -> dict[str, Any] | None:
-    """How pilots chose σ, and how the run so far keeps to their target (met from a headroom of 1 on).
+    """How pilots chose σ, and how the run so far compares with their target (met if the headroom is at least 1).
 
     None if σ was given.
     """
@@ -51,7 +51,7 @@ def check_trained_with(equalised: Equalised, run: RunView) -> None:
     """Raise if the rounds chose other clip weights than the run was trained with.
 
     Raises:
-        ValueError: It is not the run that they ended in.
+        ValueError: This is not the run that the rounds chose.
     """
     ones = torch.ones(run.leakage.ids.num_examples, dtype=torch.float64)
     own = ones if run.clip_weights is None else run.clip_weights.cpu()

@@ -1,7 +1,7 @@
 """A clip threshold for each example: its clipped gradient is multiplied by ω ∈ (0, 1].
 
-With g̃ = ωφ(‖g‖) g an example's norm is at most ωC; noise and ε stay those of C, and its own leakage falls. ω is held
-fixed in every bound: what weights that were chosen from the data reveal by themselves is not counted.
+With g̃ = ωφ(‖g‖) g, an example's norm is at most ωC; noise and ε stay those of C, and the example leaks less. ω is held
+fixed in every bound: if the weights were chosen from the data, the bounds do not count what the weights reveal.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["check_same_weights", "weights_by_row", "weights_in_words"]
 
 
 def weights_by_row(given: ClipWeights | None, ids: ExampleIds) -> Tensor | None:
-    """ω of every example in the order of the data set, float64 [n]; None: nobody was given one.
+    """ω of every example in the order of the data set, float64 [n]; None: nobody has one.
 
     Args:
-        given: [n] in that order, or by id, where 1 stands for ids that are left out.
+        given: [n] in that order, or by id; ids that are left out have weight 1.
         ids: The examples' ids.
 
     Raises:
-        ValueError: Not one weight for each example, or one outside of (0, 1].
+        ValueError: There is not one weight for each example, or one lies outside (0, 1].
         KeyError: A weight for an id that no example has.
 
     Example:
@@ -56,7 +56,7 @@ def weights_by_row(given: ClipWeights | None, ids: ExampleIds) -> Tensor | None:
 
 
 def _numbers(given: object) -> Tensor:
-    """The weights on the CPU, in float64, apart from what was given."""
+    """A copy of the weights on the CPU, in float64."""
     try:
         return torch.as_tensor(given, dtype=torch.float64, device="cpu").detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -67,10 +67,10 @@ def _numbers(given: object) -> Tensor:
 
 
 def check_same_weights(saved: Tensor | None, own: Tensor | None, ids: ExampleIds) -> None:
-    """Raise unless a saved run has the weights of this one.
+    """Raise unless a saved run has the same weights as this one.
 
     Raises:
-        ValueError: With the first example whose weights differ.
+        ValueError: They differ; the message names the first such example.
 
     Example:
         >>> check_same_weights(None, torch.ones(2), ExampleIds(2))
@@ -92,7 +92,7 @@ def check_same_weights(saved: Tensor | None, own: Tensor | None, ids: ExampleIds
 
 
 def weights_in_words(weights: Tensor | None) -> str:
-    """What tells runs with different weights apart; empty where everybody has 1.
+    """A text that distinguishes runs with different weights; empty if everybody has 1.
 
     Example:
         >>> weights_in_words(torch.tensor([1.0, 0.5], dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""How the run's data is spread: read once through, a part after the other, for yardsticks of a blind guess."""
+"""The spread of the run's data, read once in pieces: the yardstick of a blind guess."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchfil.report.yardsticks import counted_spread
 
 __all__ = ["DataSpread", "pixels_of_coordinates", "read_spread"]
 
-_MOST_ROWS = 2**16  # a deviation made from so many is off by 0.3 %
+_MOST_ROWS = 2**16  # a deviation from so many is off by 0.3 %
 _FEW_ROWS = 2**11  # by 1.6 %
 _MOST_VALUES, _VALUES_AT_ONCE = 2**30, 2**22
 _SMALLEST_IMAGE = 4
@@ -27,8 +27,8 @@ class DataSpread:
 
     Attributes:
         examples: How many examples were read.
-        coordinates: Of each coordinate, [d]; NaN where nothing is known, as of submodules' outputs.
-        counts: How many of the examples have it, [d]; texts may be shorter.
+        coordinates: The spread of each coordinate, [d]; NaN if unknown, as for submodules' outputs.
+        counts: How many of the examples have the coordinate, [d]; texts may be shorter.
     """
 
     examples: int
@@ -37,7 +37,7 @@ class DataSpread:
 
     @property
     def inputs(self) -> Spread:
-        """Of all coordinates, each as often as examples have it: mean, root of the mean variance, whole range."""
+        """Over all coordinates, each weighted by how many examples have it: mean, root mean variance, range."""
         known, each = self.counts > 0, self.coordinates
         weight = self.counts[known] / self.counts.sum()
         mean, variance = (np.sum(values[known] * weight) for values in (each.mean, each.std**2))
@@ -46,14 +46,14 @@ class DataSpread:
 
 
 def read_spread(run: RunView, *, thorough: bool) -> DataSpread | None:
-    """The spread of the run's data; None for streams, and where no private coordinate has a value of its own.
+    """The spread of the run's data; None for streams, and if no private coordinate has a fixed value.
 
-    Where there are more than 65,536 examples (2,048 unless ``thorough``), so many are drawn without repetition, always
+    If there are more than 65,536 examples (2,048 unless ``thorough``), that many are drawn without repetition, always
     the same ones.
 
     Args:
         run: The run.
-        thorough: Whether reading many examples is no burden.
+        thorough: Whether many examples may be read.
     """
     count = run.leakage.ids.num_examples
     if run.examples is None or count == 0:
@@ -76,7 +76,7 @@ class _NoValuesError(Exception):
 
 
 def _pieces(run: RunView, rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """The private coordinates of these examples, [size, d] at a time, NaN where one is not the example's own.
+    """The private coordinates of these examples, [size, d] at a time; NaN if an example does not have one.
 
     Raises:
         _NoValuesError: They are outputs of submodules, or laid out differently from batch to batch.
@@ -90,7 +90,7 @@ def _pieces(run: RunView, rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def pixels_of_coordinates(run: RunView) -> np.ndarray | None:
-    """Row and column of every private coordinate in the image, int64 [d, 2]; None where the inputs are no images."""
+    """Row and column of every private coordinate in the image, int64 [d, 2]; None if the inputs are not images."""
     if run.examples is None or run.leakage.ids.num_examples == 0:
         return None
     d = run.leakage.num_coordinates
@@ -100,7 +100,7 @@ def pixels_of_coordinates(run: RunView) -> np.ndarray | None:
     maps = list(examples.maps(torch.arange(d, dtype=torch.float64)[None]).values())
     if len(maps) != 1 or maps[0].ndim not in (3, 4) or examples.values.isnan().any():
         return None
-    places = maps[0][0]  # which coordinate lies where, NaN where none does
+    places = maps[0][0]  # the coordinate at each place, NaN if there is none
     channels = places.shape[0] if places.ndim == 3 else 1
     if channels not in (1, 3) or min(places.shape[-2:]) < _SMALLEST_IMAGE:
         return None

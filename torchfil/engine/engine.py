@@ -1,4 +1,4 @@
-"""``FILPrivacyEngine``: Opacus's engine, with each example's Fisher information besides the DP accountant."""
+"""``FILPrivacyEngine``: Opacus's engine, with each example's Fisher information in addition to the DP accountant."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class FILPrivacyEngine(Resuming):
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed, rand_on_empty=rand_on_empty
         )
         options = _with_rate(options, prepared)
-        options.mechanism(noise_multiplier, limit)  # raises for numbers that are none
+        options.mechanism(noise_multiplier, limit)  # raises for invalid numbers
         ids, seed = _names(data_loader, id_of), accounting.generator().initial_seed()
         ranks = Ranks(seed, ids.num_examples, secure=self.secure_mode) if distributed else None
         sample_rate, expected_batch = _drawn_by_a_step(prepared, ids.num_examples, ranks)
@@ -233,7 +233,7 @@ class FILPrivacyEngine(Resuming):
         accounting: Accounting | None = None,
         **options: Any,
     ) -> tuple[Any, ...]:
-        """:meth:`make_private` with the noise that spends (``target_epsilon``, ``target_delta``) in so many epochs.
+        """:meth:`make_private` with the noise that spends (``target_epsilon``, ``target_delta``) in ``epochs``.
 
         Args:
             module: The model.
@@ -252,7 +252,7 @@ class FILPrivacyEngine(Resuming):
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            sample_rate=1.0  # of a stream: an epoch is one participation of every example
+            sample_rate=1.0  # in a stream, an epoch is one participation of every example
             if is_stream(data_loader)
             else options.get("accumulation_steps", accounting.accumulation_steps) / len(data_loader),
             epochs=epochs,
@@ -295,7 +295,7 @@ class FILPrivacyEngine(Resuming):
         ``engine.check_bound()`` shows whether the run met the target. The run warns as soon as it has missed it.
 
         σ depends on the data and is held fixed in the bound; on the grid it is constant almost everywhere. ε counts
-        only this run, so nothing of the pilots may be released. If that is not enough, choose σ on public data of the
+        only this run, so nothing from the pilots may be released. If that is not enough, choose σ on public data of the
         same kind.
 
         Args:
@@ -311,7 +311,7 @@ class FILPrivacyEngine(Resuming):
             at_false_positive_rate: The false-positive rate for it.
             confidence: Of the end of the interval, for all examples together, that must meet the target.
             of: "run": the ends cover everything random in a run, which takes about twenty epochs or more; "probes":
-                only the measurement error, for this very run.
+                only the measurement error, for this run.
             pilot_epochs: The length of short pilots that find a starting point; σ is chosen by whole ones.
             max_pilots: The largest number of whole pilots (and of short ones).
             margin: By how much a pilot must beat the target; runs differ.
@@ -414,7 +414,7 @@ class FILPrivacyEngine(Resuming):
         hooked = isinstance(module, AbstractGradSampleModule) or hasattr(module, "autograd_grad_sample_hooks")
         if hooked or is_in_training(module):
             raise ValueError(
-                "the model is private already (make_private was called on it); pass the plain module, or its _module"
+                "the model is already private (make_private was called on it); pass the plain module, or its _module"
             )
         check_optimizer(module, optimizer)
         if is_stream(data_loader):
@@ -448,8 +448,8 @@ class FILPrivacyEngine(Resuming):
     def _account_participations(self, run: Run, optimizer: DPOptimizer) -> None:
         """Tell the accountant the number of participations of a stream's most frequent example.
 
-        Each is a release of the whole batch (q = 1) under the smallest noise so far: at least what any example's own
-        steps cost, in whatever order they came.
+        Each counts as a release of the whole batch (q = 1) with the smallest noise so far. This is at least what the
+        steps of any example cost, in whatever order they came.
         """
         sigmas = [sigma for sigma, *_ in self.accountant.history]
         self.accountant.history = [(min([*sigmas, optimizer.noise_multiplier]), 1.0, run.most_participations())]
@@ -458,7 +458,7 @@ class FILPrivacyEngine(Resuming):
         """Raise for models and losses that mix examples."""
         if criterion is not None:
             check_unweighted_mean(criterion)
-        module = without_shards(module)  # layers of the classes that are looked for
+        module = without_shards(module)  # layers of the classes to look for
         check_modules(module, allow_dropout=True)
         self.validate(module=module, optimizer=None, data_loader=None)
 
@@ -485,8 +485,8 @@ class FILPrivacyEngine(Resuming):
 
         Args:
             module: The model.
-            optimizer: Not looked at.
-            data_loader: Not looked at.
+            optimizer: Not used.
+            data_loader: Not used.
 
         Raises:
             UnsupportedModuleError: The model is not in training mode, or a module mixes examples.
@@ -523,7 +523,7 @@ class FILPrivacyEngine(Resuming):
         Args:
             inputs: A tensor, a tuple of positional inputs or a dict of keyword inputs, [batch, …] each; moved to the
                 model's device. Without ``targets``: the batch as the loader gave it.
-            targets: What ``criterion`` compares with.
+            targets: The targets for ``criterion``.
 
         Returns:
             The batch's mean loss (its sum with ``loss_reduction="sum"``), NaN for an empty batch.
@@ -538,7 +538,7 @@ class FILPrivacyEngine(Resuming):
         """Inside, steps release gradients but are not measured: the totals become lower bounds, with a warning."""
         run = self._training.run
         if run.paused:
-            raise RuntimeError("the accounting is paused already")
+            raise RuntimeError("the accounting is already paused")
         warnings.warn(
             "Fisher accounting is paused: steps taken now are released but not measured, and the totals of their "
             "examples become lower bounds",
@@ -570,7 +570,7 @@ def _with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
 
 
 def _names(data_loader: DataLoader[Any], id_of: Any) -> ExampleIds:
-    """The examples' names; of a stream nobody's yet."""
+    """The examples' names; a stream has none yet."""
     if is_stream(data_loader):
         return GrowingIds()
     count = len(data_loader.dataset)  # type: ignore[arg-type]

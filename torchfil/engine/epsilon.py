@@ -1,9 +1,9 @@
 """Individual ε: each example's own RDP, from its own clipped gradient norms.
 
-A step of a Gaussian mechanism whose sensitivity to example i is ‖g̃_i‖ ≤ C has, for i, the RDP of noise multiplier
-σC/‖g̃_i‖ (Feldman & Zrnic 2021; Yu et al. 2022). Norms are rounded up to a grid, so that the numbers are computed
-once per grid value at the end. Between participations the last seen norm stands in, C where none was seen yet, so that
-``norm_refresh`` is recommended; of a stream, whose batches are known, only the steps that used the example count. The
+If the sensitivity of a Gaussian mechanism to example i is ‖g̃_i‖ ≤ C, a step has for i the RDP of the noise multiplier
+σC/‖g̃_i‖ (Feldman & Zrnic 2021; Yu et al. 2022). Norms are rounded up to a grid, so that the numbers are computed once
+per grid value at the end. Between participations the last known norm is used, or C if there is none yet; therefore
+``norm_refresh`` is recommended. In a stream, whose batches are known, only the steps that used the example count. The
 result is **output-specific** (Yu et al. 2022): the norms depend on what this run released. It is an estimate; a
 guarantee needs a filter (Feldman & Zrnic 2021; Koskela et al. 2023).
 """
@@ -30,21 +30,21 @@ from torchfil.engine.norm_levels import ENTRIES, LEVELS, RATIO, added, as_table,
 __all__ = ["NormHistory", "epsilon_over_time", "individual_epsilon"]
 
 _BELOW = 8  # levels below the first step's noise multiplier
-_AT_ONCE = 65_536  # rows that are worked at together, where all are
+_AT_ONCE = 65_536  # rows that are processed together
 
 
 class NormHistory:
-    """For every example: at how many steps it had which effective noise multiplier σC/‖g̃‖, rounded down.
+    """For every example, the number of steps at each effective noise multiplier σC/‖g̃‖, rounded down.
 
-    Kept in twelve entries of a level and a count (:mod:`torchfil.engine.norm_levels`), the last seen norm and since
-    when it holds: 68 bytes per example. On CPUs and from 2²⁰ examples on, those who were never drawn have 4.
+    An example has twelve entries of a level and a count (:mod:`torchfil.engine.norm_levels`), its last known norm, and
+    the step from which it holds: 68 bytes. On CPUs, with 2²⁰ examples or more, examples that were never drawn take 4.
 
     Args:
         num_examples: n.
-        device: A device or a folder, where the rows lie (:class:`torchfil.accounting.rows.RowTable`).
-        clip_weights: The most that ‖g̃‖/C can be of each example, [n]; None: 1.
-        lazy: Whether rows are given when an example is first drawn; None: see above.
-        own_steps: Whether only steps that used an example count for it, as where its batches are known: a stream.
+        device: The device or folder that holds the rows (:class:`torchfil.accounting.rows.RowTable`).
+        clip_weights: The largest possible ‖g̃‖/C of each example, [n]; None: 1.
+        lazy: Whether an example gets its row when it is first drawn; None: see above.
+        own_steps: Whether only steps that used an example count for it, because batches are known (a stream).
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class NormHistory:
         self.noise_multiplier = 0.0
         self.sample_rate = 0.0
         self.steps = 0
-        # with individual weights, examples that were not drawn are not all alike
+        # with individual weights, examples that were not drawn differ
         self._rows = RowTable(_LAYOUT, num_examples, device, lazy=lazy if clip_weights is None else False)
         self._rows.own("ratio").fill_(1.0)
         if clip_weights is not None:
@@ -71,28 +71,28 @@ class NormHistory:
 
     @staticmethod
     def bytes_needed(num_examples: int) -> int:
-        """How much memory the rows of all examples take."""
+        """The memory for the rows of all examples."""
         return num_examples * bytes_per_row(_LAYOUT)
 
     @property
     def device(self) -> torch.device:
-        """Where the rows lie."""
+        """The device of the rows."""
         return self._rows.device
 
     @property
     def ratio(self) -> Tensor:
-        """‖g̃‖/C of every example as it was last seen, or the most that it can be, float32 [n]."""
+        """The last known ‖g̃‖/C of every example, or its largest possible value, float32 [n]."""
         return self._rows["ratio"]
 
     @property
     def num_bytes(self) -> int:
-        """What the rows take now."""
+        """The memory that the rows take now."""
         return self._rows.num_bytes
 
     def step(self, rows: Tensor, ratio: Tensor, noise_multiplier: float, sample_rate: float) -> None:
         """Account one released step in which the examples ``rows`` had clipped norms ``ratio`` · C."""
         if noise_multiplier == 0:
-            self.noiseless = True  # nobody's ε is finite any more
+            self.noiseless = True  # every ε is infinite from now on
             self.steps += 1
             return
         if self.anchor == 0:
@@ -111,18 +111,18 @@ class NormHistory:
         self.steps += 1
 
     def grow(self, num_examples: int) -> None:
-        """Make room for so many examples, where only their own steps count."""
+        """Make room for this many examples, if only their own steps count."""
         before = self._rows.num_examples
         self._rows.extend(num_examples)
-        if not self._rows.lazy:  # where nobody's own row has it
+        if not self._rows.lazy:  # in the shared row
             self._rows.own("ratio")[before:] = 1.0
 
     def replace(self, rows: Tensor, ratio: Tensor) -> None:
-        """How a refresh pass reports."""
+        """Take the norms of a refresh pass."""
         self.set_ratios(rows, ratio)
 
     def set_ratios(self, rows: Tensor, ratio: Tensor) -> None:
-        """From now on these examples have these norms."""
+        """Set the norms of these examples from now on."""
         with self._rows.rows_of(rows, ratio.device) as part:
             self._set(part, ratio)
 
@@ -131,7 +131,7 @@ class NormHistory:
         return self._rows.distinct(rows)
 
     def counts_of(self, rows: Tensor) -> Tensor:
-        """The counts of these examples with the open stretch included, [rows, levels]."""
+        """The counts of these examples, including steps since the last update, [rows, levels]."""
         rows = rows.to(self.device)
         counts = as_table(self._rows.at("levels", rows), self._rows.at("counts", rows))
         if self._own_steps:
@@ -140,7 +140,7 @@ class NormHistory:
         return counts.scatter_add_(1, self.levels_of(self._rows.at("ratio", rows))[:, None], open_steps[:, None])
 
     def levels_of(self, ratio: Tensor) -> Tensor:
-        """The level of each norm ‖g̃‖/C at the present noise, int64 [rows]."""
+        """The level of each norm ‖g̃‖/C at the current noise, int64 [rows]."""
         return LEVELS - 1 - torch.bucketize(ratio, _edges(self.noise_multiplier / self.anchor, ratio.device))
 
     def multipliers(self) -> list[float]:
@@ -170,14 +170,14 @@ class NormHistory:
         for name in self._numbers():
             setattr(self, name, state[name])
         if self._rows.lazy:
-            # whoever was seen last of all, or never, stands for those who were never seen, who are alike
+            # the example seen last, or never, represents those never seen, which are all alike
             unseen = torch.where(rows["ratio"] == 1, rows["since"], self.steps + 1).argmin()
             for name, value in rows.items():
                 self._rows.own(name)[0] = value[unseen]
         self._rows.load(rows, self._is_known(rows))
 
     def _is_known(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Who differs from the row of those who were never seen, [n] booleans."""
+        """Which examples differ from the row of those never seen, [n] booleans."""
         differs = [rows[name] != self._rows.own(name)[:1].to(rows[name].device) for name in rows]
         return torch.stack([each.reshape(len(each), -1).any(dim=1) for each in differs]).any(dim=0)
 
@@ -185,7 +185,7 @@ class NormHistory:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def _set(self, part: BatchRows, ratio: Tensor) -> None:
-        """These examples have these norms from now on."""
+        """Set the norms of these examples from now on, after booking earlier steps."""
         self._settle(part)
         part["ratio"].copy_(ratio)
 
@@ -198,7 +198,7 @@ class NormHistory:
         since.fill_(self.steps)
 
     def _count(self, part: BatchRows, steps: Tensor) -> None:
-        """Book so many steps at the present norms of these examples."""
+        """Book this many steps at the current norms of these examples."""
         levels, counts = part["levels"], part["counts"]
         level = self.levels_of(part["ratio"].contiguous())
         for entries, booked in zip((levels, counts), added(levels, counts, level, steps), strict=True):
@@ -215,12 +215,12 @@ _LAYOUT = {
 
 @lru_cache(maxsize=64)
 def _edges(relative_noise: float, device: torch.device) -> Tensor:
-    """The largest ratio ‖g̃‖/C of each level but the lowest, from the last level's on, [levels − 1].
+    """The largest ratio ‖g̃‖/C of each level except the lowest, from the last level on, [levels − 1].
 
     A ratio r belongs to the last level whose noise multiplier, in units of the anchor, is at most ``relative_noise``/r.
     """
     levels = torch.arange(LEVELS - 1, 0, -1, dtype=torch.float64)
-    slack = 1e-5  # in levels: numbers that lie on the grid are not rounded off it
+    slack = 1e-5  # in levels, so that numbers on the grid are not rounded off it
     return (relative_noise * RATIO ** (_BELOW + slack - levels)).to(device, torch.float32)
 
 

@@ -38,7 +38,7 @@ class Round:
             attacker), as estimated from this run; its batches and its noise are random.
         worst_end: The same at the conservative ends of the intervals; ``worst`` itself with ``confidence=None``.
         spread: The standard deviation of FIL (of a question: of sqrt(D)) over examples, over its mean.
-        num_below: Of how many examples the (conservative) number misses the target.
+        num_below: For how many examples the (conservative) number misses the target.
         num_spared: How many were trained with ω < 1.
         smallest_weight: The smallest ω.
         mean_weight: The mean ω.
@@ -76,8 +76,8 @@ class Equalised:
 
     Attributes:
         weights: ω, [n], in the order of the data set, float64; those that ``engine`` was trained with. Confidential.
-        engine: What ``train`` returned for them, the best round's: the one in which the fewest examples missed the
-            target, the last if it was met.
+        engine: The engine that ``train`` returned for them, from the best round: the one in which the fewest examples
+            missed the target, or the last one if the target was met.
         leakage: What is reported: that engine's totals, or the average over ``fresh_runs``.
         met: Whether what is reported meets the target (and the groups' ratio).
         stopped: Why the rounds ended.
@@ -118,7 +118,7 @@ class Equalised:
 
     @property
     def seconds(self) -> float:
-        """What all rounds took."""
+        """The duration of all rounds."""
         return sum(each.seconds for each in self.history)
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class Equalised:
         return "\n".join([*lines, HELD_FIXED])
 
 
-# title, and what of a round stands below it; None: the column is left out where no round has it
+# title, and the value of a round; a column is left out if every round has None
 _COLUMNS: Sequence[tuple[str, Callable[[Round], str | None]]] = (
     ("worst", lambda each: f"{each.worst:.4g}"),
     ("its end", lambda each: f"{each.worst_end:.4g}"),
@@ -161,7 +161,7 @@ _COLUMNS: Sequence[tuple[str, Callable[[Round], str | None]]] = (
 
 
 def _table(history: Sequence[Round]) -> list[str]:
-    """The rounds, one a line under their titles."""
+    """The rounds, one per line under their titles."""
     rows = [["round", *(title for title, _ in _COLUMNS)]]
     for number, each in enumerate(history, 1):
         rows.append([f"{number}{' fresh' if each.fresh else ''}", *(show(each) or "" for _, show in _COLUMNS)])

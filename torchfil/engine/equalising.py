@@ -2,15 +2,15 @@
 
 Hannun et al. 2021 reweight a linear model until everybody leaks alike (:mod:`torchfil.glm.irfil`). Here it is DP-SGD,
 and a weight ω_i ∈ (0, 1] scales the clipped gradient of its example (:mod:`torchfil.accounting.sparing`). The noise
-stays that of C: sparing somebody costs a part of that example's pull on the model, and nothing else.
+stays that of C: sparing an example reduces its pull on the model, and costs nothing else.
 
 What the weights themselves reveal. ω is a function of the data, and every bound takes it as fixed. Given everything
 that the pilot rounds released (their noisy gradients), ω_i with a fixed ``target`` and ``confidence=None`` is a
 function of example i alone. It lies on a grid, so it is constant for almost every small change of the example; and
 whatever ω_i is, the gradient it scales has norm ≤ C. So ε and Fisher information **added over all rounds**, as if every
-pilot model was released, also hold with weights that move with the data, up to the edges of the grid, for a number of
+pilot model was released, also hold with weights that depend on the data, up to the edges of the grid, for a number of
 rounds that is fixed beforehand.
-The last round's own numbers hold with ω fixed only. Groups, cells, shares, intervals (which borrow from all examples)
+The last round's own numbers hold only with ω fixed. Groups, cells, shares, intervals (which borrow from all examples)
 and the decision when to stop depend on the others' data as well, and are held fixed in either count.
 """
 
@@ -41,7 +41,7 @@ __all__ = ["equalise"]
 logger = logging.getLogger(__name__)
 
 Labels = Mapping[Hashable, Hashable] | Sequence[Hashable] | Tensor | Any
-_PROGRESS = 0.98  # what is missing must fall to less than this, or fewer examples miss the target: else no progress
+_PROGRESS = 0.98  # progress: the excess falls below this share, or fewer examples miss the target
 _PATIENCE = 2
 
 
@@ -67,8 +67,8 @@ def equalise(
 ) -> Equalised:
     """Train in rounds, each with clip weights from the round before, until the most exposed are safe enough.
 
-    ω_i ← ω_i · min(1, sqrt(e* / (margin · e_i))), rounded down to a grid, e_i being 1/bound of the example, or the D of
-    a question. Weights fall and never rise again, and whoever meets the target with its margin keeps 1.
+    ω_i ← ω_i · min(1, sqrt(e* / (margin · e_i))), rounded down to a grid, where e_i is 1/bound of the example, or the D
+    of a question. Weights fall and never rise again, and whoever meets the target with its margin keeps 1.
 
     **The weights depend on the data and are held fixed in the bound and in ε**, as in IRFIL. Pilot models that nobody
     sees tell an attacker of the last model nothing except through the weights. Ways to deal with that:
@@ -122,7 +122,7 @@ def equalise(
     idle, stopped = 0, None
 
     for _ in with_progress(range(max_rounds), progress, "rounds"):
-        # the first round tells which examples there are and, where it is a share of them, the target
+        # the first round shows which examples there are and, if it is a share of them, the target
         trained = rounds.train(weights if current is None else current.values, goal)
         if current is None:
             ids = trained.leakage.ids.all()
@@ -181,7 +181,7 @@ def _check_options(
     weights: Tensor | None,
     delta: float | None,
 ) -> None:
-    """Raise for what is none of them, before hours of training."""
+    """Raise for invalid options, before hours of training."""
     if not callable(train):
         raise TypeError(f"train is a {type(train).__name__}; give a function of clip weights that returns the engine")
     if max_rounds < 1:
@@ -212,22 +212,22 @@ def _check_lengths(columns: Mapping[str, Any]) -> None:
 
 
 def _check_used(weights: Tensor | None, engine: Any) -> None:
-    """Raise if an engine that knows its clip weights has others than train was given."""
+    """Raise if an engine knows its clip weights, and they differ from those passed to train."""
     if weights is None or not isinstance(engine, LeakageReading):
         return
     used = engine.clip_weights
     if used is not None and engine.accounting.min_mse_bound is not None:
-        return  # lowered as the run went
+        return  # lowered during the run
     if used is None or not torch.equal(used.cpu(), weights.double().cpu()):
         has = "has none" if used is None else "has others"
         raise ValueError(
-            f"train was given clip weights, and its engine {has}; pass them on: make_private(…, clip_weights=weights)"
+            f"train received clip weights, and its engine {has}; pass them on: make_private(…, clip_weights=weights)"
         )
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """One training as it came back, or the average over several."""
+    """The result of one training, or the average over several."""
 
     engine: Any
     leakage: Leakage
@@ -238,7 +238,7 @@ class _Trained:
 
 @dataclass(frozen=True)
 class _Booked:
-    """A training with its weights, and how many times its worst is what it may be."""
+    """A training with its weights, and the ratio of its worst value to the allowed one."""
 
     trained: _Trained
     weights: RoundWeights
@@ -247,7 +247,7 @@ class _Booked:
 
     @property
     def left(self) -> tuple[int, float]:
-        """What is left to do: how many miss the target, which depends less on chance than the worst one."""
+        """How many examples still miss the target, which depends less on chance than the worst value."""
         return self.round.num_below, self.missing
 
 
@@ -286,7 +286,7 @@ class _Rounds:
         self.total_exposure = self.total_exposure + exposure.value
         worst, worst_end = exposure.largest()
 
-        # how everybody stood before anybody was spared, for reports
+        # the state before anybody was spared, for reports
         if not self.history and bool((values == 1).all()):
             fil = trained.leakage.get_mse_bound().value.rsqrt().cpu()
             self.fil_before = fil.masked_fill(~exposure.measured.cpu(), torch.nan)
@@ -314,7 +314,7 @@ class _Rounds:
         return _Booked(trained, weights, self._missing[-1], self.history[-1])
 
     def progressed(self) -> bool:
-        """Whether the last round left less to do than all before: a smaller excess, or fewer examples."""
+        """Whether the last round came closer to the target than all before: a smaller excess, or fewer examples."""
         *before, last = zip(self._missing, (each.num_below for each in self.history), strict=True)
         if not before:
             return True
@@ -354,6 +354,6 @@ class _Rounds:
                 steps[sigma, q] += count
         together = type(self._accountants[0])()
         if together.mechanism() == "gdp" and len(steps) > 1:
-            return None  # it knows one kind of step only
+            return None  # it supports only one kind of step
         together.history = [(sigma, q, count) for (sigma, q), count in steps.items()]
         return float(together.get_epsilon(self._delta))

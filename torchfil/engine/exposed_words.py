@@ -1,9 +1,9 @@
-r"""The most exposed texts token by token: how much of each token's embedding leaks, and how it drives the privacy loss.
+r"""The most exposed texts by token: how much of each token's embedding leaks, and how it drives the privacy loss.
 
-Of token t, whose embedding has w private coordinates:
+For token t, whose embedding has w private coordinates:
 
-    FIL   η_t = sqrt(Σ_{j∈t} I_jj / w), of the whole run;
-    PLIS  ‖∂PL/∂z_t‖, at the present weights (:mod:`torchfil.attribution.plis`).
+    FIL   η_t = sqrt(Σ_{j∈t} I_jj / w), for the whole run;
+    PLIS  ‖∂PL/∂z_t‖, at the current weights (:mod:`torchfil.attribution.plis`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOKENS = "input_ids"
 
 
 class Decodes(Protocol):
-    """What makes strings of token ids, as Hugging Face's tokenizers do."""
+    """Makes strings from token ids, like Hugging Face's tokenizers."""
 
     def decode(self, token_ids: Any) -> str:
         """The string of a list of ids."""
@@ -36,15 +36,15 @@ TokenTexts = Sequence[Sequence[str]] | Callable[[list[int]], str] | Decodes
 
 
 def exposed_words(run: RunView, texts: TokenTexts, fil: np.ndarray, count: int) -> Texts | None:
-    """FIL and PLIS by token of the ``count`` most exposed examples, with the tokens; None where nothing leaked.
+    """FIL and PLIS by token of the ``count`` most exposed examples, with the tokens; None if nothing leaked.
 
     Args:
         run: The run; the diagonal was tracked.
         texts: Every example's tokens as strings, in the order of the data set, one for each position of its private
-            tensor; or what makes strings of token ids: a tokenizer with ``decode``, or a function from a list with one
-            id to its string. Then the ids are read from the data set.
+            tensor; or a decoder of token ids: a tokenizer with ``decode``, or a function that maps a list with one id
+            to its string. The ids are then read from the data set.
         fil: η̄, [n].
-        count: Of how many.
+        count: The number of examples.
 
     Raises:
         ValueError: The diagonal was not tracked, or texts and coordinates do not fit.
@@ -56,7 +56,7 @@ def exposed_words(run: RunView, texts: TokenTexts, fil: np.ndarray, count: int) 
     if strings is not None and len(strings) != len(fil):
         raise ValueError(f"texts has {len(strings)} entries for {len(fil)} examples; give one for each, in order")
 
-    # who leaked nothing in this run is not among the most exposed
+    # an example that leaked nothing is not among the most exposed
     rows = np.argsort(-fil, kind="stable")[:count]
     rows = rows[fil[rows] > 0]
     if decode is not None:
@@ -75,7 +75,7 @@ def exposed_words(run: RunView, texts: TokenTexts, fil: np.ndarray, count: int) 
         words = [[str(word) for word in strings[row]] for row in rows]
         own = torch.arange(positions) < torch.tensor([len(each) for each in words])[:, None]
     else:
-        # padding has neither: its coordinates are nobody's
+        # padding has neither: its coordinates belong to nobody
         own = by_token > 0 if plis is None else ~plis.isnan()
         words = [
             [str(decode([token])) for token in part[mask[: len(part)]].tolist()]
@@ -85,14 +85,14 @@ def exposed_words(run: RunView, texts: TokenTexts, fil: np.ndarray, count: int) 
 
 
 def _decoder(texts: TokenTexts) -> Callable[[list[int]], str] | None:
-    """What makes a string of a list with one id; None where the tokens are there as strings."""
+    """A function from a list with one id to its string; None if the tokens are given as strings."""
     if hasattr(texts, "decode"):
         return texts.decode
     return texts if callable(texts) else None
 
 
 def _positions(run: RunView, longest: int) -> int:
-    """How many positions are laid out for every text."""
+    """The number of positions for every text."""
     private = run.options.private
     positions = (private.max_length if private is not None else None) or longest
     coordinates = run.leakage.num_coordinates
@@ -105,7 +105,7 @@ def _positions(run: RunView, longest: int) -> int:
 
 
 def _token_ids(run: RunView, rows: list[int]) -> Tensor:
-    """What the model is called with for these texts, [rows, T] integers."""
+    """The token ids that the model receives for these texts, [rows, T]."""
     if run.dataset is None:
         raise ValueError("the examples of a stream cannot be read again: give texts= as strings, one list an example")
     inputs = {key: value for key, value in run.inputs(rows).items() if _are_tokens(value)}
@@ -124,7 +124,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 def _plis(run: RunView, rows: list[int], positions: int) -> Tensor | None:
-    """‖PLIS‖ by token, [rows, positions], NaN at padding; None where it cannot be computed."""
+    """‖PLIS‖ by token, [rows, positions], NaN at padding; None if it cannot be computed."""
     if run.plis is None or run.dataset is None:
         return None
     maps: Mapping[Any, Tensor] = run.plis(rows)
@@ -136,7 +136,7 @@ def _plis(run: RunView, rows: list[int], positions: int) -> Tensor | None:
 
 
 def _compact(values: Tensor, own: Tensor) -> np.ndarray:
-    """Each row's own entries first and NaN behind them, float32 [rows, positions]."""
+    """Each row's own entries first, then NaN, float32 [rows, positions]."""
     result = torch.full_like(values, float("nan"))
     for target, row, mask in zip(result, values, own, strict=True):
         target[: int(mask.sum())] = row[mask]

@@ -32,13 +32,13 @@ class _Stream:
 
 
 def data_sha256(dataset: Any) -> str:
-    """SHA-256 over all examples in order: of every tensor its dtype, shape and bytes, of all else its text.
+    """SHA-256 over all examples in order: dtype, shape and bytes of every tensor, and the text of everything else.
 
-    A ``TensorDataset`` is read tensor by tensor, any other data set example by example, with the same result. Where
-    examples are changed at random when read (augmentation), so is the checksum.
+    A ``TensorDataset`` is read tensor by tensor, any other data set example by example, with the same result. If
+    examples change at random when read (augmentation), so does the checksum.
     """
     streams: dict[int, _Stream] = {}
-    # a subclass may change what it gives out, so only the class itself is read by its tensors
+    # a subclass may return something else, so only the class itself is read by its tensors
     if type(dataset) is TensorDataset:
         for place, values in enumerate(dataset.tensors):
             stream = streams.setdefault(place, _Stream())

@@ -1,7 +1,8 @@
 """The criterion that ``grad_sample_mode="ghost"`` returns, called like Opacus's.
 
-Opacus's returns an object whose ``backward()`` goes through the model twice. Here the loop's backward pass ends at the
-model's outputs, so that an ordinary tensor does: ``loss.backward()``, ``loss.item()``, ``loss / 2`` are torch's own.
+Opacus's criterion returns an object whose ``backward()`` goes through the model twice. Here the loop's backward pass
+ends at the model's outputs, so an ordinary tensor is enough: ``loss.backward()``, ``loss.item()``, ``loss / 2`` are
+torch's.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ __all__ = ["GhostCriterion"]
 class GhostCriterion:
     """The mean (or sum) over a batch of ℓ_i, each example's own loss.
 
-    ℓ_i is taken from the criterion with ``reduction="none"``, as Opacus does: the mean (or sum) of what is left of
-    example i. So class weights do not mix examples, and of tokens with ``ignore_index`` those of a sequence that count
-    are averaged.
+    ℓ_i comes from the criterion with ``reduction="none"``, as in Opacus: the mean (or sum) over the remaining
+    dimensions of example i. So class weights do not mix examples, and a mean over tokens is over those of a sequence
+    that ``ignore_index`` keeps.
 
     Args:
         criterion: A torch loss, or a function(outputs, targets) that gives one number or one per example; None:
@@ -28,7 +29,7 @@ class GhostCriterion:
         loss_reduction: "mean" or "sum", over the batch.
 
     Raises:
-        ValueError: The criterion's own reduction is another one.
+        ValueError: The criterion's own reduction differs.
 
     Example:
         >>> import torch
@@ -50,16 +51,16 @@ class GhostCriterion:
         if isinstance(given, nn.Module) and hasattr(given, "reduction"):
             self._by_example = copy.copy(given)
             self._by_example.__dict__["reduction"] = "none"
-        self._flattens = False  # whether the loop lays the tokens of all sequences one after the other
+        self._flattens = False  # whether the loop concatenates the tokens of all sequences
 
     def __call__(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
         """The batch's loss.
 
         Args:
             *args: Outputs and targets.
-            shape: As in Opacus, [batch, length, …] of outputs before their first two dimensions were made one, for
-                losses by token.
-            **kwargs: Of the criterion.
+            shape: As in Opacus, the shape [batch, length, …] of outputs before their first two dimensions were
+                flattened, for losses by token.
+            **kwargs: Passed to the criterion.
         """
         if shape is not None:
             self._flattens = True

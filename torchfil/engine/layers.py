@@ -14,7 +14,7 @@ __all__ = ["recurrent_forward"]
 
 
 def recurrent_forward(module: Any) -> Callable[..., Any]:
-    """What stands for ``module.forward``; its dropout falls on every state, before that is used again."""
+    """The substitute for ``module.forward``; its dropout applies to every state before it is used again."""
     modes = {DPLSTM: "LSTM", DPGRU: "GRU"}
     mode = modes.get(type(module)) or f"RNN_{module.cell_params['nonlinearity'].upper()}"
 

@@ -1,10 +1,10 @@
 """Batches that know which examples they hold.
 
-The ids travel with the batch. The data set notes which items were fetched, the collate function, in the same
-process, takes that note and hands out the batch in an object of the same kind and content that remembers its ids
-(:mod:`torchfil.engine.batches`), also on its way from a worker. When the training loop reads the batch, it becomes the
-current one. So skipped batches, workers, and ``BatchMemoryManager`` (which rebuilds the loader from its parts) cannot
-shift ids.
+The ids travel with the batch. The data set notes which items were fetched. The collate function, in the same process,
+takes that note and returns the batch as an object of the same kind and content that remembers its ids
+(:mod:`torchfil.engine.batches`), even if it comes from a worker. When the training loop reads the batch, it becomes the
+current one. Skipped batches, workers, and ``BatchMemoryManager`` (which rebuilds the loader from its parts) therefore
+cannot shift ids.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class RememberingCollate:
 class FILPoissonSampler(UniformWithReplacementSampler):
     """Opacus's Poisson sampler, which announces the start of each pass over the data.
 
-    Where gradients are accumulated over k batches, these are the parts of one draw with k times the rate: no example is
-    in two of them.
+    If gradients are accumulated over k batches, these are the parts of one draw at k times the rate: no example is in
+    two of them.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class FILPoissonSampler(UniformWithReplacementSampler):
 
 
 class FILRankSampler(DistributedUniformWithReplacementSampler):
-    """The same on each of several ranks, as Opacus's own: a rank draws from its part of the data.
+    """The same on each of several ranks, as in Opacus: a rank draws from its part of the data.
 
-    Unlike Opacus's, which leaves them out, it hands out empty batches: ranks with fewer steps than others would make
-    them wait for ever. And ranks whose generators were seeded alike draw independently of each other.
+    Unlike Opacus's sampler, it does not leave out empty batches: ranks with fewer steps would make the others wait
+    forever. And ranks whose generators have the same seed draw independently of each other.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class FILDataLoader(DataLoader[Any]):
 
     Args:
         loader: The loader that Opacus prepared (Poisson), or the user's own.
-        tracker: Where the current batch is noted.
+        tracker: Notes the current batch.
         on_start: Called at the start of each pass, in the main process.
         ranks: The processes that train together; None: a single one.
     """
@@ -223,7 +223,7 @@ class FILDataLoader(DataLoader[Any]):
 
 
 def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None) -> tuple[Any, Any]:
-    """The (inputs, targets) of a batch: the user's split, a tuple's last item, or what is named so.
+    """The (inputs, targets) of a batch: by the user's split, a tuple's last item, or their names.
 
     A batch of one tensor has no targets.
     """
@@ -256,7 +256,7 @@ def _named_parts(batch: Any) -> dict[str, Any]:
 
 
 def is_target_name(name: Any) -> bool:
-    """Whether an entry of a dict batch, or an input of a model, of that name holds labels.
+    """Whether an entry of a dict batch, or an input of a model, with that name holds labels.
 
     Example:
         >>> is_target_name("labels"), is_target_name("label_2"), is_target_name("input_ids")
@@ -274,7 +274,7 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
             "which accounts by the ids in its batches."
         )
 
-    # Poisson sampling takes the place of a sampler, whose choice of examples would be lost.
+    # Poisson sampling replaces a sampler, whose choice of examples would be lost.
     inner = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(inner, SubsetRandomSampler) and poisson_sampling:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Looks at examples of the data set at the present weights, outside any step: their norms, their PLIS."""
+"""Norms and PLIS of examples of the data set at the current weights, outside any step."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _BATCH = 256
 
 
 class DatasetLooks:
-    """Reads examples from the data set itself and differentiates at the present weights.
+    """Reads examples from the data set itself and differentiates at the current weights.
 
     Args:
-        run: Whose examples they are.
+        run: The run that they belong to.
         replica: The model.
-        dataset: The user's data set; None: a stream, of which nothing can be read again.
-        collate_fn: Makes a batch of its items.
+        dataset: The user's data set; None: a stream, which cannot be read again.
+        collate_fn: Makes a batch from its items.
     """
 
     def __init__(self, run: Run, replica: Replica, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
@@ -43,7 +43,7 @@ class DatasetLooks:
         self.collate_fn = collate_fn
 
     def refresh_norms(self, optimizer: FILOptimizer) -> None:
-        """Look up every example's clipped gradient norm, for individual ε; of several ranks, each a share."""
+        """Compute every example's clipped gradient norm, for individual ε; several ranks share the work."""
         options, limit, ranks = self.run.options, float(optimizer.max_grad_norm), self.run.ranks
         first, apart = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         for rows, gradients in self._batches(range(first, self.run.ids.num_examples, apart)):
@@ -71,11 +71,11 @@ class DatasetLooks:
         return {key: _joined(pieces) for key, pieces in parts.items()}
 
     def examples(self, rows: Sequence[int]) -> Examples:
-        """These examples with their private coordinates laid out, whatever their values are."""
+        """These examples with their private coordinates; values are not checked."""
         return self._laid_out(self.collate_fn([self.dataset[row] for row in rows]), check_values=False)
 
     def _slopes_by_layer(self, gradients: ExampleGradients, mechanism: Mechanism) -> Tensor:
-        """∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s² where each parameter's gradient is clipped separately, [batch, d]."""
+        """∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s², [batch, d], if each parameter's gradient is clipped separately."""
         chunks = PrivateBatch(gradients, mechanism).chunks(self.run.options.max_memory, 8)
         parts = [2 * jacobian.clipped_norm[:, None] * jacobian.clipped_norm_gradient for _, jacobian in chunks]
         return torch.cat(parts) / mechanism.noise_std**2

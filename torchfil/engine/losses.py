@@ -1,10 +1,10 @@
-"""Which loss does the training loop use? Told by the gradient that arrives at the model's output.
+"""Which loss does the training loop use? The gradient that arrives at the model's output shows it.
 
 Accounting needs the loss as a function of one example. The gradient δ_i that backward() leaves at example i's
-output, times the batch size where the loop averages, must equal ∂ℓ(o_i, y_i)/∂o_i for the engine's loss ℓ. That
-identifies a standard loss, and checked at every step it catches class weights, label smoothing, scaling and
-anything else that happens behind the engine's back. Of several outputs (a dict, a Hugging Face model's) the one at
-which a gradient arrives is the loss's.
+output, times the batch size if the loop averages, must equal ∂ℓ(o_i, y_i)/∂o_i for the engine's loss ℓ. This
+identifies a standard loss. Checked at every step, it catches class weights, label smoothing, scaling and anything
+else that the engine does not know about. If there are several outputs (a dict, or those of a Hugging Face model), the
+loss uses the one at which a gradient arrives.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ class IdentifiedLoss:
 
     @property
     def is_models_own(self) -> bool:
-        """Whether the model computes it itself, in a way that could not be identified from its other outputs."""
+        """Whether the model computes it itself, and it could not be identified from the other outputs."""
         return isinstance(self.function, ModelLoss)
 
     def weights(self, targets: Any) -> Tensor | None:
-        """How a batch's mean weights the examples, [batch], where it does so by others' targets; None: alike."""
+        """How a batch's mean weights the examples, [batch], if that depends on others' targets; None: equally."""
         weights: Callable[[Any], Tensor | None] | None = getattr(self.function, "weights", None)
         return None if weights is None else weights(targets)
 
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """The loss that a model gives among its outputs: its tensor without dimensions of that number."""
+    """The loss that a model returns among its outputs: the scalar tensor of that number."""
 
     number: int = 0
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
-        """Of a batch of one, which holds its labels itself."""
+        """The loss of a batch of one, which includes its labels."""
         return [leaf for leaf in tensors_of(outputs) if leaf.ndim == 0][self.number]
 
 
@@ -103,7 +103,7 @@ class _OfOneOutput:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Cross-entropies of the outputs of those numbers, each with one of the targets, summed and times a factor."""
+    """A factor times the sum of cross-entropies of the outputs of those numbers, each with one of the targets."""
 
     numbers: tuple[int, ...]
     factor: float
@@ -128,7 +128,7 @@ _STANDARD: dict[str, type[nn.Module]] = {
 
 
 def output_gradients(loss: LossFunction, outputs: Any, targets: Any) -> Any:
-    """∂ℓ(o_i, y_i)/∂o_i of every example, in the shape of the outputs; 0 for integers, None where no tensor stands."""
+    """∂ℓ(o_i, y_i)/∂o_i of every example, in the outputs' shape; 0 for integers, None for anything but tensors."""
     leaves, form = flattened(outputs)
     tensors = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     moving = {k: leaf for k, leaf in tensors.items() if leaf.is_floating_point() and leaf.ndim}
@@ -146,7 +146,7 @@ def output_gradients(loss: LossFunction, outputs: Any, targets: Any) -> Any:
 
     try:
         by_place = vmap(grad(one))(moving, still, compared)
-    except RuntimeError:  # a loss that vmap does not know, such as one with one_hot
+    except RuntimeError:  # a loss that vmap does not support, such as one with one_hot
         batch = (moving, still, compared)
         rows = [grad(one)(*map_tensors(lambda leaf: leaf[i], batch)) for i in range(len(next(iter(moving.values()))))]  # noqa: B023
         by_place = {k: torch.stack([row[k] for row in rows]) for k in moving}
@@ -161,10 +161,10 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
         outputs: The model's outputs, [batch, …], detached.
         targets: The batch's targets.
         observed: δ_i of each example, unscaled by the batch size.
-        reduction: Which reduction to try first; on one number per example both are the same.
+        reduction: Which reduction to try first; with one number per example both are the same.
 
     Raises:
-        LossMismatchError: None fits; the text says what was tried, what it looks like and what to pass.
+        LossMismatchError: None fits; the message says what was tried, what it looks like and what to pass.
     """
     gradients = tensors_of(observed)
     reached = [k for k, gradient in enumerate(gradients) if bool((gradient != 0).any())] or [0]
@@ -186,7 +186,7 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
                 return candidate
             return IdentifiedLoss(candidate.name, _OfOneOutput(number, candidate.function))
     raise LossMismatchError(
-        "the loss in the training loop is none of the standard ones "
+        "the loss in the training loop is not one of the standard losses "
         f"({', '.join(_STANDARD)}; mean or sum, targets as the batch gives them). "
         + _guess(output, targets, at_output)
         + " Pass the loss you use to make_private: criterion=<function(outputs, targets)>, an ordinary torch loss."
@@ -194,7 +194,7 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
 
 
 def likely_loss(outputs: Any, targets: Any) -> IdentifiedLoss:
-    """The first standard loss that takes such outputs and targets, where no loop tells which it is.
+    """The first standard loss that takes such outputs and targets, if no loop shows which it is.
 
     Raises:
         LossMismatchError: None does, or there are several outputs or targets.
@@ -211,7 +211,7 @@ def likely_loss(outputs: Any, targets: Any) -> IdentifiedLoss:
 
 
 def _identify_parts(reached: list[int], outputs: Any, targets: Any, observed: Any) -> IdentifiedLoss:
-    """The mean or the sum of cross-entropies, each of one output with one of the targets, in their order."""
+    """The mean or the sum of cross-entropies, each of one output with one of the targets, in order."""
     parts = tensors_of(targets)
     if len(parts) == len(reached) and all(
         _are_class_numbers(target, tensors_of(outputs)[k]) for k, target in zip(reached, parts, strict=True)
@@ -226,7 +226,7 @@ def _identify_parts(reached: list[int], outputs: Any, targets: Any, observed: An
 
 
 def _several_outputs(outputs: Any, targets: Any, reached: int) -> str:
-    """What to do where a loss has several parts."""
+    """What to do if a loss has several parts."""
     names = list(outputs) if isinstance(outputs, dict) else range(len(tensors_of(outputs)))
     first, second = [f"outputs[{name!r}]" for name in names][:2]
     y = [f"targets[{name!r}]" for name in targets][:2] if isinstance(targets, dict) else ["targets[0]", "targets[1]"]
@@ -245,8 +245,8 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
     """Raise :class:`LossMismatchError` unless the observed gradient at the output is that of the loss.
 
     Returns:
-        The mean over a batch's tokens that weights the examples as the loop does, where they do not weigh alike and
-        the loss does not know that itself; else None.
+        The mean over a batch's tokens that weights the examples as the loop does, if the weights differ and the loss
+        itself does not include them; else None.
     """
     if loss.is_models_own:
         _check_own_loss(outputs, observed)
@@ -269,7 +269,7 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
         if relative_difference(weighted(alone, by_tokens), observed) < tolerance:
             return mean
 
-    # Say what it looks like, as far as that is known.
+    # Say what it looks like, if that is known.
     factor = _common_factor(expected, observed)
     if factor is not None:
         hint = (
@@ -290,7 +290,7 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
 
 
 def scale_of_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) -> float | None:
-    """c where the observed gradient at the output is c times that of the loss; None if it is no multiple."""
+    """c if the observed gradient at the output is c times that of the loss; None if it is not a multiple."""
     try:
         return _common_factor(output_gradients(loss, outputs, targets), observed)
     except (RuntimeError, ValueError, TypeError, IndexError):  # reported by the check of the loss
@@ -374,7 +374,7 @@ def _difference(loss: IdentifiedLoss, outputs: Tensor, targets: Tensor, observed
 
 
 def relative_difference(expected: Any, observed: Any) -> float:
-    """The largest distance of ``expected`` and ``observed`` over the largest ``observed``, of all their tensors."""
+    """The largest difference of ``expected`` and ``observed`` over the largest ``observed``, over all tensors."""
     pairs = list(zip(tensors_of(expected), tensors_of(observed), strict=True))
     largest = max((float(seen.abs().max()) for _, seen in pairs if seen.numel()), default=0.0)
     distance = max((float((want - seen).abs().max()) for want, seen in pairs if seen.numel()), default=0.0)
@@ -384,12 +384,12 @@ def relative_difference(expected: Any, observed: Any) -> float:
 
 
 def tolerance_of(outputs: Tensor) -> float:
-    """How far gradients at such outputs may be apart, relatively, by rounding."""
+    """The relative difference that rounding may cause between gradients at such outputs."""
     return _TOLERANCE.get(outputs.dtype, _LOOSE_TOLERANCE)
 
 
 def _common_factor(expected: Any, observed: Any) -> float | None:
-    """C where observed = c · expected, else None."""
+    """c if observed = c · expected, else None."""
     want = torch.cat([leaf.reshape(-1).double() for leaf in tensors_of(expected)])
     seen = torch.cat([leaf.reshape(-1).double() for leaf in tensors_of(observed)])
     square = want.square().sum()
@@ -401,7 +401,7 @@ def _common_factor(expected: Any, observed: Any) -> float | None:
 
 
 def _guess(outputs: Tensor, targets: Tensor, observed: Tensor) -> str:
-    """A sentence on what the observed gradient looks like, or nothing."""
+    """A sentence about what the observed gradient looks like, or an empty string."""
     classes = outputs.shape[1] if outputs.ndim > 1 else 0
     if outputs.ndim == 2 and targets.shape == outputs.shape[:1] and not targets.is_floating_point() and classes > 1:
         one_hot = F.one_hot(targets.clamp(0, classes - 1), classes).to(outputs.dtype)

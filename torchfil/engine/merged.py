@@ -1,4 +1,4 @@
-"""The mean over repeated runs as one saved run, that says how many there were and what releasing all of them means."""
+"""The mean over repeated runs as one saved run, with their number and what releasing all of them would mean."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["as_merged", "epsilon_of_all"]
 def as_merged(run: SavedRun, runs: int, epsilon: float) -> SavedRun:
     """A run whose numbers are means over ``runs`` repetitions, without what belongs to a single one.
 
-    The numbers speak of one release, on average. Left out are an example's own ε, the course of training and the seed;
-    reconstruction robustness too where batches are known, for it rests on one run's participations.
+    The numbers are about one release, on average. An example's own ε, the course of training and the seed are left out;
+    so is reconstruction robustness if batches are known, because it depends on one run's participations.
 
     Args:
-        run: Saved from the average, otherwise as the first run has it.
-        runs: How many.
+        run: Saved from the average; everything else is that of the first run.
+        runs: The number of runs.
         epsilon: ε of all of them together.
     """
     about = {**run.about, "seed": None, "merged": {"runs": runs, "epsilon_of_all": epsilon}}
@@ -34,7 +34,7 @@ def as_merged(run: SavedRun, runs: int, epsilon: float) -> SavedRun:
 
 
 def epsilon_of_all(accountant: Any, runs: int, delta: float) -> float:
-    """ε at δ of ``runs`` trainings that are all like the one an accountant knows, released together (composition)."""
+    """ε at δ if ``runs`` trainings like the accountant's are released together (composition)."""
     together = copy.deepcopy(accountant)
     together.history = list(accountant.history) * runs
     return float(together.get_epsilon(delta))

@@ -1,4 +1,4 @@
-"""What an engine says of itself, in a text and in a notebook."""
+"""An engine's summary of its run, as text and in a notebook."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["engine_lines", "engine_table", "engine_text"]
 
 
 def engine_lines(accountant: str, optimizer: Any, ranks: Any, totals: Callable[[], Leakage]) -> list[tuple[str, str]]:
-    """What is known of a run, as (name, text).
+    """What is known about a run, as (name, text).
 
     Args:
         accountant: Its name.
-        optimizer: The run's; None: there is no run yet.
-        ranks: Where several processes train; reading then needs all of them, so that nothing is read here.
+        optimizer: The run's optimizer; None: there is no run yet.
+        ranks: The processes, if several train; reading would need all of them, so nothing is read then.
         totals: Reads the run; raises RuntimeError before the first step.
     """
     if optimizer is None:
@@ -29,14 +29,14 @@ def engine_lines(accountant: str, optimizer: Any, ranks: Any, totals: Callable[[
         return [*lines, ("run", f"rank {ranks.rank}; call metrics() on all ranks to read it")]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the numbers say that steps were paused
+            warnings.simplefilter("ignore")  # a warning would repeat that steps were paused
             return [*lines, *totals().summary().lines()]
     except RuntimeError:
         return [*lines, ("run", "no step yet")]
 
 
 def engine_text(name: str, lines: list[tuple[str, str]]) -> str:
-    """Name and lines, one a line."""
+    """Name and entries, one per line."""
     return "\n".join([name, *(f"  {title}: {text}" for title, text in lines)])
 
 

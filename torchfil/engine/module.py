@@ -1,7 +1,7 @@
 """The loop's model in grad_sample_mode="auto": its outputs are leaves in training, so that ``backward()`` ends there.
 
-At ``optimizer.step()`` the engine compares the gradient that arrived with that of its loss and computes the rest by
-itself: no gradient of an example is formed by hooks, and ``p.grad_sample`` stays empty.
+At ``optimizer.step()`` the engine compares the gradient that arrived with that of its loss and computes the rest
+itself: no hooks form per-example gradients, and ``p.grad_sample`` stays empty.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["RecordedModule", "is_in_training", "without_compiler"]
 
 logger = logging.getLogger(__name__)
 
-_in_training: WeakSet[nn.Module] = WeakSet()  # modules that are private now
+_in_training: WeakSet[nn.Module] = WeakSet()  # modules that are currently private
 
 
 def is_in_training(module: nn.Module) -> bool:
-    """Whether a :class:`RecordedModule` trains this very module now."""
+    """Whether a :class:`RecordedModule` is currently training this module."""
     return module in _in_training
 
 
 def without_compiler(module: nn.Module) -> nn.Module:
-    """The module itself, of one that ``torch.compile`` has wrapped; one compiled in place is set back.
+    """The original of a module that ``torch.compile`` has wrapped; compilation in place is undone.
 
     Raises:
         ValueError: Only a part of it is compiled.
@@ -60,9 +60,9 @@ class RecordedModule(AbstractGradSampleModule):
 
     Args:
         m: The module.
-        loop_forward: Runs its forward passes in training; None: it is a plain wrapper. A deep copy is one, so that an
-            average of the weights (``AveragedModel``, timm's ``ModelEmaV2``) is kept beside the private model: it is
-            made from what was released, and leaks nothing more.
+        loop_forward: Runs its forward passes in training; None: it is a plain wrapper. A deep copy is a plain wrapper,
+            so that an average of the weights (``AveragedModel``, timm's ``ModelEmaV2``) can be kept next to the
+            private model: it is made from released weights, and leaks nothing more.
         **settings: As in Opacus's wrappers.
     """
 
@@ -76,16 +76,16 @@ class RecordedModule(AbstractGradSampleModule):
         _in_training.add(m)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._note(name))
-            for part in {m, loop_forward.replica.live}  # two where the module is sharded
+            for part in {m, loop_forward.replica.live}  # two if the module is sharded
             for name, p in part.named_parameters()
             if p.requires_grad
         ]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's outputs; in training cut from the graph.
+        """The module's outputs; in training, cut off from the graph.
 
         Raises:
-            ValueError: An input of a training pass requires a gradient, which would not arrive there.
+            ValueError: An input of a training pass requires a gradient, which would never arrive.
         """
         if self._loop_forward is None or not (self._module.training and torch.is_grad_enabled()):
             return self._module(*args, **kwargs)
@@ -97,7 +97,7 @@ class RecordedModule(AbstractGradSampleModule):
         return self._loop_forward(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecordedModule:
-        """A plain wrapper of a copy of the module: none of its passes are the run's."""
+        """A plain wrapper of a copy of the module: its passes do not belong to the run."""
         module = copy.deepcopy(self._module, memo)
         return RecordedModule(
             module, loop_forward=None, batch_first=self.batch_first, loss_reduction=self.loss_reduction

@@ -1,9 +1,9 @@
-"""How often an example had which level of noise, in few entries: counts of the levels that occurred.
+"""How often an example had each level of noise, in few entries: counts of the levels that occurred.
 
-Level k stands for the noise multiplier anchor · 1.05^(k − 8). Where an example had more levels than there are entries,
-two neighbours are put together at the lower one, the one with less noise, so that its RDP is never understated. Those
-two are chosen whose union adds least to Σ count · 1.05^(−2k), which the RDP of subsampled noise roughly follows: on
-norms that spread over a factor of 50, twelve entries made ε larger by 1 to 4 %.
+Level k is the noise multiplier anchor · 1.05^(k − 8). If an example had more levels than there are entries, two
+neighbours are merged at the lower level, which has less noise, so that its RDP is never understated. The two are chosen
+whose union adds least to Σ count · 1.05^(−2k), which the RDP of subsampled noise roughly follows. For norms that spread
+over a factor of 50, twelve entries made ε larger by 1 to 4 %.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["ENTRIES", "LEVELS", "RATIO", "added", "as_table", "squeezed"]
 RATIO = 1.05  # between neighbouring noise multipliers of the grid
 LEVELS = 96
 ENTRIES = 12
-_EMPTY = LEVELS  # the level of an entry without a count, so that it stands last
+_EMPTY = LEVELS  # the level of an entry without a count, so that it comes last
 
 
 def added(levels: Tensor, counts: Tensor, level: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of some examples with ``count`` steps more at ``level``, as many entries as before.
+    """The entries of some examples after ``count`` more steps at ``level``, with the same number of entries.
 
     Args:
         levels: uint8, [rows, entries].
@@ -39,18 +39,18 @@ def added(levels: Tensor, counts: Tensor, level: Tensor, count: Tensor) -> tuple
 
 
 def squeezed(levels: Tensor, counts: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-    """The same in fewer entries, [rows, entries] each, never with less loss; levels ascend.
+    """The same in fewer entries, [rows, entries] each, which never understates the loss; levels ascend.
 
-    Equal levels are put together first, and entries without a count fall away, for both cost nothing.
+    Equal levels are merged and entries without a count are dropped first, because both cost nothing.
     """
     levels = torch.where(counts > 0, levels, _EMPTY)
     order = levels.argsort(dim=1)
     levels, counts = levels.gather(1, order), counts.gather(1, order)
     while levels.shape[1] > entries:
         weight = torch.pow(RATIO, -2.0 * levels)
-        upper = ((weight[:, :-1] - weight[:, 1:]) * counts[:, 1:]).argmin(dim=1, keepdim=True)  # joined by the next
+        upper = ((weight[:, :-1] - weight[:, 1:]) * counts[:, 1:]).argmin(dim=1, keepdim=True)  # merged with the next
 
-        # the next one's steps count at the lower level, and its entry is left out
+        # the next entry's steps count at the lower level, and the entry is removed
         counts = counts.scatter_add(1, upper, counts.gather(1, upper + 1))
         kept = torch.arange(levels.shape[1] - 1, device=levels.device)[None]
         kept = kept + (kept > upper)

@@ -1,4 +1,4 @@
-"""Opacus's own options of ``make_private``: which can be accounted for, and what they mean for the accounting."""
+"""Opacus's options of ``make_private``: which of them can be accounted for, and what they mean for the accounting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODES = ("auto", "ghost", "hooks", "functorch", "ew")
 
 
 def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module, *, wrap_model: bool) -> str:
-    """The mode that is used; raise for options of Opacus whose release the accounting would not describe."""
+    """The mode to use; raise for options of Opacus whose release the accounting would not describe."""
     if clipping not in ("flat", "per_layer"):
         reason = WHY_NOT_ADAPTIVE if clipping == "adaptive" else "it is not known"
         raise ValueError(f"clipping={clipping!r} cannot be accounted for: {reason}. Use 'flat' or 'per_layer'.")
@@ -101,7 +101,7 @@ def thresholds(
 
     together = math.hypot(*limits)
     by_name = {name: limit / together for name, limit in zip(order, limits, strict=True)}
-    return together, {name: by_name[name] for name in names.values()}  # in the order in which gradients are laid out
+    return together, {name: by_name[name] for name in names.values()}  # in the order of the gradients
 
 
 def check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:

@@ -1,7 +1,7 @@
-"""Opacus's optimizer with a clip function of choice; it reports clipping and each release to the engine.
+"""Opacus's optimizer with any clip function; it reports clipping and each release to the engine.
 
-Noise is added here and nowhere else: ``step()`` is clip and accumulate → noise → scale → update, and
-:meth:`FILOptimizer.release` the same from sums that are given.
+Noise is added only here: ``step()`` is clip and accumulate → noise → scale → update, and :meth:`FILOptimizer.release`
+does the same from given sums.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class _Computed(Protocol):
 
 
 class StepSource(Protocol):
-    """What the optimizer is wired to."""
+    """What the optimizer is connected to."""
 
     def take(
         self, optimizer: FILOptimizer, norms: Tensor | None = None, clipped_norms: Tensor | None = None
     ) -> _Computed:
-        """Compute and check the present physical batch; both norms are given where Opacus has the gradients."""
+        """Compute and check the current physical batch; both norms are given if Opacus has the gradients."""
         ...
 
     def clip_weights(self, num_gradients: int) -> Tensor | None:
-        """ω of the examples of the present physical batch, [batch]; None: 1. What does not fit is refused by take."""
+        """ω of the examples of the current physical batch, [batch]; None: 1. ``take`` refuses what does not fit."""
         ...
 
     def book(self, optimizer: FILOptimizer) -> None:
-        """The logical batch has been released."""
+        """Book the released logical batch."""
         ...
 
     def forget(self) -> None:
-        """Gradients were thrown away."""
+        """Forget gradients that were discarded."""
         ...
 
     def backward_passes(self) -> int:
-        """How many backward passes wait for a step."""
+        """How many backward passes await a step."""
         ...
 
     def facts(self) -> Mapping[str, float | None]:
@@ -66,15 +66,15 @@ class StepSource(Protocol):
         ...
 
     def settle_ids(self) -> None:
-        """Raise, on all ranks alike, where two of them have the same example in this step (collective)."""
+        """Raise, on all ranks, if two of them have the same example in this step (collective)."""
         ...
 
     def give_up(self) -> None:
-        """The logical batch is not released."""
+        """Give up the logical batch, which is not released."""
         ...
 
     def refused(self) -> None:
-        """This process has refused a step."""
+        """Note that this process has refused a step."""
         ...
 
 
@@ -86,11 +86,11 @@ class FILOptimizer(DPOptimizer):
     Args:
         optimizer: The wrapped torch optimizer.
         clip: The clip function.
-        source: Gives the sums, and learns of releases.
+        source: Provides the sums, and is informed about releases.
         names: The parameters' names by identity.
         shares: C_l/C by name, if each parameter's gradient is clipped separately.
-        ranks: The processes that train together; None: a single one. Then rank 0 adds the noise, and gradients are
-            added up over the ranks, as in Opacus.
+        ranks: The processes that train together; None: a single one. With several, rank 0 adds the noise, and gradients
+            are summed over the ranks, as in Opacus.
         **settings: As in :class:`DPOptimizer`.
 
     Attributes:
@@ -117,15 +117,15 @@ class FILOptimizer(DPOptimizer):
         }
         self._source = source
         self._names, self._shares = names, shares
-        self._answered = False  # whether the other ranks know if this one takes the present step
+        self._answered = False  # whether the other ranks know if this one takes the current step
         self._backward_passes = 1
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a ``GradScaler`` asks before it steps.
+        """A ``GradScaler`` reads this before it steps.
 
         Raises:
-            RuntimeError: Whatever the answer: it skips steps by what the batch's gradients are, unaccounted for.
+            RuntimeError: Always: a scaler skips steps depending on the batch's gradients, which nothing accounts for.
         """
         raise RuntimeError(
             "a GradScaler scales the loss and skips a step if a gradient of the batch overflows: both the scale and "
@@ -136,23 +136,23 @@ class FILOptimizer(DPOptimizer):
 
     @property
     def max_grad_norms(self) -> list[float] | None:
-        """C_l of each of ``params``, as in Opacus's per-layer clipping; None: gradients are clipped as a whole."""
+        """C_l for each of ``params``, as in Opacus's per-layer clipping; None: gradients are clipped as a whole."""
         if self._shares is None:
             return None
         return [float(self.max_grad_norm) * self._shares[self._names[id(p)]] for p in self.params]
 
     @property
     def grad_samples(self) -> list[Tensor]:
-        """None are formed: each parameter has an empty one."""
+        """No per-example gradients are formed: each parameter has an empty one."""
         return [torch.zeros(0, dtype=p.dtype, device=p.device) for p in self.params]
 
     @property
     def accumulated_iterations(self) -> int:
-        """As in Opacus: backward passes since the last step; of the current step, while it is being taken."""
-        return self._source.backward_passes() or self._backward_passes or 1  # an empty batch may have had none
+        """As in Opacus: backward passes since the last step; during a step, those of this step."""
+        return self._source.backward_passes() or self._backward_passes or 1  # an empty batch may have none
 
     def clip_and_accumulate(self) -> None:
-        """Add the clipped sums of the present physical batch to ``p.summed_grad``; a refusal changes nothing."""
+        """Add the clipped sums of the current physical batch to ``p.summed_grad``; a refusal changes nothing."""
         self.drop_released_sums()
         computed = self._source.take(self)
         computed.confirm_and_stage()
@@ -161,20 +161,20 @@ class FILOptimizer(DPOptimizer):
             if p.summed_grad is not None:
                 summed = p.summed_grad + summed
             elif self._check_skip_next_step(pop_next=False):
-                summed = summed.clone()  # the next physical batch's pass may be laid over it
+                summed = summed.clone()  # the next physical batch's pass may overwrite it
             p.summed_grad = summed
 
     def drop_released_sums(self) -> None:
-        """Forget sums of a step that was taken, where nothing has cleared them: added to, they would be released again.
+        """Forget the sums of the last step if nothing has cleared them; otherwise they would be released again.
 
-        ``model.zero_grad()`` does not reach them; Opacus refuses the next step then.
+        ``model.zero_grad()`` does not clear them; in that case Opacus refuses the next step.
         """
         for p in self.params:
             if p.summed_grad is not None and hasattr(p.summed_grad, "_processed"):
                 p.summed_grad = None
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
-        """As in Opacus; tells the engine when a logical batch has been released."""
+        """As in Opacus; informs the engine when a logical batch has been released."""
         with self.refusals_told():
             proceed: bool | None = super().pre_step(closure)
             if proceed:
@@ -183,7 +183,7 @@ class FILOptimizer(DPOptimizer):
 
     @contextlib.contextmanager
     def refusals_told(self) -> Iterator[None]:
-        """A step that is refused inside is refused on all ranks, none of which waits for another."""
+        """If a step is refused inside, all ranks refuse it, and none waits for another."""
         if self._ranks is None:
             yield
             return
@@ -207,7 +207,7 @@ class FILOptimizer(DPOptimizer):
         return {**{name: float(value) for name, value in noise.items()}, **self._source.facts()}
 
     def add_noise(self) -> None:
-        """As in Opacus, the same numbers in fewer steps; nothing but the sums where another rank adds it."""
+        """As in Opacus, the same numbers in fewer operations; only the sums if another rank adds the noise."""
         if self._ranks is not None:
             self._answered = True
             self._ranks.agree(self._facts())
@@ -216,7 +216,7 @@ class FILOptimizer(DPOptimizer):
                 self._set_gradients([p.summed_grad.clone() for p in self.params])
                 return
 
-        # Opacus's own way where noise is drawn securely, or not at all
+        # Opacus's own way if noise is drawn securely, or not at all
         std = self.noise_multiplier * self.max_grad_norm
         if self.secure_mode or std == 0:
             sums = [p.summed_grad.to(p.dtype) for p in self.params]
@@ -232,7 +232,7 @@ class FILOptimizer(DPOptimizer):
         self._set_gradients(noises)
 
     def _set_gradients(self, noisy_sums: Sequence[Tensor]) -> None:
-        """Let ``p.grad`` be these, which are of this rank; of a sharded weight this rank's part of all (collective)."""
+        """Set ``p.grad`` to this rank's gradients; for a sharded weight, to its part of the sum (collective)."""
         for p, noisy in zip(self.params, noisy_sums, strict=True):
             _check_processed_flag(p.summed_grad)
             gradient = noisy.view(p.shape).to(p.dtype)  # sums and noise of a model held in bfloat16 are float32
@@ -240,13 +240,13 @@ class FILOptimizer(DPOptimizer):
             _mark_as_processed(p.summed_grad)
 
     def scale_grad(self) -> None:
-        """As in Opacus, the same numbers in fewer steps; then the gradients are those of all ranks."""
+        """As in Opacus, the same numbers in fewer operations; afterwards the gradients are those of all ranks."""
         if self.loss_reduction == "mean" and self.params:
             torch._foreach_div_([p.grad for p in self.params], self.expected_batch_size * self.accumulated_iterations)
         if self._ranks is not None:
             mean = self.loss_reduction == "mean"
             self._ranks.add_up([p.grad for p in self.params if not isinstance(p, DTensor)], mean=mean)
-            sharded: Any = [p.grad for p in self.params if isinstance(p, DTensor)]  # added up before
+            sharded: Any = [p.grad for p in self.params if isinstance(p, DTensor)]  # already summed
             if mean and sharded:
                 torch._foreach_div_(sharded, self._ranks.size)
 
@@ -280,11 +280,11 @@ class FILOptimizer(DPOptimizer):
 
     @property
     def inside_logical_batch(self) -> bool:
-        """Whether physical batches were accumulated whose logical batch has not ended."""
+        """Whether physical batches of an unfinished logical batch have been accumulated."""
         return bool(self._is_last_step_skipped)
 
     def discard_partial_batch(self) -> None:
-        """Forget what an unfinished logical batch has accumulated; nothing of it was released."""
+        """Discard an unfinished logical batch; nothing of it was released."""
         for p in self.params:
             p.summed_grad = None
             p.grad_sample = None
@@ -308,7 +308,7 @@ class GradSampleOptimizer(FILOptimizer):
     def clip_and_accumulate(self) -> None:
         """Clip every example's gradient and add it to ``p.summed_grad``.
 
-        The engine measures, then confirms and records, before anything is added; a GPU sums meanwhile.
+        The engine measures, then confirms and records, before anything is added; meanwhile a GPU computes the sums.
         """
         self.drop_released_sums()
         for p in self.params:
@@ -342,7 +342,7 @@ class GradSampleOptimizer(FILOptimizer):
         return norms, scale if weights is None else weights.to(scale)[:, None] * scale
 
     def _norms_by_parameter(self) -> Tensor:
-        """‖g_l‖ of each example of the present physical batch, [batch, parameters]."""
+        """‖g_l‖ of each example of the current physical batch, [batch, parameters]."""
         samples = self.grad_samples
         device = samples[0].device
         if len(samples[0]) == 0:

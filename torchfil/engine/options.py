@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _USUAL_PROBES = 3
-SHORTCUTS = (  # of Accounting, taken by make_private itself
+SHORTCUTS = (  # options of Accounting that make_private takes directly
     "num_probes",
     "questions",
     "rel_error",
@@ -88,7 +88,7 @@ class Execution:
             raise ValueError(f"probe_precision={self.probe_precision!r} must be 'auto' or one of {PROBE_PRECISIONS}")
 
     def probe_precision_on(self, device: torch.device) -> ProbePrecision:
-        """How precise products with probes are.
+        """The precision of products with probes.
 
         Example:
             >>> Execution().probe_precision_on(torch.device("cuda"))
@@ -133,8 +133,8 @@ class Accounting:
         sketch_rank: Columns of the sketch.
         norm_refresh: Every so many steps, compute every example's gradient norm for ``get_individual_epsilon`` and
             ``get_reconstruction_robustness``. Recommended if you read these; costs one pass over the data each time.
-        seed: Of the probes; None: taken from torch's seed without drawing from its stream.
-        max_ledger_memory: The largest ledger, in bytes, that is made without asking.
+        seed: The seed of the probes; None: derived from torch's seed without drawing from its stream.
+        max_ledger_memory: The largest ledger, in bytes; a larger one is refused until you raise this.
         rows_at: Where the rows of all examples are kept. None: on the model's device; "cpu": in main memory; a folder:
             in memory-mapped files there, which disappear with the process. Only a batch's rows are then on the GPU.
         execution: How the passes run.
@@ -146,7 +146,7 @@ class Accounting:
             or K if batches hold K views each. The mean gradient over an example's views is clipped once. Needs
             ``criterion``, the loss of single views. See :mod:`torchfil.engine.views`.
         accumulation_steps: How many batches the loop accumulates before each ``optimizer.step()`` with Poisson
-            sampling: they are then parts of one draw with so many times the rate. Without Poisson sampling any number
+            sampling: they are then parts of one draw at so many times the rate. Without Poisson sampling any number
             may be accumulated, and this stays 1.
         clip_weights: ω in (0, 1] of every example; its clipped gradient is multiplied by ω. None: 1. Held fixed in all
             bounds, see :meth:`FILPrivacyEngine.make_private`.
@@ -251,7 +251,7 @@ class Accounting:
             )
 
     def rows_place(self, device: torch.device) -> torch.device | Path:
-        """Where the rows lie of a model on that device."""
+        """Where the rows are kept for a model on that device."""
         if self.rows_at is None:
             return device
         return torch.device("cpu") if self.rows_at == "cpu" else Path(self.rows_at)
@@ -262,13 +262,13 @@ class Accounting:
         return needs_of(self.track)
 
     def bytes_per_example(self, num_coordinates: int) -> int:
-        """What the ledger and the norm history keep of an example that was drawn, in bytes.
+        """The bytes that the ledger and the norm history keep for an example that was drawn.
 
-        On CPUs and from 2²⁰ examples on, one that was never drawn takes 8, and one that was 8 more than this. What is
-        tracked for chosen ids counts as for one of them.
+        On CPUs, with 2²⁰ examples or more, an example that was never drawn takes 8 bytes, and one that was drawn takes
+        8 more than this. Quantities that are tracked for chosen ids count as for a chosen example.
 
         Args:
-            num_coordinates: d; only what is tracked by coordinate depends on it.
+            num_coordinates: d; only quantities by coordinate depend on it.
 
         Example:
             >>> Accounting().bytes_per_example(100), Accounting(track=("diagonal",)).bytes_per_example(100)
@@ -279,13 +279,13 @@ class Accounting:
 
     @property
     def chosen(self) -> dict[str, Tensor | tuple[Hashable, ...]]:
-        """By tracked quantity, the ids that it is kept for, where these are not all."""
+        """By tracked quantity, the ids for which it is kept, if these are not all."""
         track = self.track if isinstance(self.track, Mapping) else {}
         return {name: ids for name, ids in track.items() if ids is not None}
 
     @property
     def asked(self) -> dict[str, Asked]:
-        """What the ledger has to know of the questions, by name."""
+        """What the ledger needs to know about the questions, by name."""
         return {name: Asked(question.answers, question.complete) for name, question in self.questions.items()}
 
     @property
@@ -314,7 +314,7 @@ class Accounting:
         return torch.Generator().manual_seed(torch.initial_seed() % 2**63 if self.seed is None else self.seed)
 
     def amplification_for(self, *, poisson_sampling: bool) -> Amplification:
-        """The chosen one, or the exact factors with Poisson sampling and none without."""
+        """The chosen amplification; by default the exact factors with Poisson sampling, and none without."""
         if self.amplification is None:
             return get_amplification("poisson" if poisson_sampling else "none")
         chosen = get_amplification(self.amplification)
@@ -327,17 +327,17 @@ class Accounting:
 
     @classmethod
     def given(cls, accounting: Accounting | None) -> Accounting:
-        """The accounting that was given, the usual one for None; raises TypeError for what is none."""
+        """The given accounting, or the default for None; raises TypeError for anything else."""
         if accounting is not None and not isinstance(accounting, cls):
-            raise TypeError(f"accounting={accounting!r} is no Accounting; pass e.g. Accounting(num_probes=3)")
+            raise TypeError(f"accounting={accounting!r} is not an Accounting; pass e.g. Accounting(num_probes=3)")
         return accounting or cls()
 
     def with_shortcuts(self, shortcuts: Mapping[str, Any]) -> Accounting:
-        """The same with the options that ``make_private`` got besides it.
+        """The same, with the shortcut options of ``make_private``.
 
         Raises:
-            TypeError: An option that is not known, with the place where it belongs.
-            ValueError: One that is given twice.
+            TypeError: An unknown option; the message says where it belongs.
+            ValueError: An option that is given twice.
         """
         usual = vars(Accounting())
         for name in shortcuts:
@@ -345,12 +345,12 @@ class Accounting:
                 raise _unknown_option(name)
             value, default = getattr(self, name), usual[name]
             if (value is not None) if default is None else (value != default):  # arrays are not compared
-                raise ValueError(f"{name} is given twice, in accounting= and besides it; keep one of them")
+                raise ValueError(f"{name} is given twice, in accounting= and directly; keep one of them")
         return replace(self, **shortcuts)
 
 
 def _named(track: Any) -> Any:
-    """A tuple of names, or a dict by name of the ids that are chosen; None: all."""
+    """A tuple of names, or a dict from names to chosen ids; None: all."""
     if isinstance(track, Mapping):
         lasting = {name: ids if ids is None or isinstance(ids, Tensor) else tuple(ids) for name, ids in track.items()}
         return lasting if any(ids is not None for ids in lasting.values()) else tuple(lasting)
@@ -385,12 +385,12 @@ def _unknown_option(name: str) -> TypeError | ValueError:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """All that is fixed for a run.
+    """Everything that is fixed for a run.
 
     Attributes:
         accounting: How to account.
         clip: The clip function, calibrated.
-        amplification: What the attacker does not know of the batches.
+        amplification: What the attacker does not know about the batches.
         sample_rate: q with Poisson sampling, else None.
         max_memory: For temporary tensors, in bytes.
         private: What is private; None: see :meth:`FILPrivacyEngine.make_private`.

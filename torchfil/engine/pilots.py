@@ -1,7 +1,7 @@
-"""Pilots: whole training runs on copies, which choose the noise; they change nothing of the user's.
+"""Pilots: whole training runs on copies that choose the noise and leave the user's objects unchanged.
 
-A pilot trains a copy of model and optimizer on the user's loader with a make of its own, from random numbers of its
-own: it is independent of the run that follows, which goes on as if no number had been drawn.
+A pilot trains a copy of model and optimizer on the user's loader, with its own ``make_private`` and its own random
+numbers. It is independent of the run that follows, which continues as if no number had been drawn.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Pilots:
         module: The user's model, which is copied.
         optimizer: The user's optimizer, copied with it.
         data_loader: The user's loader.
-        epochs: Of the run that follows.
-        accounting: Of the run that follows; pilots track nothing besides the trace and the questions.
-        options: Others of ``make_private``, except the noise.
-        train: A loop of the user's: called with the engine and what ``make_private`` returns, it trains for all epochs.
+        epochs: The epochs of the run that follows.
+        accounting: The accounting of the run that follows; pilots track only the trace and the questions.
+        options: The other options of ``make_private``, except the noise.
+        train: The user's loop: called with the engine and what ``make_private`` returns, it trains for all epochs.
             None: ``engine.train_step`` on each batch.
-        progress: Whether each pilot shows a bar with the time that is left; not for a loop of the user's.
+        progress: Whether each pilot shows a bar with the remaining time; not for the user's loop.
     """
 
     new_engine: Callable[[], Any]
@@ -78,12 +78,12 @@ class Pilots:
             )
 
     def run(self, noise_multiplier: float, number: int, epochs: int | None = None) -> Leakage:
-        """What a whole pilot with this noise leaks.
+        """The leakage of a whole pilot with this noise.
 
         Args:
             noise_multiplier: σ.
-            number: Of the pilot: each has its own random numbers.
-            epochs: How long it is; None: as long as the run.
+            number: The pilot's number: each has its own random numbers.
+            epochs: Its length; None: as long as the run.
         """
         seed = (torch.initial_seed() + (number + 1) * _BETWEEN_SEEDS) % 2**63
         with numbers_apart(self._generators(), seed):
@@ -110,7 +110,7 @@ class Pilots:
             leakage: Leakage = engine.totals
             engine.detach()
 
-        # its graphs and copies are not needed any more, and the next pilot asks how much memory is free
+        # its graphs and copies are no longer needed, and the next pilot checks how much memory is free
         del engine, made, module, optimizer
         release_memory()
         return leakage
@@ -125,7 +125,7 @@ class Pilots:
                 engine.train_step(*split_batch(batch, self.options.get("batch_to_inputs")))
 
     def _generators(self) -> list[torch.Generator]:
-        """All that the options name, and that the loader, its samplers and its data set draw from; each once."""
+        """All generators in the options, the loader, its samplers and its data set, without repetition."""
         loader, batches = self.data_loader, self.data_loader.batch_sampler
         parts = (loader, loader.sampler, batches, getattr(batches, "sampler", None), loader.dataset, loader.collate_fn)
         values = [
@@ -135,7 +135,7 @@ class Pilots:
         return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
 
     def _copies(self) -> tuple[nn.Module, optim.Optimizer]:
-        """Model and optimizer, the one over the parameters of the other."""
+        """Copies of model and optimizer, the latter over the copy's parameters."""
         plain = self.optimizer.original_optimizer if isinstance(self.optimizer, DPOptimizer) else self.optimizer
         original = getattr(self.module, "_orig_mod", self.module)
         try:
@@ -149,7 +149,7 @@ class Pilots:
 
 @contextlib.contextmanager
 def numbers_apart(generators: list[torch.Generator], seed: int) -> Iterator[None]:
-    """Inside, random numbers come from this seed: torch's, numpy's, Python's and these generators'; outside, as before.
+    """Inside, torch, numpy, Python and these generators draw from this seed; afterwards they continue as before.
 
     Example:
         >>> _ = torch.manual_seed(0)

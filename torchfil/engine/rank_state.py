@@ -1,8 +1,8 @@
 """The state of a run with several ranks: one for all of them, from which any number of ranks can resume.
 
-The sums in it are those of all ranks. Beside them stands who booked each example, so that as many ranks as before take
-up just the rows and the generators that they had, and go on bit for bit where each draws from a part of the data of its
-own. With another number of ranks, rank 0 takes all rows; sums over ranks come out the same.
+It holds the sums of all ranks, and which rank booked each example. The same number of ranks therefore resumes with the
+same rows and generators, bit for bit if each draws from its own part of the data. With another number of ranks, rank 0
+takes all rows; sums over ranks are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["RowBlocks", "Whole", "take_part"]
 
 
 class RowBlocks:
-    """What the ranks have of all n rows, brought together in blocks: each rank has one (:class:`Parts`, collective).
+    """The ranks' parts of all n rows, combined in blocks: each rank has one block (:class:`Parts`, collective).
 
     No rank ever holds more than n rows of one tensor. Blocks are those of ``torch.chunk``.
 
@@ -41,7 +41,7 @@ class RowBlocks:
         self._own = slice(ends[ranks.rank], ends[ranks.rank + 1])
 
     def each(self, value: Tensor) -> list[Tensor]:
-        """The ranks' rows of this rank's block, one after the other."""
+        """Each rank's rows of this rank's block, in order."""
         return self._ranks.dealt(value, self._sizes)
 
     def sum(self, value: Tensor) -> Tensor:
@@ -53,11 +53,11 @@ class RowBlocks:
         return torch.stack(self.each(value)).amax(dim=0)
 
     def together(self, block: Tensor) -> Tensor:
-        """One tensor of the blocks of all ranks, [n, …]."""
+        """The blocks of all ranks as one tensor, [n, …]."""
         return self._ranks.as_blocks(block, self._num_rows)
 
     def shared(self, tree: Any) -> Any:
-        """The same, with tensors [n, …] that all ranks have alike held in blocks."""
+        """The same, where tensors [n, …] that are equal on all ranks are kept in blocks."""
 
         def share(leaf: Tensor) -> Tensor:
             is_by_row = leaf.ndim > 0 and len(leaf) == self._num_rows
@@ -68,13 +68,13 @@ class RowBlocks:
 
 @dataclass(frozen=True)
 class Whole:
-    """What all ranks have booked, as they came together.
+    """What all ranks had booked when they were last combined.
 
     Attributes:
-        steps: That were taken.
+        steps: The number of steps taken.
         ledger: The sums of all ranks, on the CPU; None if nobody was drawn yet.
-        test_matrix: Of its sketch, where there is one.
-        parts: What a state holds besides them: the seed, each example's rank, [n], and the ranks' sources of probes.
+        test_matrix: The test matrix of its sketch, if there is one.
+        parts: The rest of the state: the seed, each example's rank, [n], and the ranks' sources of probes.
     """
 
     steps: int
@@ -93,22 +93,22 @@ class Whole:
         generator: torch.Generator,
         blocks: Parts | None = None,
     ) -> Whole:
-        """Bring the parts together (collective).
+        """Combine the parts (collective).
 
         Args:
             ranks: The processes.
-            steps: That were taken.
-            ledger: This rank's; None if it has none.
-            test_matrix: Of its sketch.
-            new_ledger: Gives an empty one for d coordinates.
+            steps: The number of steps taken.
+            ledger: This rank's ledger; None if it has none.
+            test_matrix: The test matrix of its sketch.
+            new_ledger: Returns an empty ledger for d coordinates.
             generator: This rank's source of probes.
-            blocks: Where each rank is to have a block of the rows; None: each has all.
+            blocks: The blocks of rows, if each rank gets one; None: each gets all rows.
         """
         parts: dict[str, Any] = {"seed": ranks.seed, "generators": ranks.each(generator.get_state())}
         sizes = [size for size in ranks.objects(None if ledger is None else ledger.laid_out) if size is not None]
         if not sizes:
             return cls(steps, None, None, parts)
-        if ledger is None:  # this rank has had empty batches alone
+        if ledger is None:  # this rank has had only empty batches
             ledger, test_matrix = new_ledger(max(sizes))
         rows = ranks if blocks is None else blocks
         parts["booked_by"] = torch.stack(rows.each(ledger.sums["participations"])).argmax(dim=0).short()
@@ -118,13 +118,13 @@ class Whole:
 def take_part(
     ranks: Ranks, saved: Mapping[str, Any] | None, ledger: Ledger | None, steps: int, generator: torch.Generator
 ) -> None:
-    """Leave in a ledger of all ranks the rows that this rank has booked, and set its generator.
+    """Keep in a ledger of all ranks only the rows that this rank has booked, and set its generator.
 
     Args:
         ranks: The processes.
-        saved: ``Whole.parts``; None: the state is a single process's.
-        ledger: With the sums of all ranks; changed in place.
-        steps: That were taken.
+        saved: ``Whole.parts``; None: the state of a single process.
+        ledger: The sums of all ranks; changed in place.
+        steps: The number of steps taken.
         generator: This rank's source of probes, set to rank 0's state.
     """
     ranks.seed, ranks.is_lost = saved["seed"] if saved is not None else ranks.seed, False

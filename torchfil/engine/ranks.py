@@ -1,10 +1,10 @@
-"""Several processes that train one model (``torchrun``): all that the engine knows of ``torch.distributed``.
+"""Several processes that train one model (``torchrun``): everything that the engine knows about ``torch.distributed``.
 
 As in Opacus, every process ("rank") has the model in ``DifferentiallyPrivateDistributedDataParallel``, or a part of
 each of its weights (:mod:`torchfil.engine.sharded`), draws from a part of the data and clips; rank 0 adds the noise to
-its sum, and the sums of all ranks are added up. An example is drawn by one rank, which books all that the step tells of
-it: Fisher information needs no message. What the ranks say to each other beside gradients goes through a group of its
-own (gloo, on the CPU), apart from the training's.
+its sum, and the sums of all ranks are added. Each example is drawn by one rank, which books what the step reveals about
+it, so Fisher information needs no messages. Everything except gradients goes through a separate group (gloo, on the
+CPU).
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from torchfil.engine.sharded import check_sharded, is_sharded
 
 __all__ = ["Ranks", "StepNotTakenError", "check_ranks", "derived_seed", "part_of_sum", "shared_by"]
 
-_TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # what a rank says of a step
-_PATIENCE = datetime.timedelta(seconds=1)  # after which a rank that waits says so
-_BUCKET = 2**24  # numbers that are added up over the ranks at once
+_TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # a rank's answers about a step
+_PATIENCE = datetime.timedelta(seconds=1)  # seconds after which a waiting rank says so
+_BUCKET = 2**24  # numbers that are summed over the ranks at once
 
 
 class StepNotTakenError(RuntimeError):
-    """A step that no rank takes: another rank refused it, or the ranks disagree."""
+    """No rank takes this step, because another rank refused it or the ranks disagree."""
 
 
 class Ranks:
     """The processes that train one model together, seen from one of them.
 
-    Made on all of them at once, as it brings them together (collective).
+    Make it on all of them at the same time (collective).
 
     Args:
-        seed: Of the probes; rank 0's counts.
+        seed: The seed of the probes; rank 0's counts.
         num_examples: n, which must be the same everywhere.
         secure: Whether batches are drawn by a generator that must not be replaced.
 
     Attributes:
         rank: The number of this process.
-        size: How many there are.
-        seed: Of the probes, the same on all ranks.
-        is_lost: Whether a step was refused in the middle of a logical batch, so that ranks are at different ones.
+        size: The number of processes.
+        seed: The seed of the probes, the same on all ranks.
+        is_lost: Whether a step was refused in the middle of a logical batch, so that the ranks are out of step.
     """
 
     def __init__(self, seed: int, num_examples: int, *, secure: bool = False) -> None:
@@ -76,19 +76,19 @@ class Ranks:
     # ------------------------------------------------------------------ random numbers
 
     def probe_generator(self) -> torch.Generator:
-        """The source of this rank's probes: another on each rank, rank 0's that of a single process."""
+        """The source of this rank's probes: it differs between ranks; rank 0 has that of a single process."""
         seed = derived_seed(self.seed, "probes", self.rank) if self.rank else self.seed
         return torch.Generator().manual_seed(seed)
 
     def common_generator(self, purpose: str, number: int = 0) -> torch.Generator:
-        """A generator that gives the same numbers on all ranks; one for each purpose and number."""
+        """A generator with the same numbers on all ranks, for each purpose and number."""
         return torch.Generator().manual_seed(derived_seed(self.seed, purpose, number))
 
     def batch_generator(self, generator: torch.Generator | None) -> torch.Generator | None:
         """The source of this rank's batches in one pass over the data, seeded from the loader's.
 
-        Ranks that were seeded alike must not draw alike: whoever saw one example in a batch would know of those at
-        the same place of the other parts, and no subsampling could be credited.
+        Ranks with the same seed must not draw the same places: an attacker who saw one example in a batch would know
+        about those at the same place in the other parts, and subsampling could get no credit.
         """
         if self._secure:
             return generator
@@ -98,7 +98,7 @@ class Ranks:
     # ------------------------------------------------------------------ a step
 
     def check_together(self) -> None:
-        """Raise if the ranks are no longer at the same logical batch."""
+        """Raise if the ranks are no longer in the same logical batch."""
         if self.is_lost:
             raise StepNotTakenError(
                 "a step was refused in the middle of a logical batch, so the ranks are no longer at the same one: "
@@ -106,7 +106,7 @@ class Ranks:
             )
 
     def agree(self, facts: Mapping[str, float | None]) -> None:
-        """Go on only if all ranks take the step, under the same facts; nothing was released before (collective).
+        """Continue only if all ranks take the step, under the same facts; nothing has been released yet (collective).
 
         Args:
             facts: By name, what must be the same on all ranks; None: this rank does not know it yet.
@@ -125,12 +125,12 @@ class Ranks:
                 )
 
     def refuse(self, facts: Mapping[str, float | None], *, inside: bool) -> None:
-        """Tell the others, who wait in :meth:`agree`, that this rank refuses the step (collective).
+        """Tell the other ranks, which wait in :meth:`agree`, that this rank refuses the step (collective).
 
         Args:
-            facts: As they are given to :meth:`agree`.
+            facts: As passed to :meth:`agree`.
             inside: Whether the step was refused in the middle of a logical batch: its other parts would then meet the
-                others' next one, so that no further step is taken.
+                other ranks' next batch, so no further step is taken.
         """
         self._told(_IS_LOST if inside else _REFUSES, facts)
 
@@ -144,10 +144,10 @@ class Ranks:
         return told.tolist()
 
     def _wait_for_all(self, work: Any, steps: float | None) -> None:
-        """Wait for the others; whoever waits for long says so, so that those who are missing can be named.
+        """Wait for the other ranks; a rank that waits long says so, so that missing ranks can be named.
 
         Raises:
-            StepNotTakenError: A rank did not come in time, or has ended.
+            StepNotTakenError: A rank did not arrive in time, or has ended.
         """
         self._calls += 1
         begun = time.monotonic()
@@ -161,7 +161,7 @@ class Ranks:
                 work.wait()
         except RuntimeError as error:
             waited = time.monotonic() - begun
-            in_time = waited < self._timeout.total_seconds()  # then a connection has ended, whose is not told
+            in_time = waited < self._timeout.total_seconds()  # a connection has ended; torch does not say whose
             missing = [] if in_time else [str(k) for k in range(self.size) if not self._store.check([self._mark(k)])]
             who = f"rank {', '.join(missing)} (of {self.size})" if missing else "another rank"
             step = "this step" if steps is None else f"step {int(steps) + 1}"
@@ -174,11 +174,11 @@ class Ranks:
 
     @property
     def _store(self) -> Any:
-        """What ranks can read and write without each other."""
+        """The store that each rank can read and write on its own."""
         return dist.distributed_c10d._get_default_store()
 
     def _mark(self, rank: int) -> str:
-        """Under which name a rank says that it waits."""
+        """The key under which a rank says that it waits."""
         return f"torchfil/{self._group.group_name}/{self._calls}/{rank}"
 
     def add_up(self, gradients: Sequence[Tensor], *, mean: bool) -> None:
@@ -194,10 +194,10 @@ class Ranks:
     # ------------------------------------------------------------------ bringing parts together; on the CPU, collective
 
     def meet(self) -> None:
-        """Wait until all ranks are here.
+        """Wait until all ranks arrive.
 
         Raises:
-            RuntimeError: Some did not come.
+            RuntimeError: Some did not arrive.
         """
         try:
             dist.monitored_barrier(group=self._group, wait_all_ranks=True)
@@ -208,7 +208,7 @@ class Ranks:
             ) from error
 
     def own(self, values: Sequence[Any]) -> Any:
-        """This rank's of the values of as many ranks; None if they were more or fewer."""
+        """This rank's value, if there is one for each rank; None for another number of values."""
         return values[self.rank] if len(values) == self.size else None
 
     def objects(self, value: Any) -> list[Any]:
@@ -233,14 +233,14 @@ class Ranks:
         return values
 
     def joined(self, value: Tensor) -> Tensor:
-        """The rows of all ranks' tensors, which may have different numbers of them."""
+        """The rows of all ranks' tensors, whose numbers of rows may differ."""
         lengths = self.objects(len(value))
         padded = torch.zeros(max(lengths), *value.shape[1:], dtype=value.dtype)
         padded[: len(value)] = value.cpu()
         return torch.cat([part[:length] for part, length in zip(self.each(padded), lengths, strict=True)])
 
     def dealt(self, value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """By rank its rows of this rank's block; rank r's block has ``sizes[r]`` rows, [sizes[rank], …] each."""
+        """For each rank, its rows of this rank's block; rank r's block has ``sizes[r]`` rows, [sizes[rank], …] each."""
         own = sizes[self.rank]
         received = torch.empty(self.size * own, *value.shape[1:], dtype=value.dtype)
         dist.all_to_all_single(
@@ -249,7 +249,7 @@ class Ranks:
         return list(received.split([own] * self.size))
 
     def as_blocks(self, block: Tensor, num_rows: int) -> DTensor:
-        """Tensors [block, …] of all ranks as one, [num_rows, …], of which each rank holds its block."""
+        """Tensors [block, …] of all ranks as one tensor [num_rows, …]; each rank holds its block."""
         if self._mesh is None:
             self._mesh = DeviceMesh.from_group(self._group, "cpu")
         shape = torch.Size([num_rows, *block.shape[1:]])
@@ -258,7 +258,7 @@ class Ranks:
 
     @property
     def saving_group(self) -> dist.ProcessGroup:
-        """For what is said about checkpoints, which may be written while steps are taken."""
+        """The group for checkpoints, which may be written while steps are taken."""
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
         return self._saving_group
@@ -270,7 +270,7 @@ class Ranks:
 
 
 def _timeout_of_training() -> datetime.timedelta:
-    """How long the ranks wait for each other in the group that they train in."""
+    """How long the ranks wait for each other in the training's group."""
     group: Any = dist.group.WORLD
     timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
     return max(timeouts, default=datetime.timedelta(minutes=30))
@@ -281,14 +281,14 @@ def part_of_sum(summed: Tensor, like: DTensor) -> Tensor:
 
     Args:
         summed: This rank's term, whole.
-        like: A weight of that shape, sharded as the sum is to be.
+        like: A weight of that shape, with the sharding of the result.
     """
     terms = DTensor.from_local(summed, like.device_mesh, [Partial()] * like.device_mesh.ndim, run_check=False)
     return terms.redistribute(placements=like.placements)
 
 
 def derived_seed(seed: int, purpose: str, number: int) -> int:
-    """A seed that has nothing to do with others, of the same seed or of its neighbours.
+    """A seed that is unrelated to others derived from the same seed or its neighbours.
 
     Example:
         >>> derived_seed(0, "probes", 1) == derived_seed(1, "probes", 0)
@@ -299,21 +299,21 @@ def derived_seed(seed: int, purpose: str, number: int) -> int:
 
 
 def shared_by(size: int, module: nn.Module) -> nn.Module:
-    """The module as one that so many processes train together, with rank 0's weights; itself for one (collective)."""
+    """The module for several processes, with rank 0's weights; unchanged for a single process (collective)."""
     return module if size == 1 else DifferentiallyPrivateDistributedDataParallel(module)
 
 
 def check_ranks(
     module: nn.Module, data_loader: DataLoader[Any], poisson_sampling: bool, accounting: Accounting
 ) -> tuple[nn.Module, bool]:
-    """The user's own module, out of the wrapper for several processes, and whether several train it together.
+    """The user's module, without the wrapper for several processes, and whether several train it together.
 
-    The wrapper only brings the weights of all ranks together when it is made; without it, names in state dicts and in
+    The wrapper only synchronises the weights of all ranks when it is made. Without it, names in state dicts and in
     ``Private(submodule=…)`` are the same for any number of ranks.
 
     Args:
         module: The model.
-        data_loader: The user's.
+        data_loader: The user's loader.
         poisson_sampling: Whether batches are drawn by Poisson sampling.
         accounting: How to account.
 
@@ -339,7 +339,7 @@ def check_ranks(
             )
         return module, False
 
-    # what one process decides by all examples, a rank cannot: it knows those that it drew
+    # a rank cannot decide by all examples: it knows only those that it drew
     if accounting.rel_error is not None:
         raise ValueError(
             f"rel_error={accounting.rel_error} chooses probes and steps by what all examples have leaked so far, but "
@@ -357,7 +357,7 @@ def check_ranks(
 
 
 def _check_shards(data_loader: DataLoader[Any]) -> None:
-    """Raise unless every example is drawn by one rank, as far as a sampler can tell."""
+    """Raise unless every example is drawn by one rank, as far as the sampler shows."""
     sampler = getattr(data_loader.batch_sampler, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
         raise ValueError(
@@ -378,7 +378,7 @@ def _check_shards(data_loader: DataLoader[Any]) -> None:
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The same in pieces of one kind, to be sent together."""
+    """The tensors grouped by kind, to be sent together."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for gradient in gradients:
         bucket = kinds.setdefault((gradient.dtype, gradient.device), [])

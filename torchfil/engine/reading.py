@@ -96,7 +96,7 @@ class LeakageReading(PrivacyEngine):
 
         Except for ε they depend on private data: the log is as **confidential** as the data.
 
-        Costs a few operations on [n] numbers, about 0.1 s for 100,000 examples on one core; with δ also Opacus's ε,
+        It costs a few operations on [n] numbers, about 0.1 s for 100,000 examples on one core; with δ also Opacus's ε,
         up to half a second for "rdp" and more for "prv": call it once per epoch rather than every step. With several
         processes all ranks must call it.
 
@@ -177,10 +177,10 @@ class LeakageReading(PrivacyEngine):
     ) -> Estimate:
         """Each example's own ε at δ, from its own clipped norms; never above :meth:`get_epsilon`.
 
-        Output-specific (Yu et al. 2022): the norms belong to this one run, and depend on what it released. It is an
+        It is output-specific (Yu et al. 2022): the norms belong to this run, and depend on what it released. It is an
         estimate and no guarantee; a guarantee needs a filter that stops an example when its budget is spent (Feldman &
-        Zrnic 2021; Koskela et al. 2023). Between participations the last seen norm stands in; if none was seen,
-        ``max_grad_norm`` does (times the example's weight of ``clip_weights``). ``Accounting(norm_refresh=…)`` computes
+        Zrnic 2021; Koskela et al. 2023). Between participations the last known norm is used; if there is none yet,
+        ``max_grad_norm`` (times the example's weight of ``clip_weights``). ``Accounting(norm_refresh=…)`` computes
         all norms every so many steps. The error is not a sampling error and is given as NaN.
         """
         run = self._training.run
@@ -231,8 +231,8 @@ class LeakageReading(PrivacyEngine):
         """The MSE that **no** attacker gets below, biased or not, on average over people (van Trees); print it.
 
         It is about the population, not about a record. People, batches and noise are random. The mean trace over this
-        run's examples stands in for the population's: examples count as independent draws from it, and one run
-        represents all (for several: :func:`torchfil.bounds.population_mse_bound` with ``merge(…).get_trace()``).
+        run's examples estimates the population's: examples count as independent draws from it, and one run represents
+        all (for several: :func:`torchfil.bounds.population_mse_bound` with ``merge(…).get_trace()``).
 
         Args:
             prior: How people's values are distributed: a :class:`torchfil.bounds.Prior`; a pair (low, high) of numbers
@@ -331,17 +331,17 @@ class LeakageReading(PrivacyEngine):
     ) -> Path:
         """Save the average over repeated runs (:meth:`merge`) as one run; the report says how many there were.
 
-        The numbers speak of one release, on average over runs, with the errors from run to run. ε is that of one run;
-        beside it stands that of all of them together, for whoever releases more than one.
+        The numbers are about one release, on average over runs, with errors from the spread between runs. ε is that of
+        one run; the file also has the ε of all runs together, in case you release more than one.
 
         Args:
-            engines: At least two, of repetitions with the same settings on the same data.
+            engines: At least two repetitions with the same settings on the same data.
             path: The file.
             delta: δ of ε.
-            **options: Of :meth:`save_run`; pictures are the first run's.
+            **options: Options of :meth:`save_run`; pictures come from the first run.
         """
         if len(engines) < 2:
-            raise ValueError(f"save_merged was given {len(engines)} engines; for one run there is save_run")
+            raise ValueError(f"save_merged got {len(engines)} engines; use save_run for a single run")
         first = engines[0]
         view = replace(first._view(delta), leakage=cls.merge(engines))
         with first._training.replica.gathered():
@@ -352,7 +352,7 @@ class LeakageReading(PrivacyEngine):
         return save(as_merged(run, len(engines), together), path)
 
     def _mechanism(self) -> str:
-        """What must be the same in repetitions of a run, in words."""
+        """In words, what must be the same in repetitions of a run."""
         training = self._training
         options = training.run.options
         steps: Counter[tuple[float, float]] = Counter()
@@ -368,7 +368,7 @@ class LeakageReading(PrivacyEngine):
             told_weights += f", bounds kept above {options.accounting.min_mse_bound}"
         clipping = f"C = {limits}, clip {options.clip.name!r}" + (f", {told_weights}" if told_weights else "")
 
-        # An amplification may be any object, so that what it does is compared, not what it is called.
+        # An amplification may be any object, so its factors are compared, not its name.
         optimizer = training.optimizer
         mechanism = options.mechanism(float(optimizer.noise_multiplier) or 1.0, float(optimizer.max_grad_norm))
         factors = torch.cat(mechanism.weights(mechanism.noise_std * torch.tensor([0.1, 1.0, 10.0])))
@@ -403,15 +403,15 @@ class LeakageReading(PrivacyEngine):
         Args:
             path: The file; its suffix is .fil by convention.
             delta: δ for ε and for the examples' own ε.
-            title: Of the report; None: the model's name and the number of examples.
+            title: The report's title; None: the model's name and the number of examples.
             attribute_names: One per private coordinate, in order; needs ``track=("diagonal",)``.
             attribute_units: One per private coordinate, e.g. "years".
             attribute_scales: {attribute: (unit, scale) or (unit, scale, offset)} of attributes that were scaled for
-                training: the attribute is scale · input + offset in that unit. ``{"age": ("years", 14.2, 51.0)}`` tells
-                its errors in years instead of standard deviations.
-            attribute_groups: {attribute: its levels' names}: the columns of a one-hot attribute as one attribute, whose
-                error is that of a guess of all its levels.
-            unit_of_inputs: Of all coordinates together, e.g. "grey value, 0 to 1".
+                training: the attribute is scale · input + offset in that unit. ``{"age": ("years", 14.2, 51.0)}``
+                reports errors in years instead of standard deviations.
+            attribute_groups: {attribute: its levels' names}: combines the columns of a one-hot attribute; its error is
+                that of a guess of all levels.
+            unit_of_inputs: The unit of all coordinates, e.g. "grey value, 0 to 1".
             input_range: The lowest and the highest possible value of every private coordinate, known without looking at
                 the data; the report then compares with a blind guess and with the bound from ε.
             groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
@@ -423,8 +423,8 @@ class LeakageReading(PrivacyEngine):
                 They are private data.
             attacks: Results of attacks on the run (measure "mse"); each is compared with the run's bounds, unless it
                 comes from :func:`torchfil.compare_with_bounds`.
-            hash_data: Whether to read through the data set for its checksum. How the data is spread, by which a blind
-                guess is known, is read from up to 65,536 examples; without ``hash_data`` from up to 2,048.
+            hash_data: Whether to read the whole data set for its checksum. The spread of the data, which gives the
+                error of a blind guess, is read from up to 65,536 examples; without ``hash_data`` from up to 2,048.
             equalised: The result of :func:`torchfil.equalise` with this ``engine``: the report then shows what each
                 round did, and how groups compared before.
         """
@@ -457,9 +457,9 @@ class LeakageReading(PrivacyEngine):
 
         Args:
             directory: The folder.
-            delta: δ of ε and of the examples' own ε.
+            delta: δ for ε and for the examples' own ε.
             redacted: Whether to leave out everything about single examples; see :func:`torchfil.report.write_report`.
-            **options: Of :meth:`save_run`; ``min_group`` and ``policy`` of ``write_report``.
+            **options: Options of :meth:`save_run`; ``min_group`` and ``policy`` of ``write_report``.
         """
         from torchfil.report.writer import PAGE, write_report
 
@@ -482,7 +482,7 @@ class LeakageReading(PrivacyEngine):
         training = self._training
         run, looks, optimizer = training.run, training.looks, training.optimizer
 
-        # whatever saving needs, so that it knows nothing of engines
+        # everything that saving needs, so that it does not depend on engines
         return RunView(
             leakage=run.leakage,
             timeline=run.timeline,

@@ -1,8 +1,8 @@
-"""The weightless copy of the user's model that is differentiated, kept like the live one.
+"""The weightless copy of the user's model that is differentiated, kept in step with the live one.
 
-``torch.func`` fails on modules with Opacus's hooks, and a pass of ours is none of the loop's: it must not count, log or
-write. So passes run on a copy without weights, hooks or memory, called with the live weights. Training flags and plain
-attributes (numbers, flags, texts, functions) of the live modules are taken over before each pass.
+``torch.func`` fails on modules with Opacus's hooks, and the engine's passes are not the loop's: they must not count,
+log or write. So they run on a copy without weights, hooks or memory, called with the live weights. Before each pass,
+the copy takes over training flags and plain attributes (numbers, flags, texts, functions) of the live modules.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Replica", "buffers_kept", "is_plain"]
 logger = logging.getLogger(__name__)
 
 _MOST_SHAPES = 256
-_CHANGES_OF_INTEGERS = 8  # that make a recorded pass anew; what changes more often is a counter
+_CHANGES_OF_INTEGERS = 8  # changes that rebuild a recorded pass; an attribute that changes more often is a counter
 _PLAIN = (int, float, bool, str, type(None))
 _OPAQUE = object()
 _OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
@@ -53,10 +53,10 @@ class Replica:
     Attributes:
         live: The user's module.
         template: The copy, on the meta device.
-        device: Of the live parameters.
-        written: Buffers that a forward pass writes into, by name; None: not known yet.
+        device: The device of the live parameters.
+        written: The names of buffers that a forward pass writes into; None: not known yet.
         changes: How often a plain attribute of the live modules has changed.
-        opaque_changes: How often one became something that cannot be taken over.
+        opaque_changes: How often one became a value that cannot be taken over.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -82,11 +82,11 @@ class Replica:
 
     @property
     def key(self) -> Hashable:
-        """What a recorded pass has built in of the modules: their modes and plain attributes."""
+        """The state of the modules that is built into a recorded pass: their modes and plain attributes."""
         return self._flags, self.changes
 
     def gather(self) -> bool:
-        """Bring all weights to this process, and tell whether any came; all are here unless the model is sharded."""
+        """Gather all weights in this process, and return whether any came; without sharding, all are here."""
         return False
 
     def let_go(self) -> None:
@@ -94,7 +94,7 @@ class Replica:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, all weights are here (collective where the model is sharded)."""
+        """Inside, all weights are here (collective if the model is sharded)."""
         came = self.gather()
         try:
             yield
@@ -115,7 +115,7 @@ class Replica:
         *,
         check_values: bool = True,
     ) -> Examples:
-        """These examples with their private coordinates laid out."""
+        """These examples with their private coordinates."""
 
         def read_outputs(names: Sequence[str], public: Any) -> tuple[Output, ...]:
             kind = (tuple(names), kind_of(public), tuple(live.training for live, _ in self._pairs))
@@ -135,7 +135,7 @@ class Replica:
         return examples
 
     def _tell(self, examples: Examples) -> None:
-        """Say once what is private, and once where padding is private, too, because nothing tells it apart."""
+        """Log once what is private, and once if padding counts as private because nothing identifies it."""
         if self._untold is None:
             logger.info("private in every example: %s", examples)
             self._untold = examples.untold
@@ -148,9 +148,10 @@ class Replica:
             self._untold = {}
 
     def _with_embeddings(self, private: Private, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Private:
-        """The same with the outputs of the embeddings that take the integer inputs, where no input is floating-point.
+        """The same, with the outputs of the embeddings of integer inputs private if no input is floating-point.
 
-        They are looked for once, and where there are floating-point inputs as well the log says that they are not.
+        The embeddings are searched once. If there are floating-point inputs as well, the log says that the integers are
+        not private.
         """
         floating = floating_inputs_of(self.live, args, kwargs)
         if self._embeddings is None:
@@ -176,7 +177,7 @@ class Replica:
         return private if floating else replace(private, submodule=self._embeddings or None)
 
     def random_state_kept(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model may draw random numbers, which later ones do not show."""
+        """Inside, the model may draw random numbers without any effect on later ones."""
         return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
 
     def masks_by_example(
@@ -198,13 +199,13 @@ class Replica:
         return self._mask_layouts.by_example(masks, len(tensors_of(inputs)[0]), (kind_of(inputs), self.key), run_first)
 
     def masks_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
-        """Masks for a batch of these inputs as the model would draw them; None if only the model can tell."""
+        """Masks for a batch of these inputs as the model would draw them; None if only the model can draw them."""
         inputs = (args, dict(kwargs))
         self.follow()
         return self._mask_layouts.again((kind_of(inputs), self.key), len(tensors_of(inputs)[0]), self.device)
 
     def gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
-        """The examples' gradients at the current weights, by the copy; buffers that are written are its own."""
+        """The examples' gradients at the current weights, by the copy; it writes only into its own buffers."""
         self.follow()
         parameters, constants = self._weights()
         for name in self._buffers if self.written is None else self.written:
@@ -213,15 +214,15 @@ class Replica:
         return ExampleGradients(self.template, loss, examples, parameters, constants)
 
     def live_gradients(self, examples: Examples, loss: LossFunction) -> ExampleGradients:
-        """The same by the live module itself, for a pass that is the loop's own."""
+        """The same by the live module itself, for the loop's own pass."""
         self.follow()
         return ExampleGradients(self.live, loss, examples, *self._weights())
 
     def follow(self) -> None:
-        """Bring the copy's modules to where the live ones are: in training or not, with the same plain attributes.
+        """Bring the copy's modules up to date with the live ones: training mode and plain attributes.
 
-        A recorded pass has numbers and flags built in; it is tried and made again if one has changed. An integer that
-        goes on changing counts something, and is not taken for a change any more.
+        A recorded pass has numbers and flags built in; if one changes, the pass is tried and built again. An integer
+        that keeps changing is a counter, and no longer triggers this.
 
         Raises:
             UnsupportedModuleError: A module that went into training mode mixes examples.
@@ -244,7 +245,7 @@ class Replica:
         self.changes += changed or (counted and self._changed_integers <= _CHANGES_OF_INTEGERS)
 
     def _check_parts(self) -> None:
-        """Raise if a child or a parameter is another object than it was, and note where hooks have come or gone."""
+        """Raise if a child or a parameter was replaced, and note added or removed hooks."""
         for holder, key, part, name in self._parts:
             if holder.get(key) is not part:
                 raise RuntimeError(
@@ -257,7 +258,7 @@ class Replica:
         self._num_hooks = num_hooks
 
     def _take_over(self, live: dict[str, Any], copied: dict[str, Any]) -> tuple[bool, bool]:
-        """Set one module's plain attributes; whether one changed that is no integer, and whether an integer did."""
+        """Set one module's plain attributes; return whether a non-integer changed, and whether an integer changed."""
         gone = [name for name, value in copied.items() if is_plain(value) and name not in live]
         for name in gone:
             del copied[name]
@@ -274,16 +275,16 @@ class Replica:
         return changed, counted
 
     def note_written(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The constants with copies of all buffers, to see in a trial which of them a pass writes into."""
+        """The constants with copies of all buffers, so that a trial shows which of them a pass writes into."""
         return {name: value.clone() if name in self._buffers else value for name, value in constants.items()}
 
     def learn_written(self, constants: Mapping[str, Tensor]) -> None:
-        """Take from the copies of :meth:`note_written` which buffers a pass has written into."""
+        """Find out from the copies of :meth:`note_written` which buffers a pass has written into."""
         seen = {name for name, value in constants.items() if name in self._buffers and value._version > 0}
         self.written = seen | (self.written or set())
 
     def write_buffers(self, gradients: ExampleGradients) -> None:
-        """Bring into the live model what a pass that stands for its forward pass has written into buffers."""
+        """Copy into the live model's buffers what a pass in place of its forward pass has written."""
         if not self.written:
             return
         live = dict(self.live.named_buffers())
@@ -292,7 +293,7 @@ class Replica:
                 live[name].copy_(gradients.constants[name])
 
     def _weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The trainable parameters, and all else, by name, detached; without walking through the modules."""
+        """The trainable parameters, and everything else, by name, detached; without walking through the modules."""
         trainable: dict[str, Tensor] = {}
         constant: dict[str, Tensor] = {}
         for name, holder, key in self._places:
@@ -318,7 +319,7 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _parts(module: nn.Module) -> list[tuple[dict[str, Any], str, Any, str]]:
-    """Every child and parameter: the dict that holds it, its key there, itself and its full name."""
+    """Every child and parameter: the dict that holds it, its key, the object and its full name."""
     return [
         (holder, key, part, f"{prefix}.{key}" if prefix else key)
         for prefix, owner in module.named_modules()
@@ -328,7 +329,7 @@ def _parts(module: nn.Module) -> list[tuple[dict[str, Any], str, Any, str]]:
 
 
 def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
-    """Where each parameter, then each buffer lies, once for shared ones: its full name, the dict and the key."""
+    """The place of each parameter, then of each buffer (once if shared): full name, dict and key."""
     places: list[tuple[str, dict[str, Any], str]] = []
     for kind in ("_parameters", "_buffers"):
         seen: set[int] = set()
@@ -342,9 +343,9 @@ def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a copy may have the very same: a number, a flag, a text, or a function that can be imported.
+    """Whether a copy may share this value: a number, a flag, a text, or a function that can be imported.
 
-    Hugging Face's models are given the function that checkpoints them as an attribute, when that is turned on.
+    Hugging Face's models hold their checkpointing function as an attribute when it is turned on.
 
     Example:
         >>> is_plain(1.5), is_plain(partial(nn.functional.relu, inplace=False)), is_plain(nn.Tanh().forward)
@@ -358,14 +359,14 @@ def is_plain(value: Any) -> bool:
 
 
 def _attributes(module: nn.Module) -> _Attributes:
-    """A module's own attributes: where they lie, how many there are, and those that are plain, others as _OPAQUE."""
+    """A module's own attributes: their dict, their number, and their plain values (others as _OPAQUE)."""
     live = module.__dict__
     own = [(name, value) for name, value in live.items() if name not in _OF_MODULES]
     return live, len(live), [(name, value if is_plain(value) else _OPAQUE) for name, value in own]
 
 
 def _are_as(attributes_of_modules: Sequence[_Attributes]) -> bool:
-    """Whether all modules' attributes are the very ones they were, as far as they are plain."""
+    """Whether the plain attributes of all modules are unchanged."""
     for live, size, attributes in attributes_of_modules:
         if len(live) != size:
             return False

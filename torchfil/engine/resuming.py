@@ -30,8 +30,8 @@ _MODULE, _OPTIMIZER = "module_state_dict", "optimizer_state_dict"
 class Resuming(LeakageReading):
     """The part of the engine that keeps its state: state dicts and checkpoints."""
 
-    _collected: tuple[int, list[dict[str, Any]]] | None = None  # by rank what is random, and after how many steps
-    _saving: Future[None] | None = None  # a checkpoint that is being written
+    _collected: tuple[int, list[dict[str, Any]]] | None = None  # random states by rank, and their step
+    _saving: Future[None] | None = None  # a checkpoint that is still being written
 
     def state_dict(self) -> dict[str, Any]:
         """The accounting's state: DP accountant, ledger, norm history, generators; tensors and plain values only.
@@ -64,7 +64,7 @@ class Resuming(LeakageReading):
         return {name: generator.get_state() for name, generator in generators.items() if generator is not None}
 
     def _states_by_rank(self) -> list[dict[str, Any]]:
-        """What is random on each rank, as the ranks last came together; they do where a step was taken since."""
+        """The random states of all ranks; collected again if a step was taken since the last time."""
         run = self._training.run
         if run.ranks is None:
             return []
@@ -141,7 +141,7 @@ class Resuming(LeakageReading):
         return None
 
     def _save_folder(self, path: Any, options: dict[str, Any], *, asynchronous: bool) -> Future[None] | None:
-        """What a file would hold, with rows, weights and optimizer state in parts."""
+        """Save what a file would hold, with rows, weights and optimizer state in parts."""
         if options.pop("torch_save_kwargs", None):
             raise TypeError(f"torch_save_kwargs= is for files, and path={path!r} is a folder; leave it out")
         self._wait_for_saving()
@@ -161,7 +161,7 @@ class Resuming(LeakageReading):
         return self._saving
 
     def _wait_for_saving(self) -> None:
-        """Wait until a checkpoint is written that was begun before; raise what went wrong."""
+        """Wait until an earlier checkpoint is written; raise its error."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
@@ -199,7 +199,7 @@ class Resuming(LeakageReading):
             "grad_clip_scheduler_state_dict": grad_clip_scheduler,
         }
 
-        # A part that cannot be loaded takes the others back with it.
+        # If one part cannot be loaded, the others are restored.
         loaded = [(part.state_dict, part.load_state_dict) for part in (module, *parts.values()) if part is not None]
         with _all_or_nothing(*loaded, (random_state, set_random_state)):
             module.load_state_dict(checkpoint[_MODULE], **kwargs)
@@ -219,7 +219,7 @@ class Resuming(LeakageReading):
     def _read(
         self, path: Any, module: nn.Module, optimizer: Any, torch_load_kwargs: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """What was saved, in the form of a file; sharded weights and their optimizer's state in the same parts."""
+        """The saved content, as in a file; sharded weights and their optimizer state come in the same parts."""
         weights = {f"/{_MODULE}/{name}": value for name, value in module.state_dict().items()}
         groups = [] if optimizer is None else optimizer.param_groups
         trained = [p for group in groups for p in group["params"]]
@@ -244,17 +244,17 @@ class Resuming(LeakageReading):
         return in_parts(saved, like) if is_sharded(module) else saved  # small ones were read whole
 
     def _own_random_state(self, saved: Any, accounting: Mapping[str, Any]) -> Any:
-        """Torch's random state of this rank, where as many ranks have saved theirs."""
+        """Torch's random state of this rank, if the same number of ranks have saved theirs."""
         ranks = self._training.run.ranks
         own = None if ranks is None else ranks.own(accounting.get("ranks", ()))
         return saved if own is None else own[_RANDOM_KEY]
 
     def _go_on_with(self, name: str, accounting: Mapping[str, Any]) -> None:
-        """Bring σ or C to where a scheduler has taken it, from where this engine's run begins."""
+        """Set σ or C to the scheduler's saved value, relative to this run's initial value."""
         optimizer = self._training.optimizer
         own, began = optimizer.initial_noise[name], accounting["initial_noise"][name]
         reached = accounting["noise"][name]
-        if own == began:  # then bit for bit
+        if own == began:  # bit for bit
             setattr(optimizer, name, reached)
         elif began:
             setattr(optimizer, name, own * reached / began)
@@ -262,7 +262,7 @@ class Resuming(LeakageReading):
 
 @contextlib.contextmanager
 def _all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> Iterator[None]:
-    """What changes inside is taken back where an error comes up; a part is how to read its state, and how to set it."""
+    """If an error occurs inside, changes are undone; a part is a pair of functions that read and set its state."""
     before = [(set_state, copy.deepcopy(read())) for read, set_state in parts]
     try:
         yield
@@ -273,7 +273,7 @@ def _all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> I
 
 
 def _check_file(path: Any, module: nn.Module | None, *, asynchronous: bool) -> None:
-    """Raise if a file would not do."""
+    """Raise if a file is not possible."""
     remedy = f"give a folder: path='{path}/'" if isinstance(path, str | os.PathLike) else "give the path of a folder"
     if asynchronous:
         raise ValueError(f"asynchronous=True writes folders, and path={path!r} is a file; {remedy}")
@@ -282,7 +282,7 @@ def _check_file(path: Any, module: nn.Module | None, *, asynchronous: bool) -> N
 
 
 def _refuse_other_module(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Raise unless the weights are those of such a module; nothing is loaded before."""
+    """Raise unless the weights fit such a module, before anything is loaded."""
     own = module.state_dict()
     renames = any(part._load_state_dict_pre_hooks for part in module.modules())
     apart = sorted(own.keys() ^ state.keys()) if strict and not renames else []

@@ -1,8 +1,8 @@
 """Reconstruction robustness of a run: for everybody, and for each example from its own clipped norms.
 
 For everybody it is a bound on every attacker's chance of success. With an example's own norms, ‖g̃‖ in place of C, it
-is an **estimate**: the norms are those of this one run's output (as with individual ε, Yu et al. 2022), and between
-participations the last seen norm stands in.
+is an **estimate**: the norms depend on this run's output (as with individual ε, Yu et al. 2022), and between
+participations the last known norm is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchfil.engine.epsilon import NormHistory
 
 __all__ = ["everybodys_robustness", "individual_robustness", "robustness_with_known_batches"]
 
-_MOST_SETTINGS = 32  # different (σ, q) that are composed as they are
+_MOST_SETTINGS = 32  # different (σ, q) that are composed without rounding
 
 
 def everybodys_robustness(
@@ -29,7 +29,8 @@ def everybodys_robustness(
 ) -> Bracket:
     """The success of any attacker against anybody, [priors], for the accountant's history of (σ, q, steps).
 
-    Of more than 32 different settings σ is rounded down to steps of 2 %: the upper end stays one, the lower end is π₀.
+    With more than 32 different settings, σ is rounded down to steps of 2 %: the upper end stays valid, and the lower
+    end is π₀.
     """
     prior = torch.as_tensor(prior_success, dtype=torch.float64)
     if not releases:
@@ -63,7 +64,7 @@ def individual_robustness(history: NormHistory, rows: Tensor, prior_success: Seq
 
 
 def robustness_with_known_batches(squared_norm: Tensor, noise_std: float, prior_success: Sequence[float]) -> Tensor:
-    """Φ(Φ⁻¹(π₀) + sqrt(Σ‖g̃‖²)/s), [rows, priors]: two normal laws, for an attacker who knows every batch.
+    """Φ(Φ⁻¹(π₀) + sqrt(Σ‖g̃‖²)/s), [rows, priors], for an attacker who knows every batch (two normal laws).
 
     Args:
         squared_norm: Σ‖g̃‖² over the steps that used the example, [rows].

@@ -1,4 +1,4 @@
-"""The state of one training run: what is staged of the present logical batch, and the sums of all released ones.
+"""The state of one training run: what is staged for the current logical batch, and the sums of all released ones.
 
 A physical batch is staged before its clipped gradients are added to the sum, and booked when the logical batch is
 released under one draw of noise. A refusal at any point leaves sums and ledger unchanged.
@@ -37,10 +37,10 @@ __all__ = ["Noise", "Run"]
 
 logger = logging.getLogger(__name__)
 
-_LOOKS_PER_PASS = 8  # how often the pace is set anew and the leakage so far is noted
-_FIRST_PASSES = 16  # over the data, in which most examples are learned, and many leak most of what they ever will
+_LOOKS_PER_PASS = 8  # how often the pace is adjusted and the leakage so far is noted
+_FIRST_PASSES = 16  # passes over the data in which most is learned, and many examples leak most
 _EXPOSED = 1 / 64  # of a batch
-_OF_A_STREAM = 1 / 128  # steps in a pass of a stream, whose length nobody knows
+_OF_A_STREAM = 1 / 128  # assumed steps in a pass of a stream, whose length is unknown
 _STATE = ("ledger", "history", "timeline", "test_matrix", "generator", "pace")  # what a saved state must have
 
 
@@ -53,7 +53,7 @@ class Noise:
 
     @classmethod
     def of(cls, optimizer: FILOptimizer) -> Noise:
-        """As the optimizer has them now."""
+        """The optimizer's current values."""
         return cls(float(optimizer.noise_multiplier), float(optimizer.max_grad_norm))
 
 
@@ -61,7 +61,7 @@ class Noise:
 class Staged:
     """A physical batch whose logical batch has not been released yet."""
 
-    contribution: Contribution  # of a stream without rows, which new examples get when they are booked
+    contribution: Contribution  # in a stream, new examples get their rows when they are booked
     ratio: Tensor  # ‖g̃‖/C, [batch]
     ids: Sequence[Any]
     noise: Noise
@@ -73,12 +73,12 @@ class Run:
     Args:
         options: How to account.
         loss: The loss; None: to be identified at the first step.
-        ids: The examples' names; of a stream those that took part so far.
-        device: Where steps are computed.
+        ids: The examples' names; in a stream, those that took part so far.
+        device: The device on which steps are computed.
         generator: Source of the probes.
-        accounted_rate: Gives the sampling rate of the DP accountant's last step.
+        accounted_rate: Returns the sampling rate of the DP accountant's last step.
         expected_batch: The mean batch size, of all ranks together.
-        ranks: The processes that train together; None: a single one. Each then has the ledger of what it drew.
+        ranks: The processes that train together; None: a single one. Each rank has the ledger of what it drew.
     """
 
     def __init__(
@@ -100,36 +100,36 @@ class Run:
         self.ids = ids
         self.generator = generator
 
-        # refused before anything is allocated: too many examples, ids and weights of examples that are not there
+        # refuse before anything is allocated: too many examples, unknown ids or weights
         self._check_memory(NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1, (), 1))
         self._chosen()  # whose ids must be known
         weights = weights_by_row(options.accounting.clip_weights, self.ids)
         self.first_weights = None if weights is None else weights.to(device)  # ω as given, float64 [n]
         self.clip_weights = self._present_weights(device)
 
-        # what is kept; the ledger begins with the first batch, which tells how many coordinates are private
+        # the ledger is made at the first batch, which shows how many coordinates are private
         self._passes_per_step = expected_batch / ids.num_examples if not self._grows else _OF_A_STREAM
         self.history = self._empty_history()
         self.ledger: Ledger | None = None
-        self._whole: Whole | None = None  # what all ranks have booked, as they last came together
+        self._whole: Whole | None = None  # what all ranks had booked when they were last combined
         self._exposed = max(2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1)))
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
         self._timeline = Timeline(self._steps_between_looks)
-        self._look_due: int | None = None  # the step after which the leakage is to be noted, and is not yet
+        self._look_due: int | None = None  # the step whose leakage is still to be noted
         self.test_matrix: Tensor | None = None
         self.pace = options.accounting.pace()
         self.paused = False
 
-        # the step that is under way
+        # the current step
         self._accounted_rate = accounted_rate
         self._staged: list[Staged] = []
         self._keys_of_step: list[Hashable] | None = None  # of all ranks; None: not exchanged yet
-        self._measure_this_step: bool | None = None  # chosen by chance once for a logical batch
+        self._measure_this_step: bool | None = None  # drawn once for a logical batch
 
     # ------------------------------------------------------------------ reading
 
     def gather(self) -> None:
-        """Bring together what all ranks have booked, unless that is done since the last step (collective)."""
+        """Combine what all ranks have booked, unless this was done since the last step (collective)."""
         if self.ranks is None or self._is_gathered:
             return
         assert isinstance(self.history, SharedNormHistory)
@@ -140,7 +140,7 @@ class Run:
 
     @property
     def _is_gathered(self) -> bool:
-        """Whether nothing has happened since the ranks came together."""
+        """Whether nothing has changed since the ranks were combined."""
         assert isinstance(self.history, SharedNormHistory)
         return self._whole is not None and self._whole.steps == self.history.steps and self.history.is_complete
 
@@ -176,11 +176,11 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where steps are computed; the sums may lie elsewhere (``Accounting.rows_at``)."""
+        """The device on which steps are computed; the sums may be elsewhere (``Accounting.rows_at``)."""
         return self._device
 
     def clip_weights_of(self, ids: Sequence[int]) -> Tensor | None:
-        """ω of the examples of these numbers, float64 [ids]; None: nobody has one."""
+        """ω of the examples with these numbers, float64 [ids]; None: nobody has one."""
         if self.clip_weights is None:
             return None
         rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
@@ -196,7 +196,7 @@ class Run:
 
     @property
     def inside_logical_batch(self) -> bool:
-        """Whether something is staged that is not booked yet."""
+        """Whether something is staged but not booked yet."""
         return bool(self._staged)
 
     # ------------------------------------------------------------------ a step
@@ -207,7 +207,7 @@ class Run:
         self._measure_this_step = self._keys_of_step = None
 
     def check_noise(self, optimizer: FILOptimizer) -> Noise:
-        """σ and C, refused where they have changed within a logical batch, whose release has one noise."""
+        """σ and C; refused if they have changed within a logical batch, which is released under one noise."""
         noise = Noise.of(optimizer)
         for staged in self._staged:
             if staged.noise != noise:
@@ -235,7 +235,7 @@ class Run:
                     "its examples are unknown; iterate over that loader"
                 )
             ids += forward.ids
-        if not ids and num_gradients <= 1:  # an empty batch, or Opacus's stand-in row for one (rand_on_empty): nobody
+        if not ids and num_gradients <= 1:  # an empty batch, or Opacus's random row for one (rand_on_empty): nobody
             return ids
         if len(ids) != num_gradients:
             raise RuntimeError(
@@ -255,14 +255,14 @@ class Run:
         return ids
 
     def chooses_to_measure(self) -> bool:
-        """Whether chance chooses the present step; of a logical batch that has begun, what it chose."""
+        """Whether the current step is measured, drawn at random once for each logical batch."""
         if self._measure_this_step is not None:
             return self._measure_this_step
         rate = self.pace.rate
         return rate == 1 or bool(torch.rand((), generator=self._common_generator("steps", self.history.steps)) < rate)
 
     def _common_generator(self, purpose: str, number: int = 0) -> torch.Generator:
-        """The source of what must be the same on all ranks; of a single process the probes'."""
+        """The source of numbers that must be the same on all ranks; in a single process, that of the probes."""
         return self.generator if self.ranks is None else self.ranks.common_generator(purpose, number)
 
     @property
@@ -272,7 +272,7 @@ class Run:
 
     @property
     def num_probes(self) -> int:
-        """Of the present step, for every example of the batch; half of the extra ones in the first passes."""
+        """The probes of the current step for every example of the batch; in the first passes, half the extra ones."""
         early = 0 if self._past_first_passes else -(-self.options.accounting.extra_probes // 2)
         return max(self.pace.num_probes, early)
 
@@ -310,12 +310,12 @@ class Run:
         ledger.steps = self.history.steps  # of empty batches
         if not accounting.needs.products:
             return ledger, None
-        generator = self._common_generator("sketch")  # products with it are added up over ranks
+        generator = self._common_generator("sketch")  # products with it are summed over ranks
         gaussian = torch.randn(num_coordinates, rank, generator=generator, dtype=torch.float64)
         return ledger, torch.linalg.qr(gaussian).Q.to(self.device)
 
     def _chosen(self) -> dict[str, Tensor]:
-        """By tracked quantity, the rows of the ids that it is kept for, ascending, where these are not all."""
+        """By tracked quantity, the rows of the ids for which it is kept, ascending, if these are not all."""
         chosen = self.options.accounting.chosen
         if chosen and self.ranks is not None:
             raise ValueError("track= with chosen ids needs a single process; with several, track all or less")
@@ -336,10 +336,10 @@ class Run:
         Args:
             ids: The numbers of the examples.
             clipped_norm: ‖g̃‖, [batch].
-            added: What the ledger adds; None where nothing was measured.
-            noise: Of the release.
-            measure: What chance has chosen.
-            num_coordinates: How many private coordinates are an example's own, [batch], or one number for all.
+            added: What the ledger adds; None if nothing was measured.
+            noise: The noise of the release.
+            measure: Whether the step is measured.
+            num_coordinates: How many private coordinates each example has, [batch], or one number for all.
         """
         self._measure_this_step = measure
         if not ids:
@@ -350,12 +350,12 @@ class Run:
         self._staged.append(Staged(contribution, clipped_norm / noise.max_grad_norm, tuple(ids), noise))
 
     def _rows(self, rows: Sequence[int]) -> Tensor:
-        """Numbers of examples where the sums lie, which need them first: reading them from a GPU would wait for it."""
+        """Numbers of examples on the sums' device; they go there early, because reading them from a GPU would wait."""
         return torch.tensor(rows, dtype=torch.long).to(self.history.device, non_blocking=True)
 
     def book(self, optimizer: FILOptimizer) -> None:
-        """The logical batch has been released: enter what was staged."""
-        _ = self.timeline  # what is due there is read before this step, while a GPU computes it, and not after the last
+        """Book the released logical batch: enter what was staged."""
+        _ = self.timeline  # due readings happen before this step, while a GPU computes it
         self._enter_ids()
         contributions = [staged.contribution for staged in self._staged]
         if contributions:
@@ -384,14 +384,14 @@ class Run:
 
     @property
     def _grows(self) -> bool:
-        """Whether the run is on a stream, of which new examples come."""
+        """Whether the run is on a stream, in which new examples arrive."""
         return isinstance(self.ids, GrowingIds)
 
     def settle_ids(self) -> None:
         """Tell all ranks which examples of their streams take part in this step (collective there).
 
         Raises:
-            StepNotTakenError: On all ranks, where two of them have the same example.
+            StepNotTakenError: On all ranks, if two of them have the same example.
         """
         own = [key for staged in self._staged for key in staged.ids]
         if not self._grows or self.ranks is None:
@@ -415,12 +415,12 @@ class Run:
         return self._keys_of_step
 
     def most_participations(self) -> int:
-        """How often the example of a stream that took part most often did, the present step included."""
+        """The largest number of participations of any example of a stream, including the current step."""
         assert isinstance(self.ids, GrowingIds)
         return self.ids.most_after(self._settled())
 
     def _enter_ids(self) -> None:
-        """Give the new examples of a stream their rows, the same on all ranks, and what is staged the rows."""
+        """Give the new examples of a stream their rows, the same on all ranks, also in what is staged."""
         if not isinstance(self.ids, GrowingIds):
             return
         keys = self._settled()
@@ -434,14 +434,14 @@ class Run:
         ]
 
     def _check_room(self, new: int) -> None:
-        """Raise where so many more examples do not fit into memory."""
+        """Raise if this many more examples do not fit into memory."""
         n, ledger = self.ids.num_examples + new, self.ledger
         if ledger is not None:
             each = Ledger.bytes_needed(1, ledger.laid_out, ledger.track, ledger.sketch_rank, ledger.questions)
             self._check_memory(n * each + NormHistory.bytes_needed(n))
 
     def _note_leakage(self, step: int) -> None:
-        """Note the leakage so far, of all ranks, where it is this step's turn (collective then)."""
+        """Note the leakage so far, of all ranks, if it is due at this step (collective then)."""
         ledger = self.ledger
         if not self._timeline.is_due(step):
             return
@@ -455,7 +455,7 @@ class Run:
                 self._timeline.note(step, trace.to(self.device), own.clamp(min=1).to(self.device))
 
     def _present_weights(self, device: torch.device) -> Tensor | None:
-        """ω before anybody leaked anything; for everybody where a bound is kept, apart from those that were given."""
+        """ω before anybody leaked anything; a separate copy for everybody if a bound is kept."""
         if self.options.accounting.min_mse_bound is None:
             return self.first_weights
         if self.first_weights is not None:
@@ -463,7 +463,7 @@ class Run:
         return torch.ones(self.ids.num_examples, dtype=torch.float64, device=device)
 
     def _spare(self, rows: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Lower the weights of these examples, whose sums are those, where they near the bound that is to be kept."""
+        """Lower the weights of these examples, with these sums, if they come close to the bound to keep."""
         kept = self.options.accounting.min_mse_bound
         if kept is None or self.clip_weights is None:
             return
@@ -471,7 +471,7 @@ class Run:
         weights = weights_for_the_rest(kept * sums["trace"] / sums["num_coordinates"].clamp(min=1)).to(self.device)
         if self.first_weights is not None:
             weights = weights * self.first_weights[rows]
-        self.clip_weights.index_copy_(0, rows, weights)  # in place: a copy of all would cost the data set's size
+        self.clip_weights.index_copy_(0, rows, weights)  # in place, because a copy of all is as long as the data set
 
     def _empty_history(self) -> NormHistory:
         n = self.ids.num_examples
@@ -482,7 +482,7 @@ class Run:
 
     @contextlib.contextmanager
     def generator_kept(self, state: Tensor) -> Iterator[None]:
-        """The probes' generator goes back to that state if the work inside is refused."""
+        """Restore the probes' generator to this state if the work inside is refused."""
         try:
             yield
         except Exception:
@@ -504,7 +504,7 @@ class Run:
         """Ledger, norm history, timeline, test matrix, the examples' weights and the probes' generator (collective).
 
         Args:
-            in_blocks: Whether each of several ranks is to hold a block of the rows, as one tensor of all (DTensor).
+            in_blocks: Whether each of several ranks holds a block of the rows, as one distributed tensor (DTensor).
         """
         if self._staged:
             raise RuntimeError("the state can be saved only between logical batches; finish the batch first")
@@ -523,7 +523,7 @@ class Run:
         whole = Whole.of(ranks, self.history.steps, *mine, self.new_ledger, self.generator, blocks)
         state = self._state(whole)
 
-        # the ledger was brought together in blocks; what else goes by rows is the same on all ranks
+        # the ledger was combined in blocks; other rows are the same on all ranks
         for name in ("history", "clip_weights", "present_weights"):
             state[name] = blocks.shared(state[name])
         ledger, parts = state["ledger"], state["ranks"]
@@ -599,7 +599,7 @@ class Run:
         self.drop_staged()
 
     def _loaded_ids(self, keys: Sequence[Hashable] | None, ledger: Ledger | None) -> ExampleIds:
-        """The examples' names of a saved run: a stream's are in its state."""
+        """The examples' names of a saved run; those of a stream are in its state."""
         if self._grows != (keys is not None):
             kinds = "a stream", "a data set with numbered examples"
             raise ValueError(f"the saved run was on {kinds[keys is None]}, this one is on {kinds[not self._grows]}")

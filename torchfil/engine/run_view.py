@@ -1,4 +1,4 @@
-"""What is saved of a run, apart from the engine that made it."""
+"""What is saved from a run, independent of the engine that made it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class RunView:
         timeline: η̄ over training time.
         module: The user's module.
         dataset: The user's data set, whose examples are numbered from 0; None: a stream.
-        collate_fn: From a list of its examples to a batch.
+        collate_fn: Makes a batch from a list of its examples.
         options: How the run is accounted for.
         noise_multiplier: σ.
         max_grad_norm: C.
-        num_probes: Of a step.
+        num_probes: The probes of a step.
         loss: The loss's name; None before it is known.
         generator: Source of the probes.
         accountant: The name of the DP accountant.
@@ -40,9 +40,9 @@ class RunView:
         delta: δ.
         individual_epsilon: ε at δ of every example, [n].
         epsilon: ε at δ for everybody.
-        rdp_mse_bound: From the range of a coordinate and ``reading=`` to the bound of Theorem 1.
-        plis: From row numbers to their PLIS by private tensor, [rows, …]; None before the loss is known.
-        examples: From row numbers to these examples with their private coordinates laid out; None: a stream.
+        rdp_mse_bound: Maps the range of a coordinate and ``reading=`` to the bound of Theorem 1.
+        plis: Maps row numbers to their PLIS by private tensor, [rows, …]; None before the loss is known.
+        examples: Maps row numbers to the examples with their private coordinates; None: a stream.
         clip_weights: ω of every example, [n]; None: none were given.
         noise_choice: How pilots chose σ; None: it was given.
     """
@@ -70,7 +70,7 @@ class RunView:
     noise_choice: NoiseChoice | None = None
 
     def inputs(self, rows: Sequence[int]) -> dict[Hashable, Any]:
-        """What the model is called with for these examples, by place and by name, [rows, …] each."""
+        """The model's inputs for these examples, by position and by name, [rows, …] each."""
         batch = self.collate_fn([self.dataset[row] for row in rows])
         args, kwargs = as_call(split_batch(batch, self.options.batch_to_inputs)[0])
         named: dict[Hashable, Any] = dict(enumerate(args))

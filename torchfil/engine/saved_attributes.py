@@ -1,4 +1,4 @@
-"""What a run file keeps of attributes: their errors by example, and what a blind guess of them errs by."""
+"""What a run file keeps about attributes: their errors by example, and the error of a blind guess."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LARGEST_ATTRIBUTES = 2**31  # bytes of a table that is mostly empty
 
 
 def table_to_save(leakage: Leakage, named: Mapping[str, Any], *, with_texts: bool) -> AttributeTable | None:
-    """The attributes to save; None where they were not tracked, or for so few that the table would be empty.
+    """The attributes to save; None if they were not tracked, or for so few that the table would be mostly empty.
 
-    Coordinates of words have no names of their own: the words tell it.
+    Coordinates of words have no names; the words identify them.
     """
     count, d = leakage.ids.num_examples, leakage.num_coordinates
     table = attribute_table(d, *named.values())
@@ -36,7 +36,7 @@ def table_to_save(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
     if leakage.ledger.chosen and 8 * count * d > _LARGEST_ATTRIBUTES:
         warnings.warn(
             f"the attributes of chosen ids are not saved: a table of {count:,} examples and {d:,} attributes would be "
-            "empty for the most part; read them with engine.get_attribute_fil(ids)",
+            "mostly empty; read them with engine.get_attribute_fil(ids)",
             stacklevel=5,
         )
         return None
@@ -44,13 +44,13 @@ def table_to_save(leakage: Leakage, named: Mapping[str, Any], *, with_texts: boo
 
 
 def attributes_of(run: RunView, table: AttributeTable) -> Attributes:
-    """How well each attribute could be inferred, from every example."""
+    """How well each attribute of every example could be inferred."""
 
     def errors(leakage: Leakage, rows: Tensor) -> dict[str, Tensor]:
-        """The least errors and their lower ends, [rows, k] each, and whether nothing is known of these, [rows]."""
+        """The least errors and their lower ends, [rows, k] each, and which rows are unknown, [rows]."""
         fil = leakage.read_attribute_fil(rows)
         low = table.errors(fil.interval(0.95)[1].double().square())
-        unknown = fil.standard_error.isnan() & ~fil.value.isnan()  # not of ids that were not chosen
+        unknown = fil.standard_error.isnan() & ~fil.value.isnan()  # unknown for ids that were not chosen
         error = table.errors(fil.value.double().square())
         return {
             "error": error.float(),
@@ -69,7 +69,7 @@ def attributes_of(run: RunView, table: AttributeTable) -> Attributes:
 
 
 def yardsticks_of(spread: DataSpread, table: AttributeTable | None) -> Yardsticks:
-    """What a blind guess errs by: of inputs, and of attributes where there are any."""
+    """The error of a blind guess: of inputs, and of attributes if there are any."""
     if table is None:
         nothing = Spread(*(np.zeros(0) for _ in range(4)))
         return Yardsticks(spread.examples, spread.inputs, nothing, {})

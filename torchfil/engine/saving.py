@@ -1,4 +1,4 @@
-"""From a finished run to what is saved of it; see :mod:`torchfil.report.saved_run`."""
+"""From a run to its saved form; see :mod:`torchfil.report.saved_run`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def build_saved_run(
     hash_data: bool = True,
     equalised: Equalised | None = None,
 ) -> SavedRun:
-    """Everything of a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`."""
+    """Everything about a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`."""
     _check_parts(pictures, input_range, groups)
     leakage = run.leakage
     named: dict[str, Any] = {"attribute_names": attribute_names, "attribute_units": attribute_units}
@@ -74,14 +74,14 @@ def build_saved_run(
     labels = {name: _labels(name, given, leakage) for name, given in (groups or {}).items()}
     columns = _columns(run, equalised)
 
-    # all read examples of the data set, whose augmentation would move the generators of a run that goes on
+    # all of these read the data set, whose augmentation would advance the generators of a continuing run
     with generators_kept():
         about = _about(run, hash_data)
         spread = read_spread(run, thorough=hash_data)
         if table is not None and spread is not None:
             table = with_levels(table, spread.coordinates)
         attributes = None if table is None else attributes_of(run, table)
-        pictures = pictures if run.dataset is not None else 0  # nothing of a stream can be read again
+        pictures = pictures if run.dataset is not None else 0  # a stream cannot be read again
         shown = thumbnails(run, columns["fil"], columns["participations"], pictures) if pictures else None
 
     words = exposed_words(run, texts, columns["fil"], _MOST_TEXTS) if texts is not None else None
@@ -109,7 +109,7 @@ def build_saved_run(
 
 
 def _check_parts(pictures: int, input_range: tuple[float, float] | None, groups: Mapping[str, Labels] | None) -> None:
-    """Refuse what does not fit any run."""
+    """Refuse options that fit no run."""
     if pictures < 0:
         raise ValueError(f"pictures={pictures} must be ≥ 0: how many of the most and of the least exposed to show")
     if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
@@ -119,7 +119,7 @@ def _check_parts(pictures: int, input_range: tuple[float, float] | None, groups:
 
 
 def _attack_record(attack: AttackResult | BoundComparison, leakage: Leakage) -> AttackRecord:
-    """An attack compared with the run's bounds, unless it was compared with bounds already."""
+    """An attack compared with the run's bounds, unless it was already compared with bounds."""
     if not isinstance(attack, AttackResult | BoundComparison):
         raise TypeError(
             f"attacks contains a {type(attack).__name__}; give an AttackResult of torchfil.attacks, or what "
@@ -137,7 +137,7 @@ def _about(run: RunView, hash_data: bool) -> dict[str, Any]:
         "model": {"name": type(module).__name__, "num_parameters": sum(p.numel() for p in module.parameters())},
         "dataset": {
             "num_examples": leakage.ids.num_examples,
-            # the length of the longest text is one example's, so that a redacted report must not show it
+            # the length of the longest text belongs to one example, so a redacted report must not show it
             ("num_coordinates" if leakage.same_coordinates else "most_coordinates"): leakage.num_coordinates,
             "input_shape": shapes[0] if len(shapes) == 1 else shapes or None,
             "data_sha256": data_sha256(run.dataset) if hash_data and run.dataset is not None else None,
@@ -233,7 +233,7 @@ def _history(run: RunView) -> dict[str, np.ndarray]:
 
 
 def _bounds(run: RunView, input_range: tuple[float, float] | None) -> dict[str, Any]:
-    """Theorem 1, where inputs are known to lie in a range, and reconstruction robustness."""
+    """Theorem 1, if inputs are known to lie in a range, and reconstruction robustness."""
     bounds: dict[str, Any] = {}
     if input_range is not None:
         diameter = input_range[1] - input_range[0]
@@ -248,7 +248,7 @@ def _bounds(run: RunView, input_range: tuple[float, float] | None) -> dict[str, 
 def _rero_curve(run: RunView) -> dict[str, list[float]]:
     """Success with the model, at most and (``low``) at least, by success without it."""
     releases = list(run.releases)
-    if run.options.sample_rate is None:  # known batches: a step counts where the example takes part
+    if run.options.sample_rate is None:  # known batches: a step counts if the example takes part
         steps = int(run.leakage.ledger.sums.own("participations").max())
         releases = [(min(sigma for sigma, *_ in releases), 1.0, steps)] if steps else []
     curve = everybodys_robustness(releases, _PRIORS)

@@ -1,9 +1,9 @@
-"""Models whose weights are sharded over the ranks (FSDP2, ``fully_shard``): the whole model, for the time of a step.
+"""Models whose weights are sharded over the ranks (FSDP2, ``fully_shard``): the whole model is gathered for a step.
 
-Each rank keeps its part of every weight, of its gradient and of the optimizer's state. An example's Fisher information
-goes twice through all layers, which FSDP's hooks do not let it do (they free a layer's weights after the first backward
-pass). So all passes of the engine run on a copy of the model without FSDP, whose weights are gathered when a step
-begins and let go when it ends. Sums of clipped gradients are added up over the ranks, each of which keeps its part.
+Each rank keeps its part of every weight, of its gradient and of the optimizer's state. Fisher information needs two
+backward passes through all layers, but FSDP's hooks free a layer's weights after the first one. So all passes of the
+engine run on a copy of the model without FSDP, whose weights are gathered when a step begins and freed when it ends.
+Sums of clipped gradients are added over the ranks, and each rank keeps its part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether weights of the module lie in parts on several ranks.
+    """Whether weights of the module are split over several ranks.
 
     Example:
         >>> is_sharded(nn.Linear(2, 1))
@@ -45,11 +45,11 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def check_sharded(module: nn.Module, num_ranks: int) -> None:
-    """Raise for ways to shard a model in which a step would not be the one that is accounted for.
+    """Raise for ways to shard a model in which a step would differ from the accounting.
 
     Args:
-        module: A model of which :func:`is_sharded` holds.
-        num_ranks: How many processes there are; each draws its own examples.
+        module: A model for which :func:`is_sharded` is True.
+        num_ranks: The number of processes; each draws its own examples.
     """
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         raise ValueError(
@@ -104,13 +104,13 @@ def _fsdp_modules(module: nn.Module) -> Iterator[Any]:
 
 
 def without_shards(module: nn.Module) -> nn.Module:
-    """The module itself, or of a sharded one a copy of its structure without FSDP, whose weights are not there yet.
+    """The module itself; for a sharded one, a copy of its structure without FSDP, whose weights are still missing.
 
     The copy has the modules' own classes and the user's hooks, and shares buffers and weights that are not sharded. A
     sharded weight is a parameter of the whole shape that holds NaN and takes no memory.
 
     Args:
-        module: Any module; a sharded one with its weights in parts.
+        module: Any module; a sharded one has its weights in parts.
     """
     if not is_sharded(module):
         return module
@@ -121,11 +121,11 @@ def without_shards(module: nn.Module) -> nn.Module:
     parts = list(module.modules())
     for part in parts:
         kind = type(part)
-        if issubclass(kind, FSDPModule):  # a class of FSDP's making, of which the user's is a base
+        if issubclass(kind, FSDPModule):  # a class made by FSDP, with the user's class as a base
             kind = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]
         memo[id(part)] = object.__new__(kind)
 
-    # all modules are in the memo, so that attributes that name one name its copy
+    # all modules are in the memo, so that attributes that refer to a module refer to its copy
     for part in parts:
         own = {
             name: copy.deepcopy(value, memo)
@@ -140,23 +140,24 @@ def without_shards(module: nn.Module) -> nn.Module:
 
 
 def _own_hooks(hooks: dict[int, Any]) -> Iterator[tuple[int, Any]]:
-    """Those that FSDP did not register."""
+    """The hooks that FSDP did not register."""
     for key, hook in hooks.items():
         if not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
             yield key, hook
 
 
 def _nothing(value: Tensor) -> Tensor:
-    """NaN in the shape of a tensor, without its memory."""
+    """NaN in the shape of a tensor, without using its memory."""
     return torch.full((), float("nan"), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
 def in_parts(tree: Any, like: Callable[[str], Tensor | None], key: str = "") -> Any:
-    """The tree with whole tensors cut as others are: each rank keeps its part.
+    """The tree with whole tensors split like given ones: each rank keeps its part.
 
     Args:
-        tree: Nested dicts, alike on all ranks.
-        like: Gives by a tensor's name, its keys from the outside with / before each, a DTensor of its kind, or None.
+        tree: Nested dicts, the same on all ranks.
+        like: Maps a tensor's name (its keys from the outermost on, with / before each) to a DTensor of its kind, or
+            None.
         key: The name of the tree.
     """
     if isinstance(tree, Mapping):
@@ -187,7 +188,7 @@ class ShardedReplica(Replica):
         ]
 
     def gather(self) -> bool:
-        """Bring all weights here, and the modules to where the user's are (collective unless they are here)."""
+        """Gather all weights, and bring the modules up to date with the user's (collective unless already done)."""
         for module, copied in self._twins:
             for name, value in vars(module).items():
                 if is_plain(value) and not name.startswith(_OF_FSDP):
@@ -210,6 +211,6 @@ class ShardedReplica(Replica):
         self._reshard()
 
     def _reshard(self) -> None:
-        """Free what FSDP itself has gathered for passes without a gradient, of which it would not see the update."""
+        """Free what FSDP has gathered for passes without a gradient; it would miss the update of these weights."""
         for part in _fsdp_modules(self._sharded):
             part.reshard()

@@ -1,8 +1,8 @@
-"""The norm history of a run with several ranks: each notes the norms that it sees, and all enter all of them, in order.
+"""The norm history of a run with several ranks: each notes its own norms, and all enter everybody's, in order.
 
-An example's history goes by steps, and its last seen norm stands in until it is drawn again, on whatever rank. So the
-ranks exchange what they noted (12 bytes a participation) once a pass over the data and before reading, and every rank
-enters it step by step as a single process would: the history is the same on all ranks, and exact for any sampler.
+An example's history counts steps, and its last known norm holds until it is drawn again, on whatever rank. So the ranks
+exchange their notes (12 bytes per participation) once per pass over the data and before reading, and every rank enters
+them step by step as a single process would. The history is the same on all ranks, and exact for any sampler.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["SharedNormHistory"]
 
 
 class SharedNormHistory(NormHistory):
-    """A norm history whose steps are entered when all ranks come together.
+    """A norm history whose steps are entered when all ranks exchange their notes.
 
     Args:
         num_examples: n.
-        device: Where the table lies.
+        device: The device of the table.
         ranks: The processes.
-        every: After how many steps all enter what was noted.
+        every: After how many steps all enter their notes.
         clip_weights: As in :class:`NormHistory`.
         own_steps: As in :class:`NormHistory`.
 
     Attributes:
-        steps: All that were taken, also where they are not entered yet.
+        steps: The number of steps taken, including those not entered yet.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class SharedNormHistory(NormHistory):
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is noted that was not entered."""
+        """Whether all notes have been entered."""
         return not self._notes and self._entered == self.steps
 
     def step(self, rows: Tensor, ratio: Tensor, noise_multiplier: float, sample_rate: float) -> None:
-        """Note one released step, of which this rank had the examples ``rows``; now and then enter all (collective)."""
+        """Note one released step with this rank's examples ``rows``; now and then enter all notes (collective)."""
         self._notes.append((2 * self.steps + 1, rows, ratio.float()))
         self._releases.append((noise_multiplier, sample_rate))
         self.steps += 1
@@ -65,7 +65,7 @@ class SharedNormHistory(NormHistory):
             self.enter()
 
     def replace(self, rows: Tensor, ratio: Tensor) -> None:
-        """Note norms of a refresh pass: before those of the next step."""
+        """Note the norms of a refresh pass, which come before those of the next step."""
         self._notes.append((2 * self.steps, rows, ratio.float()))
 
     def enter(self) -> None:
@@ -79,7 +79,7 @@ class SharedNormHistory(NormHistory):
             first, end = torch.searchsorted(when, torch.tensor([moment, moment + 1])).tolist()
             return rows[first:end], ratios[first:end]
 
-        # what was noted before a step comes first, and what came after the last one at the end
+        # notes from before a step come first; notes from after the last step come at the end
         for release in self._releases:
             self.set_ratios(*noted(2 * self.steps))
             super().step(*noted(2 * self.steps + 1), *release)
@@ -101,7 +101,7 @@ class SharedNormHistory(NormHistory):
         return when.contiguous(), rows.long(), ratios.contiguous().view(torch.float32)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`, which is taken when all is entered."""
+        """The inverse of :meth:`state_dict`, which is taken when everything is entered."""
         super().load_state_dict(state)
         self._entered = self.steps
         self._notes.clear()

@@ -1,10 +1,10 @@
 """Streams: data sets without a length or random access, whose examples carry their ids in the batch.
 
-Nobody draws the batches of a stream: which examples a step uses is fixed by the order in which they come, and an
-attacker may know it. So no subsampling is credited (κ = 1), and a step counts for the examples that it used. The DP
-accountant hears of as many releases with q = 1 as the example has that took part most often, under the smallest noise
-of the run. Neighbouring streams differ in one example whose gradient is left out at its place ("zero-out"); where other
-examples would move up to its place, every later batch would change.
+The batches of a stream are not drawn at random: the order of the examples determines which step uses them, and an
+attacker may know it. So subsampling gets no credit (κ = 1), and a step counts for the examples that it used. The DP
+accountant counts as many releases with q = 1 as the most frequent example has participations, under the smallest noise
+of the run. Neighbouring streams differ in one example whose gradient is left out at its place ("zero-out"); if other
+examples moved up to its place instead, every later batch would change.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torchfil.engine.ranks import Ranks
 
 __all__ = ["FILStreamLoader", "IdOf", "check_stream", "ids_of_batch", "is_stream"]
 
-IdOf = str | int | Callable[[Any], Any]  # where a batch of a stream has its ids
+IdOf = str | int | Callable[[Any], Any]  # where to find the ids in a batch of a stream
 
-_ENDED, _GOES_ON, _NEVER_BEGAN = 0, 1, 2  # what a rank says of its stream
+_ENDED, _GOES_ON, _NEVER_BEGAN = 0, 1, 2  # a rank's answers about its stream
 _REMEDY = (
     "Put an id into every example, the same whenever it comes again, and pass id_of=: the name or place of that part "
     "of the batch, or a function from a batch to its ids."
@@ -36,7 +36,7 @@ _REMEDY = (
 
 
 def is_stream(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's examples cannot be numbered: they come as they come.
+    """Whether a loader's examples cannot be numbered, because they simply arrive.
 
     Example:
         >>> is_stream(DataLoader([1, 2, 3]))
@@ -62,7 +62,7 @@ def check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *,
             "data: let the stream give single examples and the loader make batches, DataLoader(stream, batch_size=…)"
         )
 
-    # what is given for all examples, or chosen by all of them, before they have come
+    # options that need all examples before they have arrived
     unknown = {
         "clip_weights": "who will come is not known",
         "min_mse_bound": "who will come is not known",
@@ -78,9 +78,9 @@ def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:
     """The ids of a batch, and the batch without them.
 
     Args:
-        batch: A dict, tuple or list, [batch, …] each part; of any kind where ``id_of`` is a function.
-        id_of: The name or place of the part that holds the ids; or a function from a batch, which is then left as it
-            is, to its ids.
+        batch: A dict, tuple or list of parts [batch, …]; of any kind if ``id_of`` is a function.
+        id_of: The name or position of the part that holds the ids; or a function from a batch to its ids, which leaves
+            the batch unchanged.
 
     Example:
         >>> ids_of_batch({"x": torch.zeros(2), "key": ["a", "b"]}, "key")
@@ -109,7 +109,7 @@ def _length(batch: Any) -> int:
 
 
 def _as_keys(given: Any) -> list[Hashable]:
-    """The ids of a batch as Python's own numbers and texts."""
+    """The ids of a batch as Python numbers and strings."""
     listed = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
     if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
         raise TypeError(
@@ -147,10 +147,10 @@ class FILStreamLoader(DataLoader[Any]):
     rank whose stream has ended gets empty ones.
 
     Args:
-        loader: The user's.
-        tracker: Where the current batch is noted.
+        loader: The user's loader.
+        tracker: Notes the current batch.
         on_start: Called at the start of each pass, in the main process.
-        id_of: Where a batch has its ids.
+        id_of: Where to find the ids in a batch.
         ranks: The processes that train together; None: a single one.
     """
 
@@ -181,7 +181,7 @@ class FILStreamLoader(DataLoader[Any]):
 
 
 def _until_all_end(batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
-    """This rank's batches, and then empty ones until all ranks' have ended (collective at each)."""
+    """This rank's batches, then empty ones until all ranks' streams have ended (collective at each)."""
     empty: Any = None
     while True:
         batch = next(batches, None)

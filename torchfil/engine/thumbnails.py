@@ -20,10 +20,10 @@ _SMALLEST_IMAGE = 4
 
 
 def thumbnails(run: RunView, fil: np.ndarray, participations: np.ndarray, count: int) -> Pictures | None:
-    """The ``count`` most and least exposed examples, the most exposed first; None if the inputs are no images.
+    """The ``count`` most and least exposed examples, the most exposed first; None if the inputs are not images.
 
-    Examples that were never drawn are left out: nothing is known about them. The maps are None if the loss is not
-    known (a resumed run before its first step) or the image is not what is private.
+    Examples that were never drawn are left out, because nothing is known about them. The maps are None if the loss is
+    unknown (a resumed run before its first step) or the image is not private.
 
     Args:
         run: The run.
@@ -48,7 +48,7 @@ def thumbnails(run: RunView, fil: np.ndarray, participations: np.ndarray, count:
 def as_image(image: Tensor) -> Tensor:
     """One image [H, W], [1, H, W] or [3, H, W] as uint8 [H, W] or [H, W, 3], at most 128 pixels wide or high.
 
-    Values within [0, 1] are kept as they are; others are stretched from their smallest to their largest.
+    Values within [0, 1] are kept; others are rescaled from their smallest and largest value.
     """
     pixels = image.detach().cpu().double().reshape(-1, *image.shape[-2:])
     low, high = float(pixels.min()), float(pixels.max())

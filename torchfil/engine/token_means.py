@@ -1,8 +1,8 @@
-"""Means over the tokens of an example: the loss of an example alone, and what a mean over a whole batch makes of it.
+"""Means over tokens: the loss of an example alone, and how a mean over a whole batch changes it.
 
-A mean over all targets of a batch that count, Σ_i Σ_t ℓ_it / Σ_j n_j, weights example i by n_i / Σ_j n_j, so by how
-many targets *others* have: no example has its own loss in it. Here ℓ_i = Σ_t ℓ_it / n_i is the mean over the
-example's own targets, as it is in a batch of one, and every example weighs alike.
+A mean over all targets of a batch that count, Σ_i Σ_t ℓ_it / Σ_j n_j, weights example i by n_i / Σ_j n_j. The weight
+depends on how many targets *others* have, so no part of this loss belongs to one example. Here ℓ_i = Σ_t ℓ_it / n_i is
+the mean over the example's own targets, as in a batch of one, and every example has the same weight.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ WEIGHTED_BY_TOKENS = (
 class TokenMean:
     """Cross-entropy of an example, its mean over the targets that count: Σ_t CE(o_t, y_t) / max(1, n).
 
-    An example without any target that counts has the loss 0 (torch gives NaN).
+    An example without any target that counts has loss 0 (torch gives NaN).
 
     Attributes:
-        criterion: ``nn.CrossEntropyLoss`` or ``nn.NLLLoss`` without class weights; of reduction "sum" it stays a sum.
-        classes_last: Whether the outputs are [batch, …, classes], as language models have them, not torch's
+        criterion: ``nn.CrossEntropyLoss`` or ``nn.NLLLoss`` without class weights; with reduction "sum" it stays a sum.
+        classes_last: Whether the outputs are [batch, …, classes], as in language models, rather than torch's
             [batch, classes, …].
         shifted: Whether output t is compared with target t + 1, as in causal language models.
 
@@ -61,7 +61,7 @@ class TokenMean:
             result: Tensor = self.criterion(outputs, targets)
             return result
         if self.shifted:
-            outputs = wide(outputs[:, :-1])  # as language models do it, whatever they are held in
+            outputs = wide(outputs[:, :-1])  # in float32, as language models do, whatever their dtype
         compared = self._compared(targets)
         if self.classes_last:  # token by token: softmax over a dimension that is not the last is slow on GPUs
             outputs, compared = outputs.flatten(0, -2), compared.flatten()
@@ -74,7 +74,7 @@ class TokenMean:
         return (compared != self.criterion.ignore_index).reshape(len(compared), -1).sum(dim=1)
 
     def weights(self, targets: Any) -> Tensor | None:
-        """B n_i / Σ_j n_j, what a mean over the batch's targets makes of each example's weight, [batch]; None: 1."""
+        """B n_i / Σ_j n_j, the weight of each example in a mean over the batch's targets, [batch]; None: 1."""
         if self.criterion.reduction == "sum" or not isinstance(targets, Tensor) or targets.is_floating_point():
             return None
         counted = self.counted(targets)
@@ -85,5 +85,5 @@ class TokenMean:
 
 
 def uneven(weights: Tensor) -> Tensor:
-    """Whether some weights, [batch], differ from others, as a tensor that a GPU need not be asked for at once."""
+    """Whether some weights, [batch], differ, as a tensor, so that nobody has to wait for a GPU."""
     return (weights != weights[:1]).any() if len(weights) else torch.zeros((), dtype=torch.bool)

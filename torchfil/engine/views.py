@@ -4,10 +4,10 @@ The loss of an example is the mean over its views,
 
     ℓ_i(w) = (1/K) Σ_k ℓ(f_w(v_k(x_i)), y_i),
 
-a function of the example like any other, so that one gradient of it is clipped, released and accounted for, exactly:
-through the views where a function makes them from x, or as a function of all K views where the data set draws them.
+which is a function of the example like any other. So its gradient is clipped once, released and accounted for exactly:
+through the views if a function makes them from x, or as a function of all K views if the data set draws them.
 
-What the views draw at random is recorded with the model's masks, and the attacker is assumed to know it.
+The views' random numbers are recorded with the model's masks, and the attacker is assumed to know them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Views = int | Callable[[Tensor], Tensor]
 
 
 class ManyViews(nn.Module):
-    """A model that sees K views of every example in training, and examples as they are in evaluation.
+    """A model that sees K views of every example in training, and the examples themselves in evaluation.
 
     Args:
-        model: Takes views as it takes examples, [batch · K, …].
-        views: A function that maps x [batch, …] to its views, [batch, K, …], by torch functions (what it draws must
-            have the batch first); or K: the batches hold K views each, [batch, K, …], which are all private then.
+        model: Takes views like examples, [batch · K, …].
+        views: A function that maps x [batch, …] to its views, [batch, K, …], with torch functions (its random numbers
+            must have the batch first); or K: the batches hold K views each, [batch, K, …], which are then all private.
 
     Example:
         >>> import torch
@@ -47,7 +47,7 @@ class ManyViews(nn.Module):
         self.model, self.views = model, views
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The outputs, [batch, K, …] each in training; inputs besides ``x`` are the same for all views."""
+        """The outputs, [batch, K, …] each in training; other inputs than ``x`` are the same for all views."""
         if not self.training:
             return self.model(x, *args, **kwargs)
         views = self.views(x) if callable(self.views) else x
@@ -65,11 +65,11 @@ class ManyViews(nn.Module):
 
 
 class MeanOverViews:
-    """A criterion for outputs by view, [batch, K, …]: the mean over an example's views of its loss.
+    """A criterion for outputs by view, [batch, K, …]: the mean of the loss over an example's views.
 
     Args:
         criterion: The loss of single views, a mean or a sum over them.
-        loss_reduction: "mean" or "sum": what it does over the batch.
+        loss_reduction: "mean" or "sum": how it reduces over the batch.
 
     Example:
         >>> import torch
@@ -101,7 +101,7 @@ class MeanOverViews:
 def with_views(
     module: nn.Module, criterion: Callable[[Any, Any], Tensor] | None, views: Views | None, loss_reduction: str
 ) -> tuple[nn.Module, Callable[[Any, Any], Tensor] | None]:
-    """Model and criterion for so many views; as they are for None."""
+    """Model and criterion for these views; unchanged for None."""
     if views is None:
         return module, criterion
     if criterion is None:

@@ -1,8 +1,8 @@
-"""Does a criterion weight the examples of a batch alike? Found by its gradient, as its value tells little.
+"""Does a criterion weight the examples of a batch equally? Its gradient shows this; its value hardly does.
 
 With ℓ(batch) the criterion on a whole batch and ℓ_i on example i alone, ∂ℓ(batch)/∂o_i must be ∂ℓ_i/∂o_i times one
-number: 1 for a sum, 1/B for a mean. At the start of a training all losses are alike, and their mean is the batch's
-value whatever the weights; the gradients differ at once.
+number: 1 for a sum, 1/B for a mean. At the start of training all losses are nearly equal, and their mean is the batch's
+value whatever the weights; the gradients differ immediately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> boo
     """Compare the gradient of the criterion's value on a batch with those of its values on single examples.
 
     Returns:
-        Whether it is a mean over the targets of a batch that count, which weights examples by others.
+        Whether it is a mean over the targets of a batch that count, so that an example's weight depends on others.
 
     Raises:
         LossMismatchError: It is neither the mean nor the sum over examples, nor such a mean.
@@ -40,7 +40,7 @@ def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> boo
     try:
         with torch.enable_grad():
             whole = loss(outputs, targets)
-    except Exception:  # it takes single examples only
+    except Exception:  # it takes only single examples
         return False
     if whole.numel() != 1 or not whole.requires_grad or bool(whole.isinf()):  # a sum in half precision
         return False
@@ -67,9 +67,9 @@ def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> boo
 
 
 def averages_over_tokens(loss: IdentifiedLoss, outputs: Any, targets: Any) -> bool:
-    """Whether a criterion on a batch of which one example has fewer targets that count (−100) weights by tokens.
+    """Whether a criterion weights examples by tokens, if one of a batch has fewer targets that count (not −100).
 
-    Tried with two examples and on the CPU, where a criterion that does not know −100 only raises.
+    This is tried with two examples and on the CPU, where a criterion that does not support −100 merely raises.
     """
     if loss.weights(targets) is not None or not isinstance(targets, Tensor):
         return False

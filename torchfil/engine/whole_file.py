@@ -1,7 +1,7 @@
-"""Checkpoint files are read only where they are whole: a damaged one is named, and no number of it is used.
+"""Checkpoint files are read only if they are complete: an error names a damaged file, and nothing in it is used.
 
-Behind what ``torch.save`` has written stands the SHA-256 of all of it, where ``torch.load`` does not look. Files of
-earlier versions have none, and are read as they are.
+The SHA-256 of everything that ``torch.save`` has written follows at the end of the file, where ``torch.load`` does not
+look. Files of earlier versions have no checksum, and are read without one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LENGTH = len(_SEAL) + 64
 
 @contextlib.contextmanager
 def sealed_when_complete(path: str | os.PathLike[str] | IO[bytes]) -> Iterator[IO[bytes]]:
-    """An open file for a content with :data:`MARK`, which gets its checksum and takes the place of ``path`` at the end.
+    """An open file for a content with :data:`MARK`; at the end it gets its checksum and replaces ``path``.
 
     See :func:`torchfil.utils.files.replaced_when_complete`.
     """
@@ -37,7 +37,7 @@ def sealed_when_complete(path: str | os.PathLike[str] | IO[bytes]) -> Iterator[I
         path.write(content.getvalue() + _seal_of(content))
         return
     with replaced_when_complete(path) as temporary:
-        with open(temporary, "wb") as file:  # of our own: torch's errors do not tell of a full disk
+        with open(temporary, "wb") as file:  # our own file, because torch's errors do not mention a full disk
             yield file
         with open(temporary, "rb+") as file:
             seal = _seal_of(file)
@@ -46,7 +46,7 @@ def sealed_when_complete(path: str | os.PathLike[str] | IO[bytes]) -> Iterator[I
 
 
 def load_whole(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict[str, Any]:
-    """What ``torch.save`` has written to a file, tensors and plain values only; safe on files from others.
+    """The content that ``torch.save`` has written to a file: only tensors and plain values; safe on files from others.
 
     Guarantees:
         * A file that was truncated, or in which any bit has changed, is refused; so is one that holds anything but
@@ -54,11 +54,11 @@ def load_whole(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict
 
     Args:
         path: The file.
-        **options: Of ``torch.load``.
+        **options: Options of ``torch.load``.
 
     Raises:
         OSError: The file cannot be read.
-        CheckpointError: It is damaged, or no checkpoint.
+        CheckpointError: It is damaged, or not a checkpoint.
 
     Example:
         >>> import io
@@ -80,8 +80,8 @@ def load_whole(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict
             content = torch.load(path if is_named else file, **{"weights_only": True, **options})
         except MemoryError:
             raise
-        except Exception as error:  # of torch, pickle and zipfile, which raise many kinds
-            unsafe = isinstance(error, pickle.UnpicklingError)  # whose text advises to run what it holds
+        except Exception as error:  # torch, pickle and zipfile raise many kinds of errors
+            unsafe = isinstance(error, pickle.UnpicklingError)  # its text recommends running what the file holds
             reason = "it cannot be unpickled safely" if unsafe else str(error).partition("\n")[0][:200]
             raise CheckpointError(_refusal(named, reason)) from error
     if not isinstance(content, dict):
@@ -98,7 +98,7 @@ def _seal_of(file: IO[bytes]) -> bytes:
 
 
 def _check_seal(file: IO[bytes], named: str) -> bool:
-    """Whether the file has a checksum, which fits; left at its start."""
+    """Whether the file has a checksum, after checking it; the position is then at the start."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _LENGTH))
     seal = file.read()

@@ -48,11 +48,11 @@ _SENSITIVITIES = {"replace-one": 2.0, "add-remove": 1.0}  # over C
 class Amplification(Protocol):
     """Maps ρ = ‖g̃‖/s, the sampling rate q and the noise multiplier σ to the factors (κ⊥, κ∥).
 
-    :class:`torchfil.fisher.Mechanism` passes q and σ at every use, so that a factor follows a noise scheduler.
+    :class:`torchfil.fisher.Mechanism` passes q and σ at every use, so that the factors follow a noise scheduler.
 
     Attributes:
-        secret_batches: Whether the attacker does not know who was in a batch. Then which batches draw an example is
-            part of what is random in a run, and q must be known.
+        secret_batches: Whether the attacker does not know who was in a batch. If so, which batches draw an example is
+            part of the randomness of a run, and q must be known.
     """
 
     @property
@@ -65,7 +65,7 @@ class Amplification(Protocol):
 
         Args:
             rho: ‖g̃‖/s, [batch].
-            q: The rate with which examples are drawn; None: not known, which secret batches exclude.
+            q: The rate at which examples are drawn; None: unknown, which secret batches do not allow.
             sigma: The noise multiplier.
         """
         ...
@@ -109,7 +109,7 @@ class PoissonAmplification:
 
 @dataclass(frozen=True)
 class Theorem4Amplification:
-    """Guo et al. 2022, Theorem 4: κ = q / (q + (1−q) e^{−ε}), valid up to a failure probability δ a step.
+    """Guo et al. 2022, Theorem 4: κ = q / (q + (1−q) e^{−ε}), valid up to a failure probability δ per step.
 
     Attributes:
         q: The sampling rate, in (0, 1]; None: that of the mechanism.
@@ -160,7 +160,7 @@ class Theorem4Amplification:
 
 
 def agreed_rate(amplification: Amplification, q: float | None) -> float:
-    """The rate that an amplification was made with or, if it has none, the given one.
+    """The rate of an amplification or, if it has none, the rate q.
 
     Raises:
         ValueError: Neither is known, or they differ.
@@ -217,13 +217,13 @@ def register_amplification(name: str, amplification: Amplification, *, overwrite
         TypeError: The object is not an :class:`Amplification`.
     """
     if name in _REGISTRY and not overwrite:
-        raise ValueError(f"amplification {name!r} is registered already; pass overwrite=True to replace it")
+        raise ValueError(f"amplification {name!r} is already registered; pass overwrite=True to replace it")
     check_amplification(amplification)
     _REGISTRY[name] = amplification
 
 
 def name_of_amplification(amplification: Amplification) -> str:
-    """The name under which an equal object is registered, else one of the same class; else its own description.
+    """The name of an equal registered object, else of one of the same class; else the object's own description.
 
     Example:
         >>> name_of_amplification(NoAmplification())
@@ -262,7 +262,7 @@ register_amplification("theorem4", Theorem4Amplification())
 
 
 def classical_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
-    """ε = sqrt(2 ln(1.25/δ)) / σ for sensitivity 1; a theorem only where it is below 1 (Dwork & Roth 2014)."""
+    """ε = sqrt(2 ln(1.25/δ)) / σ for sensitivity 1; a theorem only if it is below 1 (Dwork & Roth 2014)."""
     _check_noise_and_delta(noise_multiplier, delta)
     return math.sqrt(2 * math.log(1.25 / delta)) / noise_multiplier
 
@@ -295,7 +295,7 @@ def analytic_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
 
 @lru_cache(maxsize=64)
 def _epsilon(method: str, noise_multiplier: float, delta: float) -> float:
-    """ε for sensitivity 1; remembered, as a step asks for it again and again."""
+    """ε for sensitivity 1; cached, because every step needs it."""
     compute = analytic_gaussian_epsilon if method == "analytic" else classical_gaussian_epsilon
     return compute(noise_multiplier, delta)
 

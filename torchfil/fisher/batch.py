@@ -1,6 +1,6 @@
-"""A batch of examples under one private step, worked through chunk by chunk.
+"""A batch of examples under one private step, processed chunk by chunk.
 
-The public functions of :mod:`torchfil.fisher.fim` and the training engine both stand on :class:`PrivateBatch`.
+The public functions of :mod:`torchfil.fisher.fim` and the training engine both use :class:`PrivateBatch`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _COPIES_OF_COLUMNS = 3  # a block of Jacobian columns, as vmap's inner and outer
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one pass over a batch gives.
+    """The results of one pass over a batch.
 
     Attributes:
-        estimates: The quantities of the FIM that were asked for.
+        estimates: The requested quantities of the FIM.
         norm: ‖g‖ before clipping, [batch].
-        products: I Ω, [batch, d, r], where a test matrix Ω was given.
-        susceptibility: ∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s², [batch, d] (PLIS), where it was asked for.
-        repeated: Whether errors come from the spread of probes; not those of a single probe, which are limits.
+        products: I Ω, [batch, d, r], if a test matrix Ω was given.
+        susceptibility: ∂(‖g̃‖/s)²/∂z = 2‖g̃‖a/s², [batch, d] (PLIS), if requested.
+        repeated: Whether errors come from the spread of probes; a single probe has a limit instead.
     """
 
     estimates: dict[Quantity, Estimate]
@@ -55,7 +55,7 @@ class Measurement:
     repeated: bool = True
 
     def without_noise(self) -> Measurement:
-        """What it would be without any noise: ±∞, exactly, in place of every number that is not 0."""
+        """The measurement without any noise: exactly ±∞ in place of every number that is not 0."""
 
         def limit(value: Tensor) -> Tensor:
             return torch.where(value == 0, value, value.sign() * math.inf)
@@ -74,7 +74,7 @@ class PrivateBatch:
 
     Attributes:
         gradients: The examples' gradients.
-        mechanism: What is released of them.
+        mechanism: How they are released.
         plan: The result of an earlier trial of the recorded pass; None: not tried yet.
     """
 
@@ -133,23 +133,23 @@ class PrivateBatch:
         test_matrix: Tensor | None = None,
         susceptibility: bool = False,
     ) -> Measurement:
-        """Several quantities of each example's FIM from the same probes, with the gradients' norms.
+        """Several quantities of each example's FIM from the same probes, and the gradients' norms.
 
         Args:
             quantities: Any of "trace", "diagonal", "matrix".
             estimator: The name of an estimator.
-            num_probes: How many probes it may take.
+            num_probes: The number of probes.
             generator: Source of randomness.
             max_memory: As in :mod:`torchfil.fisher.fim`.
             test_matrix: Ω of shape [d, r]; if given, I Ω is computed exactly, with two products per column.
-            susceptibility: Whether to give the PLIS, too.
+            susceptibility: Whether to compute the PLIS, too.
         """
         if num_probes < 1:
             raise ValueError(f"num_probes={num_probes} must be at least 1")
         chosen = get_estimator(estimator)
         chosen.check_gives(quantities)
 
-        # an exact estimator holds columns of J and draws nothing; any other holds one vector and draws its probes
+        # an exact estimator holds columns of J and draws nothing; any other holds one vector and draws probes
         columns, vectors = self.working_vectors(estimator, max_memory)
         seeds = () if chosen.exact else Draws.seeds_from(num_probes, generator)
 
@@ -174,7 +174,7 @@ class PrivateBatch:
         susceptibility: bool = False,
     ) -> Measurement:
         """:meth:`measure` over given chunks of the batch, with given draws."""
-        if self.mechanism.noiseless:  # infinite weights times 0 would be NaN: measured with some noise, then without
+        if self.mechanism.noiseless:  # infinite weights times 0 would be NaN: measure with noise, then remove it
             some = replace(self.mechanism, noise_multiplier=1.0, amplification=NoAmplification())
             noisy = replace(self, mechanism=some)
             return noisy.measured(chunks, quantities, estimator, draws, test_matrix, susceptibility).without_noise()
@@ -206,9 +206,9 @@ class PrivateBatch:
         )
 
     def probes_at_once(self, num_probes: int, max_memory: int) -> int:
-        """How many weight probes to work at together: several where it is known to be faster and they fit.
+        """How many weight probes to process together: several if they fit and this is known to be faster.
 
-        On a CPU small passes gain, up to half of the time for eight probes; convolutions lose a little.
+        On a CPU, small passes take up to half the time with eight probes; convolutions take slightly more.
         """
         if self.plan is None or self.plan.convolutions > _FEW_CONVOLUTIONS or self.gradients.device.type != "cpu":
             return 1
@@ -235,9 +235,9 @@ class PrivateBatch:
     def chunks(
         self, max_memory: int, vectors: int, *, one_pass: bool = False, measured: bool = True
     ) -> Iterator[tuple[slice, ClippedJacobian]]:
-        """The batch in pieces that ``max_memory`` allows, as Jacobians; from a recorded pass each where asked for.
+        """The batch as Jacobians, in pieces that ``max_memory`` allows; each from a recorded pass if requested.
 
-        Of one that is not ``measured`` only the gradients' norms, sums and products are wanted.
+        If it is not ``measured``, only the gradients' norms, sums and products are needed.
         """
         if max_memory <= 0:
             raise ValueError(f"max_memory={max_memory} must be a positive number of bytes")
@@ -272,7 +272,7 @@ class PrivateBatch:
         return matvec
 
     def working_vectors(self, estimator: str, max_memory: int) -> tuple[int, int]:
-        """How many Jacobian columns to hold per example, and how many vectors of length p the work takes."""
+        """How many Jacobian columns to hold per example, and how many vectors of length p are needed."""
         if not get_estimator(estimator).exact:
             return 1, _WORKING_VECTORS
         vector = self.gradients.num_parameters * self.gradients.dtype.itemsize

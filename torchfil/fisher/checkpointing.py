@@ -1,10 +1,10 @@
-"""Activation checkpointing, left out in passes that keep what each layer saw.
+"""Activation checkpointing, switched off in recorded passes.
 
-``torch.utils.checkpoint`` runs a part of the model again on the way back, when the weights that a pass was called with
-are put away and its layers are watched no more. A recorded pass needs all of it anyway, as the start of a second
-derivative. So inside such passes the part runs as if it stood there by itself; what a pass holds is bounded by
-``max_memory``, which cuts a batch into pieces. The training loop's own forward pass keeps its checkpoints, but under
-Opacus's hooks, which would see a layer twice.
+``torch.utils.checkpoint`` runs a part of the model again in the backward pass. By then the weights that the pass was
+called with are gone, and its layers are no longer watched. A recorded pass needs all activations anyway, as the start
+of a second derivative. Inside such passes, the part therefore runs as if it were not checkpointed; ``max_memory``
+bounds the memory of a pass by cutting the batch into pieces. The training loop's own forward pass keeps its
+checkpoints, except under Opacus's hooks, which would see a layer twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _told = False
 
 @contextlib.contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Inside, ``torch.utils.checkpoint`` calls its function plainly, whoever has imported it, under whatever name.
+    """Inside, ``torch.utils.checkpoint`` simply calls its function, wherever and under whatever name it was imported.
 
     Example:
         >>> import torch
@@ -47,7 +47,7 @@ def without_checkpoints() -> Iterator[None]:
 
 
 class _PlainCall:
-    """Stands for the autograd function of checkpoints with ``use_reentrant=True``."""
+    """Replaces the autograd function of checkpoints with ``use_reentrant=True``."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -56,7 +56,7 @@ class _PlainCall:
 
 
 def _nothing_around(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Stands for what checkpoints with ``use_reentrant=False`` do before and after the function."""
+    """Replaces what checkpoints with ``use_reentrant=False`` do before and after the function."""
     _tell()
     yield
 

@@ -1,16 +1,17 @@
-r"""How well one private step tells the true example from an alternative: a Kullback–Leibler divergence, no derivative.
+r"""How well one private step distinguishes an example from an alternative: a Kullback–Leibler divergence.
 
 Let u = g̃(x)/s and v = g̃(x')/s be the clipped gradients of the true example and of the alternative, s = σC, φ = N(0, I).
-Under Poisson sampling with rate q, and with the other examples' part taken away, the step releases a draw from
+Under Poisson sampling with rate q, and after subtracting the other examples' part, the step releases a draw from
 
     P = (1−q) φ(·) + q φ(· − u)  with x in the data set,   P' = (1−q) φ(·) + q φ(· − v)  with x' in it,
 
 and E_P Σ_t KL_t(P ‖ P') is the divergence D of the transcripts (:mod:`torchfil.guessing` says what D means).
 
-With A = 1−q + q e^{⟨u,o⟩ − ‖u‖²/2} and B alike for v (the densities over φ), KL = (1−q) E₀ log A/B + q E_u log A/B, the
-means over o ~ φ and o ~ φ(· − u). log A and log B each depend on one normal number alone, so the mean of their
-difference may be taken as if both numbers came from the same ξ ~ N(0, 1): one integral over a line instead of one over
-the plane, whose integrand is small where u is close to v. Let y be the exponent in B and y + Δ that in A:
+Let A = 1−q + q e^{⟨u,o⟩ − ‖u‖²/2}, and B likewise for v (the densities divided by φ). Then KL = (1−q) E₀ log A/B +
+q E_u log A/B, with the means over o ~ φ and o ~ φ(· − u). log A and log B each depend on a single normal number, so
+the mean of their difference may be taken as if both numbers came from the same ξ ~ N(0, 1). This is one integral over a
+line instead of one over the plane, and its integrand is small if u is close to v. Let y be the exponent in B and y + Δ
+the exponent in A:
 
     under φ:         y = −‖v‖²/2 + ‖v‖ξ,           Δ = (‖v‖² − ‖u‖²)/2 + (‖u‖ − ‖v‖)ξ
     under φ(· − u):  y = ⟨u,v⟩ − ‖v‖²/2 + ‖v‖ξ,    Δ = ‖u − v‖²/2 + (‖u‖ − ‖v‖)ξ
@@ -42,16 +43,16 @@ def step_divergence(squared_true: Tensor, squared_other: Tensor, product: Tensor
         squared_true: ‖u‖², u = g̃(x)/(σC), any shape.
         squared_other: ‖v‖², v = g̃(x')/(σC), of the same shape; 0 for an alternative without the example ("absent").
         product: ⟨u, v⟩, of the same shape.
-        sample_rate: q of Poisson sampling, in (0, 1], where the attacker does not know who was in a batch; None: it
-            does know, and this is a step whose batch holds the example: KL_t = ‖u − v‖²/2.
+        sample_rate: q of Poisson sampling, in (0, 1], if the attacker does not know who was in a batch; None: the
+            attacker knows, and the example is in this step's batch: KL_t = ‖u − v‖²/2.
 
     Returns:
-        KL_t ≥ 0 in float64; exactly 0 where ‖u‖² = ‖v‖² = ⟨u, v⟩. Swap the squares for KL(P' ‖ P).
+        KL_t ≥ 0 in float64; exactly 0 if ‖u‖² = ‖v‖² = ⟨u, v⟩. Swap the squares for KL(P' ‖ P).
 
     Guarantees:
         * For norms up to 5 and q from 1e-5 to 1, the error is below 1e-8, and below 1e-6 of the value; for norms up to
-          50, below 1e-4 of the value. ‖u − v‖² is taken from the three arguments: it has their rounding errors.
-        * A fixed number of tensor operations on the arguments' device, none of which looks at a value. Not
+          50, below 1e-4 of the value. ‖u − v‖² is computed from the three arguments and has their rounding errors.
+        * It is a fixed number of tensor operations on the arguments' device, none of which reads a value. It is not
           differentiable.
 
     Example:
@@ -71,7 +72,7 @@ def step_divergence(squared_true: Tensor, squared_other: Tensor, product: Tensor
     if sample_rate == 1:
         return gap / 2
 
-    # the trapezoidal rule errs by exp(−2π²/(spacing·norm)) where a logarithm turns within 1/norm
+    # the trapezoidal rule errs by exp(−2π²/(spacing·norm)) if a logarithm bends within 1/norm
     spacing = 2 * _REACH / (_NODES - 1)
     xi = spacing * torch.arange(-(_NODES // 2), _NODES // 2 + 1, device=true.device, dtype=torch.float64)
     weight = spacing / math.sqrt(2 * math.pi) * (-xi.square() / 2).exp()
@@ -91,7 +92,7 @@ def step_divergence(squared_true: Tensor, squared_other: Tensor, product: Tensor
 def _log_ratio(log_odds: Tensor, delta: Tensor) -> Tensor:
     """log((1 + e^{z + Δ})/(1 + e^z)), z the log odds, to full relative precision however small Δ is.
 
-    Of z and z + Δ the smaller is the base, so that log(1 + …) is never taken near 0.
+    The smaller of z and z + Δ is the base, so that log(1 + …) is never taken near 0.
     """
     base = log_odds + delta.clamp(max=0)
 

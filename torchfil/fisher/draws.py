@@ -1,4 +1,4 @@
-"""The random probes of one measurement: the same for every way of cutting the batch into chunks."""
+"""The random probes of one measurement; they do not depend on how the batch is cut into chunks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Draws", "GivenDraws", "draw_bits", "signs_of"]
 
 @dataclass(frozen=True)
 class Draws:
-    """The randomness of one call: the same for every way of cutting the batch into chunks.
+    """The randomness of one call; it does not depend on how the batch is cut into chunks.
 
     Attributes:
         seeds: One seed per probe.
-        rows: Which examples of the batch the present chunk holds.
+        rows: Which examples of the batch the current chunk holds.
         batch: The number of examples of the whole batch.
         columns_at_once: How many columns of J the exact estimator may hold.
-        probes_at_once: How many weight probes may be worked at together, where the Jacobian can.
+        probes_at_once: How many weight probes may be processed together, if the Jacobian supports it.
     """
 
     seeds: tuple[int, ...]
@@ -37,15 +37,15 @@ class Draws:
         return tuple(torch.randint(2**62, (num_probes,), generator=generator, device=device).tolist())
 
     def signs(self, *shape: int, like: Tensor) -> Iterator[Tensor]:
-        """For each probe a tensor of ±1 of that shape, of ``like``'s dtype and device."""
+        """For each probe, a tensor of ±1 of that shape, with ``like``'s dtype and device."""
         for seed in self.seeds:
             yield signs_of(draw_bits(seed, torch.empty(shape, dtype=torch.int8, device=like.device)), like.dtype)
 
 
 def draw_bits(seed: int, bits: Tensor, source: torch.Generator | None = None) -> Tensor:
-    """Fill ``bits`` with the zeros and ones of that seed; on a CPU 64 of them from each random number.
+    """Fill ``bits`` with the zeros and ones of that seed; on a CPU, each random number gives 64 of them.
 
-    ``source`` is seeded anew; None: a new one.
+    ``source`` is seeded again; None: a new generator.
     """
     source = (source or torch.Generator(device=bits.device)).manual_seed(seed)
     if bits.device.type != "cpu":
@@ -62,7 +62,7 @@ def signs_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class GivenDraws(Draws):
-    """Draws whose probes were made before, of the right shape; for passes that are recorded once and replayed."""
+    """Draws whose probes already exist in the right shape; for passes that are captured once and replayed."""
 
     probes: tuple[Tensor, ...] = ()
 

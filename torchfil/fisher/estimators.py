@@ -9,14 +9,14 @@ With A = φJᵀP, so that J̃ᵀMJ̃ = κ⊥ A Aᵀ + κ∥ a aᵀ:
                      the diagonal at once; relative variance at most 2 per probe
 
 Only A Aᵀ is sampled: a aᵀ is known exactly once ∇n is (:mod:`torchfil.fisher.operator`), and after some training it is
-half of the trace. A single weight probe saves that derivative: r = J̃ᵀM^{1/2}(Pu + ĝ)/s = (sqrt(κ⊥)Au + sqrt(κ∥)a)/s, of
-which only Au is random; ‖r‖² has a relative variance of at most 2, like any probe.
+half of the trace. A single weight probe saves that derivative: in r = J̃ᵀM^{1/2}(Pu + ĝ)/s = (sqrt(κ⊥)Au + sqrt(κ∥)a)/s
+only Au is random, and ‖r‖² has a relative variance of at most 2, like any probe.
 
-Because u is shared, the errors of two examples of one batch are correlated; across draws they are not.
+Because u is shared, the errors of two examples of one batch are correlated; errors of different draws are not.
 
 The standard error comes from the spread of the probes. A single probe has no spread; from Var X ≤ M (EX)²
 follows E[M/(1+M) X²] ≥ Var X, so its standard error is reported as sqrt(M/(1+M))·X, which is conservative. The mean of
-k probes has the limit M/k instead of M, which tells more than a spread of two or three of them.
+k probes has the limit M/k instead of M, which says more than the spread of two or three probes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OF_ROW: dict[Quantity, Callable[[Tensor], Tensor]] = {  # of r rᵀ, for rows r
 
 
 def shape_of(quantity: Quantity, batch: int, num_coordinates: int) -> tuple[int, ...]:
-    """[batch] of the trace, [batch, d] of the diagonal, [batch, d, d] of the matrix."""
+    """The shape of a quantity: [batch] for the trace, [batch, d] for the diagonal, [batch, d, d] for the matrix."""
     return (batch, *(num_coordinates,) * get_args(Quantity).index(quantity))
 
 
@@ -65,7 +65,7 @@ class EstimatorFunction(Protocol):
     def __call__(
         self, jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
     ) -> dict[Quantity, Moments]:
-        """For each quantity the mean over the draws and its variance."""
+        """For each quantity, the mean over the draws and its variance."""
         ...
 
 
@@ -74,16 +74,16 @@ class Estimator:
     """A way to estimate quantities of I, and what it can do.
 
     Guarantees:
-        * What it gives has the shapes of :func:`shape_of`; anything else is refused when it is called.
-        * Results of an exact one are labelled "exact".
+        * Its results have the shapes of :func:`shape_of`; other shapes are refused when it is called.
+        * Results of an exact estimator are labelled "exact".
 
     Attributes:
-        function: The way itself.
-        quantities: What it can give.
+        function: The function that estimates.
+        quantities: The quantities that it can estimate.
         exact: Whether nothing is sampled: it draws no probes, and may hold ``draws.columns_at_once`` columns of J.
-        one_pass: Whether the recorded pass serves it: it asks the Jacobian for norms and for products with vectors of
-            length p alone, and draws no other signs than such.
-        name: Under which it is registered.
+        one_pass: Whether the recorded pass serves it: it needs only norms of the Jacobian and its products with vectors
+            of length p, and draws only such vectors.
+        name: The name under which it is registered.
     """
 
     function: EstimatorFunction
@@ -95,7 +95,7 @@ class Estimator:
     def __call__(
         self, jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
     ) -> dict[Quantity, Moments]:
-        """The quantities asked for, all from the same draws."""
+        """The requested quantities, all from the same draws."""
         given = self.function(jacobian, mechanism, quantities, draws)
         gradients = jacobian.gradients
         for quantity in quantities:
@@ -103,11 +103,11 @@ class Estimator:
         return {name: replace(given[name], exact=self.exact or given[name].exact) for name in quantities}
 
     def check_gives(self, quantities: Iterable[Quantity], wish: str = "") -> None:
-        """Raise if it does not give something that is asked for; the message names estimators that do.
+        """Raise if it cannot estimate a requested quantity; the message names estimators that can.
 
         Args:
-            quantities: What is asked for.
-            wish: The option that asks for it, for the error's text.
+            quantities: The requested quantities.
+            wish: The option that requests them, for the error's text.
         """
         missing = [quantity for quantity in quantities if quantity not in self.quantities]
         if missing:
@@ -153,7 +153,7 @@ def exact(
 def coordinates(
     jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
 ) -> dict[Quantity, Moments]:
-    """Columns of J at coordinates drawn without replacement, each example its own."""
+    """Columns of J at coordinates drawn without replacement, separately for each example."""
     d = jacobian.gradients.num_coordinates
     count = min(len(draws.seeds), d)
     z = jacobian.gradients.examples.z
@@ -173,7 +173,7 @@ def coordinates(
 def input_probes(
     jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
 ) -> dict[Quantity, Moments]:
-    """‖φPJv‖² for random signs v, each example its own."""
+    """‖φPJv‖² for random signs v, drawn separately for each example."""
     z = jacobian.gradients.examples.z
     total = RunningMoments(spread=_PROBE_SPREAD)
     for v in draws.signs(draws.batch, z.shape[1], like=z):
@@ -184,7 +184,7 @@ def input_probes(
 def weight_probes(
     jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
 ) -> dict[Quantity, Moments]:
-    """‖r‖², r⊙r and r rᵀ for r = φJᵀPu, or J̃ᵀM^{1/2}(Pu + ĝ)/s of a single probe; signs u are shared by the batch."""
+    """‖r‖², r⊙r and r rᵀ for r = φJᵀPu, or J̃ᵀM^{1/2}(Pu + ĝ)/s for a single probe; the batch shares the signs u."""
     like = torch.empty(0, dtype=jacobian.gradients.dtype, device=jacobian.gradients.device)
     probes = draws.signs(jacobian.gradients.num_parameters, like=like)
     if len(draws.seeds) == 1:
@@ -234,7 +234,7 @@ def available_estimators() -> tuple[str, ...]:
 
 
 def names_of_estimators(able: Callable[[Estimator], bool]) -> str:
-    """Those with a capability, for an error's text.
+    """The names of estimators with a capability, for an error's text.
 
     Example:
         >>> names_of_estimators(lambda estimator: estimator.exact)
@@ -262,15 +262,15 @@ def register_estimator(
     """Register an estimator under a name, for everything that takes ``estimator=``.
 
     Args:
-        name: How callers will ask for it.
-        function: The way itself, see :class:`EstimatorFunction`.
-        quantities: What it can give, of "trace", "diagonal" and "matrix"; the trace at least.
+        name: The name by which callers choose it.
+        function: The function that estimates, see :class:`EstimatorFunction`.
+        quantities: The quantities that it estimates, from "trace", "diagonal" and "matrix"; the trace is required.
         exact: Whether nothing is sampled.
         one_pass: Whether the recorded pass serves it; see :class:`Estimator`.
         overwrite: Whether an estimator of that name may be replaced.
     """
     if name in _REGISTRY and not overwrite:
-        raise ValueError(f"estimator {name!r} is registered already; pass overwrite=True to replace it")
+        raise ValueError(f"estimator {name!r} is already registered; pass overwrite=True to replace it")
     unknown = set(quantities) - set(get_args(Quantity))
     if unknown or "trace" not in quantities:
         raise ValueError(

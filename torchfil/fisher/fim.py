@@ -1,13 +1,13 @@
 """The Fisher information of one private step about each example of a batch: matrix, trace, diagonal, norm.
 
-Every function takes the model, an ordinary torch loss, a batch and the settings of DP-SGD, and answers per
+Every function takes the model, an ordinary torch loss, a batch and the settings of DP-SGD, and returns results per
 example. With s = σC and J̃ the Jacobian of the clipped gradient with respect to the private coordinates,
 
     I = J̃ᵀJ̃ / s²                                   (batch membership known)
     I = (κ⊥ (J̃ᵀJ̃ − a aᵀ) + κ∥ a aᵀ) / s²           (subsampled; see torchfil.fisher.amplification)
 
-Memory: gradients, probes and Jacobian blocks held at once stay below ``max_memory`` bytes, or take what one example
-needs if that is more. The model's own activations and the result come on top.
+Memory: the gradients, probes and Jacobian blocks held at once stay below ``max_memory`` bytes, unless one example needs
+more. The model's own activations and the result come on top.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def exact_fim(
         model: Any module that treats the examples of a batch independently.
         loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss; mean or sum reduction.
         inputs: A tensor, a tuple of positional inputs or a dict of keyword inputs, [batch, …] each.
-        targets: What ``loss_fn`` compares with, [batch, …].
+        targets: The targets for ``loss_fn``, [batch, …].
         max_grad_norm: C, as in Opacus.
         noise_multiplier: σ, as in Opacus.
         clip: "smooth", "gelu", "gelu-paper", "hard", "rsqrt", or a registered function.
         amplification: The effect of subsampling; None: none.
         private: Which coordinates are private; None: every floating-point input.
-        clip_weights: ω in (0, 1] of each example, [batch]; its clipped gradient is multiplied by it; held fixed.
+        clip_weights: ω in (0, 1] of each example, [batch], which multiplies its clipped gradient; held fixed.
         max_memory: See the module's docstring.
 
     Example:
@@ -133,7 +133,7 @@ def fim_trace(
         private: See there.
         clip_weights: See there.
         estimator: "exact", "coordinates", "input-probes", "weight-probes", or a registered one.
-        num_probes: How many random vectors (or coordinates). "exact" takes none.
+        num_probes: The number of random vectors (or coordinates). "exact" needs none.
         generator: Source of randomness; None: torch's global one. The result does not depend on how
             ``max_memory`` cuts the batch.
         max_memory: See the module's docstring.
@@ -204,8 +204,8 @@ def fim_spectral_norm(
         clip_weights: See there.
         method: "lanczos" or "power" (lower bounds that converge to the norm from below, two Jacobian
             products per iteration), or "exact" (all of I and its eigenvalues).
-        iterations: Products with I.
-        generator: Of the random starting vector.
+        iterations: The number of products with I.
+        generator: Source of the random starting vector.
         max_memory: See the module's docstring.
     """
     if method not in ("lanczos", "power", "exact"):

@@ -51,7 +51,7 @@ __all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "differenti
 
 LossFunction = Callable[[Any, Any], Tensor]
 DEFAULT_MAX_MEMORY = 2**30
-_LOOKS = "data-dependent control flow"  # what vmap says where a model looks at what a tensor holds
+_LOOKS = "data-dependent control flow"  # vmap's error if a model reads a tensor's values
 _looking: WeakSet[nn.Module] = WeakSet()  # models that do so: Hugging Face's ask whether a mask is all ones
 
 
@@ -65,17 +65,17 @@ class ExampleGradients:
         * An empty batch gives empty tensors of the right shape.
 
     Attributes:
-        model: Any module; it is called functionally and left unchanged. Of a model that Opacus has made private, a
-            copy without hooks is called, with the current weights.
+        model: Any module; it is called functionally and left unchanged. If Opacus has made the model private, a copy
+            without hooks is called, with the current weights.
         loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss.
-        examples: The batch with its private coordinates laid out, and the masks that active dropout is to use: without
-            any, a model that draws random numbers is refused.
+        examples: The batch with its private coordinates, and the masks for active dropout; without masks, a model that
+            draws random numbers is refused.
         parameters: The trainable parameters by name, detached.
         constants: Frozen parameters and buffers by name.
         autocast: The dtype of autocast under which model and loss run; None: without.
-        probe_precision: How precise products with probes are, see :func:`torchfil.fisher.precision.probes_in`; None: as
-            everything else.
-        twice: Whether passes are to be differentiated twice; fused attention kernels serve where they are not.
+        probe_precision: The precision of products with probes, see :func:`torchfil.fisher.precision.probes_in`; None:
+            as everything else.
+        twice: Whether passes will be differentiated twice; if not, fused attention kernels may be used.
     """
 
     model: nn.Module
@@ -96,7 +96,7 @@ class ExampleGradients:
         targets: Any,
         private: Private | None = None,
     ) -> ExampleGradients:
-        """Check the model and the batch, and bind them together; autocast is as at this call.
+        """Check the model and the batch, and bind them together, with autocast as it is now.
 
         Raises:
             UnsupportedModuleError: BatchNorm (it mixes examples), or active dropout (its gradient is random).
@@ -132,7 +132,7 @@ class ExampleGradients:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of gradients, norms and sums: the parameters', but float32 at least."""
+        """The dtype of gradients, norms and sums: the parameters' dtype, or float32 if that is wider."""
         return wide_dtype(next(iter(self.parameters.values())).dtype)
 
     @property
@@ -147,9 +147,9 @@ class ExampleGradients:
 
     @contextlib.contextmanager
     def forward_state(self) -> Iterator[None]:
-        """Inside, model and loss run as they are to be accounted for: under their autocast, differentiable twice.
+        """Inside, model and loss run as the accounting needs them: under their autocast, differentiable twice.
 
-        Fused attention kernels are left out also where they would draw dropout's masks out of sight.
+        Fused attention kernels are also left out if they would draw dropout's masks where nobody sees them.
         """
         plain_attention = differentiable_twice() if self.twice or self.examples.masks else contextlib.nullcontext()
         with autocast_as(self.autocast, self.device), plain_attention, without_checkpoints():
@@ -157,9 +157,9 @@ class ExampleGradients:
 
     @contextlib.contextmanager
     def backward_state(self) -> Iterator[None]:
-        """Inside, derivatives of such passes are taken, outside of autocast as in a training loop.
+        """Take derivatives of such passes inside: without autocast, as in a training loop.
 
-        Of numbers with few digits, products of matrices in TF32 lose none of them.
+        Matrix products in TF32 keep all digits of bfloat16 and float16 numbers.
         """
         with autocast_as(None, self.device), differentiable_twice():
             if not self.reduced:
@@ -169,7 +169,7 @@ class ExampleGradients:
                 yield
 
     def chunks(self, max_memory: int, vectors_per_example: int) -> Iterator[tuple[slice, ExampleGradients]]:
-        """The batch in pieces, such that ``vectors_per_example`` vectors of length p fit in ``max_memory`` bytes.
+        """The batch in pieces such that ``vectors_per_example`` vectors of length p fit in ``max_memory`` bytes.
 
         A piece holds at least one example.
         """
@@ -212,7 +212,7 @@ class ExampleGradients:
     def plain_products_of_one(self, i: int, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """g [p], ∇_z‖g‖² [d] and Jᵀu [d] of example i, for u [p], by plain backward passes.
 
-        What everything faster is checked against.
+        Faster computations are checked against it.
         """
         parameters = {name: value.clone().requires_grad_() for name, value in self.parameters.items()}
         one = self.examples[slice(i, i + 1)]
@@ -238,7 +238,7 @@ class ExampleGradients:
         return self._map(self.jvp_of_one, ((v, 0),), (self.num_parameters,))
 
     def jvp_of_one(self, z: Tensor, public: Any, v: Tensor) -> Tensor:
-        """Jv of one example, [p], for z and v of shape [d]; may be mapped over each of them."""
+        """Jv of one example, [p], for z and v of shape [d]; may be mapped over either."""
 
         def directional(parameters: dict[str, Tensor]) -> Tensor:
             return (grad(self.loss_of_one, argnums=1)(parameters, z, public) * v).sum()
@@ -275,7 +275,7 @@ class ExampleGradients:
         return self._map(one, (), (self.num_parameters, len(basis)))
 
     def loss_of_one(self, parameters: dict[str, Tensor], z: Tensor, public: Any) -> Tensor:
-        """ℓ of one example as a function of the weights by name and of z [d]; ``public`` is the rest of the example."""
+        """ℓ of one example as a function of the weights by name and z [d]; ``public`` is the rest of the example."""
         args, kwargs, target, offsets = self.examples.restore(z, public)
         batched = map_tensors(lambda leaf: leaf.unsqueeze(0), (args, kwargs, target))
         with added_to_outputs(self.model, offsets):
@@ -293,13 +293,13 @@ class ExampleGradients:
         return frozenset(name for name, _ in self.model.named_buffers())
 
     def _own_constants(self) -> dict[str, Tensor]:
-        """The constants, buffers copied: a forward pass may write into them, which a mapped one must not."""
+        """The constants, with copies of buffers: a forward pass may write into them, but a mapped one must not."""
         return {name: value.clone() if name in self._buffers else value for name, value in self.constants.items()}
 
     def _map(
         self, one: Callable[..., Tensor], extra: tuple[tuple[Tensor, int | None], ...], shape: tuple[int, ...]
     ) -> Tensor:
-        """``one`` over all examples together; one after the other where the model looks at what a tensor holds."""
+        """``one`` over all examples together, or one after the other if the model reads a tensor's values."""
         if self.model not in _looking:
             try:
                 return self._mapped_together(one, extra, shape)
@@ -331,7 +331,7 @@ class ExampleGradients:
 
     @contextlib.contextmanager
     def _mapping_state(self) -> Iterator[None]:
-        """Inside, model and loss run in the precision of the weights: torch.func knows no autocast."""
+        """Inside, model and loss run in the precision of the weights: torch.func does not support autocast."""
         with replace(self, autocast=None).forward_state(), explain_layers(self.model):
             yield
 
@@ -351,7 +351,7 @@ def flatten(tree: Mapping[str, Tensor]) -> Tensor:
 
 @contextlib.contextmanager
 def differentiable_twice() -> Iterator[None]:
-    """Fused attention kernels have no second derivative: use the plain ones inside."""
+    """Inside, attention uses plain kernels, because fused ones have no second derivative."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

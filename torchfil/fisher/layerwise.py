@@ -1,19 +1,19 @@
 r"""The Jacobian of gradients that are clipped parameter by parameter, as Opacus's ``clipping="per_layer"`` does.
 
-With g_l the part of g that belongs to parameter l, n_l = ‖g_l‖, ĝ_l = g_l/n_l (0 where g_l = 0) and a threshold C_l
-each,
+With g_l the part of g that belongs to parameter l, n_l = ‖g_l‖, ĝ_l = g_l/n_l (0 if g_l = 0) and a threshold C_l for
+each parameter,
 
     g̃_l = φ_l g_l,   φ_l = φ(n_l; C_l),   ‖g̃‖² = Σ_l ‖g̃_l‖² ≤ ‖C‖² = Σ_l C_l²,
 
-so that σ‖C‖ is the noise's standard deviation, the same on all parameters. With D the symmetric matrix whose blocks are
+so σ‖C‖ is the noise's standard deviation on every parameter. With D the symmetric matrix whose blocks are
 
     D_l = φ_l I + n_l φ_l′ ĝ_l ĝ_lᵀ,   J̃ = ∂g̃/∂z = D J.
 
-Subsampling weighs what lies along the whole clipped gradient and what lies across it, u = g̃/‖g̃‖, Q = I − u uᵀ:
+Subsampling weights the parts along and across the whole clipped gradient differently, u = g̃/‖g̃‖, Q = I − u uᵀ:
 
     a = ∂‖g̃‖/∂z = JᵀDu,   J̃ᵀJ̃ = JᵀDQDJ + a aᵀ,   I = (κ⊥ JᵀDQDJ + κ∥ a aᵀ) / (σ‖C‖)².
 
-With one parameter this is :mod:`torchfil.fisher.operator`: u = ĝ and DQD = φ²P. D acts on a vector of length p, so that
+With one parameter this is :mod:`torchfil.fisher.operator`: u = ĝ and DQD = φ²P. D acts on a vector of length p, so
 every product costs one gradient of a gradient, as there.
 """
 
@@ -37,7 +37,7 @@ class LayerwiseJacobian(ClippedJacobian):
     """J̃ of every example if each parameter's gradient is clipped separately.
 
     Guarantees:
-        * Where a parameter's gradient is zero, its D_l is φ(0) I; where all are, a = 0. Never NaN.
+        * If a parameter's gradient is zero, its D_l is φ(0) I; if all are zero, a = 0. There is never a NaN.
         * ``norm`` is ‖g‖ of the whole gradient; ``clipped_norm`` is ‖g̃‖.
 
     Args:

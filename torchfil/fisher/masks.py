@@ -1,9 +1,9 @@
-"""Random numbers that a forward pass draws (dropout's masks, above all): recorded once, given again to later passes.
+"""Random numbers that a forward pass draws (mostly dropout's masks): recorded once and replayed in later passes.
 
-A training loop's forward pass draws masks; what is accounted for must be the gradient under those very masks. The
-passes that follow (recorded, mapped over examples, one example alone, captured in a CUDA graph) draw in other shapes
-and with other kernels. So the numbers themselves are kept, below autograd and below vmap, where every random operation
-of torch is seen with its plain tensors.
+A training loop's forward pass draws masks, and the accounting needs the gradient under exactly these masks. Later
+passes (recorded, mapped over examples, one example alone, captured in a CUDA graph) draw in other shapes and with other
+kernels. Therefore the numbers themselves are kept. They are recorded below autograd and vmap, where every random
+operation of torch appears with its plain tensors.
 
 The attacker is assumed to know the masks, which can only overstate the leakage (the Fisher information is convex).
 """
@@ -28,13 +28,13 @@ __all__ = ["DrawnMasks", "MaskLayouts", "RandomWatch", "call_and_record_masks", 
 
 Result = TypeVar("Result")
 _MOST_KINDS = 256
-_ALIKE_BEFORE_DRAWING = 2  # batches of a kind that drew alike, before masks are drawn without the model
+_ALIKE_BEFORE_DRAWING = 2  # batches of a kind that must draw alike before masks are drawn without the model
 _MASK_SECOND = (torch.ops.aten.native_dropout.default,)  # gives (values, mask)
 
 
 @dataclass(frozen=True)
 class _Draw:
-    """How a mask was drawn: all its numbers with one probability, by dropout's own operation or into a tensor."""
+    """How a mask was drawn: with one probability for all numbers, by dropout itself or into a tensor."""
 
     probability: float
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class _Draw:
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any) -> _Draw | None:
-        """That of an operation; None if it draws in another way."""
+        """How an operation draws; None if it draws in another way."""
         if func in _MASK_SECOND:
             return cls(float(args[1]), args[0].dtype, by_dropout=True)
         if func is torch.ops.aten.bernoulli_.float and kwargs.get("generator") is None:
@@ -51,7 +51,7 @@ class _Draw:
         return None
 
     def again(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Another mask, of that shape."""
+        """Another mask of that shape."""
         empty = torch.empty(shape, dtype=self.dtype, device=device)
         return (
             torch.native_dropout(empty, self.probability, True)[1]
@@ -103,7 +103,7 @@ class _Replayer(TorchDispatchMode):
             raise _other_draws("more random numbers than")
         mask = self.left.pop(0)
 
-        # Dropout on a GPU is one operation where gradients are wanted, and several where they are not.
+        # Dropout on a GPU is one operation if gradients are needed, and several if not.
         if func in _MASK_SECOND:
             values, probability = args[0], float(args[1])
             keep = self.given(mask, values.shape).to(torch.bool)
@@ -116,12 +116,12 @@ class _Replayer(TorchDispatchMode):
         return self.given(mask, like.shape).to(like.dtype, copy=True)
 
     def given(self, mask: Tensor, shape: torch.Size) -> Tensor:
-        """What is given where numbers of that shape are drawn."""
+        """The numbers that replace a draw of that shape."""
         return _in_shape(mask, shape)
 
 
 class _Learner(_Replayer):
-    """Gives a pass over the first example what a batch's masks hold for it, and notes where examples lie in them."""
+    """Gives a pass over the first example its part of a batch's masks, and notes the examples' dimension in them."""
 
     def __init__(self, masks: Sequence[Tensor], batch: int) -> None:
         super().__init__(masks)
@@ -139,7 +139,7 @@ class _Learner(_Replayer):
 
 @contextlib.contextmanager
 def recorded_masks() -> Iterator[list[Tensor]]:
-    """Inside, everything that torch draws at random is recorded, in order.
+    """Inside, all random numbers that torch draws are recorded, in order.
 
     Example:
         >>> x = torch.ones(2, 3)
@@ -154,40 +154,41 @@ def recorded_masks() -> Iterator[list[Tensor]]:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the examples lie in a mask: along ``dim``, each with its own shape[dim] rows; None: one for all."""
+    """Where the examples lie in a mask: along ``dim``, with shape[dim] rows each; None: all share one mask."""
 
     shape: torch.Size
     dim: int | None
 
     def by_example(self, mask: Tensor, batch: int) -> Tensor:
-        """A mask of a batch, [batch, …] with the shape that an example alone draws."""
+        """A batch's mask as [batch, …], where … is the shape that a single example draws."""
         if self.dim is None:
             return mask.expand(batch, *mask.shape)
         return mask.unflatten(self.dim, (batch, self.shape[self.dim])).movedim(self.dim, 0)
 
     def of_batch(self, batch: int) -> torch.Size:
-        """The shape of a mask of so many examples."""
+        """The shape of a mask for this many examples."""
         shape = list(self.shape)
         if self.dim is not None:
             shape[self.dim] *= batch
         return torch.Size(shape)
 
     def fits(self, mask: Tensor, batch: int) -> bool:
-        """Whether a mask of so many examples may be laid out so."""
+        """Whether a mask of this many examples can have this layout."""
         return mask.shape == self.of_batch(batch)
 
 
 def _visible_draws() -> AbstractContextManager[None]:
-    """Inside, attention draws its masks by an operation of their own; fused kernels draw them unseen."""
+    """Inside, attention draws its masks in a separate operation; fused kernels would hide them."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 class MaskLayouts:
-    """Puts the masks of a batch in the order of its examples: [batch, …], of the shape that one example alone draws.
+    """Arranges the masks of a batch by example: [batch, …], where … is the shape that a single example draws.
 
-    A mask need not run over the examples first: attention draws [batch · heads, …], a recurrent model [time, batch, …],
-    and some are one for all. Which it is shows in a pass over the first example alone, once for every kind of batch.
-    Where two batches of a kind have drawn alike, masks for a third can be drawn without the model (:meth:`again`).
+    The first dimension of a mask need not be the examples: attention draws [batch · heads, …], a recurrent model
+    [time, batch, …], and some masks are shared by all. A pass over the first example alone shows which it is, once for
+    every kind of batch. If two batches of a kind have drawn alike, masks for a third can be drawn without the model
+    (:meth:`again`).
     """
 
     def __init__(self) -> None:
@@ -195,7 +196,7 @@ class MaskLayouts:
         self._recipes: dict[Hashable, tuple[tuple[_Layout, ...], tuple[_Draw, ...], int]] = {}  # and how often seen
 
     def again(self, kind: Hashable, batch: int, device: torch.device) -> tuple[Tensor, ...] | None:
-        """Masks as a forward pass over so many examples would draw them; None if that is not known."""
+        """Masks as a forward pass over this many examples would draw them; None if that is not known."""
         layouts, draws, times = self._recipes.get(kind, ((), (), 0))
         if times < _ALIKE_BEFORE_DRAWING:
             return None
@@ -208,9 +209,9 @@ class MaskLayouts:
         """The masks by example.
 
         Args:
-            masks: As :func:`recorded_masks` has them.
+            masks: From :func:`recorded_masks`.
             batch: The number of examples.
-            kind: Batches of one kind have the same layouts, their size aside.
+            kind: Batches of one kind have the same layouts, except for their size.
             run_first: Runs the model on the first example alone.
 
         Raises:
@@ -235,7 +236,7 @@ class MaskLayouts:
         return tuple(layout.by_example(mask, batch) for layout, mask in zip(layouts, masks, strict=True))
 
     def _note(self, kind: Hashable, layouts: tuple[_Layout, ...], draws: tuple[_Draw | None, ...]) -> None:
-        """Remember how a kind of batch draws, as far as that can be repeated."""
+        """Remember how a kind of batch draws, if that can be repeated."""
         plain = tuple(draw for draw in draws if draw is not None)
         if len(plain) != len(layouts):
             return
@@ -248,7 +249,7 @@ class MaskLayouts:
 
 @contextlib.contextmanager
 def replayed_masks(masks: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, torch's random operations give these numbers, in order, whatever shape a mapped pass has them in.
+    """Inside, torch's random operations return these numbers, in order, in whatever shape a mapped pass needs.
 
     Without masks nothing changes.
 
@@ -269,8 +270,8 @@ def call_and_record_masks(
 ) -> tuple[Result, tuple[Tensor, ...]]:
     """``function()`` and the masks it draws.
 
-    Recording slows Python down, so that where none are ``expected`` the function is only watched: if it has drawn
-    something nonetheless, it is called once more from the same random state.
+    Recording slows Python down. If no masks are ``expected``, the function is only watched; if it draws something
+    anyway, it is called once more from the same random state.
     """
     if not expected:
         watch = RandomWatch(device)
@@ -286,7 +287,7 @@ def call_and_record_masks(
 
 
 class RandomWatch:
-    """Tells whether torch has drawn random numbers on the CPU or on ``device`` since this was made."""
+    """Whether torch has drawn random numbers on the CPU or on ``device`` since this object was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._cpu = torch.default_generator.get_state()
@@ -299,20 +300,20 @@ class RandomWatch:
         return on_gpu or not torch.equal(torch.default_generator.get_state(), self._cpu)
 
     def rewind(self) -> None:
-        """Go back to the state of then."""
+        """Go back to the random state at that time."""
         torch.default_generator.set_state(self._cpu)
         if self._cuda is not None:
             self._cuda.set_offset(self._offset)
 
 
 def _gives_all_it_draws(func: Any) -> bool:
-    """Whether all that it draws is what it gives, or fills its first argument with; RReLU's slopes go elsewhere."""
+    """Whether its result, or its filled first argument, is all that it draws; RReLU stores its slopes elsewhere."""
     _first, *others = func._schema.arguments
     return not any(other.alias_info is not None and other.alias_info.is_write for other in others)
 
 
 def _drawn_nowhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """What ``func`` would give, in shape and dtype alone: no generator moves."""
+    """The shape and dtype of what ``func`` would return, without drawing anything."""
     args, kwargs = map_tensors(lambda leaf: torch.empty_like(leaf, device="meta"), (args, kwargs))
     given = {name: None if name in ("generator", "pin_memory") else value for name, value in kwargs.items()}
     if not tensors_of((args, kwargs)):
@@ -322,7 +323,7 @@ def _drawn_nowhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _dim_of_examples(of_batch: torch.Size, of_one: torch.Size, batch: int) -> int | None:
-    """Along which dimension the shape of a whole batch is that of one example so many times; None: along none."""
+    """The dimension along which a batch's shape is one example's shape times the batch size; None: there is none."""
     for dim, rows in enumerate(of_one):
         if of_batch == (*of_one[:dim], batch * rows, *of_one[dim + 1 :]):
             return dim
@@ -330,7 +331,7 @@ def _dim_of_examples(of_batch: torch.Size, of_one: torch.Size, batch: int) -> in
 
 
 def _in_shape(mask: Tensor, shape: torch.Size) -> Tensor:
-    """The mask, by example, as a pass wants it: one that is mapped over examples, or one over all of them."""
+    """The mask, by example, in the shape that a pass needs: mapped over examples, or over all of them."""
     if shape == mask.shape:
         return mask
     if shape == mask.shape[1:]:  # shared, or of a single example

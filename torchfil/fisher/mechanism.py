@@ -18,23 +18,23 @@ __all__ = ["Mechanism"]
 
 @dataclass(frozen=True)
 class Mechanism:
-    """How a step turns per-example gradients into what is released.
+    """How a step turns per-example gradients into a noisy release.
 
-    The Fisher information that one participation adds is, with s = σC (not σ alone),
+    With s = σC (not σ alone), one participation adds the Fisher information
 
         I = (κ⊥ φ² JᵀPJ + κ∥ a aᵀ) / s².
 
     Guarantees:
-        * The amplification is asked at each use with the mechanism's own q and σ.
+        * The amplification is called at each use, with the mechanism's own q and σ.
         * σ = 0 is refused, unless ``allow_zero_noise``: then the weights are infinite, and so is the Fisher information
           about every example whose gradient depends on it; it is 0 about an example whose gradient does not.
 
     Attributes:
         max_grad_norm: C > 0.
-        noise_multiplier: σ > 0, or 0 where it was allowed.
+        noise_multiplier: σ > 0, or 0 if allowed.
         clip: The clip function.
         amplification: Gives κ⊥ and κ∥.
-        sample_rate: q, the rate with which examples are drawn; None: not known, or not by Poisson sampling.
+        sample_rate: q, the rate at which examples are drawn; None: unknown, or not Poisson sampling.
         shares: C_l/C by parameter name, if each parameter's gradient is clipped separately, to C_l; their squares
             sum to 1. None: the gradient is clipped as a whole.
 
@@ -90,12 +90,13 @@ class Mechanism:
     def divergence(self, products: Tensor, clip_weights: Tensor | None = None) -> Tensor:
         """What one participation adds to KL(P ‖ P′), P′ the release with g′ in place of g, [batch], in float64.
 
-        Without subsampling ‖g̃ − g̃′‖²/2s²; with secret batches KL_t/q of both mixtures (:func:`step_divergence`), since
-        the step counts whenever the example is drawn. Infinite without noise, unless g̃ = g̃′.
+        Without subsampling this is ‖g̃ − g̃′‖²/2s²; with secret batches it is KL_t/q of the two mixtures
+        (:func:`step_divergence`), because the step counts whenever the example is drawn. It is infinite without noise,
+        unless g̃ = g̃′.
 
         Args:
-            products: ‖g‖², ‖g′‖² and ⟨g, g′⟩ of the gradients before clipping, [3, batch]; [3, batch, parameters] where
-                each parameter's is clipped separately.
+            products: ‖g‖², ‖g′‖² and ⟨g, g′⟩ of the gradients before clipping, [3, batch]; [3, batch, parameters] if
+                each parameter's gradient is clipped separately.
             clip_weights: ω, [batch]; both clipped gradients are multiplied by it. None: 1.
         """
         rounding = 1e-10 if products.dtype == torch.float64 else 1e-5

@@ -1,4 +1,4 @@
-"""Torch's functions without a second derivative, or with one that takes minutes, computed by others that have one."""
+"""Replacements for torch's functions that have no second derivative, or one that takes minutes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _uses_any: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def with_second_derivatives(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Inside, the model may be differentiated twice also where it has layers that torch differentiates only once.
+    """Inside, the model can be differentiated twice, even through layers that torch differentiates only once.
 
     Example:
         >>> x = torch.tensor([0.5], requires_grad=True)
@@ -65,7 +65,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor | None:
-    """The sum or mean of a table's rows, bags being rows of ``input``; None: it is another kind."""
+    """The sum or mean of a table's rows, where bags are rows of ``input``; None for other kinds of bags."""
     if input.ndim != 2 or mode not in ("mean", "sum") or max_norm is not None or scale_grad_by_freq:
         return None
     rows = F.embedding(input, weight, padding_idx)  # [bags, T, width]
@@ -85,9 +85,10 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor | None:
-    """Patches side by side times a matrix, as a vision transformer's first layer; None: they overlap, or have gaps.
+    """A matrix product over adjacent patches, as in a vision transformer's first layer; None for other convolutions.
 
-    Torch's second derivative is a convolution whose kernel is an image, dilated by the stride: minutes for a ViT-Base.
+    Torch's second derivative is a convolution whose kernel is an image, dilated by the stride; it takes minutes for a
+    ViT-Base.
     """
     sizes = tuple(weight.shape[2:])
     as_sizes = [(value,) * len(sizes) if isinstance(value, int) else value for value in (stride, padding, dilation)]
@@ -99,7 +100,7 @@ def _convolution(
     # [batch, channels, n₁, k₁, n₂, k₂, …] → [batch, n₁, n₂, …, channels · k₁ · k₂ · …]
     counts = [length // size for length, size in zip(input.shape[2:], sizes, strict=True)]
     for axis, (count, size) in enumerate(zip(counts, sizes, strict=True), start=2):
-        input = input.narrow(axis, 0, count * size)  # what a last, incomplete patch would hold is not seen
+        input = input.narrow(axis, 0, count * size)  # the rest, less than a patch, is not used
     apart = input.reshape(*input.shape[:2], *(n for pair in zip(counts, sizes, strict=True) for n in pair))
     places, inside = range(2, apart.ndim, 2), range(3, apart.ndim, 2)
     patches = apart.permute(0, *places, 1, *inside).flatten(1 + len(sizes))

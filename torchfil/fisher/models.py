@@ -1,6 +1,6 @@
-"""Models as functions of their weights: called with others, copied without any, and those that are refused.
+"""Models as functions of their weights: calls with other weights, copies without weights, and refused models.
 
-What is refused mixes the examples of a batch, or draws random numbers that nobody has recorded.
+A model is refused if it mixes the examples of a batch, or draws random numbers that nobody has recorded.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = [
 
 
 def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """``model(*args, **kwargs)`` with these parameters and buffers by name, and wherever else the model holds them.
+    """``model(*args, **kwargs)`` with these parameters and buffers by name, everywhere that the model holds them.
 
-    torch's own tying swaps the parameters of a module that is used twice twice, and then cannot put them back
+    If a module is used twice, torch's own function swaps its parameters twice and then cannot restore them
     (pytorch/pytorch#164759); here every module is visited once.
     """
     first: dict[int, str] = {}
@@ -52,7 +52,7 @@ def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: An
 
 @contextlib.contextmanager
 def _recurrent_without_cudnn(model: nn.Module) -> Iterator[None]:
-    """Inside, recurrent layers on GPUs run without cuDNN, whose fused ones have no second derivative."""
+    """Inside, recurrent layers on GPUs run without cuDNN, whose fused layers have no second derivative."""
     changed = [m for m in model.modules() if isinstance(m, nn.RNNBase) and "forward" not in vars(m)]
 
     def plain(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +98,7 @@ def copy_without_weights(module: nn.Module) -> nn.Module:
 
 
 def without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The module that holds the weights, and the one to call: a copy where Opacus has put its hooks."""
+    """The module that holds the weights, and the one to call: a copy if Opacus has added its hooks."""
     wrapped = any(base.__name__ == "AbstractGradSampleModule" for base in type(model).__mro__)
     live: nn.Module = model._module if wrapped else model  # type: ignore[assignment]
     hooked = wrapped or hasattr(model, "autograd_grad_sample_hooks")
@@ -106,14 +106,14 @@ def without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def may_drop(module: nn.Module) -> bool:
-    """Whether this very module (not its children) is of a kind that drops something in training."""
+    """Whether this module itself (not its children) is of a kind that drops something in training."""
     if isinstance(module, nn.RNNBase):
         return module.num_layers > 1
     return isinstance(module, nn.modules.dropout._DropoutNd | nn.MultiheadAttention)
 
 
 def has_active_dropout(module: nn.Module) -> bool:
-    """Whether this very module (not its children) would drop something now."""
+    """Whether this module itself (not its children) would drop something now."""
     if not (module.training and may_drop(module)):
         return False
     probability = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else module.dropout
@@ -121,7 +121,7 @@ def has_active_dropout(module: nn.Module) -> bool:
 
 
 def check_unweighted_mean(loss_fn: Callable[[Any, Any], Tensor]) -> None:
-    """Raise for a mean weighted by class: its weights cancel in the loss of a single example, and mix a batch's."""
+    """Raise for a mean weighted by class: its weights cancel for a single example, and mix the examples of a batch."""
     if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
         return
     if loss_fn.weight is not None and loss_fn.reduction == "mean":
@@ -157,7 +157,7 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
 
 @contextlib.contextmanager
 def explain_randomness() -> Iterator[None]:
-    """Say what to do where ``vmap`` meets a random number."""
+    """If ``vmap`` meets a random number, say what to do."""
     try:
         yield
     except RuntimeError as error:
@@ -171,7 +171,7 @@ def explain_randomness() -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_layers(model: nn.Module) -> Iterator[None]:
-    """Name layers that are known to fail, and what to use instead, where something inside fails."""
+    """If something inside fails, name layers that are known to fail, and what to use instead."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""The mean of random samples with what is known of its error."""
+"""The mean of random samples, with what is known about its error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["Moments", "RunningMoments"]
 class Moments:
     """A mean over draws and the variance of that mean, with the degrees of freedom of the variance.
 
-    ``limit`` is another variance, which is not too small in the mean whatever is sampled; None if none is known.
-    ``certain`` is the part of the mean that was not sampled; None: 0.
+    ``limit`` is another variance, which on average is not too small, whatever is sampled; None if unknown. ``certain``
+    is the part of the mean that was not sampled; None: 0.
     """
 
     mean: Tensor
@@ -30,7 +30,7 @@ class Moments:
 
     @classmethod
     def joined(cls, parts: Sequence[Moments]) -> Moments:
-        """Those of several chunks of a batch, one after the other."""
+        """The moments of several chunks of a batch, concatenated."""
         limits = [part.limit for part in parts if part.limit is not None]
         certain = [part.certain for part in parts if part.certain is not None]
         return cls(
@@ -74,7 +74,7 @@ class RunningMoments:
         self.squares = self.squares + delta * (sample - self.mean)
 
     def result(self) -> Moments:
-        """The mean of the samples and its variance, from their spread or, of a single one, from its limit."""
+        """The mean of the samples and its variance, from their spread or, for a single sample, from its limit."""
         limit = None
         if self.spread is not None:
             largest = self.spread / self.count

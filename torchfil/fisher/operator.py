@@ -1,19 +1,18 @@
 r"""The Jacobian of the clipped gradient, as a linear operator per example.
 
-With g, J = ∂g/∂z, n = ‖g‖, ĝ = g/n, ∇n = Jᵀĝ (0 where g = 0) and the clip's scale φ(n),
+With g, J = ∂g/∂z, n = ‖g‖, ĝ = g/n, ∇n = Jᵀĝ (0 if g = 0) and the clip's scale φ(n),
 
     g̃ = φ g,   J̃ = ∂g̃/∂z = φ J + φ′ g ∇nᵀ,   a = ∂‖g̃‖/∂z = J̃ᵀĝ = (φ + nφ′) ∇n.
 
-Where an example has a weight ω ∈ (0, 1] of its own, φ stands for ωφ, and φ′ for ωφ′: all that follows is about what is
-released of it. ω is held fixed: it does not move with z.
+If an example has a weight ω ∈ (0, 1], φ stands for ωφ and φ′ for ωφ′, because the weighted gradient is released. ω is
+held fixed: it does not depend on z.
 
-Split along ĝ, with P = I − ĝĝᵀ, the Gram matrix falls into a part that no clipping derivative touches and
-a rank-one part:
+With P = I − ĝĝᵀ, the Gram matrix splits into a part without the derivative of clipping and a rank-one part along ĝ:
 
     J̃ᵀJ̃ = φ² JᵀPJ + a aᵀ.
 
-So ∇n, from one product Jᵀg, serves the clipping of every vector, the subsampling factors κ⊥, κ∥ (which
-weigh the two parts differently) and every probe.
+Thus ∇n, from one product Jᵀg, is enough for the clipping of every vector, for the subsampling factors κ⊥, κ∥ (which
+weight the two parts differently) and for every probe.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class ClippedJacobian:
 
     Guarantees:
         * A zero gradient gives ∇n = 0 and a = 0, never NaN: J̃ = φ(0) J there.
-        * Every product costs one gradient of a gradient; nothing of size p×d is formed but by
-          :meth:`dense` and :meth:`gram`.
+        * Every product costs one gradient of a gradient; only :meth:`dense` and :meth:`gram` form anything of size
+          p×d.
 
     Args:
         gradients: The examples with model and loss, and their weights ω.
@@ -85,7 +84,7 @@ class ClippedJacobian:
         return self.weighted(self.clip.scale_derivative(self.norm, self.max_grad_norm))
 
     def weighted(self, by_example: Tensor) -> Tensor:
-        """The same times the examples' weights ω, [batch, …]."""
+        """The values times the examples' weights ω, [batch, …]."""
         weights = self.gradients.examples.clip_weights
         if weights is None:
             return by_example
@@ -123,12 +122,12 @@ class ClippedJacobian:
 
     @property
     def products_alone(self) -> Tensor:
-        """‖g‖², 0 and 0, [3, batch]: those with no gradient at all."""
+        """‖g‖², 0 and 0, [3, batch]: the products with a gradient of 0."""
         square = self.norm.square()
         return torch.stack([square, torch.zeros_like(square), torch.zeros_like(square)])
 
     def products_with(self, others: ExampleGradients) -> Tensor:
-        """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], g′ being the gradients of the same examples, something changed."""
+        """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], where g′ are the gradients of the changed examples."""
         g, h = self.gradient, others.gradients_and_losses()[0]
         return torch.stack([(g * g).sum(dim=1), (h * h).sum(dim=1), (g * h).sum(dim=1)])
 
@@ -154,7 +153,7 @@ class ClippedJacobian:
         """J̃ᵀJ̃, [batch, d, d].
 
         Args:
-            columns_at_once: How many columns of J (vectors of length p) are held at a time. None: all d.
+            columns_at_once: How many columns of J (vectors of length p) to hold at a time; None: all d.
         """
         a = self.clipped_norm_gradient
         return self.perpendicular_gram(columns_at_once) + a[:, :, None] * a[:, None, :]
@@ -171,8 +170,8 @@ class ClippedJacobian:
     def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
         """r = J̃ᵀM^{1/2}(Pu + ĝ)/s, [batch, d], for u of shape [p]; E[r rᵀ] = I for u of ±1.
 
-        M = κ⊥P + κ∥ĝĝᵀ weighs the part along the gradient as subsampling does. That part, aaᵀ, is not left to chance:
-        u's own component along ĝ is put to 1, which has the same mean square; cross terms vanish in the mean.
+        M = κ⊥P + κ∥ĝĝᵀ weights the part along the gradient as subsampling does. That part, aaᵀ, is not random: u's
+        component along ĝ is set to 1, which has the same mean square; cross terms vanish on average.
         """
         perpendicular, parallel = mechanism.weights(self.clipped_norm)
         root = perpendicular.sqrt()

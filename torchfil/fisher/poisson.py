@@ -36,7 +36,7 @@ def poisson_amplification(rho: Tensor | float, q: float) -> tuple[Tensor, Tensor
         q: The sampling rate, in (0, 1].
 
     Returns:
-        κ⊥ and κ∥ in (0, 1], of ρ's shape, dtype and device (float64 where ρ is a number). Both tend to q
+        κ⊥ and κ∥ in (0, 1], with ρ's shape, dtype and device (float64 if ρ is a number). Both tend to q
         for ρ → 0 and to 1 for ρ → ∞.
 
     Example:
@@ -82,8 +82,8 @@ def _table(q: float, device: torch.device) -> Tensor:
 def _quadrature(rho: np.ndarray, q: float) -> tuple[np.ndarray, np.ndarray]:
     """E[w] and E[ξ²w] by the trapezoidal rule, whose error for this integrand is exp(−2π²/(ρh)).
 
-    The integrand's mass lies within 9 of ξ = 0 or, where q is small, of ξ = ρ before w saturates (ρ ≤ 6 for
-    q ≥ 1e-6; smaller q moves this out slowly).
+    The integrand's mass lies within 9 of ξ = 0 or, if q is small, of ξ = ρ before w saturates (ρ ≤ 6 for q ≥ 1e-6; a
+    smaller q raises this limit slowly).
     """
     reach = 9.5 + math.sqrt(2 * max(0.0, -math.log(q)))
     step = 0.6 / max(1.0, float(rho.max()))

@@ -1,8 +1,8 @@
-"""In which precision passes run: torch's autocast as it was, wide sums, and how precise products of matrices are.
+"""The precision of passes: torch's autocast as in the loop, wide sums, and the precision of matrix products.
 
-A training loop under ``torch.autocast`` computes layers in bfloat16 and keeps float32 weights. Its gradients are those
-of that computation, so every pass over its batch runs under the same autocast. What is made of them (norms, inner
-products, sums) is computed in float32 at least: see :func:`wide`.
+A training loop under ``torch.autocast`` computes layers in bfloat16 and keeps float32 weights. Its gradients belong to
+that computation, so every pass over its batch runs under the same autocast. Norms, inner products and sums of these
+gradients are computed in float32 or wider: see :func:`wide`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def autocast_now(device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast on such a device at present; None: there is none.
+    """The current dtype of autocast on this device; None: no autocast.
 
     Example:
         >>> with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -54,8 +54,8 @@ def autocast_now(device: torch.device) -> torch.dtype | None:
 def autocast_as(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
     """Inside, autocast is as :func:`autocast_now` found it, whatever it is outside.
 
-    Casts of weights are not kept for later: they would outlive an update of the weights where the whole loop stands
-    inside one autocast, and keep the graph of a recorded pass.
+    Casts of weights are not cached: if the whole loop runs inside one autocast, they would outlive an update of the
+    weights, and they would keep the graph of a recorded pass.
     """
     if not torch.amp.is_autocast_available(device.type) or (dtype is None and autocast_now(device) is None):
         yield
@@ -70,12 +70,12 @@ def is_reduced(dtype: torch.dtype) -> bool:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for norms and sums of such numbers: float32 at least."""
+    """The dtype for norms and sums of such numbers: float32 or wider."""
     return torch.float32 if is_reduced(dtype) else dtype
 
 
 def wide(value: Tensor) -> Tensor:
-    """The same numbers in a dtype that sums may be made in; differentiable.
+    """The same numbers in a dtype that is wide enough for sums; differentiable.
 
     Example:
         >>> wide(torch.ones(2, dtype=torch.bfloat16)).dtype
@@ -85,19 +85,19 @@ def wide(value: Tensor) -> Tensor:
 
 
 def autocast_inputs(*values: Tensor | None) -> tuple[Any, ...]:
-    """The same in autocast's dtype, as it hands tensors to convolutions and products; themselves without autocast."""
+    """The tensors in autocast's dtype, as convolutions and products receive them; unchanged without autocast."""
     device = next(value.device for value in values if value is not None)
     dtype = autocast_now(device)
     return values if dtype is None else tuple(None if value is None else value.to(dtype) for value in values)
 
 
 def normalised_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which torch's layers of normalisation hand on what they make of x: autocast on GPUs widens it."""
+    """The dtype of the output of torch's normalisation layers for x: autocast on GPUs widens it."""
     return wide_dtype(x.dtype) if x.is_cuda and autocast_now(x.device) is not None else x.dtype
 
 
 def product_precision() -> str:
-    """How precise products of float32 matrices are on GPUs at present."""
+    """The current precision of products of float32 matrices on GPUs."""
     precision: str = torch.backends.cuda.matmul.fp32_precision
     return precision
 
@@ -124,14 +124,14 @@ _probe_dtype: ContextVar[torch.dtype | None] = ContextVar("probe_dtype", default
 
 @contextlib.contextmanager
 def probes_in(precision: ProbePrecision | None, *, reduced: bool = False) -> Iterator[None]:
-    """Inside, products of matrices are as precise as a probe needs them, whose own error is 20 %.
+    """Inside, matrix products are only as precise as a probe needs, whose own error is 20 %.
 
-    TF32 rounds factors to 0.05 %, bfloat16 to 0.4 %; both sum in float32. Norms and released sums do not belong here.
+    TF32 rounds factors to 0.05 %, bfloat16 to 0.4 %; both sum in float32. Do not compute norms or released sums inside.
 
     Args:
         precision: "tf32", on GPUs; "bfloat16", for the layers' own products, and "tf32" for the rest; "float32". None:
-            as it is outside.
-        reduced: Whether the model computes in bfloat16 or float16, so that "tf32" would widen what has no more digits.
+            as outside.
+        reduced: Whether the model computes in bfloat16 or float16, so that "tf32" would add no digits.
     """
     if precision is None:
         yield
@@ -146,12 +146,12 @@ def probes_in(precision: ProbePrecision | None, *, reduced: bool = False) -> Ite
 
 
 def probes_are_narrow() -> bool:
-    """Whether layers' products with probes are computed in bfloat16 at present."""
+    """Whether layers' products with probes are currently computed in bfloat16."""
     return _probe_dtype.get() is not None
 
 
 def probe_inputs(*values: Any) -> tuple[Any, ...]:
-    """Factors of a product as :func:`probes_in` wants them: in bfloat16, or as they are; None stays None.
+    """Factors of a product in the precision of :func:`probes_in`: bfloat16, or unchanged; None stays None.
 
     Example:
         >>> with probes_in("bfloat16"):

@@ -1,7 +1,7 @@
-"""Slow, obviously correct versions of everything in :mod:`torchfil.fisher`, for tests and for doubters.
+"""Slow, obviously correct versions of everything in :mod:`torchfil.fisher`, for tests and for sceptics.
 
-One example at a time; the clipped gradient is written down as the definition says and differentiated by
-``torch.func.jacrev``, through the norm and the clip function; integrals are done by brute force.
+They work on one example at a time. The clipped gradient is written as in its definition and differentiated by
+``torch.func.jacrev``, through the norm and the clip function; integrals are computed by brute force.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def exact_jacobian(
     clip_weights: Tensor | None = None,
     mode: Literal["reverse", "forward"] = "reverse",
 ) -> Tensor:
-    """J̃ = ∂g̃/∂z of each example, [batch, p, d]; by jacrev, or by jacfwd, which is cheaper where p ≫ d."""
+    """J̃ = ∂g̃/∂z of each example, [batch, p, d]; by jacrev, or by jacfwd, which is cheaper for p ≫ d."""
     functions, examples = _clipped_gradient_functions(
         model, loss_fn, inputs, targets, max_grad_norm, clip, private, clip_weights
     )
@@ -121,9 +121,9 @@ def poisson_fim(jacobian: Tensor, clipped_gradient: Tensor, noise_std: float, q:
 def poisson_amplification(rho: float, q: float) -> tuple[float, float]:
     """κ⊥ and κ∥ by two-dimensional numerical integration of the mixture's own Fisher information.
 
-    The release is o ~ q N(m, I) + (1−q) N(0, I) in the plane (s = 1), with m = (ρ, 0). Moving m along itself or
-    across it has the Fisher information ∫ (∂p)² / p, which the example's participation, of probability q,
-    accounts for: κ = ∫ (∂p)² / p / q.
+    The release is o ~ q N(m, I) + (1−q) N(0, I) in the plane (s = 1), with m = (ρ, 0). Its Fisher information about a
+    shift of m along or across itself is ∫ (∂p)² / p. The example takes part with probability q, so one participation
+    counts κ = ∫ (∂p)² / p / q.
     """
     if rho == 0:
         return q, q

@@ -25,7 +25,7 @@ _ROWS = 10  # of a table in a notebook
 class Estimate:
     """A value per example (or per coordinate), its standard error, and what it is.
 
-    It stands for its value where an array is expected: ``numpy.asarray(e)``, ``torch.as_tensor(e)``, ``len(e)``,
+    It can be used in place of its value: ``numpy.asarray(e)``, ``torch.as_tensor(e)``, ``len(e)``,
     ``float(e)`` of a single number. Indexing and iterating give estimates of the chosen entries.
 
     Guarantees:
@@ -35,14 +35,14 @@ class Estimate:
         value: The number; its first dimension runs over examples.
         standard_error: Its sampling standard deviation, same shape; 0 if nothing was sampled.
         kind: "exact", "estimate" (unbiased), "lower bound" or "upper bound".
-        degrees_of_freedom: Of the standard error (probes − 1), one number or one per example; infinite if it is
-            not itself estimated from a few probes.
+        degrees_of_freedom: The degrees of freedom of the standard error (probes − 1), one number or one per example;
+            infinite if it is not itself estimated from a few probes.
         positive: Whether the quantity cannot be negative (a trace, a diagonal); its interval is then
             multiplicative.
         certain: The part of the value that was not sampled, same shape; None: 0.
         variance_limit: A variance that is not too small on average, whatever was sampled, same shape; None: unknown.
-        run_error: The standard deviation of what else is random in the run that the value comes from (its batches, the
-            noise and so the path of its weights), same shape; infinite if one run does not tell; None: nothing else.
+        run_error: The standard deviation due to everything else that is random in the run (its batches, and the noise,
+            which changes the path of its weights), same shape; infinite if one run cannot show it; None: nothing else.
         source: (estimate, exponent, unit) if this one is (estimate/unit)^exponent.
 
     Example:
@@ -75,19 +75,19 @@ class Estimate:
         """An interval that covers the truth with that probability, approximately.
 
         With t the Student quantile for the degrees of freedom: value ± t·standard_error, or for a positive quantity
-        certain + sampled · exp(± x(1 + min(x, 1)/3)), x = t·standard_error/sampled, which covers better for the skewed
-        distribution of squared probes: where they came out low, so did their spread. Few probes say little of their own
-        spread (t = 12.7 for two), so that such a factor is cut to (ν/χ²)^(±1) where the largest variance, 2 sampled²/ν,
-        is known, χ² being the lower quantile of χ²_ν.
+        certain + sampled · exp(± x(1 + min(x, 1)/3)), x = t·standard_error/sampled. The latter covers better because
+        squared probes have a skewed distribution: if they come out low, so does their spread. A few probes say little
+        about their own spread (t = 12.7 for two). If the largest variance, 2 sampled²/ν, is known, the factor is
+        therefore cut to (ν/χ²)^(±1), where χ² is the lower quantile of χ²_ν.
 
-        Everything else random in the run widens it: widths add up like independent errors, for a positive quantity as
-        logarithms of its factors. If one run does not tell how far it is off, the ends of a positive quantity are 0 and
-        ∞: no interval is claimed, and the value is an estimate from one run.
+        Everything else that is random in the run widens the interval: widths add up like independent errors, for a
+        positive quantity as logarithms of its factors. If one run cannot show how far off it is, the ends of a positive
+        quantity are 0 and ∞: no interval is claimed, and the value is an estimate from one run.
 
         Args:
             confidence: The probability.
-            of: "run": the truth is the mean over everything random. "probes": it is what this very run would have
-                given without probes and skipped steps; the rest is taken as it came.
+            of: "run": the truth is the mean over everything that is random. "probes": it is what this run would have
+                given if every step had been measured exactly; its batches and noise are taken as they were.
         """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
@@ -109,7 +109,7 @@ class Estimate:
         if not self.positive:
             return self.value - width, self.value + width
 
-        # what is certain has no width, and neither has what is infinite
+        # certain parts and infinite values have no width
         certain = torch.zeros_like(self.value) if self.certain is None else self.certain
         certain = torch.where(self.value.isinf(), self.value, certain)
         sampled = torch.where(self.value.isinf(), 0.0, self.value - certain)
@@ -129,14 +129,14 @@ class Estimate:
         down, up = ((end.where(usual, value) / value).log() for end in (low, high))
         low, high = (value * torch.hypot(part, width / value).mul(sign).exp() for part, sign in ((down, -1), (up, 1)))
 
-        # nothing about infinity is uncertain; of 0 no factor tells
+        # infinity has no uncertainty; 0 has no factor
         untold = torch.where(width > 0, torch.inf, 0.0).to(value)
         return low.where(usual, self.value), high.where(usual, self.value.where(self.value > 0, untold))
 
     def raised(self, exponent: float, unit: float | Tensor = 1.0) -> Estimate:
-        """(value/unit)^exponent of a positive estimate, with one unit for all or one each.
+        """(value/unit)^exponent of a positive estimate, with one unit for all or one for each entry.
 
-        A negative exponent turns a bound around.
+        A negative exponent turns an upper bound into a lower bound, and vice versa.
 
         Example:
             >>> Estimate.exact(torch.tensor([8.0, 8.0])).raised(0.5, torch.tensor([2.0, 8.0]))
@@ -183,7 +183,7 @@ class Estimate:
         return float(self.value)
 
     def __getitem__(self, index: Any) -> Estimate:
-        """The estimate of those entries: an index, a slice, a list, a mask, or a tuple of such."""
+        """The estimate of the chosen entries: an index, a slice, a list, a mask, or a tuple of these."""
         freedom = self._freedom()
         return replace(
             self,
@@ -236,7 +236,7 @@ class Estimate:
 
 
 def _source_part(source: tuple[Estimate, float, float | Tensor], index: Any) -> tuple[Estimate, float, float | Tensor]:
-    """What some entries were raised from."""
+    """The source of some entries."""
     estimate, exponent, unit = source
     return estimate[index], exponent, unit[index] if isinstance(unit, Tensor) else unit
 

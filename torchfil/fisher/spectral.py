@@ -15,7 +15,7 @@ __all__ = ["lanczos", "largest_eigenvalue", "nystrom_norm", "power_iteration"]
 
 
 def power_iteration(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Tensor:
-    """vᵀIv after that many products, v the normalised iterate; [batch], for ``start`` of shape [batch, d].
+    """vᵀIv after ``iterations`` products, [batch], with v the normalised iterate; ``start`` has shape [batch, d].
 
     Example:
         >>> matrix = torch.diag(torch.tensor([1.0, 2.0, 5.0]))
@@ -32,9 +32,9 @@ def power_iteration(matvec: Callable[[Tensor], Tensor], start: Tensor, iteration
 
 
 def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Tensor:
-    """The largest Ritz value of the Krylov space of that many products; [batch], ``start`` [batch, d].
+    """The largest Ritz value of the Krylov space after ``iterations`` products, [batch]; ``start`` is [batch, d].
 
-    Exact (to rounding) for ``iterations`` ≥ d, and where the space closes earlier.
+    It is exact (up to rounding) for ``iterations`` ≥ d, or if the space closes earlier.
 
     Example:
         >>> matrix = torch.diag(torch.tensor([1.0, 2.0, 5.0]))
@@ -77,7 +77,7 @@ def largest_eigenvalue(matrix: Tensor) -> Tensor:
 def nystrom_norm(sketch: Tensor, test_matrix: Tensor) -> Tensor:
     """The largest eigenvalue of Y (ΩᵀY)⁺ Yᵀ for Y = IΩ, [batch]; never above ‖I‖₂ for a PSD matrix I.
 
-    With C = (ΩᵀY)^{-1/2}, it is the largest eigenvalue of C YᵀY C, an r×r matrix. Infinite where Y is not finite.
+    With C = (ΩᵀY)^{-1/2}, it is the largest eigenvalue of C YᵀY C, an r×r matrix. It is infinite if Y is not finite.
     """
     if sketch.shape[0] == 0:
         return sketch.new_zeros(0)

@@ -55,7 +55,7 @@ _NEED_SCIKIT_LEARN = {
 
 
 def __getattr__(name: str) -> Any:
-    """The models are imported when asked for, so that attacks on them can be imported without scikit-learn."""
+    """Import the models on first use, so that attacks on them can be imported without scikit-learn."""
     if name in _NEED_SCIKIT_LEARN:
         return getattr(import_module(f"torchfil.glm.{_NEED_SCIKIT_LEARN[name]}"), name)
     raise AttributeError(f"module 'torchfil.glm' has no attribute {name!r}")

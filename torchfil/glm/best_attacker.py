@@ -1,16 +1,16 @@
-r"""How often the best attacker is right who has to tell m normal laws apart, N(μ_a, I) with prior π_a.
+r"""How often the best attacker is right at telling m normal distributions N(μ_a, I) with priors π_a apart.
 
-The best attacker names the answer of the largest posterior. Where a is true, its log posterior exceeds that of b by a
-normal number of mean log(π_a/π_b) + d_ab²/2 and variance d_ab², d_ab = ‖μ_a − μ_b‖, so that
+The best attacker names the answer with the largest posterior. If a is true, its log posterior exceeds that of b by a
+normal number with mean log(π_a/π_b) + d_ab²/2 and variance d_ab², d_ab = ‖μ_a − μ_b‖, so that
 
     P(right) = Σ_a π_a P(all of these are positive) = ∫ max_a π_a p_a.
 
-Two answers: Φ. Three: the positive quadrant of a bivariate normal, by Owen's T. More:
+For two answers this is Φ; for three, the positive quadrant of a bivariate normal, by Owen's T. For more:
 
-* What two answers lose to each other, e_ab = ∫ min(π_a p_a, π_b p_b), is known, by Φ. An answer that adds less than a
-  millionth beside another is left out; answers that lose less than a millionth to each other fall apart, so that most
-  questions come down to parts of three answers and fewer.
-* In parts of four and more, those after the three that matter most come in one at a time. Answer a adds
+* The overlap of two answers, e_ab = ∫ min(π_a p_a, π_b p_b), is known, by Φ. An answer that adds less than a millionth
+  to another one is left out; answers that overlap by less than a millionth are treated separately. So most questions
+  reduce to parts of three answers or fewer.
+* In parts of four or more, the answers after the three that matter most are added one at a time. Answer a adds
   ∫ (π_a p_a − max_{b<a} π_b p_b)₊ = π_a E_a[(1 − max_{b<a} π_b p_b/(π_a p_a))₊], E_a under N(μ_a, I): by quasi-Monte
   Carlo in the dimensions that the means span.
 """
@@ -26,11 +26,11 @@ from torch import Tensor
 
 __all__ = ["BestAccuracy", "best_accuracy"]
 
-_NEGLIGIBLE = 1e-6  # the accuracy that leaving out an answer, or taking two apart, may change
-_POINTS = 128  # of each scrambled sequence, for each answer
+_NEGLIGIBLE = 1e-6  # how much accuracy may change if an answer is left out, or two are separated
+_POINTS = 128  # points of each scrambled sequence, for each answer
 _SCRAMBLES = 4
 _CHUNK_NUMBERS = 2**17  # a chunk's arrays fit into a cache
-_FAR = 40.0  # deviations beyond which a normal number does not fall
+_FAR = 40.0  # deviations that a normal number does not exceed
 _NEAR = 1e-300
 
 
@@ -39,7 +39,7 @@ class BestAccuracy(NamedTuple):
 
     Attributes:
         value: [n].
-        error: The standard error of quasi-Monte Carlo, [n]; 0 for two and three answers. For more, what was neglected
+        error: The standard error of quasi-Monte Carlo, [n]; 0 for two and three answers. For more, the neglected part
             is below m² millionths.
     """
 
@@ -65,13 +65,13 @@ def best_accuracy(distances: np.ndarray, prior: np.ndarray) -> BestAccuracy:
 
 
 def _of_any(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of answers with weights π that need not sum to 1, and its standard error, [n] each."""
+    """The accuracy for weights π that need not sum to 1, and its standard error, [n] each."""
     exact = {1: lambda _, weights: weights[:, 0], 2: _of_two, 3: _of_three}.get(prior.shape[1])
     return _of_many(distances, prior) if exact is None else (exact(distances, prior), np.zeros(len(prior)))
 
 
 def _by_parts(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The sum over parts of the answers that lose next to nothing to each other, [n] each."""
+    """The sum over parts of the answers that hardly overlap, [n] each."""
     n, m = prior.shape
     lost = _losses(distances, prior)
     kept = np.ones((n, m), dtype=bool)
@@ -79,7 +79,7 @@ def _by_parts(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.
         adds = prior[:, a, None] - lost[:, a]  # beside each other answer, [n, m]
         kept[:, a] = ~((adds < _NEGLIGIBLE) & kept & (np.arange(m) != a)).any(axis=1)
 
-    # the parts: who is reached from whom by steps that matter
+    # the parts: answers connected by overlaps that matter
     linked = (lost > _NEGLIGIBLE) & kept[:, :, None] & kept[:, None, :] | np.eye(m, dtype=bool)
     for _ in range(m.bit_length()):
         linked = (linked.astype(np.float32) @ linked.astype(np.float32)) > 0
@@ -108,7 +108,7 @@ def _losses(distances: np.ndarray, prior: np.ndarray) -> np.ndarray:
 
 
 def _thresholds(distances: np.ndarray, prior: np.ndarray, a: int, b: int) -> np.ndarray:
-    """(log(π_a/π_b) + d²/2)/d: by how many deviations a beats b where a is true, [n]; the first of equals wins."""
+    """(log(π_a/π_b) + d²/2)/d: by how many deviations a beats b if a is true, [n]; the first of equals wins."""
     d = distances[:, a, b]
     with np.errstate(divide="ignore", invalid="ignore"):
         odds = np.log(prior[:, a]) - np.log(prior[:, b])
@@ -129,7 +129,7 @@ def _of_three(distances: np.ndarray, prior: np.ndarray) -> np.ndarray:
         d_ab, d_ac, d_bc = distances[:, a, b], distances[:, a, c], distances[:, b, c]
         with np.errstate(divide="ignore", invalid="ignore"):
             correlation = (d_ab**2 + d_ac**2 - d_bc**2) / (2 * d_ab * d_ac)
-        # where two answers are one, one of the two conditions holds or fails for certain
+        # if two answers coincide, one of the two conditions holds or fails for certain
         correlation = np.nan_to_num(correlation, nan=0.0, posinf=0.0, neginf=0.0).clip(-1, 1)
         first, second = _thresholds(distances, prior, a, b), _thresholds(distances, prior, a, c)
         result += prior[:, a] * _bivariate_normal(first, second, correlation)
@@ -137,7 +137,7 @@ def _of_three(distances: np.ndarray, prior: np.ndarray) -> np.ndarray:
 
 
 def _bivariate_normal(h: np.ndarray, k: np.ndarray, correlation: np.ndarray) -> np.ndarray:
-    """P(X ≤ h, Y ≤ k) by Owen's T: ½(Φ(h) + Φ(k)) − T(h, ·) − T(k, ·) − ½[hk < 0]; ±40 stands for ±∞, 1e-300 for 0."""
+    """P(X ≤ h, Y ≤ k) by Owen's T: ½(Φ(h) + Φ(k)) − T(h, ·) − T(k, ·) − ½[hk < 0], with ±40 for ±∞ and 1e-300 for 0."""
     h, k = (np.where(np.abs(x) < _NEAR, _NEAR, x) for x in (h, k))
     root = np.sqrt(np.maximum((1 - correlation) * (1 + correlation), 1e-30))
     with np.errstate(over="ignore"):

@@ -1,14 +1,14 @@
-r"""Noise that was chosen by a look at the private data, and what the choice itself tells.
+r"""Noise that was chosen from the private data, and what the choice itself reveals.
 
 A release N(w*, σ²I_p) whose σ depends on the data has the Fisher information
 
     I = JᵀJ/σ² + 2p ∇log σ ∇log σᵀ,
 
-where the first term alone is what :meth:`GeneralizedLinearModel.fil` gives. Rounded up to a grid of powers, σ is
-constant almost everywhere, and the second term vanishes. (Near a step of the grid a change of one example can still
-move σ to the next power: the coarser the grid, the rarer.)
+where :meth:`GeneralizedLinearModel.fil` computes only the first term. Rounded up to a grid of powers, σ is constant
+almost everywhere, and the second term vanishes. (Near a step of the grid, a change of one example can still move σ to
+the next power; the coarser the grid, the rarer this is.)
 
-∇log η of the example that decides comes by autograd: directly, and through the minimiser, dw* = −H⁻¹ d∇L.
+∇log η of the deciding example comes from autograd: directly, and through the minimiser, dw* = −H⁻¹ d∇L.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def round_up(sigma: float, grid: float) -> float:
 
 
 def values_that_decide(values: np.ndarray, reduce: str | float) -> dict[int, float]:
-    """Σ_k weight_k value_k is the largest ("max"), the mean, or a quantile of the values, {k: weight}.
+    """{k: weight} such that Σ_k weight_k value_k is the largest value ("max"), the mean, or a quantile.
 
     Example:
         >>> values_that_decide(np.array([1.0, 5.0, 2.0]), 0.75)
@@ -74,19 +74,19 @@ def information_of_choice(
     num_inputs: int,
     private_target: bool,
 ) -> np.ndarray:
-    """What ∇log σ ∇log σᵀ adds at most to η² of each value that ``fil`` gives, in its order, over 2p.
+    """The most that ∇log σ ∇log σᵀ adds to η² of each value of ``fil``, in its order, divided by 2p.
 
-    ‖∇log σ‖² over the private coordinates of the example, attribute or group; with ``kind="trace"``, divided by their
-    number.
+    This is ‖∇log σ‖² over the private coordinates of the example, attribute or group; with ``kind="trace"``, divided by
+    their number.
 
     Args:
-        objective: Of the fit, with the training data.
+        objective: The objective of the fit, with the training data.
         weights: U*, [p, K].
         decide: σ is proportional to Σ weight·η over these values.
-        attributes: As of ``fil``, by column numbers.
-        groups: As of ``fil``.
-        kind: As of ``fil``.
-        one_hot: As of ``fil``.
+        attributes: As in ``fil``, by column numbers.
+        groups: As in ``fil``.
+        kind: As in ``fil``.
+        one_hot: As in ``fil``.
         num_inputs: d.
         private_target: Whether targets are private.
     """
@@ -119,7 +119,7 @@ def _log_gradient(
     num_inputs: int,
     private_target: bool,
 ) -> tuple[Tensor, Tensor]:
-    """∇log of a function of the sensitivity by every example's private inputs, [n, d], and target, [n, t]."""
+    """∇log of a function of the sensitivity, with respect to every example's inputs, [n, d], and target, [n, t]."""
     X, y, w = (part.detach().clone().requires_grad_() for part in (objective.X, objective.y, weights))
     moved = replace(objective, X=X, y=y)
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Several releases about the same examples: what they give away together."""
+"""Several releases about the same examples: what they reveal together."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["Composition"]
 class Composition:
     """Models fitted on the same examples and released with independent noise: I = Σ_k J_kᵀJ_k/σ_k².
 
-    The models may differ (losses, λ, weights), and one model may be released several times. η² of the whole lies
-    between the largest and the sum of the single ones'; it is computed exactly.
+    The models may differ (losses, λ, weights), and one model may be released several times. The total η² lies between
+    the largest and the sum of the single ones; it is computed exactly.
 
     Args:
         releases: Pairs of a fitted model and the σ (or Laplace scale) of its release.
@@ -44,7 +44,7 @@ class Composition:
         widths = {model.n_features_in_ for model in models.values()}
         if len(widths) > 1:
             raise ValueError(
-                f"the models were fitted on inputs of {sorted(widths)} columns; a composition speaks of one input"
+                f"the models were fitted on inputs of {sorted(widths)} columns; a composition needs the same columns"
             )
         self.releases = [(models[key], total**-0.5) for key, total in information.items()]
 
@@ -59,7 +59,7 @@ class Composition:
         *,
         one_hot: bool = False,
     ) -> Any:
-        """As :meth:`GeneralizedLinearModel.fil`, of all releases together; each model keeps its own weights.
+        """As :meth:`GeneralizedLinearModel.fil`, for all releases together; each model keeps its own weights.
 
         Args:
             X: The training inputs, [n, d].
@@ -68,7 +68,7 @@ class Composition:
             groups: One label per example.
             private_target: Whether y is private; all models must then see the same coordinates of it.
             kind: "spectral" or "trace".
-            one_hot: Whether the attributes move within the simplex only.
+            one_hot: Whether the attributes are one-hot, so that they move only within the simplex.
         """
         parts = [
             Release(model.sensitivity(X, y, private_target=private_target), scale) for model, scale in self.releases
@@ -86,5 +86,5 @@ class Composition:
         return fisher_information_loss(parts, columns, groups, kind, one_hot)
 
     def mse_bound(self, X: Any, y: Any, **options: Any) -> Any:
-        """1/η̄² of all releases together, for an unbiased attacker; as :meth:`GeneralizedLinearModel.mse_bound`."""
+        """1/η̄² for all releases together, for an unbiased attacker; as :meth:`GeneralizedLinearModel.mse_bound`."""
         return mse_bound_from_fil(self.fil(X, y, kind="trace", **options))

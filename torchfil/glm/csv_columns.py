@@ -1,7 +1,7 @@
-"""A CSV file as columns, of numbers or of texts, read in pieces: a million rows take a few bytes an entry.
+"""A CSV file as columns of numbers or texts, read in pieces: a million rows take a few bytes per entry.
 
-Entries are kept as numbers of texts (``levels``) while a column has few different ones, and as numbers alone beyond
-that: a column with more different texts than ``MOST_LEVELS`` is none that a linear model takes.
+While a column has few different entries, they are kept as codes of texts (``levels``); beyond that, only as numbers: a
+linear model cannot use a column with more different texts than ``MOST_LEVELS``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["Column", "CsvTable", "check_column", "read_table"]
 
 MISSING = ("", "?", "na", "n/a", "nan", "null", "none")
 MOST_LEVELS = 10_000
-_PIECE = 4000  # rows that are texts at a time; few enough for a processor's cache
-_MOST_OTHERS = 1000  # entries that are no numbers, kept of a column with many different entries
+_PIECE = 4000  # rows held as texts at a time; few enough for a processor's cache
+_MOST_OTHERS = 1000  # entries that are not numbers, kept for a column with many different entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +31,11 @@ class Column:
     """The entries of one column.
 
     Attributes:
-        numbers: [n]; NaN where an entry is missing or no number.
+        numbers: [n]; NaN if an entry is missing or not a number.
         missing: Whether there is no entry, [n].
-        codes: Which of the ``levels`` each entry is, [n]; None where they are too many.
-        levels: The different entries, as texts; empty where they are too many.
-        others: The first entries that are no numbers, by row, where ``codes`` is None.
+        codes: Which of the ``levels`` each entry is, [n]; None if there are too many.
+        levels: The different entries, as texts; empty if there are too many.
+        others: The first entries that are not numbers, by row, if ``codes`` is None.
     """
 
     numbers: np.ndarray
@@ -45,7 +45,7 @@ class Column:
     others: dict[int, str]
 
     def of_rows(self, rows: np.ndarray) -> Column:
-        """The column with these rows alone, [m] row numbers in ascending order."""
+        """The column with only these rows, [m] row numbers in ascending order."""
         place = {int(row): k for k, row in enumerate(rows)} if self.others else {}
         return Column(
             self.numbers[rows],
@@ -56,14 +56,14 @@ class Column:
         )
 
     def wrong_entries(self) -> tuple[int, dict[int, str]]:
-        """How many entries are there but no numbers, and the first of them by row."""
+        """How many entries are present but not numbers, and the first of them by row."""
         rows = np.flatnonzero(np.isnan(self.numbers) & ~self.missing)
         if self.codes is None:
             return len(rows), self.others
         return len(rows), {int(row): self.levels[self.codes[row]] for row in rows[:_MOST_OTHERS]}
 
     def texts(self) -> np.ndarray:
-        """Every entry as text, [n]; only where there are ``codes``."""
+        """Every entry as text, [n]; only if there are ``codes``."""
         return np.asarray(self.levels)[self.codes]
 
 
@@ -74,11 +74,11 @@ class CsvTable:
     Attributes:
         where: Its path.
         format: How it is written.
-        columns: By name, without those that were left out.
-        names: The names of all columns, in their order.
+        columns: The columns by name, without those that were left out.
+        names: The names of all columns, in order.
         rows: The number of every row, from 0, [n].
-        lines: The line of the file where each row ends, from 1, [n].
-        ids: What the rows are called: an entry each, or their number.
+        lines: The line of the file at which each row ends, from 1, [n].
+        ids: The names of the rows: an entry each, or their number.
     """
 
     where: str
@@ -93,7 +93,7 @@ class CsvTable:
         return len(self.rows)
 
     def labels(self, name: str) -> np.ndarray:
-        """A column's entries as the labels of groups, [n] texts; "(none)" where there is none.
+        """A column's entries as the labels of groups, [n] texts; "(none)" for a missing entry.
 
         Raises:
             ValueError: There is no such column, or it has more than 10,000 different entries.
@@ -105,14 +105,14 @@ class CsvTable:
         return np.where(column.missing, "(none)", column.texts())
 
     def without(self, names: Collection[str]) -> CsvTable:
-        """Without these columns."""
+        """The table without these columns."""
         return replace(self, columns={name: own for name, own in self.columns.items() if name not in names})
 
     def complete_rows(self, used: Sequence[str]) -> CsvTable:
-        """Without the rows that miss an entry in one of these columns.
+        """The table without rows that miss an entry in one of these columns.
 
         Raises:
-            ValueError: None is left.
+            ValueError: No row is left.
         """
         complete = ~np.logical_or.reduce([self.columns[name].missing for name in used])
         if complete.all():
@@ -143,14 +143,13 @@ def read_table(
     Args:
         path: The file.
         ignore: Columns to leave out.
-        id_column: The column that names the rows; it is left out too.
-        encoding: None: told from the content, as are the next two.
-        separator: Between columns.
+        id_column: The column that names the rows; it is left out, too.
+        encoding: The encoding; None: detected from the content, like the next two.
+        separator: The separator between columns.
         decimal: "." or ",".
 
     Raises:
-        ValueError: It is empty, damaged, no text, can be read in two ways, has a name twice, or a row of another
-            length.
+        ValueError: It is empty, damaged, not text, ambiguous, has a name twice, or has a row of another length.
     """
     content = read_content(path)
     form = detect_format(content, path, encoding=encoding, separator=separator, decimal=decimal)
@@ -163,7 +162,7 @@ def read_table(
         ids: list[str] = []
         numbers = list[int]()
 
-        # piece by piece: a row as a list of texts takes ten times what its numbers take
+        # piece by piece: a row as a list of texts takes ten times the memory of its numbers
         piece: list[list[str]] = []
         for line, fields in lines:
             if len(fields) != len(names):
@@ -195,7 +194,7 @@ def check_column(name: str, names: Sequence[str]) -> None:
 
 
 def _names(fields: Sequence[str], where: str | os.PathLike[str]) -> list[str]:
-    """The columns' names; one without gets its place, as an index that was saved with a table has none."""
+    """The columns' names; a column without a name (an index saved with a table) gets its position."""
     names = [field.strip() or f"unnamed {place}" for place, field in enumerate(fields, start=1)]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
@@ -206,7 +205,7 @@ def _names(fields: Sequence[str], where: str | os.PathLike[str]) -> list[str]:
 def _hand_out(
     piece: list[list[str]], names: Sequence[str], readers: dict[str, _Entries], id_column: str | None, ids: list[str]
 ) -> None:
-    """Give each column its entries of these rows, which are forgotten then."""
+    """Give each column its entries of these rows, and discard the rows."""
     for name, texts in zip(names, zip(*piece, strict=True), strict=False):
         if name in readers:
             readers[name].add(_stripped(texts))
@@ -216,14 +215,14 @@ def _hand_out(
 
 
 def _stripped(texts: Sequence[str]) -> Sequence[str]:
-    """The texts without blanks around them; most have none, which one look at all of them tells."""
+    """The texts without surrounding blanks; most have none, which a single check of all of them shows."""
     together = "".join(texts)
     plain = together.isascii() and not any(blank in together for blank in " \t\r\n\f\v")
     return texts if plain else [text.strip() for text in texts]
 
 
 class _Entries:
-    """Collects a column: codes and levels while those are few, numbers beyond."""
+    """Collects a column: codes and levels while these are few, then numbers."""
 
     def __init__(self, decimal: str) -> None:
         self.decimal = decimal
@@ -246,7 +245,7 @@ class _Entries:
         self.length += len(texts)
 
     def column(self) -> Column:
-        """All of it."""
+        """The whole column."""
         if self.levels is None:
             return Column(np.concatenate(self.numbers), np.concatenate(self.missing), None, (), self.others)
         codes = np.concatenate(self.codes) if self.codes else np.zeros(0, np.int32)
@@ -256,7 +255,7 @@ class _Entries:
         return Column(values[codes], absent[codes], codes, levels, {})
 
     def _forget_levels(self) -> None:
-        """Go over to numbers: there are too many different entries for categories."""
+        """Switch to numbers: there are too many different entries for categories."""
         levels, codes = list(self.levels or ()), self.codes
         self.levels, self.codes, self.length = None, [], 0
         for part in codes:
@@ -276,7 +275,7 @@ class _Entries:
 
 
 def _numbers(texts: Sequence[str], decimal: str) -> np.ndarray:
-    """NaN where a text is no number, [m]; all at once where all are."""
+    """The texts as numbers, [m], NaN if a text is not a number; converted together if all are."""
     together = "".join(texts)
     if "_" not in together and (decimal == "." or "." not in together):
         plain = texts if decimal == "." else [text.replace(",", ".") for text in texts]
@@ -291,7 +290,7 @@ def _numbers(texts: Sequence[str], decimal: str) -> np.ndarray:
 
 
 def _number(text: str, decimal: str) -> float:
-    """NaN where it is none: infinite, with a "_", or with another decimal sign."""
+    """The text as a number; NaN if it is not one: infinite, with a "_", or with another decimal sign."""
     if "_" in text or (decimal == "," and "." in text):
         return math.nan
     try:

@@ -1,6 +1,6 @@
-"""How a table is written as text: its encoding, what separates its columns, and the sign of its decimals.
+"""The text format of a table: its encoding, the separator of its columns, and its decimal sign.
 
-What can be told from the content is told; what could be read in two ways is refused, for a decimal comma taken for a
+The format is detected from the content if possible. An ambiguous table is refused, because a decimal comma read as a
 thousands separator changes every number by a factor of 1,000.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["Format", "detect_format", "lines_of", "read_content"]
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 _NAMES = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8", "utf-16": "UTF-16", "cp1252": "Windows-1252"}
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-_SAMPLE = 1000  # rows that separator and decimals are told from
+_SAMPLE = 1000  # rows from which separator and decimal sign are detected
 _STEP = 2**20  # bytes that are decoded at a time
 _CONTROLS = bytes(code for code in range(32) if code not in b"\t\n\r\f")  # no text has these
 _DECIMAL_COMMA = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+(?:[eE][+-]?\d+)?")
@@ -37,8 +37,8 @@ class Format:
     """How a table is written.
 
     Attributes:
-        encoding: As Python names it.
-        separator: Between columns, one character.
+        encoding: Python's name of the encoding.
+        separator: The separator between columns, one character.
         decimal: "." or ",".
 
     Example:
@@ -57,7 +57,7 @@ class Format:
 
 
 def read_content(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a file, unpacked where it is gzipped.
+    """The bytes of a file, unpacked if it is gzipped.
 
     Raises:
         ValueError: It is a damaged gzip file.
@@ -79,10 +79,10 @@ def detect_format(
     separator: str | None = None,
     decimal: str | None = None,
 ) -> Format:
-    r"""How a table is written; what is given is taken as it is, the rest is told from the content.
+    r"""The format of a table; given parts are used as they are, the rest is detected from the content.
 
     Raises:
-        ValueError: It is no text, or can be read in two ways.
+        ValueError: It is not text, or is ambiguous.
 
     Example:
         >>> detect_format("größe;dosis\n1,82;3\n1,7;2,5\n".encode("cp1252"))
@@ -103,7 +103,7 @@ def detect_format(
 
 
 def lines_of(content: bytes, encoding: str, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """The lines that are not empty, as (number of the file's line, from 1; its fields)."""
+    """The lines that are not empty, as (line number in the file, from 1; its fields)."""
     stream = io.TextIOWrapper(io.BytesIO(content), encoding=encoding, newline="")
     reader = csv.reader(stream, delimiter=separator, skipinitialspace=separator != " ", strict=True)
     for fields in reader:
@@ -112,7 +112,7 @@ def lines_of(content: bytes, encoding: str, separator: str) -> Iterator[tuple[in
 
 
 def _encoding_of(content: bytes, where: str | os.PathLike[str]) -> str:
-    """By its mark; else UTF-8 where that fits, else Windows-1252, in which nearly every byte is a letter."""
+    """The encoding by its byte-order mark; else UTF-8 if that fits; else Windows-1252, which accepts most bytes."""
     for mark, name in (
         (codecs.BOM_UTF8, "utf-8-sig"),
         (codecs.BOM_UTF16_LE, "utf-16"),
@@ -156,7 +156,7 @@ def _decodes(content: bytes, encoding: str) -> UnicodeError | None:
 
 
 def _sample(content: bytes, encoding: str, separator: str) -> list[list[str]]:
-    """The first rows, the line of names among them; none where the separator does not fit the quotes."""
+    """The first rows, including the line of names; empty if the separator does not fit the quotes."""
     try:
         return [fields for _, fields in islice(lines_of(content, encoding, separator), _SAMPLE)]
     except csv.Error:
@@ -164,7 +164,7 @@ def _sample(content: bytes, encoding: str, separator: str) -> list[list[str]]:
 
 
 def _separator_of(content: bytes, encoding: str, where: str | os.PathLike[str]) -> str:
-    """Into the most columns, the same number in all rows; where none fits all rows, into the most names."""
+    """The separator that gives the most columns, equally many in all rows; if none fits all rows, the most names."""
     widths, steady = dict[str, int](), dict[str, int]()
     for separator in SEPARATORS:
         rows = _sample(content, encoding, separator)
@@ -182,7 +182,7 @@ def _separator_of(content: bytes, encoding: str, where: str | os.PathLike[str]) 
 
 
 def _decimal_of(rows: Sequence[Sequence[str]], where: str | os.PathLike[str]) -> str:
-    """The sign that more entries have, those left out that could be thousands."""
+    """The decimal sign of most entries, without those that could contain a thousands separator."""
     seen: Counter[str] = Counter()
     unclear = ""
     for fields in rows[1:]:

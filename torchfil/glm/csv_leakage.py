@@ -1,4 +1,4 @@
-"""What releasing a linear model leaks about every row of a table: private columns and questions, by name."""
+"""What the release of a linear model leaks about every row of a table: private columns and questions, by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS: dict[str, type[Any]] = {
     "poisson": PoissonRegression,
 }
 _MOST_ANSWERS = 12
-FALSE_POSITIVE_RATE = 0.01  # at which the true-positive rates are told
+FALSE_POSITIVE_RATE = 0.01  # the false-positive rate for the true-positive rates
 _RELEASES, _SCORED = 300, 10_000  # how often the noise is drawn for a released model's score; on how many rows
 
 
@@ -43,17 +43,17 @@ class LeakageTable:
     """Leakage by row.
 
     Attributes:
-        columns: ``fil`` (η of all that is private together) and ``mse_bound`` (per coordinate), and for each
+        columns: ``fil`` (η of all private coordinates together) and ``mse_bound`` (per coordinate), and for each
             private attribute ``<name>_fil`` (η) and ``<name>_error`` (the least root mean squared error of an
-            unbiased attacker, in the attribute's own unit; of the 0/1 columns where it is one-hot), [n] each. For each
+            unbiased attacker, in the attribute's own unit, or of its 0/1 columns if it is one-hot), [n] each. For each
             question ``<question>_guess`` (how often the best attacker is right), ``<question>_divergence`` and
             ``<question>_tpr`` (its true-positive rate at a false-positive rate of 1 %).
-        score: Of the fitted model on the table: R², accuracy or D².
-        released_score: The same of the model as it is released: the median over draws of the noise.
-        blind_score: The same of a model that knows no input.
+        score: The score of the fitted model on the table: R², accuracy or D².
+        released_score: The same for the released model: the median over draws of the noise.
+        blind_score: The same for a model without inputs.
         guesses: What any attacker can tell, by question.
-        model: As it was fitted.
-        targets: What it was fitted to, [n].
+        model: The fitted model.
+        targets: The targets of the fit, [n].
     """
 
     columns: dict[str, np.ndarray]
@@ -66,7 +66,7 @@ class LeakageTable:
 
 
 class _NamedColumns(np.ndarray):
-    """An array whose columns have names, so that a model's errors can speak of them."""
+    """An array with named columns, so that a model's errors can name them."""
 
     columns: list[str]
 
@@ -81,12 +81,13 @@ def leakage_table(
     sigma: float,
     intercept: bool = True,
 ) -> LeakageTable:
-    """Fit the model to all rows, and tell what releasing w* + N(0, σ²I) leaks about each.
+    """Fit the model to all rows, and compute what releasing w* + N(0, σ²I) leaks about each.
 
     Args:
-        table: Of :func:`encode`.
-        private: The attributes an attacker wants who knows all else; none: everything, the target included.
-        questions: What an attacker asks who knows all else; see :func:`question_about`.
+        table: From :func:`encode`.
+        private: The attributes that the attacker wants, who knows everything else; none: everything, including the
+            target.
+        questions: What the attacker asks, who knows everything else; see :func:`question_about`.
         model: "linear", "logistic" (two labels), "softmax" or "poisson".
         l2: λ, the penalty.
         sigma: σ.
@@ -116,7 +117,7 @@ def leakage_table(
 def _released_scores(fitted: GeneralizedLinearModel, X: Any, y: np.ndarray, sigma: float) -> tuple[float, float]:
     """The scores of the model with its noise (median of 300 draws) and of one without inputs.
 
-    The noise here has a seed of its own, and its draws are not released; of long tables 10,000 rows are scored.
+    The noise here has a separate seed, and its draws are not released; for long tables, 10,000 rows are scored.
     """
     rows = np.random.default_rng(0).permutation(len(y))[:_SCORED]
     inputs, targets = np.asarray(X)[rows], y[rows]
@@ -132,7 +133,7 @@ def _released_scores(fitted: GeneralizedLinearModel, X: Any, y: np.ndarray, sigm
         try:
             with np.errstate(over="ignore", invalid="ignore"):
                 scores.append(float(released.score(inputs, targets)))
-        except ValueError:  # predictions that overflow have no score
+        except ValueError:  # overflowing predictions have no score
             scores.append(-math.inf)
 
     _, counts = np.unique(targets, return_counts=True)
@@ -141,10 +142,10 @@ def _released_scores(fitted: GeneralizedLinearModel, X: Any, y: np.ndarray, sigm
 
 
 def question_about(table: EncodedTable, text: str, model: ModelName = "linear") -> Question:
-    """The question that a text stands for.
+    """The question that a text describes.
 
-    ``vkorc1``: which value has that column (or the target); ``age+10``: is it what it is, or 10 more; ``absent``: is
-    the row there at all.
+    ``vkorc1``: which value does this column (or the target) have? ``age+10``: is the value as it is, or 10 more?
+    ``absent``: is the row there at all?
 
     Raises:
         ValueError: There is no such column, or it has more than 12 different values.
@@ -168,7 +169,7 @@ def question_about(table: EncodedTable, text: str, model: ModelName = "linear") 
     name, by = (difference[1].strip(), float(difference[2])) if difference else (text, 0.0)
     check_column(name, [*table.attributes, table.target])
     if name in table.levels:
-        raise ValueError(f"{name!r} is one-hot, so that {text!r} has no meaning; ask for {name!r}")
+        raise ValueError(f"{name!r} is one-hot, so {text!r} has no meaning; ask for {name!r}")
     return Shift(by, None if name == table.target else table.attributes[name][0])
 
 
@@ -183,13 +184,13 @@ def _check_few(name: str, values: int) -> None:
 def _fil_columns(
     table: EncodedTable, fitted: GeneralizedLinearModel, X: Any, y: Any, sigma: float, private: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """η and error of all that is private together, and of each private attribute."""
+    """η and error for all private coordinates together, and for each private attribute."""
     if not private:
         return {"fil": fitted.fil(X, y, sigma), "mse_bound": fitted.mse_bound(X, y, sigma)}
 
     together = sorted({column for name in private for column in table.attributes[name]})
     places = [together, *(list(table.attributes[name]) for name in private)]
-    # numbers stand for the names, which could clash with that of the whole
+    # numbers instead of names, which could clash with the name of the whole
     asked: dict[str, Any] = {str(number): columns for number, columns in enumerate(places)}
     eta, bound = fitted.fil(X, y, sigma, attributes=asked), fitted.mse_bound(X, y, sigma, attributes=asked)
     columns = {"fil": eta["0"], "mse_bound": bound["0"]}

@@ -1,4 +1,4 @@
-"""From the columns of a CSV file to the numbers that a linear model takes: texts one-hot, doubtful columns refused."""
+"""Encodes the columns of a CSV file for a linear model: texts become one-hot, doubtful columns are refused."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchfil.glm.csv_columns import Column, CsvTable, check_column
 __all__ = ["EncodedTable", "encode"]
 
 _MOST_NUMBERS = 2**28  # of the inputs: 2 GiB
-_FEWEST_IN_ORDER = 10  # rows from which a column that counts them is no chance
+_FEWEST_IN_ORDER = 10  # with this many rows, a column that counts them is not a coincidence
 _LIKE_NUMBERS = re.compile(r"[+-]?\d[\d.,' ]*")  # digits with separators of any kind
 
 
 @dataclass(frozen=True)
 class EncodedTable:
-    """A table as a linear model takes it.
+    """A table in the form that a linear model takes.
 
     Attributes:
         inputs: [n, d]; text columns are one-hot without their first level.
@@ -28,8 +28,8 @@ class EncodedTable:
         target: The target's name.
         columns: The d columns' names.
         attributes: Each attribute's columns.
-        levels: Each one-hot attribute's levels, the first of which has no column.
-        few_values: Columns of 3 to 12 different whole numbers, which could be codes, and how many.
+        levels: Each one-hot attribute's levels; the first one has no column.
+        few_values: Columns of 3 to 12 different whole numbers, which could be codes, and their number of values.
         different: Columns of whole numbers that differ in every row, which could be identifiers.
     """
 
@@ -46,17 +46,17 @@ class EncodedTable:
 def encode(
     table: CsvTable, target: str, *, categorical: Sequence[str] = (), quantities: Sequence[str] = ()
 ) -> EncodedTable:
-    """The rows as numbers; a column without numbers, or with few among texts, is categorical.
+    """The rows as numbers; a column without numbers, or with only a few, is categorical.
 
     Args:
-        table: Of :func:`torchfil.glm.csv_columns.read_table`.
+        table: From :func:`torchfil.glm.csv_columns.read_table`.
         target: The column to predict.
         categorical: Columns of numbers that are codes, not quantities.
         quantities: Columns of numbers that are quantities, though they look like codes or count the rows.
 
     Raises:
-        ValueError: A column does not exist, has one value only, misses entries, has entries that are no numbers among
-            more that are, or counts the rows; the target is left out or categorical, or is the only column.
+        ValueError: A column does not exist, has only one value, misses entries, has some entries that are not numbers
+            although most are, or counts the rows; the target is left out or categorical, or is the only column.
     """
     features = _features(table, target, categorical, quantities)
     _check_complete(table)
@@ -76,7 +76,7 @@ def encode(
 
 
 def _features(table: CsvTable, target: str, categorical: Sequence[str], quantities: Sequence[str]) -> list[str]:
-    """The columns to predict from; raises where they make no model."""
+    """The columns to predict from; raises if they cannot make a model."""
     for name in (target, *categorical, *quantities):
         check_column(name, table.names)
     if target not in table.columns:
@@ -110,10 +110,10 @@ def _check_complete(table: CsvTable) -> None:
 
 
 def _is_text(table: CsvTable, name: str) -> bool:
-    """Whether a column holds categories; raises where it holds numbers and a few entries that are none.
+    """Whether a column holds categories; raises if it holds numbers and a few entries that are not.
 
     One entry that cannot be read would turn a column of numbers into as many categories as it has values. Texts of
-    digits, such as 1,234 where the decimal sign is a point, are meant as numbers too.
+    digits, such as 1,234 with a decimal point, are meant as numbers, too.
     """
     wrong, first = table.columns[name].wrong_entries()
     if wrong and (2 * wrong < len(table) or all(map(_LIKE_NUMBERS.fullmatch, first.values()))):
@@ -150,7 +150,7 @@ def _looks_like_name(name: str, count: str, rows: int) -> str:
 
 
 def _check_values(table: CsvTable, features: Sequence[str], levels: Mapping[str, Sequence[str]]) -> None:
-    """Refuse columns without information, all of them at once, and texts that are names."""
+    """Refuse columns without information, in one message, and texts that are names."""
     constant = [name for name in features if _is_constant(table.columns[name], levels.get(name))]
     if constant:
         first = table.columns[constant[0]]
@@ -158,7 +158,7 @@ def _check_values(table: CsvTable, features: Sequence[str], levels: Mapping[str,
         which = f"column {constant[0]!r} has the value {value!r}"
         if len(constant) > 1:
             which = f"columns {', '.join(map(repr, constant))} have one value each"
-        raise ValueError(f"{which} in every row; leave out what tells nothing: --ignore {listed(constant)}")
+        raise ValueError(f"{which} in every row; leave out constant columns: --ignore {listed(constant)}")
 
     for name, texts in levels.items():
         if len(texts) > max(50, len(table) // 2):
@@ -177,7 +177,7 @@ def _is_constant(column: Column, levels: Sequence[str] | None) -> bool:
 
 
 def _check_no_index(table: CsvTable, numerical: Sequence[str]) -> None:
-    """Refuse columns that count the rows: the index that was saved with a table would be fitted as a quantity."""
+    """Refuse columns that count the rows: an index saved with a table would be fitted as a quantity."""
     if len(table) < _FEWEST_IN_ORDER:
         return
     for name in numerical:
@@ -191,7 +191,7 @@ def _check_no_index(table: CsvTable, numerical: Sequence[str]) -> None:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names as an option of the command takes them.
+    """Names in the form of a command-line option.
 
     Example:
         >>> print(listed(["age", "height, cm"]))
@@ -202,7 +202,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _doubtful(table: CsvTable, numerical: Sequence[str]) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Columns of few different whole numbers (how many), and of those that differ in every row."""
+    """Columns of few different whole numbers (with their number), and columns that differ in every row."""
     few, different = dict[str, int](), list[str]()
     for name in numerical:
         values = np.unique(table.columns[name].numbers)

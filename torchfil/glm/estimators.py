@@ -1,4 +1,4 @@
-"""Generalised linear models in scikit-learn's manner, computed in torch, with the Fisher information they release."""
+"""Generalised linear models like scikit-learn's, computed in torch, with the Fisher information they release."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 Attributes = Mapping[str, Sequence[Any] | slice]
 Reduce = Literal["max", "mean"] | float
 DEFAULT_GRID = 2**0.25  # between neighbouring σ: at most 19 % more noise than needed
-_MOST_VALUES = 1000  # that decide on σ, for its derivative to be worth while
+_MOST_VALUES = 1000  # values that may decide σ, so that its derivative is worthwhile
 
 
 class GeneralizedLinearModel(BaseEstimator):
@@ -46,8 +46,8 @@ class GeneralizedLinearModel(BaseEstimator):
         l2: λ ≥ 0.
         fit_intercept: Whether to add a column of ones; it is public and not penalised.
         tolerance: The largest entry of the gradient over n at which the fit counts as exact.
-        max_iterations: Newton steps at most.
-        device: Where to compute.
+        max_iterations: The largest number of Newton steps.
+        device: The device for the computation.
         solver: "newton", or "lbfgs": L-BFGS first, a Hessian only for the last steps (many columns).
 
     Attributes:
@@ -98,7 +98,7 @@ class GeneralizedLinearModel(BaseEstimator):
             names=[*(names or range(num_inputs)), "intercept"],
         )
 
-        # FIL speaks of these very examples: their weights and penalty are kept to recognise them.
+        # FIL is about exactly these examples: their weights and penalty are kept to recognise them.
         self._training_weight = weights
         self._training_ridge = objective.ridge
         self.n_features_in_ = num_inputs
@@ -136,8 +136,8 @@ class GeneralizedLinearModel(BaseEstimator):
     ) -> Tensor:
         """The perturbed parameters, the intercept last: Gaussian of deviation σ or Laplace of scale b.
 
-        The FIM of either is JᵀJ/scale²: a Laplace release of scale b carries the information 1/b² per coordinate. That
-        holds for a public scale: one computed from the data leaks itself, unless it is rounded (:meth:`sigma_for`).
+        The FIM of either is JᵀJ/scale²: a Laplace release of scale b carries the information 1/b² per coordinate. This
+        holds for a public scale: a scale computed from the data leaks, too, unless it is rounded (:meth:`sigma_for`).
 
         Returns:
             [p]; [classes, p] for a softmax.
@@ -157,8 +157,8 @@ class GeneralizedLinearModel(BaseEstimator):
         """The minimiser's dependence on the training examples (X, y), as fitted (same columns, same weights).
 
         Guarantees:
-            * All rows: refused unless the objective has on them, at w*, the gradient and the Hessian's diagonal of the
-              fit, up to what rounding the inputs to float32 changes. Their order matters only to weights that differ.
+            * All rows: they are refused unless, at w*, the objective has the same gradient and Hessian diagonal on them
+              as in the fit, up to rounding of the inputs to float32. Their order matters only if weights differ.
             * Fewer rows, with their ``sample_weight``: only the columns' names and number can be checked.
 
         Raises:
@@ -177,7 +177,7 @@ class GeneralizedLinearModel(BaseEstimator):
         if sample_weight is None:
             if len(weights) != len(self._training_weight):
                 raise ValueError(
-                    f"FIL speaks of the training examples: the model was fitted on {len(self._training_weight)}, got "
+                    f"FIL is about the training examples: the model was fitted on {len(self._training_weight)}, got "
                     f"{len(weights)}. Pass the training set, or sample_weight for a part of it."
                 )
             weights = self._training_weight
@@ -213,15 +213,15 @@ class GeneralizedLinearModel(BaseEstimator):
         Args:
             X: The training inputs, [n, d].
             y: The training targets, [n].
-            sigma: σ (or a Laplace release's scale b), public or rounded; see :meth:`sigma_for`.
+            sigma: σ (or the scale b of a Laplace release), public or rounded; see :meth:`sigma_for`.
             attributes: {name: columns (numbers, names or a slice)}; gives η of each attribute set for every example.
-            groups: One label per example; gives η of each group of examples together. The label of everybody, e.g.
-                ``["all"] * n``, gives that of the whole data set.
+            groups: One label per example; gives η of each group of examples together. One label for everybody, e.g.
+                ``["all"] * n``, gives η of the whole data set.
             private_target: Whether y is private.
             kind: "spectral": η = ‖J‖₂/σ. "trace": η̄ = ‖J‖_F/(σ sqrt(d)), d the number of private coordinates
                 (the square root of Guo et al.'s dFIL).
-            one_hot: Whether the attributes are one-hot: they move within the simplex only.
-            sample_weight: Of the examples given, where they are a part of the training set.
+            one_hot: Whether the attributes are one-hot, so that they move only within the simplex.
+            sample_weight: The examples' weights, if they are a part of the training set.
 
         Returns:
             An array [n]; with ``attributes`` a dict {name: [n]}; with ``groups`` a dict {group: η}.
@@ -231,10 +231,11 @@ class GeneralizedLinearModel(BaseEstimator):
         return fisher_information_loss([Release(sensitivity, sigma)], columns, groups, kind, one_hot)
 
     def mse_bound(self, X: Any, y: Any, sigma: float = 1.0, **options: Any) -> Any:
-        """1/η̄² of :meth:`fil` with ``kind="trace"``, same options and shapes.
+        """1/η̄² of :meth:`fil` with ``kind="trace"``, with the same options and shapes.
 
-        The least mean squared error per private coordinate, over the noise, of an unbiased attacker who sees w* +
-        N(0, σ²I) and knows all else. Biased ones can do better; :func:`torchfil.glm.guess` binds every attacker.
+        This is the least mean squared error per private coordinate, over the noise, of an unbiased attacker who sees
+        w* + N(0, σ²I) and knows everything else. Biased attackers can do better; :func:`torchfil.glm.guess` binds every
+        attacker.
         """
         return mse_bound_from_fil(self.fil(X, y, sigma, kind="trace", **options))
 
@@ -250,17 +251,17 @@ class GeneralizedLinearModel(BaseEstimator):
     ) -> float:
         """The σ at which the largest ("max"), mean, or a quantile (a number in (0, 1)) of η is at most ``target_eta``.
 
-        σ is rounded up to a public grid, the powers of 2^(1/4): at most 19 % more noise than needed. A σ computed from
-        the data and released unrounded leaks itself; see :mod:`torchfil.glm.chosen_noise`.
+        σ is rounded up to a public grid, the powers of 2^(1/4): at most 19 % more noise than needed. A σ that is
+        computed from the data and released unrounded leaks, too; see :mod:`torchfil.glm.chosen_noise`.
 
         Args:
             X: The training inputs, [n, d].
             y: The training targets, [n].
-            target_eta: The wanted η.
-            reduce: Over all values that :meth:`fil` gives.
-            grid: The factor between neighbouring σ of the grid; None: no rounding, and a warning of how much the choice
-                itself leaks.
-            **options: Of :meth:`fil`, ``attributes`` and ``groups`` included.
+            target_eta: The target η.
+            reduce: How to combine all values of :meth:`fil`.
+            grid: The factor between neighbouring σ of the grid; None: no rounding, and a warning that says how much the
+                choice itself leaks.
+            **options: Options of :meth:`fil`, including ``attributes`` and ``groups``.
         """
         if not target_eta > 0:
             raise ValueError(f"target_eta={target_eta} must be positive")
@@ -276,7 +277,7 @@ class GeneralizedLinearModel(BaseEstimator):
     def _warn_of_choice(
         self, X: Any, y: Any, sigma: float, eta: np.ndarray, decide: Mapping[int, float], options: Mapping[str, Any]
     ) -> None:
-        """Say what a σ computed from the data tells itself, where few enough values decide."""
+        """Warn how much a σ computed from the data reveals, if few enough values decide it."""
         how_much = ""
         if len(decide) <= _MOST_VALUES and len(X) == len(self._training_weight):
             settings = {name: value for name, value in options.items() if name != "sample_weight"}
@@ -316,7 +317,7 @@ class GeneralizedLinearModel(BaseEstimator):
                 "depends on the number of training examples: pass the training set"
             )
 
-        # What the theorem assumes; whatever fails is named.
+        # The theorem's assumptions; the error names those that fail.
         norms = np.linalg.norm(inputs, axis=1)
         reasons = {
             f"the {loss.name} loss has an unbounded derivative": loss.lipschitz is None,
@@ -356,7 +357,7 @@ class GeneralizedLinearModel(BaseEstimator):
         self.intercept_: float | np.ndarray = float(parameters[-1]) if self.fit_intercept else 0.0
 
     def column_numbers(self, columns: Sequence[Any] | slice) -> list[int]:
-        """The numbers of columns that are given by number, by name or as a slice, of the fitted model."""
+        """The numbers of columns of the fitted model, given by number, by name or as a slice."""
         if isinstance(columns, slice):
             return list(range(self.n_features_in_))[columns]
         names = list(getattr(self, "feature_names_in_", ()))
@@ -404,7 +405,7 @@ class GeneralizedLinearModel(BaseEstimator):
         return inputs, targets, weights
 
     def _check_names(self, X: Any) -> None:
-        """Refuse a table whose columns have other names, or another order, than those of the fit."""
+        """Refuse a table whose columns have other names, or another order, than in the fit."""
         given, fitted = list(getattr(X, "columns", ())), list(getattr(self, "feature_names_in_", ()))
         if not (given and fitted and all(isinstance(name, str) for name in [*given, *fitted])) or given == fitted:
             return
@@ -415,11 +416,11 @@ class GeneralizedLinearModel(BaseEstimator):
         )
 
     def _check_minimum(self, inputs: Tensor, targets: Tensor, weights: Tensor) -> None:
-        """Refuse data on which w* is no minimum, or one of another curvature (without l2, those of other weights).
+        """Refuse data on which w* is not a minimum, or has another curvature (which shows other weights without l2).
 
         The gradient may be as large as at the fit, plus a millionth of the sum of its terms' sizes: rounding the inputs
-        to float32 changes them by 6e-8. The Hessian's diagonal, for whose change under rounding the third derivative is
-        taken to be about as large as the second, may change ten times as much.
+        to float32 changes them by 6e-8. The Hessian's diagonal may change ten times as much, assuming that the third
+        derivative is about as large as the second.
         """
         loss, u = self._loss(), self._fit.weights
         margin = inputs @ u
@@ -447,7 +448,7 @@ class GeneralizedLinearModel(BaseEstimator):
 
 
 class _OwnLoss(GeneralizedLinearModel):
-    """A model that brings its loss."""
+    """A model with its own loss."""
 
     def __init__(
         self,
@@ -502,8 +503,8 @@ class LogisticRegression(ClassifierMixin, _OwnLoss):
 class SoftmaxRegression(ClassifierMixin, _OwnLoss):
     """Softmax regression, −log softmax(Wx)_y for any number of classes; see :class:`GeneralizedLinearModel`.
 
-    Of the minimisers, which differ by one vector added to every class, the shortest is taken: Σ_c w_c = 0. It is
-    released with noise on all classes × p entries. A private target moves within the simplex: classes − 1 coordinates.
+    The minimisers differ by one vector added to every class; the shortest one is used: Σ_c w_c = 0. It is released with
+    noise on all classes × p entries. A private target moves within the simplex: it has classes − 1 coordinates.
 
     Attributes:
         classes_: The labels.
@@ -528,7 +529,7 @@ class SoftmaxRegression(ClassifierMixin, _OwnLoss):
         return torch.softmax(torch.as_tensor(self.margin(X)), dim=1).numpy()
 
     def predict(self, X: Any) -> np.ndarray:
-        """The likeliest label."""
+        """The most likely label."""
         return self.classes_[self.margin(X).argmax(axis=1)]
 
     def _loss(self) -> Loss:

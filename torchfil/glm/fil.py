@@ -1,9 +1,10 @@
 r"""Fisher information of an output-perturbed generalised linear model, in closed form and without its Jacobian.
 
-The released parameters are U* + noise, U* ∈ R^{p×K} the minimiser, K the number of margins Uᵀx of an example (1, or
-one less than the classes of a softmax). With r_i = ∂ℓ/∂m ∈ R^K, M_i = ∂²ℓ/∂m² ∈ R^{K×K}, C_i = ∂²ℓ/∂m∂y ∈ R^{K×t}
-at U*, the Hessian's inverse A ∈ R^{pK×pK}, and E the map of the d private inputs into the p coordinates of x (an
-intercept is public), moving example i by z = (z_x, z_y) moves its gradient x_i r_iᵀ and the minimiser by
+The released parameters are U* + noise, where U* ∈ R^{p×K} is the minimiser and K the number of margins Uᵀx of an
+example (1, or one less than the number of classes of a softmax). With r_i = ∂ℓ/∂m ∈ R^K, M_i = ∂²ℓ/∂m² ∈ R^{K×K}, C_i =
+∂²ℓ/∂m∂y ∈ R^{K×t} at U*, the Hessian's inverse A ∈ R^{pK×pK}, and E the map of the d private inputs into the p
+coordinates of x (an intercept is public), moving example i by z = (z_x, z_y) moves its gradient x_i r_iᵀ and the
+minimiser by
 
     G_i z = E z_x r_iᵀ + x_i (M_i UᵀE z_x + C_i z_y)ᵀ ∈ R^{p×K},      J_i = −ω_i A G_i ∈ R^{pK×(d+t)}.
 
@@ -11,8 +12,8 @@ intercept is public), moving example i by z = (z_x, z_y) moves its gradient x_i 
 
     J_i J_iᵀ / ω_i² = b_i² S + a_i b_i (q_i vᵀ + v q_iᵀ) + γ_i q_i q_iᵀ
 
-is diagonal plus rank two in the eigenbasis of S: its largest eigenvalue is found by counting eigenvalues above a trial
-value (Sylvester's law of inertia), O(p) per trial. Nothing of size n×p×p is ever formed.
+is diagonal plus rank two in the eigenbasis of S. Its largest eigenvalue is found by counting eigenvalues above a trial
+value (Sylvester's law of inertia), in O(p) per trial. Nothing of size n×p×p is ever formed.
 
 **Several margins, or several releases.** The matrix J_iᵀJ_i ∈ R^{(d+t)×(d+t)} is formed for a few examples at a time.
 """
@@ -42,12 +43,12 @@ class Sensitivity:
     """How the minimiser of a fitted model depends on each example; the FIM about example i is JᵢᵀJᵢ/σ².
 
     Attributes:
-        X: The inputs with the intercept's column of ones, where there is one, last, [n, p].
+        X: The inputs; if there is an intercept, its column of ones comes last, [n, p].
         weights: U*, [p, K].
         inverse: A = H⁻¹, [pK, pK]; parameter (a, k) is row aK + k.
         residual: r = ∂ℓ/∂m, [n, K].
         curvature: M = ∂²ℓ/∂m², [n, K, K].
-        coupling: C = ∂²ℓ/∂m∂y, [n, K, t]; t = 0 where the target is public.
+        coupling: C = ∂²ℓ/∂m∂y, [n, K, t]; t = 0 if the target is public.
         sample_weight: ω, [n].
         num_inputs: d; p is d, or d + 1 with an intercept.
     """
@@ -120,14 +121,14 @@ class Sensitivity:
         return self.sample_weight.square() * result
 
     def diagonal(self, rows: slice) -> Tensor:
-        """diag(J_iᵀJ_i) of the examples ``rows``, [rows, d + t]: each private coordinate by itself, targets last."""
+        """diag(J_iᵀJ_i) of the examples ``rows``, [rows, d + t]: each private coordinate alone, targets last."""
         pushed, r, m, c = self._pushed(rows), self.residual[rows], self.curvature[rows], self.coupling[rows]
         inverse = self.inverse.view(-1, *self.weights.shape)[:, : self.num_inputs]  # [pK, d, K]
         overlap = pushed @ pushed.mT  # [rows, K, K]
         slopes = torch.cat([m @ self._input_weights.mT, c], dim=2)  # [rows, K, d + t]
         diagonal = torch.einsum("nka,nkl,nla->na", slopes, overlap, slopes)
 
-        # an input also moves the gradient by itself, E z_x rᵀ; a target does not
+        # an input also changes the gradient directly, E z_x rᵀ; a target does not
         mixed = torch.einsum("nlc,cak,nk->nla", pushed, inverse, r)
         squares = self._squares.diagonal(dim1=2, dim2=3)  # [K, K, d]
         diagonal[:, : self.num_inputs] += torch.einsum("nk,nl,kla->na", r, r, squares) + 2 * (
@@ -155,7 +156,7 @@ class Sensitivity:
         return self.sample_weight.square() * result
 
     def gram(self, rows: slice, columns: Sequence[int] | None = None) -> Tensor:
-        """J_iᵀJ_i of the examples ``rows``, [rows, d + t, d + t]; with ``columns`` about those inputs only."""
+        """J_iᵀJ_i of the examples ``rows``, [rows, d + t, d + t]; with ``columns``, only about those inputs."""
         index = torch.arange(self.num_inputs) if columns is None else torch.as_tensor(list(columns))
         index = index.to(self.X.device)
         pushed, r, m = self._pushed(rows), self.residual[rows], self.curvature[rows]
@@ -175,7 +176,7 @@ class Sensitivity:
         return self.sample_weight[rows].square()[:, None, None] * gram
 
     def gram_chunks(self, columns: Sequence[int] | None = None) -> Iterator[slice]:
-        """All examples, as many at a time as :meth:`gram` may hold."""
+        """All examples in chunks that :meth:`gram` can hold."""
         size = self.num_coordinates if columns is None else len(columns)
         width = self.inverse.shape[0] * self.weights.shape[1]
         return self._chunks(max(size**2, width), _GRAM_NUMBERS)

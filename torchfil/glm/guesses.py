@@ -1,12 +1,13 @@
 r"""What any attacker can tell from a released linear model: questions with finitely many answers, in closed form.
 
 With answer a, the minimiser is w*_a (see :mod:`torchfil.glm.refits`) and the release is N(w*_a, σ²I). The attacker sees
-the release and knows everything but the answer, the other records included. Telling normal laws apart is solved:
+the release and knows everything except the answer, including the other records. Telling normal distributions apart has
+a known solution:
 
     KL = Δ²/(2σ²),     TPR = Φ(Φ⁻¹(FPR) + Δ/σ),     Δ = ‖w*_a − w*_b‖.
 
-No attacker does better, biased or not, and the likelihood ratio does as well: bounds and attack are the same. The noise
-of the release, and for the accuracy the true answer (drawn from the prior), are what is random.
+No attacker does better, biased or not, and the likelihood ratio attains it: bound and attack are the same. Random are
+the noise of the release and, for the accuracy, the true answer (drawn from the prior).
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Guess:
     Attributes:
         answers: Their names, m of them.
         truth: The number of every record's own answer, [n].
-        prior: How likely the attacker holds each answer before seeing the release, [n, m].
+        prior: How likely the attacker considers each answer before seeing the release, [n, m].
         distances: Δ/σ between the answers' models, [n, m, m].
-        accuracy: How often the best attacker is right, answers drawn from the prior, [n]; no attacker is right more
-            often.
+        accuracy: How often the best attacker is right if answers are drawn from the prior, [n]; no attacker is right
+            more often.
         accuracy_error: Its numerical error (a standard error), [n]; 0 for two and three answers.
     """
 
@@ -53,7 +54,7 @@ class Guess:
 
     @property
     def prior_accuracy(self) -> np.ndarray:
-        """How often naming the likeliest answer without seeing the model is right, [n]."""
+        """How often the most likely answer is right without seeing the model, [n]."""
         return self.prior.max(axis=1)
 
     @property
@@ -62,14 +63,14 @@ class Guess:
         return self._from_truth() ** 2 / 2
 
     def true_positive_rate(self, false_positive_rate: float, answer: int | str | None = None) -> np.ndarray:
-        """How often the best test names a record's own answer, [n], which names it so often where another is true.
+        """How often the best test names a record's own answer, [n], at this rate of naming it wrongly.
 
         Φ(Φ⁻¹(FPR) + Δ/σ): exact, and attained by the likelihood ratio.
 
         Args:
             false_positive_rate: In (0, 1).
             answer: The other answer, by number or name (FPR for the records whose own it is); None: for each record
-                the one that is told most easily from its own.
+                the one that is easiest to tell from its own.
         """
         if not 0 < false_positive_rate < 1:
             raise ValueError(f"false_positive_rate={false_positive_rate} must lie between 0 and 1")
@@ -80,8 +81,8 @@ class Guess:
     def table(self, false_positive_rate: float = 0.01) -> dict[str, np.ndarray]:
         """One column [n] each: ``prior_accuracy``, ``accuracy``, ``divergence``, ``true_positive_rate``.
 
-        The last two are those of the answer that is told most easily from the record's own. ``pandas.DataFrame`` takes
-        the table as it is.
+        The last two are for the answer that is easiest to tell from the record's own. Pass the table to
+        ``pandas.DataFrame``.
         """
         return {
             "prior_accuracy": self.prior_accuracy,
@@ -98,7 +99,7 @@ class Guess:
             return self.answers.index(answer)
         if isinstance(answer, int) and 0 <= answer < len(self.answers):
             return answer
-        raise ValueError(f"answer={answer!r} is none of {list(self.answers)}; give one of these, or its number")
+        raise ValueError(f"answer={answer!r} is not one of {list(self.answers)}; give one of these, or its number")
 
 
 def guess(
@@ -113,8 +114,8 @@ def guess(
 ) -> Guess:
     """How well any attacker can answer a question about each record from the release w* + N(0, σ²I).
 
-    The attacker knows the training procedure (σ and the sample weights included) and everything but the answer for the
-    one record. Exact: the best attacker attains these numbers.
+    The attacker knows the training procedure (including σ and the sample weights) and everything except the answer for
+    this record. The numbers are exact: the best attacker attains them.
 
     Args:
         model: A fitted model of one margin.
@@ -122,8 +123,8 @@ def guess(
         y: The training targets, [n].
         question: ``NominalAttribute``, ``Label``, ``Shift``, ``Absent`` of :mod:`torchfil.glm.questions`, or your own.
         sigma: σ of the release.
-        prior: How likely each answer is before the model is seen, [m] or [n, m]. None: as common as it is among the
-            records; "uniform": all alike.
+        prior: How likely each answer is before the model is seen, [m] or [n, m]. None: as common as among the records;
+            "uniform": all equal.
         progress: Whether to show a progress bar.
 
     Example:
@@ -156,7 +157,7 @@ def guess(
 
 
 def _checked_prior(prior: Any, n: int, m: int) -> np.ndarray:
-    """As [n, m]."""
+    """The checked prior as [n, m]."""
     chances = as_array(prior).astype(float)
     if chances.shape not in ((m,), (n, m)):
         raise ValueError(

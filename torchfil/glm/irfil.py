@@ -1,8 +1,8 @@
 """Iteratively reweighted Fisher information loss: weights that make everybody leak alike (Hannun et al. 2021).
 
-Alike, **the weights held fixed**: η is that of a fit whose ω does not move with the data. But ω was computed from them,
-and moves: with its derivative, the η of single examples was 0.87 to 1.44 times the one reported (least squares), and up
-to 2.27 times (logistic, inputs only). The reweighted model leaks nearly alike, not exactly.
+They leak alike **with the weights held fixed**: η is that of a fit whose ω does not depend on the data. But ω was
+computed from the data: with its derivative, the η of single examples was 0.87 to 1.44 times the reported one (least
+squares), and up to 2.27 times (logistic, inputs only). The reweighted model leaks nearly alike, not exactly.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class IRFIL:
 
     Attributes:
         model: The model at the last weights.
-        sample_weight: ω, [n], of mean 1. Computed from private data: confidential, like η.
+        sample_weight: ω, [n], with mean 1. It is computed from private data and confidential, like η.
         etas: η of every example at each round, the unweighted fit first, ω held fixed, [rounds + 1, n].
-        spread: The standard deviation, at each round, of what is equalised: η over examples, or its mean over groups.
+        spread: The standard deviation, at each round, of the equalised numbers: η of examples, or mean η of groups.
         converged: Whether the spread fell to the tolerance.
     """
 
@@ -55,19 +55,20 @@ def iteratively_reweighted_fil(
     clamp: tuple[float, float] = (0.0, np.inf),
     progress: bool = False,
 ) -> IRFIL:
-    """ω ← n (ω/η) / Σ(ω/η), refit, repeat: at a fixed point all η are equal, the weights held fixed.
+    """ω ← n (ω/η) / Σ(ω/η), refit, repeat: at a fixed point all η are equal, with the weights held fixed.
 
-    That ω itself depends on the data is not in η; see :mod:`torchfil.glm.irfil` for how much that is.
+    η does not include that ω itself depends on the data; see :mod:`torchfil.glm.irfil` for how much this matters.
 
     Args:
-        model: An estimator; a clone of it is fitted, itself left alone.
+        model: An estimator; a clone of it is fitted, and the original stays unchanged.
         X: Inputs, [n, d].
         y: Targets, [n].
-        rounds: Reweightings at most.
+        rounds: The largest number of reweightings.
         groups: None equalises η over examples. One label per example (or "class": the targets) gives all examples of
             a group one weight and equalises the groups' mean η.
-        attribute: The columns (numbers, names or a slice) of the attribute whose η is meant; None: the whole example.
-        one_hot: Whether that attribute moves within the simplex only.
+        attribute: The columns (numbers, names or a slice) of the attribute whose η is equalised; None: the whole
+            example.
+        one_hot: Whether that attribute is one-hot, so that it moves only within the simplex.
         private_target: Whether y is private (without ``attribute``).
         kind: Which η, as in :meth:`GeneralizedLinearModel.fil`.
         tolerance: Stop when the spread over the mean η falls to it.

@@ -20,11 +20,11 @@ class Loss(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name for messages."""
 
     @property
     def lipschitz(self) -> float | None:
-        """The largest ‖∂ℓ/∂m‖₂ over all margins and targets in range, or None where it is unbounded."""
+        """The largest ‖∂ℓ/∂m‖₂ over all margins and targets in range, or None if it is unbounded."""
 
     def losses(self, margin: Tensor, y: Tensor) -> Tensor:
         """ℓ, [n]."""
@@ -44,12 +44,12 @@ class MarginLoss:
     """ℓ(m, y), convex in the one margin m = wᵀx, elementwise on tensors.
 
     Attributes:
-        name: For messages.
+        name: The name for messages.
         value: ℓ.
         first: b = ∂ℓ/∂m.
         second: a = ∂²ℓ/∂m² ≥ 0.
         target_sensitivity: c = −∂²ℓ/∂m∂y (1 for the squared, logistic and Poisson losses).
-        lipschitz: sup abs(∂ℓ/∂m) over all margins and targets in range, or None where it is unbounded.
+        lipschitz: sup abs(∂ℓ/∂m) over all margins and targets in range, or None if it is unbounded.
     """
 
     name: str
@@ -88,8 +88,8 @@ class MarginLoss:
 class SoftmaxLoss:
     """−Σ_c y_c log softmax(Bm)_c for targets y in the simplex of ``classes`` corners.
 
-    A softmax does not notice a number added to all its logits, so weights W are determined up to W + v1ᵀ. Of the
-    minimisers the shortest has W1 = 0: W = UBᵀ, B ∈ R^{classes×K} an orthonormal basis of 1⊥, K = classes − 1. The
+    A softmax does not change if a number is added to all its logits, so weights W are determined up to W + v1ᵀ. The
+    shortest minimiser has W1 = 0: W = UBᵀ, with B ∈ R^{classes×K} an orthonormal basis of 1⊥, K = classes − 1. The
     margins are those of U: strictly convex, ‖U‖ = ‖W‖, and W's Jacobian has the same Gram matrix as U's. The target
     moves within the simplex: its t = K coordinates are those along B.
     """

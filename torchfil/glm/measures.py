@@ -27,7 +27,7 @@ Kind = Literal["spectral", "trace"]
 
 @dataclass(frozen=True)
 class Release:
-    """A minimiser with noise of that scale: Gaussian of deviation σ, or Laplace of scale b; FIM JᵀJ/scale²."""
+    """A minimiser with noise: Gaussian with standard deviation σ, or Laplace with scale b; its FIM is JᵀJ/scale²."""
 
     sensitivity: Sensitivity
     scale: float
@@ -47,11 +47,11 @@ def fisher_information_loss(
     """η of I = Σ_k J_kᵀJ_k/σ_k²: sqrt(‖I‖₂), or sqrt(tr(I)/d) with ``kind="trace"``.
 
     Args:
-        releases: Of models fitted on the same examples.
+        releases: Releases of models fitted on the same examples.
         attributes: {name: column numbers}.
         groups: One label per example.
         kind: Which norm.
-        one_hot: Whether attributes move within the simplex only (Σ = 0).
+        one_hot: Whether attributes move only within the simplex (Σ = 0).
 
     Returns:
         An array [n]; with ``attributes`` a dict {name: [n]}; with ``groups`` a dict {group: η}.
@@ -68,7 +68,7 @@ def fisher_information_loss(
 
 
 def mse_bound_from_fil(eta: Any) -> Any:
-    """1/η² of a ``kind="trace"`` loss, in the same shape; infinite where nothing leaks.
+    """1/η² of a ``kind="trace"`` loss, in the same shape; infinite if nothing leaks.
 
     No unbiased attacker has a smaller mean squared error per coordinate, over the noise: tr(I⁻¹)/d ≥ d/tr(I).
 
@@ -84,13 +84,13 @@ def mse_bound_from_fil(eta: Any) -> Any:
 
 
 def information_by_coordinate(releases: Sequence[Release]) -> Iterator[tuple[slice, np.ndarray]]:
-    """I_jj of every private coordinate, targets last, some examples at a time: which, and [rows, d + t].
+    """I_jj of every private coordinate, targets last, in chunks of examples: their rows, and [rows, d + t].
 
-    1/sqrt(I_jj) is the least error of an unbiased attacker who knows all other coordinates; over s of them,
-    ``kind="trace"`` is the root of their mean.
+    1/sqrt(I_jj) is the least error of an unbiased attacker who knows all other coordinates; ``kind="trace"`` is the
+    root of the mean of I_jj over the chosen coordinates.
 
     Args:
-        releases: Of models fitted on the same examples.
+        releases: Releases of models fitted on the same examples.
     """
     for rows in _chunks(releases):
         parts = [release.sensitivity.diagonal(rows) / release.scale**2 for release in releases]
@@ -126,7 +126,7 @@ def _of_attribute(releases: Sequence[Release], columns: Sequence[int], kind: Kin
 
 
 def _reduced(gram: Tensor, one_hot: bool, kind: Kind) -> Tensor:
-    """‖·‖₂ or tr/size of matrices [rows, size, size], on the simplex's directions where ``one_hot``."""
+    """‖·‖₂ or tr/size of matrices [rows, size, size]; with ``one_hot``, in the simplex's directions."""
     if one_hot:
         basis = tangent_basis(gram.shape[1]).to(gram)
         gram = basis.mT @ gram @ basis

@@ -1,8 +1,8 @@
 """Questions with finitely many answers about one record of a linear model's training set.
 
-Each says, for every record, what it would be at each of the m answers, which of them is true, and how common they are:
-which level a nominal attribute has, which label, whether a number is what it is or so much more, whether the record is
-there at all. :func:`torchfil.glm.guess` tells how often the best attacker answers rightly.
+A question says, for every record, what it would be under each of the m answers, which answer is true, and how common
+the answers are. It may ask which level a nominal attribute has, which label, whether a number is larger by some amount,
+or whether the record is there at all. :func:`torchfil.glm.guess` computes how often the best attacker is right.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Asked:
 
     Attributes:
         answers: Their names, m of them.
-        alternatives: What each record is at each answer, m of them.
+        alternatives: What each record would be under each of the m answers.
         truth: The number of every record's own answer, [n].
-        shares: How common each answer is among the records; all alike where the data do not tell, [m].
+        shares: How common each answer is among the records; equal if the data do not show it, [m].
     """
 
     answers: tuple[str, ...]
@@ -42,7 +42,7 @@ class Asked:
 
 
 class Question(Protocol):
-    """Something with finitely many answers that an attacker wants to know of a record."""
+    """Something with finitely many answers that an attacker wants to know about a record."""
 
     def ask(self, view: GLMView) -> Asked:
         """The answers for every record of a training set."""
@@ -54,8 +54,8 @@ class NominalAttribute:
 
     Attributes:
         columns: Its c columns.
-        codes: What they hold at each level, [k, c].
-        names: The levels' names; their codes otherwise.
+        codes: The columns' values for each level, [k, c].
+        names: The levels' names; by default their codes.
 
     Example:
         >>> NominalAttribute([1], np.array([[0.0], [1.0]])).levels(np.array([[5.0, 1.0], [6.0, 0.0]]))
@@ -76,7 +76,7 @@ class NominalAttribute:
         """The number of every row's level, [n].
 
         Raises:
-            ValueError: A row's columns hold no level's code.
+            ValueError: A row's columns do not hold the code of any level.
         """
         values = as_array(X).astype(float)[:, list(self.columns)]
         where = f"columns {list(self.columns)}"
@@ -93,10 +93,10 @@ class NominalAttribute:
 
 @dataclass(frozen=True, eq=False)
 class Label:
-    """Which of these values has the target?
+    """Which of these values does the target have?
 
     Attributes:
-        values: Of the target, k of them: ``(0, 1)`` for a logistic regression.
+        values: The k values of the target: ``(0, 1)`` for a logistic regression.
         names: The values' names.
     """
 
@@ -114,11 +114,11 @@ class Label:
 
 @dataclass(frozen=True, eq=False)
 class Shift:
-    """Is a number what it is, or so much more?
+    """Is a number as it is, or larger by some amount?
 
     Attributes:
-        by: How much more.
-        column: Of which column; None: of the target.
+        by: The amount.
+        column: The column; None: the target.
     """
 
     by: float
@@ -143,7 +143,7 @@ class Absent:
 
 
 def _against(view: GLMView, other: Alternative, own_name: str, other_name: str) -> Asked:
-    """The record as it is against one alternative; neither is known to be commoner."""
+    """The record as it is against one alternative; neither is known to be more common."""
     own = Alternative(view.X, view.y)
     return Asked((own_name, other_name), [own, other], np.zeros(len(view.X), dtype=int), np.full(2, 0.5))
 
@@ -154,7 +154,7 @@ def _places(values: np.ndarray, codes: np.ndarray, where: str, remedy: str) -> n
     if not equal.any(axis=1).all():
         wrong = int(equal.any(axis=1).argmin())
         raise ValueError(
-            f"row {wrong} holds {values[wrong].tolist()} in {where}, which is none of the {codes.tolist()} {remedy}"
+            f"row {wrong} holds {values[wrong].tolist()} in {where}, which is not one of the {codes.tolist()} {remedy}"
         )
     return equal.argmax(axis=1)
 

@@ -1,18 +1,18 @@
 r"""The minimisers of a generalised linear model with one example changed, without a refit for each.
 
-Changing example i from (x, y) of weight ω to (x′, y′) of weight ω′ (0 where it is left out) changes the objective's
+Changing example i from (x, y) with weight ω to (x′, y′) with weight ω′ (0 if it is left out) changes the objective's
 gradient at w* from 0 to g = ω′b′x′ − ωbx and its Hessian by two rank-one terms, b = ℓ′(w*ᵀx, y), a = ℓ″(w*ᵀx, y) and
 b′, a′ at (x′, y′):
 
     H′ = H + U S Uᵀ,  U = [x′, x],  S = diag(ω′a′, −ωa),
     H′⁻¹ = A − A U (I + S UᵀA U)⁻¹ S UᵀA,  A = H⁻¹.
 
-Without example i the penalty is (n − 1)λ: H is then less by λP, and g by λPw*, the same for every example.
+Without example i the penalty is (n − 1)λ: H is then smaller by λP, and g by λPw*, the same for every example.
 
-Δ = −H′⁻¹g is exact for least squares, O(p²) an example. For other losses it is a Newton step. Steps with the same H′
-follow: first, where p³ numbers are few, with the gradient of the other examples to second order, HΔ + ½T[Δ, Δ], T the
-third derivative at w*; then with the true gradient at w* + Δ, many examples in one matrix product, until they do not
-matter.
+Δ = −H′⁻¹g is exact for least squares, in O(p²) per example. For other losses it is a Newton step. More steps with the
+same H′ follow: first, if p³ numbers are few, with the gradient of the other examples to second order, HΔ + ½T[Δ, Δ], T
+the third derivative at w*; then with the true gradient at w* + Δ, many examples in one matrix product, until the steps
+no longer matter.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _CHUNK_ARRAYS = 16
 _THIRD_NUMBERS = 2**21  # the most entries of the third derivative
 _SURROGATE_STEPS = 2
 _MOST_STEPS = 30
-_SINGULAR = 1e-9  # det H′ / det H, below which the minimiser counts as not unique
+_SINGULAR = 1e-9  # below this det H′ / det H, the minimiser counts as not unique
 
 
 @dataclass(frozen=True, eq=False)
 class Alternative:
-    """What could stand in the training set instead of each example.
+    """What could be in the training set instead of each example.
 
     Attributes:
-        inputs: x′, the intercept's column of ones included, [n, p].
+        inputs: x′, including the intercept's column of ones, [n, p].
         targets: y′, [n].
-        present: False where the example is left out, as by a fit to the n − 1 others; x′ and y′ are then its own.
+        present: False if the example is left out, as in a fit to the n − 1 others; x′ and y′ are then its own.
     """
 
     inputs: Tensor
@@ -58,7 +58,7 @@ class Alternative:
         return cls(inputs, view.y)
 
     def changed(self, view: GLMView) -> Tensor:
-        """The examples that differ from what they are, [at most n]."""
+        """The examples that the alternative changes, [at most n]."""
         if not self.present:
             return torch.arange(len(view.X), device=view.X.device)
         return ((self.inputs != view.X).any(dim=1) | (self.targets != view.y)).nonzero().flatten()
@@ -67,19 +67,19 @@ class Alternative:
 def minimiser_changes(
     view: GLMView, alternatives: Sequence[Alternative], *, tolerance: float = 1e-9, progress: bool = False
 ) -> Tensor:
-    """How far the minimiser moves when one example is changed, for every example and every alternative.
+    """How much the minimiser changes if one example is changed, for every example and every alternative.
 
     Args:
         view: The fitted model on its training set.
-        alternatives: What each example could be instead, m of them.
+        alternatives: The m alternatives for each example.
         tolerance: The error of a weight, over 1 + max|w*|, at which to stop; least squares is exact.
         progress: Whether to show a progress bar.
 
     Returns:
-        w*(alternative k instead of example i) − w*, [n, m, p]; 0 where they are the same.
+        w*(alternative k instead of example i) − w*, [n, m, p]; 0 if they are the same.
 
     Raises:
-        ValueError: Some example changed leaves no unique minimiser, or none that Newton steps find.
+        ValueError: With some example changed there is no unique minimiser, or Newton steps do not find it.
     """
     n, p = view.X.shape
     result = view.X.new_zeros(n, len(alternatives), p)
@@ -106,7 +106,7 @@ def minimiser_changes(
 
 @dataclass(frozen=True)
 class _Base:
-    """What all examples' updates start from: the penalty without an example, or as it is."""
+    """The start of all examples' updates: the penalty without an example, or the full one."""
 
     ridge_change: Tensor  # −λ where the example is left out, and 0 for an intercept, [p]
     inverse: Tensor  # A, [p, p]
@@ -163,7 +163,7 @@ class _Update:
         return factors[:, :1] * self.new_pushed + factors[:, 1:] * self.old_pushed - pushed
 
     def own_gradient(self, view: GLMView, change: Tensor) -> Tensor:
-        """What the change of each example adds to its objective's gradient at w* + change, [m, p]."""
+        """What the change of each example adds to the objective's gradient at w* + change, [m, p]."""
         weights = view.weights + change
         new = self.new_weight * view.loss.first((self.new * weights).sum(dim=1), self.new_target)
         old = view.sample_weight[self.rows] * view.loss.first((self.old * weights).sum(dim=1), view.y[self.rows])
@@ -180,9 +180,9 @@ def _third_derivative(view: GLMView) -> Tensor:
 
 
 def _refined(view: GLMView, update: _Update, change: Tensor, third: Tensor | None, limit: float) -> Tensor:
-    """Newton steps with the Hessian of the first, until the next would be below the limit for every example.
+    """Newton steps with the Hessian of the first step, until the next would be below the limit for every example.
 
-    The first of them over the change before it tells the rate at which they shrink.
+    The first step divided by the change before it gives the rate at which steps shrink.
     """
     before = change.abs().amax(dim=1).clamp(min=1e-300)
     rate: Tensor | None = None

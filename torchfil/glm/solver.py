@@ -65,13 +65,13 @@ class Objective:
         return self.X.mT @ (self.sample_weight[:, None] * residual) + self.ridge * weights
 
     def margins_over_targets(self, weights: Tensor) -> Tensor:
-        """The largest margin, over the largest target where that exceeds 1; a scalar."""
+        """The largest margin, divided by the largest target if that exceeds 1; a scalar."""
         return (self.X @ weights).abs().max() / self.y.abs().max().clamp(min=1)
 
     def gradient_terms(self, weights: Tensor) -> Tensor:
-        """The sizes of what the gradient's entries are sums of, of which rounding leaves a share, [p, K].
+        """The total size of the terms of each gradient entry, [p, K]; rounding leaves a share of it.
 
-        A margin's own terms count, too: by the curvature, their rounding reaches the residual.
+        A margin's own terms count, too: through the curvature, their rounding affects the residual.
         """
         margin, sizes = self.X @ weights, self.X.abs()
         curvature = self.loss.curvature(margin, self.y).abs()
@@ -95,7 +95,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Fit:
-    """A minimiser with what is known of it.
+    """A minimiser with what is known about it.
 
     Attributes:
         weights: U*, [p, K].
@@ -125,14 +125,14 @@ def minimise(
 
     Args:
         objective: What to minimise.
-        tolerance: Where to stop: at entries of the gradient over n of this size, or of this share of the sizes of their
-            own terms where those exceed 1 (columns in metres and dollars).
-        max_iterations: Newton steps at most.
+        tolerance: Stop if the gradient's entries over n are below this, or below this share of the size of their terms
+            if that exceeds 1 (columns in metres and dollars).
+        max_iterations: The largest number of Newton steps.
         solver: "newton"; "lbfgs" runs L-BFGS first, so that only the last few steps need a Hessian (many columns).
         names: The columns' names, for messages.
 
     Raises:
-        SingularHessianError: Collinear columns without regularisation; the text names them.
+        SingularHessianError: Collinear columns without regularisation; the message names them.
         NotConvergedError: The tolerance was not reached (separable data without regularisation).
     """
     n, p = objective.X.shape
@@ -152,7 +152,7 @@ def minimise(
         if size <= tolerance and float(step.abs().max()) <= 1e-5 * (1 + float(weights.abs().max())):
             return Fit(weights, hessian, float(gradient.abs().max()) / n, iteration)
 
-        # Halve the step until it helps (Armijo), unless what it could gain is rounding.
+        # Halve the step until it helps (Armijo), unless the possible gain is below rounding.
         decrease = float((gradient * step).sum())
         length = 1.0
         while length > 1e-10:
@@ -207,7 +207,7 @@ def _lbfgs(objective: Objective, start: Tensor) -> Tensor:
 
 
 def _factor(hessian: Tensor, objective: Objective, names: Sequence[Any] | None) -> Tensor:
-    """Its Cholesky factor, if the Hessian is regular whatever the columns' scales."""
+    """The Cholesky factor of the Hessian, which must be regular whatever the columns' scales."""
     scale = hessian.diagonal().clamp(min=1e-300).sqrt()
     pivots, failed = torch.linalg.cholesky_ex(hessian / scale / scale[:, None])
     if int(failed) == 0 and float(pivots.diagonal().min()) > 1e-6:

@@ -1,4 +1,4 @@
-"""A fitted generalised linear model with its training set, as an attacker has it who knows all but one example."""
+"""A fitted generalised linear model with its training set, as seen by an attacker who knows all examples except one."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["GLMView", "numbers_at_once"]
 
 @dataclass(frozen=True)
 class GLMView:
-    """w* = argmin Σ ω_i ℓ(wᵀx_i, y_i) + ½ Σ ridge_j w_j², with what its minimum is made of.
+    """w* = argmin Σ ω_i ℓ(wᵀx_i, y_i) + ½ Σ ridge_j w_j², with the parts that determine its minimum.
 
     Attributes:
         loss: ℓ of one margin.
-        X: The training inputs, the intercept's column of ones last where there is one, [n, p].
+        X: The training inputs; if there is an intercept, its column of ones comes last, [n, p].
         y: [n].
         sample_weight: ω, [n].
         ridge: nλ, and 0 for an intercept, [p].
         weights: w*, [p].
-        hessian: At w*, [p, p].
+        hessian: The Hessian at w*, [p, p].
         num_inputs: d; p is d, or d + 1 with an intercept.
     """
 
@@ -41,7 +41,7 @@ class GLMView:
 
     @classmethod
     def build(cls, model: GeneralizedLinearModel, X: Any, y: Any) -> GLMView:
-        """Of a fitted model and the training set it was fitted on, with the weights of that fit.
+        """From a fitted model and its training set, with the weights of that fit.
 
         Raises:
             ValueError: The model is not fitted, has several margins (a softmax), or was fitted on other data.
@@ -74,7 +74,7 @@ class GLMView:
             model.n_features_in_,
         )
 
-        # The attack takes the gradient to vanish at the weights; on other data it does not.
+        # The attack assumes that the gradient vanishes at the weights; on other data it does not.
         size = float(view.gradient(view.weights[None]).abs().max()) / len(inputs)
         if size > 1e-6 + 100 * model.tolerance:
             raise ValueError(
@@ -89,15 +89,15 @@ class GLMView:
         return self.loss.first(margin.flatten(), targets.flatten()).view_as(margin)
 
     def gradient(self, weights: Tensor) -> Tensor:
-        """Of the objective at k weights, [k, p] for [k, p]."""
+        """The gradient of the objective at k weights, [k, p] for [k, p]."""
         residual = self.sample_weight[:, None] * self.first(self.X @ weights.mT)
         return residual.mT @ self.X + self.ridge * weights
 
 
 def numbers_at_once(device: torch.device, on_cpu: int, arrays: int) -> int:
-    """How large arrays of double precision may be.
+    """The largest size of arrays in double precision.
 
-    On a GPU ``arrays`` of them take a quarter of the memory that is free, on a CPU they hold ``on_cpu`` numbers.
+    On a GPU, ``arrays`` of them take a quarter of the free memory; on a CPU, each holds ``on_cpu`` numbers.
     """
     if device.type != "cuda":
         return on_cpu

@@ -12,20 +12,20 @@ from torchfil.utils.trees import tensors_of
 
 __all__ = ["Places", "with_alternatives"]
 
-Places = tuple[tuple[str, tuple[int | None, ...]], ...]  # by question: which alternative each answer is; None: absent
+Places = tuple[tuple[str, tuple[int | None, ...]], ...]  # by question: the alternative of each answer; None: absent
 LayOut = Callable[[tuple[Any, ...], Mapping[str, Any], Any], Examples]
 
 
 def with_alternatives(
     examples: Examples, questions: Mapping[str, Question], lay_out: LayOut, *, check_values: bool
 ) -> tuple[Examples, Places]:
-    """The examples with what the questions make of them.
+    """The examples with their alternatives, as the questions define them.
 
     Args:
         examples: A batch.
         questions: By name.
-        lay_out: From positional and keyword inputs and targets to examples.
-        check_values: Whether to look for NaN and infinity, which waits for the device.
+        lay_out: Makes examples from positional inputs, keyword inputs and targets.
+        check_values: Whether to look for NaN and infinity, which has to wait for the device.
 
     Raises:
         ValueError: An alternative has another form or shape than the batch, or is not finite.

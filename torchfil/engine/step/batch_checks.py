@@ -1,4 +1,4 @@
-"""Does a step get the batch that was read, and each example in its own row?"""
+"""Does a step get the batch that was read, with each example in its own row?"""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = ["STEPS_BETWEEN_LOOKS", "BatchChecks", "nothing"]
 
 logger = logging.getLogger(__name__)
 
-STEPS_BETWEEN_LOOKS = 128  # at what costs too much to look at each step; at the start more often
+STEPS_BETWEEN_LOOKS = 128  # steps between expensive checks; they are more frequent at the start
 
 
 def nothing() -> None:
-    """No look to take."""
+    """Nothing to check."""
 
 
 class BatchChecks:
-    """Compares what the model is given with the batches that the loader gave.
+    """Compares the model's inputs with the batches from the loader.
 
     Args:
         replica: The model.
         options: How the run is accounted for.
-        tracker: Knows the batches that were read.
+        tracker: Knows which batches were read.
     """
 
     def __init__(self, replica: Replica, options: RunOptions, tracker: BatchTracker) -> None:
@@ -47,14 +47,14 @@ class BatchChecks:
         self._told_view = False
 
     def moved(self, tree: Any) -> Any:
-        """The same with its tensors on the model's device."""
+        """The same, with its tensors on the model's device."""
         return map_tensors(lambda leaf: leaf.to(self.replica.device), tree)
 
     def begin_batch_check(self, inputs: Any, targets: Any) -> Callable[[], None]:
-        """Begin to look whether a step is given a batch read before the last; what is returned raises if so.
+        """Begin to check whether a step got an earlier batch than the last one read; the result raises if so.
 
-        Inputs decide, or targets where the inputs are no batch's (they were augmented): those of the last batch are
-        right, those of an earlier one are not, and nothing is said of others. Of rows the first and the last count.
+        Inputs decide, or targets if the inputs match no batch (they were augmented). A match with the last batch is
+        right, a match with an earlier batch is wrong, and anything else passes. The first and last rows are compared.
         """
         now, given = _tensors(self.tracker.batch), _tensors(inputs)
         if any(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a in given for b in now):
@@ -84,10 +84,10 @@ class BatchChecks:
     def check_rows(self, forward: ForwardPass) -> None:
         """Now and then, raise if the model's inputs are made from several rows of the batch that was read.
 
-        What is made from each row alone is logged once: the numbers are about the view that the model saw.
+        If each row was changed on its own, this is logged once: the numbers are about the view that the model saw.
 
         Raises:
-            RuntimeError: With what was found: mixup, another order, statistics of the batch.
+            RuntimeError: The rows are mixed; it says how: mixup, another order, statistics of the batch.
         """
         self._until_rows -= 1
         if self._until_rows >= 0 or self.options.batch_to_inputs is not None:
@@ -95,7 +95,7 @@ class BatchChecks:
         self._row_looks += 1
         self._until_rows = min(2**self._row_looks, STEPS_BETWEEN_LOOKS)
 
-        own = False  # whether an input is the loader's
+        own = False  # whether an input comes from the loader
         for given in _tensors((forward.args, forward.kwargs)):
             for rows in _tensors(forward.batch):
                 if given.shape != rows.shape or given.dtype != rows.dtype:
@@ -118,7 +118,7 @@ class BatchChecks:
             )
 
     def check_calls_for_refresh(self, forward: ForwardPass) -> None:
-        """Raise if norms must be refreshed and the loop calls the model with other inputs than a batch's."""
+        """Raise if norms must be refreshed, but the loop calls the model with inputs that are not a batch's."""
         every = self.options.accounting.norm_refresh
         if every is None:
             return
@@ -136,14 +136,14 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _looked_at(leaf: Tensor) -> Tensor:
-    """All numbers of a vector; the first and the last row of anything larger."""
+    """The numbers to compare: all of a vector; the first and the last row of anything larger."""
     return leaf if leaf.ndim == 1 else leaf[[0, -1]]
 
 
 def _any_alike(some: list[Tensor], others: list[Tensor], device: torch.device) -> Tensor:
-    """Whether any of them, on ``device``, has the numbers of any other of its shape and dtype; see ``_looked_at``.
+    """Whether any two, on ``device``, have the same shape, dtype and numbers; see ``_looked_at``.
 
-    A tensor of one number throughout, such as labels of a single class, is no sign of anything.
+    A constant tensor, such as labels of a single class, does not count.
     """
     pairs = [
         (_looked_at(a), _looked_at(b).to(device))

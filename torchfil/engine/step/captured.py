@@ -27,16 +27,16 @@ __all__ = ["BUCKETS", "Begun", "CapturedPasses", "OutputLook"]
 
 logger = logging.getLogger(__name__)
 
-OutputLook = Callable[[tuple[Tensor, ...]], None]  # is given the gradients at the outputs as soon as they stand
+OutputLook = Callable[[tuple[Tensor, ...]], None]  # receives the gradients at the outputs as soon as they are ready
 
 _MOST_GRAPHS = 48
-_GRAPHS_AT_ONCE = 16  # that are captured at their first use
+_GRAPHS_AT_ONCE = 16  # graphs that are captured at their first use
 _USES_BEFORE_CAPTURING = 3  # of further ones
 _MOST_ASKED = 256
 BUCKETS = 8  # graphs' batch sizes are multiples of an eighth of the expected batch
 _USES_BEFORE_COMPILING = 16
 _SHARE_BEFORE_COMPILING = 0.125  # of the batches so far
-_FURTHER_PADDING = 1.25  # a compiled pass for up to so many times the size serves, too
+_FURTHER_PADDING = 1.25  # a compiled pass may be larger than needed by this factor
 _MOST_PARTS_TO_COMPILE = 8  # of a pass's probes: each part is compiled separately, whatever the number of its probes
 
 
@@ -50,10 +50,10 @@ class CapturedPasses:
     Args:
         expected_batch: The mean batch size.
         compiled: Whether to compile those that are used often.
-        probes_at_once: How many probes of a pass that is not compiled are worked at together.
+        probes_at_once: How many probes to process together in a pass that is not compiled.
 
     Attributes:
-        works: Whether capturing has not failed yet.
+        works: False once capturing has failed.
     """
 
     def __init__(self, expected_batch: int, *, compiled: bool = False, probes_at_once: int = 1) -> None:
@@ -63,20 +63,20 @@ class CapturedPasses:
         self.works = True
         self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by kind and size
         self._uses: Counter[tuple[Hashable, int]] = Counter()
-        self._pool: Any = None  # one memory for all graphs: they are replayed one after the other
+        self._pool: Any = None  # all graphs share one memory, because they are replayed one after the other
         self._replays = 0
         self._asked: Counter[tuple[Hashable, int]] = Counter()
 
     def bucket(self, room: int) -> int:
-        """What batches are padded to multiples of, where the memory holds so many examples.
+        """Batches are padded to a multiple of this number, if the memory holds so many examples.
 
-        Padding costs little where examples are small, and few sizes are few graphs; a copy of a long text costs as much
-        as a text.
+        Padding costs little if examples are small, and fewer sizes mean fewer graphs; but a copy of a long text costs
+        as much as the text.
         """
         return max(-(-self._expected_batch // BUCKETS), min(8, room // 4), 1)
 
     def begin(self, gradients: ExampleGradients, room: int, mode: Hashable) -> Begun | None:
-        """Replay the forward half of a graph that such examples were passed through before; None: there is none.
+        """Replay the forward half of an existing graph for such examples; None: there is no such graph.
 
         Args:
             gradients: The examples, with their masks.
@@ -102,15 +102,15 @@ class CapturedPasses:
         look: OutputLook | None,
         begun: Begun | None = None,
     ) -> StepValues | None:
-        """The pass over a batch; None if it cannot be captured, or not yet. The next pass overwrites what it gives.
+        """The pass over a batch; None if it cannot be captured, or not yet. The next pass overwrites the result.
 
         Args:
             batch: At least one example.
-            wanted: What the pass is to give.
-            room: The examples whose pass the memory would hold.
-            mode: What of the model the pass has built in; a graph serves one.
-            look: Is given the gradients at the outputs before the rest is computed.
-            begun: What :meth:`begin` gave for these examples, where it was called.
+            wanted: What the pass computes.
+            room: How many examples a pass can hold in memory.
+            mode: The state of the model that is built into the pass; a graph serves one state.
+            look: Receives the gradients at the outputs before the rest is computed.
+            begun: The result of :meth:`begin` for these examples, if it was called.
         """
         gradients = batch.gradients
         bucket = self.bucket(room)
@@ -119,7 +119,7 @@ class CapturedPasses:
         if not self.compiled and self._comes_too_rarely(kind, size):
             return None
 
-        # A capture that fails once would fail again, and may have broken the memory that the graphs share.
+        # A failed capture would fail again, and may have damaged the memory that the graphs share.
         captured, problem = None, ""
         try:
             captured = self._compiled_for(batch, wanted, kind, size, room) if self.compiled else None
@@ -129,13 +129,13 @@ class CapturedPasses:
                 or self._capture(batch, wanted, size, probes_at_once=self.probes_at_once)
             )
             self._captured.pop((kind, captured.size), None)
-            self._captured[kind, captured.size] = captured  # the latest stands last
-            if len(self._captured) > _MOST_GRAPHS:  # a changing noise or threshold needs a graph each
+            self._captured[kind, captured.size] = captured  # the latest comes last
+            if len(self._captured) > _MOST_GRAPHS:  # each value of noise or threshold needs its own graph
                 oldest = next(iter(self._captured))
                 del self._captured[oldest], self._uses[oldest]
         except RuntimeError as error:
             captured, problem = None, str(error)
-        if captured is None:  # outside of the handler, whose error holds the pass's tensors
+        if captured is None:  # outside the handler, because its error holds the pass's tensors
             logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", problem)
             self.works = False
             self._captured.clear()
@@ -143,16 +143,16 @@ class CapturedPasses:
             release_memory()
             return None
 
-        # The loop's forward pass counts where no other graph has been replayed over what it left.
+        # The loop's forward pass is valid only if no other graph has overwritten its results.
         ready = begun is not None and begun.captured is captured and begun.replays == self._replays
         self._replays += 1
         return captured.replay(gradients.examples, wanted, look, begun=ready)
 
     def _comes_too_rarely(self, kind: Hashable, size: int) -> bool:
-        """Whether a further graph is not worth capturing yet: one of many lengths, or of a noise that changes."""
+        """Whether another graph is not worth capturing yet: one of many lengths, or for a noise that changes."""
         if (kind, size) in self._captured or len(self._captured) < _GRAPHS_AT_ONCE:
             return False
-        if len(self._asked) >= _MOST_ASKED:  # a noise that changes at each step asks for ever new ones
+        if len(self._asked) >= _MOST_ASKED:  # a noise that changes at each step would need new graphs forever
             self._asked.clear()
         self._asked[kind, size] += 1
         return self._asked[kind, size] < _USES_BEFORE_CAPTURING
@@ -160,7 +160,7 @@ class CapturedPasses:
     def _compiled_for(
         self, batch: PrivateBatch, wanted: Wanted, kind: Hashable, size: int, room: int
     ) -> _Captured | None:
-        """A compiled pass for so many examples, made now where it is worth it; None: there is none."""
+        """A compiled pass for this many examples, made now if worthwhile; None: there is none."""
         self._uses[kind, size] += 1
         present = self._captured.get((kind, size))
         if present is not None and present.compiled:
@@ -181,7 +181,7 @@ class CapturedPasses:
         return _Captured(batch, size, wanted, self._pool, compiled=compiled, probes_at_once=probes_at_once)
 
     def _compile(self, batch: PrivateBatch, wanted: Wanted, size: int, room: int) -> _Captured | None:
-        """A compiled pass; None if it cannot be compiled, which is not tried again."""
+        """A compiled pass; None if it cannot be compiled, and then it is not tried again."""
         probes = len(wanted.seeds)
         fitting = max(1, min(probes, room // size))
         logger.info("compiling the pass over %d examples with %d probes", size, probes)
@@ -208,8 +208,8 @@ class Begun:
 
     Attributes:
         captured: The pass.
-        replays: How many graphs that share its memory had been replayed then.
-        outputs: What the model gave.
+        replays: How many replays of graphs that share its memory there had been at that time.
+        outputs: The model's outputs.
     """
 
     captured: _Captured
@@ -218,12 +218,12 @@ class Begun:
 
 
 class _Captured:
-    """One pass of fixed size as CUDA graphs, with the probes' bits, the batch's size and the rate that it reads.
+    """One pass of fixed size as CUDA graphs, with the inputs that it reads: probes' bits, batch size and rate.
 
     Attributes:
         size: How many examples it takes.
         compiled: Whether it was compiled before it was captured.
-        probes_at_once: How many probes are worked at together.
+        probes_at_once: How many probes it processes together.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class _Captured:
         self.batch, self.wanted, self.size = batch, wanted, size
         self.compiled, self.probes_at_once = compiled, probes_at_once
 
-        # What changes from replay to replay lies where the graph reads it.
+        # Inputs that change between replays stay at the addresses that the graph reads.
         self.bits = tuple(torch.zeros(gradients.num_parameters, dtype=torch.int8, device=device) for _ in wanted.seeds)
         self.source = torch.Generator(device=device)
         self.places = torch.arange(size, device=device)
@@ -248,13 +248,13 @@ class _Captured:
         self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=device)
 
         self._compiled_pass: CompiledPass[dict[str, Any]] | None = None
-        if compiled:  # compared with the plain pass on probes that differ
+        if compiled:  # compare with the plain pass, on different probes
             for seed, bits in enumerate(self.bits):
                 draw_bits(seed, bits)
         self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=1 if compiled else 3)
 
     def begin(self, examples: Examples) -> Any:
-        """The model's outputs for these examples, which later replays leave alone; None if some have no rows."""
+        """The model's outputs for these examples, safe from later replays; None if some have no rows."""
         outputs = self.captured.begin(examples)
         leaves, _ = flattened(outputs)
         if not all(isinstance(leaf, Tensor) and leaf.shape[:1] == (self.size,) for leaf in leaves):
@@ -262,13 +262,13 @@ class _Captured:
         return map_tensors(lambda leaf: leaf[: len(examples)].clone(), outputs)
 
     def replay(self, examples: Examples, wanted: Wanted, look: OutputLook | None, *, begun: bool = False) -> StepValues:
-        """The pass over these examples; the next replay overwrites what it gives.
+        """The pass over these examples; the next replay overwrites the result.
 
         Args:
             examples: The examples.
             wanted: The probes' seeds and the rate; everything else is built in.
-            look: Is given the gradients at the outputs before the rest is computed.
-            begun: Whether :meth:`begin` was the last replay, over these examples.
+            look: Receives the gradients at the outputs before the rest is computed.
+            begun: Whether :meth:`begin` was the last replay, for these examples.
         """
         count = len(examples)
         self.count.fill_(count)
@@ -285,7 +285,7 @@ class _Captured:
         return result
 
     def _stages(self, gradients: ExampleGradients) -> Iterator[Any]:
-        """The outputs, the gradients there, then everything; a compiled pass gives everything at once."""
+        """The outputs, then the gradients at them, then everything; a compiled pass gives everything at once."""
         inputs = (self.bits, self.places, self.count, self.rate)
         if self.compiled:
             yield self._run_compiled(gradients, inputs)

@@ -1,6 +1,7 @@
-"""What the loop did compared with what the engine computed: a step that would be accounted for wrongly is refused.
+"""Compare what the loop did with what the engine computed, and refuse a step that would be accounted for wrongly.
 
-A check begins early and ends late: what is returned raises. In between a GPU continues computing.
+A check begins early and ends late: it returns a function that raises if the check fails. In between, a GPU keeps
+computing.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __all__ = ["StepChecks", "check_copy"]
 logger = logging.getLogger(__name__)
 
 _EXAMPLES_TO_LOOK_AT = 8
-_FAR_APART = 5  # times the tolerance: beyond what lower precision does
+_FAR_APART = 5  # times the tolerance: more than lower precision can explain
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 _LOOSE_TOLERANCE = 0.1  # half precision
 
@@ -74,7 +75,7 @@ _COPY_DIFFERS = (
 
 
 def check_copy(ours: Tensor, loops: Tensor, *, reduced: bool = False) -> None:
-    """Raise unless ‖g‖ by the engine's copy of the model and by the loop's own pass agree, [batch] each.
+    """Raise unless ‖g‖ from the engine's copy of the model and from the loop's own pass agree, [batch] each.
 
     ``reduced`` says whether the model computes with fewer digits than float32 has.
     """
@@ -90,7 +91,7 @@ class StepChecks(BatchChecks):
     Args:
         replica: The model.
         options: How the run is accounted for.
-        tracker: Knows the batches that were read.
+        tracker: Knows which batches were read.
     """
 
     def __init__(self, replica: Replica, options: RunOptions, tracker: BatchTracker) -> None:
@@ -99,17 +100,17 @@ class StepChecks(BatchChecks):
         self._until_look = 0
         self._looks = 0
         self._opaque_changes = 0
-        self._divisor = 1  # of the loop's loss, where it accumulates
+        self._divisor = 1  # how the loop divides its loss, if it accumulates
         self._token_mean: TokenMean | None = None  # that the loop was found to use
-        self._told: set[str] = set()  # how warnings that are given once begin
+        self._told: set[str] = set()  # the beginnings of warnings that appear only once
 
     def _tolerance(self, values: Tensor, forward: ForwardPass) -> float:
-        """How far such values may be apart, relative to their size."""
+        """How much such values may differ, relative to their size."""
         reduced = forward.autocast is not None or is_reduced(next(self.replica.live.parameters()).dtype)
         return _LOOSE_TOLERANCE if reduced else _TOLERANCE.get(values.dtype, _LOOSE_TOLERANCE)
 
     def targets(self, forward: ForwardPass) -> Any:
-        """The targets of the call, or of the batch that was current, on the model's device."""
+        """The targets of the call, or of the batch at that time, on the model's device."""
         if forward.ended_at_loss:  # the model has them among its inputs
             return None
         if forward.targets is not NO_TARGETS:
@@ -117,21 +118,21 @@ class StepChecks(BatchChecks):
         return self.moved(split_batch(forward.batch, self.options.batch_to_inputs)[1])
 
     def observed(self, forward: ForwardPass) -> Any:
-        """∂ℓ_i/∂output_i as the training loop has it, in the outputs' structure."""
+        """∂ℓ_i/∂output_i in the training loop, in the outputs' structure."""
         factor = forward.divided_by * (len(forward.ids or ()) if self.options.loss_reduction == "mean" else 1)
 
-        def scaled(gradient: Tensor) -> Tensor:  # that at the model's own loss on the batch is 1, whatever its size
+        def scaled(gradient: Tensor) -> Tensor:  # the gradient at the model's own loss is 1, whatever the batch size
             return gradient * (factor if gradient.ndim else forward.divided_by)
 
         return map_tensors(scaled, forward.output_gradients)
 
     def note_division(self, forwards: Sequence[ForwardPass], loss: IdentifiedLoss | None, passes: int) -> None:
-        """Note where the loop has divided its loss by the number of batches that it accumulates over.
+        """Note whether the loop has divided its loss by the number of batches that it accumulates over.
 
-        The optimizer takes the mean over accumulated batches by itself, so that the division says the same again. Of a
-        last, shorter round the number of a full one before it counts, too.
+        The optimizer already takes the mean over accumulated batches, so such a division changes nothing. In a last,
+        shorter round, the number of batches of an earlier full round is accepted, too.
         """
-        divisors = dict.fromkeys((1, passes, self._divisor))  # an undivided loss is the likelier reading
+        divisors = dict.fromkeys((1, passes, self._divisor))  # more likely, the loss was not divided
         if len(divisors) == 1:
             return
         for divisor in divisors:
@@ -144,7 +145,7 @@ class StepChecks(BatchChecks):
             forward.divided_by = 1
 
     def _is_loss_of(self, forward: ForwardPass, loss: IdentifiedLoss | None) -> bool:
-        """Whether the gradient at the outputs is that of the loss, or of a standard one for None."""
+        """Whether the gradient at the outputs is that of this loss; for None, of a standard loss."""
         if loss is None:
             with contextlib.suppress(LossMismatchError):
                 self.identified_loss(forward)
@@ -154,7 +155,7 @@ class StepChecks(BatchChecks):
         return scale is not None and math.isclose(scale, 1, rel_tol=1e-2)
 
     def identified_loss(self, forward: ForwardPass) -> IdentifiedLoss:
-        """The loss whose gradient came back to the model's output."""
+        """The loss whose gradient reached the model's output."""
         _check_finite_outputs(forward)
         if forward.ended_at_loss:
             return self.own_loss(forward)
@@ -163,14 +164,14 @@ class StepChecks(BatchChecks):
         )
 
     def own_loss(self, forward: ForwardPass) -> IdentifiedLoss:
-        """The loss that the model gives, on each example alone."""
+        """The model's own loss, on each example alone."""
         leaves = flattened(forward.outputs)[0]
         place = next(k for k in forward.arrived if leaves[k].ndim == 0)
         number = sum(isinstance(leaf, Tensor) and leaf.ndim == 0 for leaf in leaves[:place])
         return IdentifiedLoss("the model's own loss on each example alone", ModelLoss(number))
 
     def check_loss(self, forward: ForwardPass, loss: IdentifiedLoss) -> None:
-        """Raise unless the gradient that came back to the model's output is that of the loss."""
+        """Raise unless the gradient that reached the model's output is that of the loss."""
         _check_finite_outputs(forward)
         mean = check_loss(loss, forward.outputs, self.targets(forward), self.observed(forward))
         if mean is not None:
@@ -178,14 +179,14 @@ class StepChecks(BatchChecks):
             self._warn_once(WEIGHTED_BY_TOKENS)
 
     def _weights(self, loss: IdentifiedLoss, targets: Any) -> Tensor | None:
-        """How the loop weights the examples, [batch], where that is by others' targets; None: alike."""
+        """The loop's weights of the examples, [batch], if they depend on others' targets; None: all equal."""
         weights = loss.weights(targets)
         return self._token_mean.weights(targets) if weights is None and self._token_mean is not None else weights
 
     def begin_output_check(
         self, forward: ForwardPass, ours: Sequence[Tensor], loss: IdentifiedLoss
     ) -> Callable[[], None]:
-        """Begin to compare the gradients at the outputs with the loop's; what is returned raises where they differ."""
+        """Begin to compare the gradients at the outputs with the loop's; the result raises if they differ."""
         observed = tensors_of(self.observed(forward))
         weights = self._weights(loss, self.targets(forward))
         pairs = [(a, b) for a, b in zip(ours, observed, strict=True) if b.is_floating_point() and b.numel()]
@@ -204,8 +205,8 @@ class StepChecks(BatchChecks):
             if all(apart <= tolerance * size for apart, size in distances):
                 return
             known = self._token_mean
-            self.check_loss(forward, loss)  # says more, if it is the loss
-            if self._token_mean is not known:  # the examples do not weigh alike
+            self.check_loss(forward, loss)  # a more specific error, if the loss is the cause
+            if self._token_mean is not known:  # the examples have different weights
                 return
             apart, size = max(distances, key=lambda pair: pair[0] / max(pair[1], 1e-30))
             if apart > _FAR_APART * tolerance * size:
@@ -217,7 +218,7 @@ class StepChecks(BatchChecks):
         return confirm
 
     def begin_loss_check(self, forward: ForwardPass, loss: IdentifiedLoss, ours: Tensor) -> Callable[[], None]:
-        """Begin to compare ℓ of each example alone, [batch], with its loss at the outputs of the loop's batch."""
+        """Begin to compare ℓ of each example alone, [batch], with its loss at the outputs for the loop's batch."""
         if loss.is_models_own:
             return self._begin_own_loss_check(forward, loss, ours)
         with torch.no_grad(), autocast_as(forward.autocast, self.replica.device):
@@ -255,9 +256,9 @@ class StepChecks(BatchChecks):
         return confirm
 
     def begin_weight_look(self, loss: IdentifiedLoss, targets: Any, *, by_opacus: bool) -> Callable[[], None]:
-        """Begin to look whether a mean over a batch's tokens weights examples by others, which is told once.
+        """Begin to check whether a mean over a batch's tokens makes an example's weight depend on others; warn once.
 
-        Gradients that Opacus has formed have that weight, so that they are refused.
+        Gradients that Opacus has formed contain these weights, so they are refused.
         """
         weights = self._weights(loss, targets)
         if weights is None or (not by_opacus and _beginning(WEIGHTED_BY_TOKENS) in self._told):
@@ -307,9 +308,9 @@ class StepChecks(BatchChecks):
         return confirm
 
     def begin_norm_look(self, norms: Tensor, losses: Tensor | None = None) -> Callable[[], None]:
-        """Begin to look whether ‖g‖ is finite, [batch]; on a GPU, which is still computing it, until the next step.
+        """Begin to check whether ‖g‖ is finite, [batch]; on a GPU, which is still computing it, until the next step.
 
-        Where it is not, the losses ℓ, [batch], tell whether the training has diverged.
+        If it is not, the losses ℓ, [batch], show whether the training has diverged.
         """
         total = read_later(norms.sum())
 
@@ -328,17 +329,17 @@ class StepChecks(BatchChecks):
         return nothing
 
     def check_last_norms(self) -> None:
-        """Raise if the last step's gradients have turned out not to be finite."""
+        """Raise if the last step's gradients turned out not to be finite."""
         look, self.last_norms_were_finite = self.last_norms_were_finite, nothing
         look()
 
     def check_losses(
         self, forward: ForwardPass, targets: Any, loss: IdentifiedLoss, ours: Tensor, *, now: bool = False
     ) -> None:
-        """Now and then, or ``now``, raise unless the live model's losses on a batch are the engine's, [batch].
+        """Now and then, or ``now``, raise unless the live model's losses on a batch equal the engine's, [batch].
 
         Raises:
-            RuntimeError: They differ: something outside the modules' own forward methods changes the output.
+            RuntimeError: They differ: something outside the modules' forward methods changes the output.
             LossMismatchError: The criterion's value on the batch is neither their mean nor their sum.
         """
         if self._opaque_changes != self.replica.opaque_changes:
@@ -346,7 +347,7 @@ class StepChecks(BatchChecks):
         self._until_look -= 1
         if self._until_look >= 0 and not now:
             return
-        self._until_look = 0  # again at the next step, unless this look ends well
+        self._until_look = 0  # check again at the next step, unless this check passes
 
         few = range(min(len(ours), _EXAMPLES_TO_LOOK_AT))
         live_model, autocast = self.replica.live, autocast_as(forward.autocast, self.replica.device)
@@ -375,10 +376,10 @@ class StepChecks(BatchChecks):
         ):
             self._warn_once(WEIGHTED_BY_TOKENS)
         self._looks += 1
-        self._until_look = min(2**self._looks, STEPS_BETWEEN_LOOKS)  # most of what differs shows early
+        self._until_look = min(2**self._looks, STEPS_BETWEEN_LOOKS)  # most differences show early
 
     def warn_if_not_smooth(self, forward: ForwardPass) -> None:
-        """Warn of operators whose derivative jumps, in layers or called by the forward pass itself."""
+        """Warn about operators whose derivative jumps, in layers or called by the forward pass itself."""
         with self.replica.random_state_kept(), buffers_kept(self.replica.live):
             operators = non_smooth_operators(self.replica.live, forward.args, forward.kwargs)
         if operators:

@@ -1,4 +1,4 @@
-"""Which pass serves a batch: a recorded one where a trial shows that it fits, one mapped over examples where not."""
+"""Which pass serves a batch: a recorded one if a trial shows that it fits, otherwise one mapped over examples."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _LENGTHS_TO_TRY = 4  # of texts of which others lie between
 
 
 class Evaluator:
-    """Computes what a step needs of a batch: losses, norms, clipped sums, Fisher information.
+    """Computes what a step needs from a batch: losses, norms, clipped sums, Fisher information.
 
     Args:
         replica: The model.
         expected_batch: The mean batch size.
         max_memory: For temporary tensors, in bytes.
-        cuda_graphs: Whether recorded passes are captured on a GPU.
-        compiled: Whether those that are used often are compiled.
-        recorded: Whether recorded passes may serve; not if each parameter's gradient is clipped separately.
+        cuda_graphs: Whether to capture recorded passes on a GPU.
+        compiled: Whether to compile passes that are used often.
+        recorded: Whether recorded passes may be used; not if each parameter's gradient is clipped separately.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Evaluator:
         self._expected_batch, self._compiled = expected_batch, compiled
         self._graphs_wanted, self._recorded_wanted = cuda_graphs, recorded
         self._graphs: CapturedPasses | None = None
-        self._graphs_of_few: CapturedPasses | None = None  # their memory is their own: both results are in use together
+        self._graphs_of_few: CapturedPasses | None = None  # separate memory: both results are in use together
         self._graphs_made_at = replica.changes
         self._plans: dict[Hashable, Plan] = {}
-        self._fitting: dict[Hashable, dict[int, Plan]] = {}  # by all but lengths, then by the number of coordinates
+        self._fitting: dict[Hashable, dict[int, Plan]] = {}  # by all except lengths, then by coordinates
         self._not_recorded_live: set[Hashable] = set()
 
     def has_plan(self, gradients: ExampleGradients) -> bool:
@@ -81,14 +81,14 @@ class Evaluator:
     def plan(self, gradients: ExampleGradients) -> Plan:
         """Whether a recorded pass fits the model; tried once for every shape of examples.
 
-        Texts come in many lengths: one between others that were tried needs no separate trial.
+        Texts come in many lengths: a length between two that were tried needs no separate trial.
         """
         key = self._key(gradients)
         if key in self._plans or not len(gradients):
             return self._plans.get(key, Plan(None, 1))
         fitting = self._fitting.setdefault(self._kin(gradients), {})
         if len(fitting) >= _LENGTHS_TO_TRY and min(fitting) < gradients.num_coordinates < max(fitting):
-            self._plans[key] = fitting[max(fitting)]  # which holds the most
+            self._plans[key] = fitting[max(fitting)]  # the one with the most memory
             return self._plans[key]
         constants = self.replica.note_written(gradients.constants)
         found = plan(replace(gradients, constants=constants))
@@ -114,27 +114,27 @@ class Evaluator:
         *,
         few: bool = False,
     ) -> StepValues:
-        """What is wanted of a batch of at least one example; the next such pass may overwrite it.
+        """The wanted values for a batch of at least one example; the next pass may overwrite them.
 
-        Where a pass runs out of memory, it is repeated with half of the examples at once.
+        If a pass runs out of memory, it is repeated with half as many examples at once.
 
         Args:
             batch: The examples, with their plan.
             wanted: What to compute.
-            look: Is given the gradients at the model's outputs, where the pass has them, as early as possible.
+            look: Receives the gradients at the model's outputs, if the pass has them, as early as possible.
             forward: The loop's call of the model with these examples; its graph is used up.
-            few: Whether these are some examples of a batch that was evaluated just before, always as many.
+            few: Whether these are a fixed number of examples from the batch that was evaluated just before.
 
         Raises:
             torch.OutOfMemoryError: Not even one example fits.
         """
         if batch.plan is not None and wanted.questions:
-            # an alternative's pass comes besides the examples' own
+            # an alternative has a pass in addition to the examples' own
             batch = replace(batch, plan=replace(batch.plan, bytes_per_example=2 * batch.plan.bytes_per_example))
 
         def attempt() -> StepValues:
             begun = None
-            if forward is not None:  # which a repeated pass must not hold in memory
+            if forward is not None:  # a repeated pass must not keep it in memory
                 begun, forward.recorded = forward.recorded, None
             return self._evaluated(batch, wanted, look, begun, few=few)
 
@@ -160,7 +160,7 @@ class Evaluator:
         except UnsupportedCallError as error:  # of a batch that is not as the trial's
             return self._mapped(replace(batch, plan=self._give_up(batch.gradients, str(error))), wanted)
 
-        # Another estimator has its own products with each example's Jacobian.
+        # Other estimators use their own products with each example's Jacobian.
         if recorded is not wanted:
             measured = self._mapped(batch, replace(wanted, summed=False, questions=()))
             check_copy(measured.norm, values.norm, reduced=batch.gradients.reduced)
@@ -168,7 +168,7 @@ class Evaluator:
         return values
 
     def recorded_forward(self, examples: Examples, gradients: ExampleGradients) -> RecordedForward | None:
-        """The forward half of a recorded pass of the live model; None if the whole pass will not follow from it."""
+        """The forward half of a recorded pass of the live model; None if it could not be completed to a whole pass."""
         key = self._key(gradients)
         tried = self._plans.get(key)
         if tried is None or not tried.fits or self.replica.written or key in self._not_recorded_live:
@@ -188,7 +188,7 @@ class Evaluator:
             reason = str(error)
         if reason:
             self.memory.halve(lambda limit: [recorded_pass_within(limit, len(examples), tried)], reason)
-        drawn.rewind()  # the loop's pass runs plainly, from the same random numbers
+        drawn.rewind()  # the loop then runs a plain pass from the same random numbers
         return None
 
     def begun_forward(self, gradients: ExampleGradients) -> Begun | None:
@@ -201,7 +201,7 @@ class Evaluator:
         return graphs.begin(gradients, room, self.replica.key) if fits else None
 
     def runs_in_pieces(self, batch: PrivateBatch) -> bool:
-        """Whether a batch is mapped over or cut into chunks, so that the model's forward pass runs more than once."""
+        """Whether a batch is mapped over or cut into chunks, so that the forward pass runs more than once."""
         return not is_recorded(batch) or len(batch.gradients) > self._room(batch.plan or Plan(None, 1))
 
     def _recorded(
@@ -213,7 +213,7 @@ class Evaluator:
         *,
         few: bool,
     ) -> StepValues:
-        """A CUDA graph if the batch fits one, the rest of a pass that began in the loop, or a separate pass."""
+        """By a CUDA graph if the batch fits one, by completing the loop's pass, or by a separate pass."""
         assert batch.plan is not None
         gradients, mechanism = batch.gradients, batch.mechanism
         room, count = self._room(batch.plan), len(batch.gradients)
@@ -252,7 +252,7 @@ class Evaluator:
     def _captured_in_pieces(
         self, graphs: CapturedPasses, batch: PrivateBatch, wanted: Wanted, room: int, look: OutputLook | None
     ) -> StepValues | None:
-        """A batch that is too large for one graph, in pieces of one size; None if capturing does not work."""
+        """A batch that is too large for one graph, in pieces of equal size; None if capturing does not work."""
         count = len(batch.gradients)
         largest = room // graphs.bucket(room) * graphs.bucket(room)
         if not graphs.works or largest == 0 or graphs.compiled:
@@ -272,7 +272,7 @@ class Evaluator:
         return values
 
     def _mapped(self, batch: PrivateBatch, wanted: Wanted) -> StepValues:
-        """By gradients that are mapped over examples, in chunks."""
+        """With gradients mapped over examples, in chunks."""
         columns, vectors = batch.working_vectors(wanted.estimator, self.memory.limit)
         parts = []
         for rows, jacobian in batch.chunks(self.memory.limit, vectors):
@@ -281,7 +281,7 @@ class Evaluator:
         return joined(parts)
 
     def _captured_passes(self) -> CapturedPasses:
-        """The graphs of the model as it is; those of earlier attributes are let go."""
+        """The graphs for the model's current state; graphs for earlier states are freed."""
         if self._graphs is None or self._graphs_made_at != self.replica.changes:
             works = self._graphs is None or self._graphs.works
             self._graphs = CapturedPasses(self._expected_batch, compiled=self._compiled)
@@ -290,17 +290,17 @@ class Evaluator:
         return self._graphs
 
     def _captured_passes_of_few(self, count: int, wanted: Wanted, room: int) -> CapturedPasses:
-        """Those of passes over so many examples, which are too small to keep a GPU busy but with all probes at once."""
+        """Graphs over this many examples, which keep a GPU busy only if all probes are processed at once."""
         if self._graphs_of_few is None:
             at_once = max(1, min(len(wanted.seeds), room // max(1, count)))
             self._graphs_of_few = CapturedPasses(BUCKETS * count, probes_at_once=at_once)
         return self._graphs_of_few
 
     def _uses_graphs(self, examples: Examples) -> bool:
-        """Whether passes over such examples are captured; copies of written buffers lie elsewhere at each step."""
+        """Whether passes over such examples are captured; not if buffers are written, because their copies move."""
         if not self._graphs_wanted or examples.z.device.type != "cuda" or self.replica.written:
             return False
-        if any(tensor.device != examples.z.device for tensor in examples.tensors):  # a graph would not read it anew
+        if any(tensor.device != examples.z.device for tensor in examples.tensors):  # a graph would not read it again
             return False
         return self._captured_passes().works
 
@@ -309,7 +309,7 @@ class Evaluator:
         return self.memory.room(tried.bytes_per_example)
 
     def _give_up(self, gradients: ExampleGradients, reason: str) -> Plan:
-        """From now on such examples are mapped over."""
+        """From now on, map over such examples."""
         self._plans[self._key(gradients)] = found = Plan(reason, 0)
         _tell(found, gradients.autocast)
         return found
@@ -318,7 +318,7 @@ class Evaluator:
         return gradients.examples.form, self.replica.key, tuple(gradients.parameters), gradients.autocast
 
     def _kin(self, gradients: ExampleGradients) -> Hashable:
-        """The same for examples that differ in lengths only."""
+        """A key that is equal for examples that differ only in length."""
         public = gradients.examples.public
         kinds = tuple((leaf.ndim, leaf.dtype) for leaf in tensors_of(public))
         return kinds, form_of(public), self.replica.key, tuple(gradients.parameters), gradients.autocast

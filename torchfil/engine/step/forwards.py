@@ -1,4 +1,4 @@
-"""What goes through the model in the training loop: inputs, outputs, masks, and the gradient at the outputs."""
+"""The training loop's forward passes: inputs, outputs, masks, and the gradient at the outputs."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from torchfil.utils.trees import flattened, map_tensors, tensors_of
 
 __all__ = ["ForwardPass", "HookedForward", "LoopForward", "Observer"]
 
-_FORWARDS_BETWEEN_LOOKS = 128  # at whether a loss goes round the outputs, where the graph would not show it
-_MOST_PENDING = 64  # forward passes that never go backward (logging in training mode) must not pile up
+_FORWARDS_BETWEEN_LOOKS = 128  # passes between checks for a loss that bypasses the outputs, if no graph shows it
+_MOST_PENDING = 64  # forward passes without a backward pass (logging in training mode) must not pile up
 
 
 @dataclass
 class ForwardPass:
-    """One call of the model in training mode, with the batch that was current then.
+    """One call of the model in training mode, with the batch at that time.
 
     Attributes:
         ids: The examples' numbers; None: no batch was read.
         batch: The batch that the loop had read.
         args: The model's positional inputs.
-        kwargs: Its keyword inputs; without labels where the model computes its loss itself.
-        outputs: What the loop was given, detached, without a loss that is made from the rest; None for a step that is
-            taken without the loop.
-        targets: The labels of the call; NO_TARGETS: the targets are the batch's.
+        kwargs: Its keyword inputs; without labels if the model computes its loss itself.
+        outputs: The outputs that the loop received, detached, without a loss that is made from the rest; None for a
+            step without the loop.
+        targets: The labels of the call; NO_TARGETS: the batch's targets.
         masks: The random numbers that the model drew.
-        recorded: The graph of this very call, where it was recorded, or the CUDA graph that stood for it.
-        examples: What was private in it, where it was recorded.
-        autocast: The dtype of autocast under which the model ran; None: without.
-        arrived: ∂loss/∂output by the output's place, once ``backward()`` has been there.
-        pulled: By the place of a loss among the outputs, ∂loss/∂output of those that it was made from.
-        places: Where outputs lie now that such a loss is left out, by the place they had; empty: where they were.
-        whole: Keyword inputs with labels and outputs with that loss; None: they are as above.
-        divided_by: What the loop has divided its loss by, accumulating over so many batches.
+        recorded: The graph of this call, if it was recorded, or the CUDA graph that replaced it.
+        examples: The private examples of this call, if it was recorded.
+        autocast: The dtype of autocast under which the model ran; None: no autocast.
+        arrived: ∂loss/∂output by the output's place, once ``backward()`` has reached it.
+        pulled: For the place of a loss among the outputs, ∂loss/∂output of the outputs that it was made from.
+        places: The outputs' new places after such a loss is left out, by their old places; empty: unchanged.
+        whole: Keyword inputs with labels, and outputs with that loss; None: as above.
+        divided_by: The number by which the loop has divided its loss, because it accumulates over so many batches.
     """
 
     ids: list[int] | None
@@ -72,7 +72,7 @@ class ForwardPass:
         """A call of the model that gave these outputs."""
         leaves, structure = flattened(outputs)
         rest = pytree.tree_unflatten([None if k in call.pulled else leaf for k, leaf in enumerate(leaves)], structure)
-        if call.pulled:  # some kinds of outputs leave out what is None, so that places move
+        if call.pulled:  # some kinds of outputs leave out None, so that places change
             now = {id(leaf): k for k, leaf in enumerate(flattened(rest)[0])}
             more["places"] = {k: now[id(leaf)] for k, leaf in enumerate(leaves) if k not in call.pulled}
         whole = (call.labelled, outputs) if call.pulled else None
@@ -87,7 +87,7 @@ class ForwardPass:
 
     @property
     def ended_at_loss(self) -> bool:
-        """Whether the only gradient is at a loss that the model gives, which its other outputs do not tell."""
+        """Whether the only gradient is at the model's own loss, and this loss cannot be computed from other outputs."""
         if not self.arrived or any(k in self.pulled for k in self.arrived):
             return False
         leaves = flattened(self.outputs)[0]
@@ -95,14 +95,14 @@ class ForwardPass:
 
     @property
     def uses_own_loss_alone(self) -> bool:
-        """Whether the only gradient is at a loss that the model gives."""
+        """Whether the only gradient is at the model's own loss."""
         return bool(self.arrived) and (self.ended_at_loss or all(k in self.pulled for k in self.arrived))
 
     @property
     def output_gradients(self) -> Any:
-        """∂loss/∂outputs in the outputs' structure; zero where backward did not reach, None where no tensor stands.
+        """∂loss/∂outputs in the outputs' structure; zero if backward did not reach it, None for anything but a tensor.
 
-        A gradient γ at a loss that was made from other outputs counts there, as γ ∂loss/∂output.
+        A gradient γ at a loss that was made from other outputs counts at these outputs, as γ ∂loss/∂output.
         """
         total = {self.places.get(k, k): value for k, value in self.arrived.items() if k not in self.pulled}
         for loss, parts in self.pulled.items():
@@ -116,7 +116,7 @@ class ForwardPass:
         return pytree.tree_unflatten(filled, structure)
 
     def made_whole(self) -> ForwardPass:
-        """The same call with its labels as inputs, and with the model's loss as the output that counts."""
+        """The same call with its labels as inputs, and the model's loss as the output that counts."""
         if self.whole is None:
             return self
         kwargs, outputs = self.whole
@@ -124,14 +124,14 @@ class ForwardPass:
 
 
 class Observer:
-    """Keeps the forward passes of the loop and the gradients that come back to their outputs.
+    """Keeps the forward passes of the loop and the gradients that reach their outputs.
 
     Args:
         tracker: Knows the current batch.
 
     Attributes:
-        pending: Forward passes that were not used yet.
-        touched: Parameters that received a gradient by another way than the outputs, by name.
+        pending: Forward passes that have not been used yet.
+        touched: The names of parameters that received a gradient other than through the outputs.
         accumulates: Whether several backward passes may go before a step.
     """
 
@@ -142,16 +142,16 @@ class Observer:
         self.accumulates = True
 
     def forget_finished(self) -> None:
-        """Drop the forward passes whose gradients have been used or thrown away."""
+        """Drop the forward passes whose gradients have been used or discarded."""
         self.pending = [forward for forward in self.pending if not forward.went_backward]
         self.touched.clear()
 
     def finished(self) -> list[ForwardPass]:
-        """The forward passes that went backward and were not forgotten yet."""
+        """The forward passes that went backward and are still kept."""
         return [forward for forward in self.pending if forward.went_backward]
 
     def check_ready(self) -> None:
-        """Raise unless the backward passes since the last step ended at the outputs, and are as many as may be."""
+        """Raise unless the backward passes since the last step ended at the outputs, and there are not too many."""
         if self.touched:
             raise RuntimeError(
                 f"part of the loss does not go through the model's output: it reached {', '.join(sorted(self.touched))}"
@@ -194,7 +194,7 @@ class Observer:
             )
 
     def watch(self, call: ModelCall, outputs: Any, **more: Any) -> None:
-        """Note a forward pass, and from now on the gradients that arrive at its outputs."""
+        """Note a forward pass, and watch for gradients that arrive at its outputs."""
         forward = ForwardPass.of_call(self.tracker, call, outputs, **more)
         leaves = flattened(outputs)[0]
         watched = [(k, leaf) for k, leaf in enumerate(leaves) if _requires_grad(leaf)]
@@ -203,7 +203,7 @@ class Observer:
         if not watched:
             return
 
-        # One recorded graph is held at a time: a loop that calls the model again before it steps would pile them up.
+        # Only one recorded graph is kept: a loop that calls the model again before a step would pile them up.
         for earlier in self.pending:
             earlier.recorded = None
         self.pending = [*self.pending[-_MOST_PENDING:], forward]
@@ -212,13 +212,13 @@ class Observer:
 class LoopForward:
     """The forward pass of a training loop whose ``backward()`` ends at the model's outputs.
 
-    The pass is recorded for the engine where that is possible (no second forward pass is needed then), and runs without
-    a graph where not. Either way the loop gets leaves.
+    If possible, the pass is recorded for the engine, which then needs no second forward pass; otherwise it runs without
+    a graph. Either way the loop gets leaves.
 
     Args:
         replica: The model.
-        observer: Where the pass is noted.
-        record: Gives the forward half of the engine's pass over inputs and the current batch; None if it cannot now.
+        observer: Notes the pass.
+        record: Returns the forward half of the engine's pass over inputs and the current batch; None: not possible now.
     """
 
     def __init__(
@@ -231,23 +231,23 @@ class LoopForward:
         self.observer = observer
         self._record = record
         self._inside = LossInside(replica)
-        self._gives_loss = False  # whether the model gave a loss in its last pass
+        self._gives_loss = False  # whether the model returned a loss in its last pass
         self._until_look = 0
         self._draws = False  # whether the model drew random numbers in its last pass
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the loop receives: the outputs as the start of a graph that ends here."""
         self.replica.gather()
-        make_current((args, kwargs))  # a batch that the model itself will read
+        make_current((args, kwargs))  # a batch that the model itself reads
 
-        # With a graph, a loss that uses more of the model than its outputs shows at the parameters.
+        # With a graph, a loss that uses more of the model than its outputs shows up at the parameters.
         device = self.replica.device
         self._until_look = (self._until_look or _FORWARDS_BETWEEN_LOOKS) - 1
         look = self._until_look == _FORWARDS_BETWEEN_LOOKS - 1
         with_graph = look or self._gives_loss or device.type == "cpu"  # where it costs next to nothing
 
         def plainly() -> Any:
-            autocast = autocast_as(autocast_now(device), device)  # casts of weights are not kept beyond an update
+            autocast = autocast_as(autocast_now(device), device)  # casts of weights must not outlive an update
             with torch.set_grad_enabled(with_graph), autocast, differentiable_twice():
                 return self.replica.live(*args, **kwargs)
 
@@ -280,7 +280,7 @@ class HookedForward:
 
     Args:
         replica: The model.
-        observer: Where passes are noted.
+        observer: Notes the passes.
     """
 
     def __init__(self, replica: Replica, observer: Observer) -> None:
@@ -323,7 +323,7 @@ class HookedForward:
             self._draws = self._watch.moved()
         if outputs is None or not (module.training and torch.is_grad_enabled()):
             return None
-        # An output may be made from another: the loss's derivative is by each alone.
+        # An output may be made from another; the loss is differentiated with respect to each alone.
         call = self._inside.call(args, kwargs, outputs, tuple(self._masks))
         apart = map_tensors(lambda leaf: leaf.view_as(leaf) if leaf.requires_grad else leaf, outputs)
         autocast = autocast_now(self.replica.device)
@@ -332,10 +332,10 @@ class HookedForward:
 
 
 def _forget_failed_passes(module: nn.Module) -> None:
-    """Make Opacus's hooks forget passes that ended half-way, in an error.
+    """Make Opacus's hooks forget passes that ended half-way in an error.
 
-    They count the forward passes whose backward pass is to come; after one that never comes, a parameter's gradients
-    would not be handed over any more.
+    The hooks count forward passes that still await their backward pass. If one never comes, they would no longer
+    deliver a parameter's gradients.
     """
     counted = [p for p in module.parameters() if getattr(p, "_forward_counter", 0)]
     for p in counted:
@@ -350,7 +350,7 @@ def _forget_failed_passes(module: nn.Module) -> None:
 
 def _recorder(forward: ForwardPass, k: int) -> Callable[[Tensor], None]:
     def record(gradient: Tensor) -> None:
-        earlier = forward.arrived.get(k)  # of another backward pass through the same output
+        earlier = forward.arrived.get(k)  # from another backward pass through the same output
         forward.arrived[k] = gradient.detach() if earlier is None else earlier + gradient.detach()
 
     return record

@@ -1,9 +1,9 @@
 """Models that compute their loss themselves: ``model(**batch).loss``, as Hugging Face's do.
 
-Such a loss is one number for a batch, and a part of what the model gives. What the engine needs is the loss of one
-example as a function of the model's other outputs. So a gradient that arrives at the loss is passed on to the outputs
-that the loss was made from, δ = γ ∂loss/∂output, and the labels, which go into the model, are taken for targets: the
-engine's own passes call the model without them.
+Such a loss is one number for a batch, and one of the model's outputs. The engine needs the loss of one example as a
+function of the model's other outputs. So a gradient that arrives at the loss is passed on to the outputs that the loss
+was made from, δ = γ ∂loss/∂output, and the labels, which are inputs of the model, become targets: the engine's own
+passes call the model without them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from torchfil.utils.trees import flattened, form_of, tensors_of
 __all__ = ["NO_TARGETS", "LossInside", "ModelCall"]
 
 NO_TARGETS = object()  # a call without labels: the targets are the batch's
-_SAME = 1e-4  # relative: what the model's outputs may differ by without its labels, in rounding
+_SAME = 1e-4  # how much rounding may change the outputs without labels, relative to their size
 
 
 @dataclass(frozen=True)
 class ModelCall:
-    """How the engine calls the model where the loop calls it with labels.
+    """How the engine calls the model if the loop calls it with labels.
 
     Attributes:
         args: Positional inputs.
-        kwargs: Keyword inputs, without labels where the model's outputs do not depend on them.
-        targets: The labels; NO_TARGETS: the call has none, or they must stay, as the outputs depend on them.
-        pulled: By the place of a loss among the outputs and the place of another output, ∂loss/∂output.
+        kwargs: Keyword inputs, without labels if the model's outputs do not depend on them.
+        targets: The labels; NO_TARGETS: the call has none, or they must stay because the outputs depend on them.
+        pulled: ∂loss/∂output, by the place of the loss among the outputs and the place of the other output.
         labelled: Keyword inputs with the labels, as the loop gave them.
     """
 
@@ -49,7 +49,7 @@ class ModelCall:
 
 
 class LossInside:
-    """Takes calls of a model that computes its loss itself apart; what it finds of a kind of call, it finds once.
+    """Separates labels and loss in calls of a model that computes its loss itself; analyses each kind of call once.
 
     Args:
         replica: The model.
@@ -61,7 +61,7 @@ class LossInside:
         self._made_from: dict[Hashable, list[int]] = {}
 
     def losses_in(self, outputs: Any) -> list[int]:
-        """The places of the losses among the outputs: numbers with a graph, besides other outputs or alone."""
+        """The places of losses among the outputs: single numbers with a graph, alone or with other outputs."""
         return [
             k
             for k, leaf in enumerate(flattened(outputs)[0])
@@ -71,7 +71,7 @@ class LossInside:
     def call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, masks: tuple[Tensor, ...] = ()
     ) -> ModelCall:
-        """The call that gave these outputs, which have their graph, apart."""
+        """The call that gave these outputs (with their graph), with labels and loss separated."""
         args, kwargs = plain((args, kwargs))
         places = self.losses_in(outputs)
         if not places:
@@ -84,13 +84,13 @@ class LossInside:
         return ModelCall(args, kwargs)
 
     def without_labels(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Keyword inputs without labels, and these, one tensor or a dict of several; NO_TARGETS: there are none."""
+        """Keyword inputs without labels, and the labels: a tensor or a dict of several; NO_TARGETS: there are none."""
         labels = {key: value for key, value in kwargs.items() if is_target_name(key) and isinstance(value, Tensor)}
         if not labels:
             return kwargs, NO_TARGETS
         rest = {key: value for key, value in kwargs.items() if key not in labels}
 
-        # A decoder reads the labels, one place to the right.
+        # A decoder reads the labels, shifted one place to the right.
         shifted = getattr(self.replica.live, "prepare_decoder_input_ids_from_labels", None)
         if shifted is not None and "labels" in labels and rest.get("decoder_input_ids") is None:
             rest["decoder_input_ids"] = shifted(labels["labels"])
@@ -105,7 +105,7 @@ class LossInside:
         return dict(zip(places, _gradients(leaves[place], [leaves[k] for k in places]), strict=True))
 
     def _outputs_of_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the copy gives, with a graph on the way back through which nobody's hooks are called."""
+        """The copy's outputs, with a graph whose backward pass calls nobody's hooks."""
         self.replica.follow()
         trainable, constant = trainable_and_constant(self.replica.live)
         weights = {name: value.clone().requires_grad_() for name, value in trainable.items()}
@@ -121,7 +121,7 @@ class LossInside:
         outputs: Any,
         masks: tuple[Tensor, ...],
     ) -> bool:
-        """Whether the model's other outputs are those of a call without labels; looked at once for a kind of call."""
+        """Whether the other outputs are the same without labels; checked once for each kind of call."""
         kind = (form_of((args, kwargs)), form_of(outputs))
         if kind not in self._runs_without:
             live: nn.Module = self.replica.live
@@ -137,7 +137,7 @@ class LossInside:
 
 
 def _made_from(leaves: list[Any], place: int) -> list[int]:
-    """The places of the outputs that a loss was made from: one that all the others go through, or all of them."""
+    """The places of the outputs that a loss was made from: one on which all depend, or all of them."""
     floating = [
         k
         for k, leaf in enumerate(leaves)
@@ -155,7 +155,7 @@ def _made_from(leaves: list[Any], place: int) -> list[int]:
 
 
 def _gradients(of: Tensor, outputs: list[Tensor], weights: Tensor | None = None) -> tuple[Tensor, ...]:
-    """∂of/∂output of each, or that of ⟨of, weights⟩; zeros if there is no way."""
+    """∂of/∂output for each output, or ∂⟨of, weights⟩/∂output; zeros if it does not depend on it."""
     if not outputs:
         return ()
     with torch.enable_grad():
@@ -163,7 +163,7 @@ def _gradients(of: Tensor, outputs: list[Tensor], weights: Tensor | None = None)
 
 
 def _same(some: list[Tensor], others: list[Tensor], tolerance: float = _SAME) -> bool:
-    """Whether they are as many, of the same shapes, and equal within the tolerance times the largest number."""
+    """Whether they have the same number and shapes, and differ by at most the tolerance times the largest number."""
     if len(some) != len(others) or any(a.shape != b.shape for a, b in zip(some, others, strict=True)):
         return False
     pairs = [(a, b) for a, b in zip(some, others, strict=True) if b.numel()]

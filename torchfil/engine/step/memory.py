@@ -1,4 +1,4 @@
-"""Passes that run out of memory: nothing is kept of them, and they are repeated in pieces of half the size."""
+"""Passes that run out of memory are discarded and repeated in pieces of half the size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["PassMemory", "is_recorded", "passes_within", "ran_out", "recorded_pa
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Passes = Sequence[tuple[int, int]]  # over one batch: how many examples at once, and the bytes of one
+Passes = Sequence[tuple[int, int]]  # over one batch: examples at once, and bytes per example
 Cut = Callable[[int], Passes]  # from a limit in bytes
 
 _TEXTS = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -30,9 +30,9 @@ class PassMemory:
     """The bytes that a pass over examples may hold at once; fewer once a pass has run out of memory.
 
     Guarantees:
-        * A pass that ran out of memory leaves nothing behind: it gives no number and books nothing. Its probes are
-          those of its seeds, so that the repeated pass gives the same numbers up to rounding.
-        * Where not even one example fits, the limit stays as it was, and the error says so.
+        * A pass that ran out of memory leaves nothing behind: no number and no entry in the ledger. Its seeds determine
+          its probes, so that the repeated pass gives the same numbers up to rounding.
+        * If not even one example fits, the limit stays as it was, and the error says so.
 
     Args:
         limit: The bytes.
@@ -55,10 +55,10 @@ class PassMemory:
         return max(1, self.limit // max(1, bytes_per_example))
 
     def repeated(self, attempt: Callable[[], T], cut: Cut) -> T:
-        """What ``attempt()`` gives, called again with half of the examples at once as long as it runs out of memory.
+        """The result of ``attempt()``, repeated with half as many examples at once while it runs out of memory.
 
         Args:
-            attempt: Passes over a batch, within the limit of the time it is called.
+            attempt: Passes over a batch, within the limit at the time of the call.
             cut: How a limit cuts that batch.
 
         Raises:
@@ -72,7 +72,7 @@ class PassMemory:
                 if not ran_out(error):
                     raise
                 reason = str(error)
-            # only here is the error gone, whose traceback has held all that the pass had allocated
+            # only here is the error gone, whose traceback held everything that the pass had allocated
             if not self.halve(cut, reason):
                 self.limit = before
                 raise torch.OutOfMemoryError(
@@ -82,11 +82,11 @@ class PassMemory:
                 )
 
     def halve(self, cut: Cut, reason: str) -> bool:
-        """Let a pass hold half of what it held; False where it held one example.
+        """Let a pass hold half as much; False if it held only one example.
 
         Args:
             cut: How a limit cuts the batch that ran out of memory.
-            reason: What the device said.
+            reason: The device's message.
         """
         held = cut(self.limit)
         limit = min(self.limit, max(examples * size for examples, size in held)) // 2
@@ -96,7 +96,7 @@ class PassMemory:
         self.limit = limit
         release_memory()
 
-        # the first time warns, as it costs time at every step from now on
+        # warn the first time: from now on every step takes longer
         was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
         text = f"a pass over {was} examples ran out of memory ({_shortened(reason)}) and is repeated with {now} at once"
         logger.info(text)
@@ -111,7 +111,7 @@ class PassMemory:
 
 
 def ran_out(error: RuntimeError) -> bool:
-    """Whether a device had no memory left.
+    """Whether a device ran out of memory.
 
     Example:
         >>> ran_out(torch.OutOfMemoryError("CUDA out of memory.")), ran_out(RuntimeError("shapes differ"))
@@ -121,7 +121,7 @@ def ran_out(error: RuntimeError) -> bool:
 
 
 def passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
-    """The passes that serve a batch within so many bytes: recorded, mapped over examples, or one of each."""
+    """The passes over a batch within this many bytes: recorded, mapped over examples, or one of each."""
     passes = []
     if is_recorded(batch):
         assert batch.plan is not None
@@ -135,7 +135,7 @@ def passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
 
 
 def recorded_pass_within(limit: int, count: int, tried: Plan) -> tuple[int, int]:
-    """How many of ``count`` examples a recorded pass holds at once within so many bytes, and the bytes of one."""
+    """How many of ``count`` examples a recorded pass holds at once within this many bytes, and the bytes of one."""
     size = max(1, tried.bytes_per_example)
     return min(count, max(1, limit // size)), size
 

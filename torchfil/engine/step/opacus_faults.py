@@ -18,10 +18,10 @@ _MOST_NAMES = 4
 
 
 def why_opacus_differs(replica: Replica, forwards: Sequence[ForwardPass]) -> str:
-    """A known fault of Opacus's rules where the model meets it in these passes, else what it may be; with the remedy.
+    """A known fault of Opacus's rules, if it affects these passes, otherwise the likely cause; with the remedy.
 
-    Opacus 1.6 reshapes what a convolution saw as if it were contiguous (its gradients are off by their own size where
-    it is not).
+    Opacus 1.6 reshapes a convolution's input as if it were contiguous; if it is not, the gradients are wrong by their
+    own size.
     """
     names = _not_contiguous(replica.live, forwards[0]) if forwards else []
     if names:

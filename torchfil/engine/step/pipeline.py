@@ -1,7 +1,7 @@
 """One step in order: record → sums, norms and accounting → checks → stage; release and booking follow in the optimizer.
 
-The user's loop and ``train_step`` are two ways in. Where Opacus's hooks have formed per-example gradients (the loop
-reads ``p.grad_sample``), the sums are theirs, and the engine's own norms must agree.
+The user's loop and ``train_step`` are the two entry points. If Opacus's hooks have formed per-example gradients (the
+loop reads ``p.grad_sample``), the sums come from them, and the engine's own norms must agree.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = ["StepPipeline"]
 
 
 class StepPipeline(StepStages):
-    """Takes the forward passes of a step and gives what is released and booked of them.
+    """Takes the forward passes of a step and computes what is released and booked.
 
     Args:
-        run: Where batches are staged.
+        run: Stages the batches.
         replica: The model.
         evaluator: Computes sums, norms and Fisher information.
-        checks: Compares with what the loop did.
-        observer: Has the loop's forward passes.
+        checks: Compares them with what the loop did.
+        observer: Holds the loop's forward passes.
         looks: Looks at all examples at once.
     """
 
@@ -55,12 +55,12 @@ class StepPipeline(StepStages):
     def record_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
     ) -> tuple[Examples, RecordedForward | Begun] | None:
-        """The forward half of the pass over the loop's inputs; None if the loop must run it plainly.
+        """The forward half of the pass over the loop's inputs; None if the loop must run a plain pass.
 
-        It is recorded by the live model, or replayed as a CUDA graph, with masks that are drawn without the model.
+        It is recorded by the live model, or replayed as a CUDA graph with masks that are drawn without the model.
         """
         loss = self.run.loss
-        if loss is None or self.run.ledger is None:  # nothing was tried yet
+        if loss is None or self.run.ledger is None:  # there was no trial yet
             return None
         args, kwargs = plain((args, kwargs))
         forward = ForwardPass(None, batch, args, kwargs, None)
@@ -96,13 +96,13 @@ class StepPipeline(StepStages):
         """Compute what the loop's finished passes release, and begin the checks.
 
         Args:
-            optimizer: With the present noise and threshold.
-            norms: ‖g‖ of the per-example gradients that Opacus has formed, [batch]; None: the sums are wanted.
-            clipped_norms: ‖g̃‖ of them, [batch].
+            optimizer: Has the current noise and threshold.
+            norms: ‖g‖ of the per-example gradients that Opacus has formed, [batch]; None: compute the sums.
+            clipped_norms: Their ‖g̃‖, [batch].
         """
-        self.replica.gather()  # first: a rank that refuses would leave the others waiting
+        self.replica.gather()  # first, because a rank that refuses would leave the others waiting
         if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
-            self.run.drop_staged()  # of a logical batch that was given up
+            self.run.drop_staged()  # left from a logical batch that was given up
         self.checks.check_last_norms()
         forwards = self.observer.finished()
         if norms is None:
@@ -121,7 +121,7 @@ class StepPipeline(StepStages):
         return replace(computed, confirm_and_stage=confirm_and_stage)
 
     def book(self, optimizer: FILOptimizer) -> None:
-        """The logical batch has been released: enter it, and look up all norms where that is due."""
+        """Book the released logical batch, and refresh all norms if that is due."""
         self.run.book(optimizer)
         every = self.options.accounting.norm_refresh
         if every is not None and self.run.loss is not None and self.run.history.steps % every == 0:
@@ -129,16 +129,16 @@ class StepPipeline(StepStages):
         self.replica.let_go()
 
     def forget(self) -> None:
-        """Gradients were thrown away."""
+        """Forget gradients that were discarded."""
         self.observer.forget_finished()
 
     def clip_weights(self, num_gradients: int) -> Tensor | None:
-        """ω of the examples in the loop's finished passes, [batch]; None: 1, or there are not as many of them."""
+        """ω of the examples in the loop's finished passes, [batch]; None: all 1, or another number of examples."""
         ids = [number for forward in _latest(self.observer.finished(), num_gradients) for number in forward.ids or ()]
         return self.run.clip_weights_of(ids) if len(ids) == num_gradients else None
 
     def backward_passes(self) -> int:
-        """How many of the loop's backward passes wait for a step."""
+        """How many of the loop's backward passes await a step."""
         return len(self.observer.finished())
 
     def facts(self) -> dict[str, float | None]:
@@ -152,16 +152,16 @@ class StepPipeline(StepStages):
         self.run.settle_ids()
 
     def give_up(self) -> None:
-        """The logical batch is not released."""
+        """Give up the logical batch, which is not released."""
         self.run.drop_staged()
         self.replica.let_go()
 
     def refused(self) -> None:
-        """This process has refused a step, which a single one may mend."""
+        """Note that this process has refused a step; a single process may recover from that."""
         self.replica.let_go()
 
     def close(self) -> None:
-        """No further step is taken."""
+        """Take no further steps."""
         self._closed = True
         self.observer.pending.clear()
 
@@ -182,7 +182,7 @@ class StepPipeline(StepStages):
             return self._staging(None, [], ids, noise, measure, passes)
 
         forwards = [forward for forward in forwards if forward.ids]  # a part of a draw may be empty
-        if norms is None:  # under hooks the divided gradients are those that Opacus clips
+        if norms is None:  # with hooks, Opacus clips the divided gradients
             self.checks.note_division(forwards, self.run.loss, passes)
         for forward in forwards:
             self.checks.check_rows(forward)
@@ -190,7 +190,7 @@ class StepPipeline(StepStages):
         loss = self.run.loss
         if loss is None and (norms is None or not self.run.paused):
             loss = self._identified(forwards[0])
-        if loss is not None and loss.is_models_own:  # of which the labels are inputs
+        if loss is not None and loss.is_models_own:  # its labels are inputs
             forwards = [forward.made_whole() for forward in forwards]
             examples = [self._examples(forward) for forward in forwards]
         setting = self._setting(forwards[0], examples[0], loss, noise, measure)
@@ -199,11 +199,11 @@ class StepPipeline(StepStages):
         for forward, part in zip(forwards, examples, strict=True):
             values, begun = self._evaluated(forward, part, setting, summed=norms is None)
             confirmations += begun
-            if values is not None:  # of several passes, the next would overwrite the sums
+            if values is not None:  # the next of several passes would overwrite the sums
                 parts.append(values.kept(sums=len(forwards) > 1))
         step = joined(parts) if parts else None
 
-        # The clipped norms that count are those of what is released.
+        # The clipped norms of the released gradients count.
         if norms is not None and clipped_norms is not None:
             if step is not None:
                 confirmations.append(self.checks.begin_norm_check(step.norm, norms, forwards))
@@ -241,15 +241,15 @@ class StepPipeline(StepStages):
         return losses.mean() if self.options.loss_reduction == "mean" else losses.sum()
 
     def _computed_without_loop(self, optimizer: FILOptimizer, inputs: Any, targets: Any) -> Computed:
-        """As in a loop, but the checks of the batch itself take the place of those of the loop's passes."""
-        make_current((inputs, targets))  # a batch that is handed over unread
+        """As in a loop, but with checks of the batch itself instead of the loop's passes."""
+        make_current((inputs, targets))  # a batch that was passed on unread
         forward, loss = self._called_without_loop(*self.checks.moved(plain((inputs, targets))))
         args, kwargs, targets = forward.args, forward.kwargs, forward.targets
         check_finite = check_finite_later(args, kwargs, targets)
         check_batch = self.checks.begin_batch_check((args, kwargs), targets)
 
         noise = self.run.check_noise(optimizer)
-        if not any(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim):  # many models cannot run on nobody
+        if not any(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim):  # many models cannot run on it
             ids = self.run.check_ids([forward], 0)
             return self._staging(None, [], ids, noise, self.run.chooses_to_measure(), 1)
         private = self._private(args, kwargs)
@@ -271,14 +271,14 @@ class StepPipeline(StepStages):
 
         def check_losses() -> None:
             assert values.losses is not None
-            alone = values.output_gradients is None  # mapped: only the losses tell whether the model mixes examples
+            alone = values.output_gradients is None  # if mapped, only the losses show whether the model mixes examples
             self.checks.check_losses(forward, targets, loss, values.losses, now=alone)
 
         checks = [check_finite, check_batch, check_losses, *confirmations]
         return self._staging(values, checks, ids, noise, measure, 1, setting, examples.own_coordinates)
 
     def _called_without_loop(self, inputs: Any, targets: Any) -> tuple[ForwardPass, IdentifiedLoss | None]:
-        """The call of the model that a step stands for, and the loss; None for an empty batch before it is known."""
+        """The call of the model that a step replaces, and the loss; None for an empty batch before they are known."""
         if targets is NO_TARGETS and (self.options.batch_to_inputs is not None or not isinstance(inputs, Mapping)):
             inputs, targets = split_batch(inputs, self.options.batch_to_inputs)
         args, kwargs = as_call(inputs)
@@ -286,7 +286,7 @@ class StepPipeline(StepStages):
         if loss is None and all(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim):
             loss = self._identified(self._own_pass(args, kwargs))
 
-        # Labels of a model that computes its loss from them are targets, unless the model cannot do without them.
+        # Labels from which a model computes its loss are targets, unless the model cannot run without them.
         without = kwargs
         if targets is None or targets is NO_TARGETS:
             without, targets = self._inside.without_labels(kwargs)
@@ -297,7 +297,7 @@ class StepPipeline(StepStages):
         return ForwardPass(tracker.ids, tracker.batch, args, without, None, targets, autocast=autocast), loss
 
     def _own_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardPass:
-        """A pass of a model that computes its loss, as if a loop had gone back from it."""
+        """A pass of a model that computes its loss, as if a loop had called backward() on it."""
 
         def run_live() -> Any:
             with torch.enable_grad(), differentiable_twice(), buffers_kept(self.replica.live):
@@ -318,12 +318,12 @@ class StepPipeline(StepStages):
         return forward
 
     def _may_draw(self) -> bool:
-        """Whether a forward pass may draw random numbers; not where one drew none with the modules as they are."""
+        """Whether a forward pass may draw random numbers; not if one drew none with the modules in this state."""
         self.replica.follow()
         return self.replica.drops_now() or self.replica.key != self._drew_nothing_at
 
     def _fresh_masks(self, forward: ForwardPass) -> tuple[Tensor, ...]:
-        """Masks as the live model draws them for a batch; its buffers stay, as this is no pass of the loop's."""
+        """Masks as the live model draws them for a batch; its buffers stay unchanged: this is not the loop's pass."""
 
         def run_live() -> Any:
             with torch.no_grad(), buffers_kept(self.replica.live):
@@ -336,7 +336,7 @@ class StepPipeline(StepStages):
 
 
 def _own(parts: Sequence[Examples]) -> Tensor | int:
-    """How many private coordinates are an example's own, of several passes, [examples], or one number for all."""
+    """How many private coordinates belong to each example of several passes, [examples], or one number for all."""
     if len(parts) == 1:
         return parts[0].own_coordinates
     by_part = [torch.as_tensor(part.own_coordinates, device=part.z.device).expand(len(part)) for part in parts]
@@ -350,7 +350,7 @@ def _num_rows(forward: ForwardPass) -> int:
 
 
 def _latest(forwards: list[ForwardPass], num_gradients: int) -> list[ForwardPass]:
-    """The latest forward passes that account for the gradients; earlier ones were thrown away."""
+    """The latest forward passes that account for the gradients; earlier ones were discarded."""
     for start in range(len(forwards) - 1, -1, -1):
         if sum(len(forward.ids or ()) for forward in forwards[start:]) == num_gradients:
             return forwards[start:]

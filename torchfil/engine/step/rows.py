@@ -1,9 +1,9 @@
 """Are the model's inputs the rows that the loader gave, each made from its own example alone?
 
-The accounting, and differential privacy, need that an example enters its own row of the model's input and no other.
-Mixup, CutMix, a shuffled batch and statistics of the batch break that, and leave traces in the numbers: a row is a
-blend, a patchwork or a copy of *other* rows, or the batch's mean is exactly 0. What an augmentation does to each row
-by itself (noise, flips, crops) leaves none.
+Accounting and differential privacy require that an example enters its own row of the model's input and no other.
+Mixup, CutMix, a shuffled batch and statistics of the batch violate this, and leave traces in the numbers: a row is a
+blend, a patchwork or a copy of *other* rows, or the batch's mean is exactly 0. An augmentation of each row on its own
+(noise, flips, crops) leaves no such trace.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 __all__ = ["how_rows_mix"]
 
-_MOST_ROWS = 32  # of the input that are compared with all rows of the batch
-_FEWEST_NUMBERS = 8  # of a row: two numbers are a blend of any two rows
+_MOST_ROWS = 32  # rows of the input that are compared with all rows of the batch
+_FEWEST_NUMBERS = 8  # numbers in a row: two numbers are a blend of any two rows
 _EXACT = 1e-5  # relative, in float32
 _SHARE = 1e-2  # of another row, from which on it counts
 
@@ -22,7 +22,7 @@ _SHARE = 1e-2  # of another row, from which on it counts
 def how_rows_mix(given: Tensor, rows: Tensor) -> str | None:
     """How the rows of an input, [batch, …], were made from several rows of the loader's batch; None: they were not.
 
-    Nothing is said of batches of one and of rows with less than eight numbers.
+    It says nothing about batches of one, or about rows with fewer than eight numbers.
 
     Example:
         >>> rows = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
@@ -47,17 +47,17 @@ def how_rows_mix(given: Tensor, rows: Tensor) -> str | None:
 
 
 def _are_copies(x: Tensor, t: Tensor, own: Tensor) -> bool:
-    """Whether every row of x, [k, numbers], is one of t, [batch, numbers], but not the row ``own``, [k], of its own."""
+    """Whether every row of x, [k, numbers], equals a row of t, [batch, numbers], but not its own row ``own``, [k]."""
     alike = torch.cdist(x, t) == 0
     alike[torch.arange(len(own), device=own.device), own] = False
     return bool(alike.any(dim=1).all())
 
 
 def _are_blends(x: Tensor, t: Tensor, own: Tensor) -> bool:
-    """Whether half of x's rows or more are a·(its own row) + b·(another), b ≠ 0: least squares with all other rows.
+    """Whether at least half of x's rows are a·(own row) + b·(another), b ≠ 0: least squares with all other rows.
 
-    Mixup may leave some rows nearly alone. Rows that are one number throughout (a change of brightness is a blend with
-    them), and rows of which any is a blend of few others, tell nothing.
+    Mixup may leave some rows almost unchanged. Constant rows (a change of brightness is a blend with one), and rows
+    that are all blends of a few others, say nothing.
     """
     mine, count, first = t[own], len(own), t[:8]
     if int(torch.linalg.matrix_rank(first)) < min(len(first), 4):
@@ -70,7 +70,7 @@ def _are_blends(x: Tensor, t: Tensor, own: Tensor) -> bool:
     determinant = torch.where(usable, determinant, 1.0)
     a, b = (tt * xm - mt * xt) / determinant, (mm * xt - mt * xm) / determinant
 
-    # The closed form loses digits, so the best of each row is looked at itself.
+    # The closed form loses digits, so the best candidate of each row is checked directly.
     left = x.square().sum(dim=1)[:, None] - a * xm - b * xt
     best = torch.where(usable, left, torch.inf).argmin(dim=1)
     rows = torch.arange(count, device=own.device)
@@ -80,7 +80,7 @@ def _are_blends(x: Tensor, t: Tensor, own: Tensor) -> bool:
 
 
 def _are_patchworks(x: Tensor, t: Tensor, own: Tensor) -> bool:
-    """Whether in each row of x what is not its own row's is another row's, number by number, and more than one."""
+    """Whether each row of x combines numbers of its own row with several numbers of another row."""
     for row, k in zip(x, own.tolist(), strict=True):
         other = row != t[k]
         alike = (t[:, other] == row[other]).all(dim=1)
@@ -91,7 +91,7 @@ def _are_patchworks(x: Tensor, t: Tensor, own: Tensor) -> bool:
 
 
 def _are_centred(x: Tensor) -> bool:
-    """Whether every column, or all numbers together, have the mean 0 to rounding, though they are not 0."""
+    """Whether every column, or all numbers together, have mean 0 up to rounding, though they are not all 0."""
     size = x.square().mean(dim=0).sqrt()
     columns = size > 0
     by_column = (x.mean(dim=0).abs() <= _EXACT * size)[columns]

@@ -1,4 +1,4 @@
-"""The stages that a step of the user's loop and one of ``train_step`` have in common, between record and stage."""
+"""The stages between record and stage that a step of the user's loop and one of ``train_step`` share."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Computed:
 
     Attributes:
         sums: Σ_i g̃_i by parameter name; None for no example, or where Opacus has the gradients.
-        backward_passes: Of the loop, that it came from.
-        confirm_and_stage: Ends the checks that have begun, raising where one fails, and stages the batch.
-        losses: ℓ, [batch], where they were wanted.
+        backward_passes: The number of the loop's backward passes that it came from.
+        confirm_and_stage: Ends the checks that have begun, raises if one fails, and stages the batch.
+        losses: ℓ, [batch], if they were wanted.
     """
 
     sums: dict[str, Tensor] | None
@@ -54,7 +54,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the batches of a step have in common; what is new in it is kept only when the step is staged."""
+    """What the batches of a step have in common; new findings are kept only when the step is staged."""
 
     noise: Noise
     loss: IdentifiedLoss | None
@@ -64,14 +64,14 @@ class Setting:
 
 
 class StepStages:
-    """From a forward pass to what is staged of it.
+    """Turns a forward pass into what is staged.
 
     Args:
-        run: Where batches are staged.
+        run: Stages the batches.
         replica: The model.
         evaluator: Computes sums, norms and Fisher information.
-        checks: Compares with what the loop did.
-        observer: Has the loop's forward passes.
+        checks: Compares them with what the loop did.
+        observer: Holds the loop's forward passes.
         looks: Looks at all examples at once.
     """
 
@@ -95,7 +95,7 @@ class StepStages:
         self._last_mechanism: tuple[Noise, Mechanism] | None = None
 
     def _mechanism(self, noise: Noise) -> Mechanism:
-        """Clipping, noise and subsampling of a release; that of the last noise is kept."""
+        """Clipping, noise and subsampling of a release; the last mechanism is kept for reuse."""
         if self._last_mechanism is None or self._last_mechanism[0] != noise:
             made = self.options.mechanism(noise.noise_multiplier, noise.max_grad_norm)
             self._last_mechanism = noise, made
@@ -104,7 +104,7 @@ class StepStages:
     def _setting(
         self, forward: ForwardPass, examples: Examples, loss: IdentifiedLoss | None, noise: Noise, measure: bool
     ) -> Setting:
-        """What is the same for all batches of a step; the ledger is made at the first."""
+        """What is the same for all batches of a step; the first step creates the ledger."""
         run = self.run
         ledger, test_matrix = run.ledger, run.test_matrix
         if ledger is None:
@@ -114,7 +114,7 @@ class StepStages:
         return Setting(noise, loss, ledger, test_matrix, measure)
 
     def _identified(self, forward: ForwardPass) -> IdentifiedLoss:
-        """The loss that the loop uses; the model's own where that is what it uses, and no other fits."""
+        """The loss that the loop uses; the model's own loss if the loop uses it, and no other loss fits."""
         try:
             loss = self.checks.identified_loss(forward)
         except LossMismatchError:
@@ -127,7 +127,7 @@ class StepStages:
     def _evaluated(
         self, forward: ForwardPass, examples: Examples, setting: Setting, *, summed: bool
     ) -> tuple[StepValues | None, list[Callable[[], None]]]:
-        """What one forward pass gives, None if nothing of it is needed, and the checks that have begun."""
+        """The values of one forward pass (None if none are needed), and the checks that have begun."""
         loss = setting.loss
         measured = (setting.measure or setting.noise.noise_multiplier == 0) and not self.run.paused
         if loss is None or not (summed or measured):
@@ -142,7 +142,7 @@ class StepStages:
                 examples, self.options.accounting.questions, self._lay_out, check_values=self.run.ledger is None
             )
 
-        # A loss that is not the loop's would spoil the trial, so it is looked at first.
+        # A wrong loss would spoil the trial, so the loss is checked first.
         gradients = self._in_precision(self.replica.gradients(examples, loss), forward.autocast)
         from_loop = forward.outputs is not None
         looked_at = from_loop and not self.evaluator.has_plan(gradients)
@@ -178,7 +178,7 @@ class StepStages:
         return replace(gradients, autocast=autocast, probe_precision=probe_precision)
 
     def _measured_anew(self, batch: PrivateBatch, values: StepValues, wanted: Wanted, ids: list[int]) -> StepValues:
-        """The same, but the few examples that are chosen for it are measured with more probes."""
+        """The same values, with a few chosen examples measured again with more probes."""
         rows = self.run.exposed_rows(ids, values.clipped_norm)
         if rows is None or batch.mechanism.noiseless or self.replica.written:
             return values
@@ -234,7 +234,7 @@ class StepStages:
         return Computed(sums, backward_passes, confirm_and_stage, step.losses if step is not None else None)
 
     def _examples(self, forward: ForwardPass) -> Examples:
-        """The examples of a forward pass with their private coordinates laid out, and their masks."""
+        """The examples of a forward pass, with their private coordinates and masks."""
         examples = forward.examples
         if examples is None:
             targets = self.checks.targets(forward)
@@ -249,12 +249,12 @@ class StepStages:
         return replace(examples, masks=self.replica.masks_by_example(forward.masks, forward.args, forward.kwargs))
 
     def _with_weights(self, examples: Examples, ids: Sequence[int]) -> Examples:
-        """With ω of the examples of these numbers; as they are where nobody has one."""
+        """The examples with their weights ω; unchanged if nobody has one."""
         weights = self.run.clip_weights_of(ids)
         return examples if weights is None else replace(examples, clip_weights=weights)
 
     def _write_buffers(self, forward: ForwardPass, batch: PrivateBatch) -> None:
-        """Bring the model's buffers to where its forward pass takes them: once, however the passes were cut."""
+        """Update the model's buffers as its forward pass would, once, however the passes were cut."""
         if not self.evaluator.runs_in_pieces(batch):
             self.replica.write_buffers(batch.gradients)
             return
@@ -263,7 +263,7 @@ class StepStages:
 
 
 def private_without_labels(private: Private | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Private | None:
-    """What is private; where it is not said, labels among the inputs are not."""
+    """What is private; if this is not specified, labels among the inputs are not private."""
     labels = [key for key in kwargs if is_target_name(key)]
     if private is not None or not labels:
         return private

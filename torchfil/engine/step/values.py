@@ -1,4 +1,4 @@
-"""What a pass over a batch is to give, and what it gives: losses, norms, clipped sums, what the ledger adds."""
+"""What a pass over a batch should compute, and its results: losses, norms, clipped sums, what the ledger adds."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["StepValues", "Wanted", "check_compiled", "joined", "values_of"]
 
 @dataclass(frozen=True)
 class StepValues:
-    """What one pass over a batch gives.
+    """The results of one pass over a batch.
 
     Attributes:
         losses: ℓ, [batch]; None if Opacus's gradients are released unmeasured.
         norm: ‖g‖ before clipping, [batch].
         clipped_norm: ‖g̃‖, [batch].
-        sums: Σ_i g̃_i by parameter name; empty where it is not wanted.
+        sums: Σ_i g̃_i by parameter name; empty if not wanted.
         additions: What the ledger adds, by name, [batch, …] each; None if the step is not measured.
         output_gradients: ∂ℓ_i/∂output_i, for every tensor of the model's output; None if the pass has none.
     """
@@ -43,12 +43,12 @@ class StepValues:
     output_gradients: tuple[Tensor, ...] | None = None
 
     def kept(self, *, sums: bool) -> StepValues:
-        """The same, which later passes do not overwrite; ``sums`` says whether those are copied, too."""
+        """A copy that later passes do not overwrite; ``sums`` says whether the sums are copied, too."""
         copied = map_tensors(Tensor.clone, {**vars(self), "sums": self.sums if sums else None})
         return StepValues(**copied if sums else {**copied, "sums": self.sums})
 
     def measured_anew(self, rows: Tensor, additions: dict[str, Tensor]) -> StepValues:
-        """The same with other additions for these rows, of a later measurement, [rows, …] each."""
+        """The same, with the additions of these rows replaced by a later measurement, [rows, …] each."""
         before = self.additions or {}
         size = len(self.norm)
         parts = {name: before.get(name, value.new_zeros(size, *value.shape[1:])) for name, value in additions.items()}
@@ -56,23 +56,23 @@ class StepValues:
         return replace(self, additions={**before, **added})
 
     def first(self, count: int) -> StepValues:
-        """The same of so many examples; the sums are left as they are."""
+        """The values of the first examples, this many; the sums stay as they are."""
         cut = map_tensors(lambda value: value[:count], {**vars(self), "sums": None})
         return StepValues(**{**cut, "sums": self.sums})
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a pass is to give.
+    """What a pass should compute.
 
     Attributes:
         track: The quantities that are tracked besides the trace.
         estimator: The name of the estimator.
-        seeds: Of the probes; none: the step is not measured.
-        rate: π, the probability with which such a step is measured.
+        seeds: The seeds of the probes; none: the step is not measured.
+        rate: π, the probability that such a step is measured.
         summed: Whether the clipped sum is wanted.
-        test_matrix: Ω, [d, r], where I Ω is wanted.
-        questions: Which of the examples' alternatives are the answers to which question; see ``asking``.
+        test_matrix: Ω, [d, r], if I Ω is wanted.
+        questions: For each question, which of the examples' alternatives are its answers; see ``asking``.
     """
 
     track: tuple[Track, ...]
@@ -85,7 +85,7 @@ class Wanted:
 
     @property
     def kind(self) -> Hashable:
-        """All that a captured pass depends on."""
+        """Everything that a captured pass depends on."""
         return (
             self.track,
             self.estimator,
@@ -105,7 +105,7 @@ def values_of(
     rate: float | Tensor,
     mask: Tensor | None = None,
 ) -> StepValues:
-    """All that is wanted of one chunk; ``mask`` (1 or 0, [batch]) says which examples count in the sum."""
+    """The wanted values for one chunk; ``mask`` (1 or 0, [batch]) says which examples count in the sum."""
     added = None
     if wanted.seeds:
         needs = needs_of(wanted.track)
@@ -121,14 +121,14 @@ def values_of(
     if wanted.questions:
         added = (added or {}) | _divergences(batch, jacobian, wanted, rate)
     sums = jacobian.clipped_sum(mask) if wanted.summed else {}
-    losses = jacobian.losses  # of no extra cost
+    losses = jacobian.losses  # at no extra cost
     return StepValues(losses, jacobian.norm, jacobian.clipped_norm, sums, added, jacobian.output_gradients)
 
 
 def _divergences(
     batch: PrivateBatch, jacobian: ClippedJacobian, wanted: Wanted, rate: float | Tensor
 ) -> dict[str, Tensor]:
-    """What the ledger adds for the questions; of "absent" the gradients' norms tell all."""
+    """What the ledger adds for the questions; for "absent", the gradients' norms are enough."""
     examples, mechanism = jacobian.gradients.examples, batch.mechanism
     gradients = replace(jacobian.gradients, model=batch.gradients.model)  # the copy, whose passes nobody counts
 
@@ -148,7 +148,7 @@ def _divergences(
 
 
 def joined(parts: Sequence[StepValues]) -> StepValues:
-    """Several passes as one: their examples one after the other, their sums added."""
+    """Several passes as one: their examples concatenated, their sums added."""
     if len(parts) == 1:
         return parts[0]
     measured = [part.additions for part in parts if part.additions is not None]
@@ -165,9 +165,9 @@ def joined(parts: Sequence[StepValues]) -> StepValues:
 
 
 def check_compiled(compiled: StepValues, plain: StepValues, dtype: torch.dtype, *, narrow: bool = False) -> None:
-    """Raise unless both agree, as compilers err; computed in that dtype with exact convolutions.
+    """Raise unless both agree, because compilers make mistakes; computed in that dtype with exact convolutions.
 
-    ``narrow`` says that layers or probes are computed in bfloat16, which compilers round less often.
+    ``narrow`` says that layers or probes are computed in bfloat16, where compilers round less often.
 
     Raises:
         CompilationError: With what differs, and by how much.
@@ -182,7 +182,7 @@ def check_compiled(compiled: StepValues, plain: StepValues, dtype: torch.dtype, 
 
 
 def _named(result: StepValues) -> dict[str, Tensor]:
-    """Every part with a name; the clipped sum as a whole, since parts of it may vanish up to rounding."""
+    """Every part with a name; the clipped sum is one part, because parts of it may be 0 up to rounding."""
     named = {"norms": result.norm, "clipped norms": result.clipped_norm}
     named |= {"losses": result.losses} if result.losses is not None else {}
     named |= {f"addition {name!r}": value for name, value in (result.additions or {}).items()}

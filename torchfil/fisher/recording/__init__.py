@@ -1,4 +1,4 @@
-"""The recorded pass: norms of per-example gradients, and their derivatives, of a whole batch, without the gradients."""
+"""The recorded pass: norms of per-example gradients and their derivatives, for a whole batch, without the gradients."""
 
 from torchfil.fisher.recording.jacobian import RecordedJacobian
 from torchfil.fisher.recording.norms import NormGradient, norm_gradient

@@ -1,7 +1,7 @@
-"""A pass over a batch of fixed size, compiled: its operations are recorded once and handed to ``torch.compile``.
+"""A compiled pass over a batch of fixed size: its operations are traced once and handed to ``torch.compile``.
 
-A pass differentiates twice, which ``torch.compile`` does not follow by itself. What is recorded are the operations that
-both derivatives come down to; nothing of autograd is left in it.
+A pass differentiates twice, which ``torch.compile`` cannot follow on its own. The trace therefore holds the operations
+of both derivatives, written out; it contains no autograd.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Result = TypeVar("Result")
 
 
 def _options() -> dict[str, Any]:
-    """Convolutions with channels last, whatever their number; no padded strides, no fusion of row and column sums.
+    """Compiler options: channels last for every convolution, no padded strides, no fusion of row and column sums.
 
-    A sum over a padded intermediate may be read with strides that it was not written with
-    (https://github.com/pytorch/pytorch/issues/179931), and sums by row and column that share a kernel are wrong
-    where the number of rows is no multiple of its block (https://github.com/pytorch/pytorch/issues/195845).
+    A sum over a padded intermediate may be read with other strides than it was written with
+    (https://github.com/pytorch/pytorch/issues/179931). Row sums and column sums that share a kernel are wrong if the
+    number of rows is not a multiple of the kernel's block (https://github.com/pytorch/pytorch/issues/195845).
     """
-    from torch._inductor import config as inductor  # takes its time
+    from torch._inductor import config as inductor  # a slow import
 
     options: dict[str, Any] = {"force_layout_optimization": True, "comprehensive_padding": False}
     if hasattr(inductor.triton, "mix_order_reduction"):
@@ -43,21 +43,21 @@ def _options() -> dict[str, Any]:
 
 
 class CompilationError(RuntimeError):
-    """A pass cannot be recorded or compiled, or not rightly."""
+    """A pass cannot be traced or compiled, or the compiled pass gives wrong numbers."""
 
 
 class CompiledPass(Generic[Result]):
     """``run(gradients, extra)`` for examples of these shapes, compiled.
 
     Args:
-        run: A function of the examples' gradients, and of a tree of more tensors, to a tree of tensors. It must come
-            down to the same operations whatever the tensors hold.
-        gradients: The examples to record it with.
-        extra: The tensors to record it with.
-        backend: Of ``torch.compile``.
+        run: A function of the examples' gradients and a tree of further tensors that returns a tree of tensors. Its
+            operations must not depend on the tensors' values.
+        gradients: The examples to trace it with.
+        extra: The tensors to trace it with.
+        backend: The backend of ``torch.compile``.
 
     Raises:
-        CompilationError: ``run`` cannot be recorded or compiled.
+        CompilationError: ``run`` cannot be traced or compiled.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CompiledPass(Generic[Result]):
         places = [i for i, leaf in enumerate(inputs) if isinstance(leaf, Tensor)]
         fixed = list(inputs)
         self._places = places
-        self._outputs: list[Any] = []  # None where a tensor stands, otherwise what stands there, in a tuple
+        self._outputs: list[Any] = []  # None for a tensor, (value,) for anything else
 
         def flat(*tensors: Tensor) -> list[Tensor]:
             leaves = list(fixed)
@@ -105,7 +105,7 @@ class CompiledPass(Generic[Result]):
         logger.info("compiled a pass over %d examples in %.0f s", len(gradients), seconds)
 
     def __call__(self, gradients: ExampleGradients, extra: Any = None) -> Result:
-        """What ``run`` gives for these."""
+        """The result of ``run`` for these examples and tensors."""
         leaves = pytree.tree_leaves(_tensors_of(gradients, extra))
         found = iter(self._call([leaves[place].detach() for place in self._places]))
         results = [next(found) if fixed is None else fixed[0] for fixed in self._outputs]

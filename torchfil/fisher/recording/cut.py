@@ -1,4 +1,4 @@
-"""A recording, cut from the graph that leads to z: its layers are differentiated one by one, the way to z once."""
+"""A recording cut off from the graph that leads to z: layers are differentiated one by one, the path to z only once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["CutRecording", "DifferentiableSum", "Part", "cut"]
 
 @dataclass(frozen=True)
 class Part:
-    """A summand of every example, [batch], that depends on these calls only.
+    """One term of a sum, [batch], that depends only on these calls.
 
     Attributes:
         calls: The calls.
-        value: Computes it.
-        light: Whether its graph holds less than its derivatives would.
+        value: Computes the term.
+        light: Whether its graph needs less memory than its derivatives.
     """
 
     calls: tuple[Call, ...]
@@ -33,18 +33,18 @@ class Part:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """The leaves of its calls, each once."""
+        """The leaves of its calls, without repetition."""
         return tuple({id(leaf): leaf for call in self.calls for leaf in call.leaves}.values())
 
 
 @dataclass(frozen=True)
 class CutRecording:
-    """A recording whose calls begin at leaves: what rules make of the calls is differentiated up to there.
+    """A recording whose calls begin at leaves, so that the results of rules are differentiated only that far.
 
     Attributes:
-        recording: The calls, with leaves for their inputs and δ.
+        recording: The calls, with leaves as their inputs and δ.
         leaves: The leaves.
-        origins: What each of them stands for, still attached to z.
+        origins: The tensor that each leaf replaces, still attached to z.
     """
 
     recording: Recording
@@ -54,7 +54,7 @@ class CutRecording:
     def differentiable_sum(self, parts: Iterable[Part]) -> DifferentiableSum:
         """Σ parts, with its derivatives at the leaves.
 
-        Part by part, so that the graph of one layer is held at a time; light ones are held.
+        Each part is differentiated in turn, so that only one layer's graph is in memory; light graphs are kept.
         """
         total = torch.zeros_like(self.recording.losses)
         derivatives: list[tuple[Part, Tensor | tuple[Tensor | None, ...]]] = []
@@ -70,7 +70,7 @@ class CutRecording:
     def put(
         self, cotangents: list[Tensor | None], leaf: Tensor, gradient: Tensor | None, weight: Tensor | None = None
     ) -> None:
-        """Add a gradient, times weights [batch], to the leaf's place; nothing where the leaf does not depend on z."""
+        """Add a gradient, times weights [batch], at the leaf's place; do nothing if the leaf does not depend on z."""
         place = self._places.get(id(leaf))
         if gradient is None or place is None:
             return
@@ -90,7 +90,7 @@ class CutRecording:
         return {id(leaf): place for place, leaf in enumerate(self.leaves)}
 
     def pulled_back(self, cotangents: Sequence[Tensor | None], z: Tensor) -> Tensor:
-        """Σ_leaf ⟨cotangent, ∂leaf/∂z⟩, [batch, d]; the graph is kept for the next ones."""
+        """Σ_leaf ⟨cotangent, ∂leaf/∂z⟩, [batch, d]; the graph is kept for further calls."""
         pairs = [(origin, c) for origin, c in zip(self.origins, cotangents, strict=True) if c is not None]
         if not pairs:
             return wide(torch.zeros_like(z))
@@ -101,12 +101,12 @@ class CutRecording:
 
 @dataclass(frozen=True)
 class DifferentiableSum:
-    """Σ parts of every example, [batch], with what its derivatives are made from.
+    """Σ parts of every example, [batch], and what is needed for its derivatives.
 
     Attributes:
-        attached: Where the derivatives end.
+        attached: The cut at which the derivatives end.
         total: The sum.
-        derivatives: Of each part, those at its leaves, or its value with the graph that leads there.
+        derivatives: For each part, its derivatives at its leaves, or its value with the graph that leads to them.
     """
 
     attached: CutRecording
@@ -131,10 +131,10 @@ def _derivatives(part: Part, value: Tensor, weight: Tensor | None = None) -> tup
 
 
 def cut(recording: Recording) -> CutRecording:
-    """The recording, cut from the graph that leads to z.
+    """The recording, cut off from the graph that leads to z.
 
     Raises:
-        UnsupportedCallError: An input that depends on z does not run over the examples first.
+        UnsupportedCallError: The first dimension of an input that depends on z does not run over the examples.
     """
     leaves: dict[int, Tensor] = {}
     origins: dict[int, Tensor] = {}

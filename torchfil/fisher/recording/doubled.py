@@ -1,4 +1,4 @@
-"""A model in float64, even if it casts itself: a trial must not compare rounding errors."""
+"""A model in float64, even if it contains casts: a trial must not compare rounding errors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 class _CastsToDouble(TorchFunctionMode):
-    """Inside, a cast to a narrower floating-point type is one to float64.
+    """Inside, a cast to a narrower floating-point type becomes a cast to float64.
 
-    Models cast in the middle: Llama's RMSNorm and rotary positions to float32, masks to the type they were built for.
+    Models contain casts: Llama casts to float32 in RMSNorm and for rotary positions, and masks have a fixed type.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,9 +37,9 @@ def _is_narrow(value: Any) -> bool:
 
 @contextlib.contextmanager
 def in_double(gradients: ExampleGradients) -> Iterator[ExampleGradients]:
-    """The same examples and weights in float64; inside, the model does not leave it.
+    """The same examples and weights in float64; inside, the model stays in float64.
 
-    What the model writes into buffers is written into the given ones, too.
+    Changes that the model makes to its buffers are copied to the original buffers.
     """
     doubled = gradients.double()
     try:

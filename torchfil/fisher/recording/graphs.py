@@ -1,4 +1,4 @@
-"""A pass over a batch of fixed size as CUDA graphs: small networks spend most of their time on launching kernels."""
+"""A pass over a batch of fixed size as CUDA graphs: small networks spend most of their time launching kernels."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torchfil.private import Examples
 
 __all__ = ["CapturedPass", "release_memory", "signature"]
 
-_LARGEST_SHARE = 0.5  # of the free memory that graphs keep for themselves: other passes and the loop need some, too
+_LARGEST_SHARE = 0.5  # share of the free memory that graphs may keep; other passes and the loop need some, too
 
 
 def signature(gradients: ExampleGradients) -> Hashable:
-    """What a captured pass depends on, the batch's size and contents and the modes of modules aside."""
+    """What a captured pass depends on, besides the batch's size and contents and the modes of modules."""
     weights = tuple(value.data_ptr() for value in (*gradients.parameters.values(), *gradients.constants.values()))
     masks = tuple((mask.shape[1:], mask.dtype) for mask in gradients.examples.masks)
     examples = gradients.examples
@@ -28,18 +28,18 @@ def signature(gradients: ExampleGradients) -> Hashable:
 
 
 class CapturedPass:
-    """``stages`` over ``size`` examples as CUDA graphs; each replay reads the weights again, where they lie.
+    """``stages`` over ``size`` examples as CUDA graphs; each replay reads the current weights.
 
     Each stage is a separate graph, so that the results of one can be read while the next is still running.
 
     Args:
-        gradients: A batch to begin with; smaller ones are filled up with copies of the first example.
+        gradients: A batch for the capture; batches with fewer examples are padded with copies of the first one.
         size: How many examples the pass takes.
-        stages: What to capture: of the examples' gradients, the results of one stage after the other, which stay where
-            they are.
-        pool: Memory shared with other graphs, which then must not be replayed while this one's results are in use. It
-            ends with the last of its graphs.
-        num_stages: How many there are.
+        stages: What to capture: a function of the examples' gradients that yields the results of each stage in turn.
+            They stay at the same addresses.
+        pool: Memory shared with other graphs, which must not be replayed while this one's results are in use. It is
+            freed with the last of its graphs.
+        num_stages: The number of stages.
 
     Raises:
         RuntimeError: A stage cannot be captured, or the graphs would keep more than half of the free memory.
@@ -63,9 +63,9 @@ class CapturedPass:
         self._capture(stages(self.gradients), num_stages, pool)
 
     def _warm_up(self, stages: Callable[[ExampleGradients], Iterator[Any]]) -> None:
-        """Run the stages once, on a stream of their own: a capture must not be the first to load a kernel.
+        """Run the stages once, on a separate stream, because a capture must not be the first to load a kernel.
 
-        That stream begins without memory, so that what it takes is what the graphs will keep.
+        That stream begins without memory, so the memory that it takes is what the graphs will keep.
         """
         device = self.examples.z.device
         reserved = torch.cuda.memory_reserved(device)
@@ -78,7 +78,7 @@ class CapturedPass:
         torch.cuda.synchronize(device)
         needed = torch.cuda.memory_reserved(device) - reserved
 
-        release_memory()  # what that stream has used would stay its own, beside the graphs' memory
+        release_memory()  # otherwise the stream would keep its memory in addition to the graphs'
         free, _ = torch.cuda.mem_get_info(device)
         if needed > _LARGEST_SHARE * free:
             raise RuntimeError(
@@ -91,13 +91,13 @@ class CapturedPass:
         stream = torch.cuda.current_stream(device)
         generator = torch.cuda.default_generators[device.index or 0]
         intact = generator.clone_state()
-        pool = torch.cuda.graph_pool_handle() if pool is None else pool  # a stage reads what the one before has left
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool  # a stage reads the results of the one before
         for _ in range(num_stages):
             graph = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     self.results.append(next(stages))
-            except RuntimeError:  # a broken capture may leave both unusable
+            except RuntimeError:  # both may be unusable after a failed capture
                 torch.cuda.set_stream(stream)
                 generator.graphsafe_set_state(intact)
                 raise
@@ -106,12 +106,12 @@ class CapturedPass:
     def replay(
         self, examples: Examples, look: Callable[[int, Any], None] | None = None, *, begun: bool = False
     ) -> list[Any]:
-        """The results of the stages for these examples, at most ``size``; overwritten by the next replay.
+        """The results of the stages for these examples, at most ``size``; the next replay overwrites them.
 
         Args:
             examples: The examples.
-            look: Is given number and result of each stage but the last before the next is started.
-            begun: Whether the first stage has been replayed for them, by :meth:`begin`, and no other graph since.
+            look: Called with the number and result of each stage except the last, before the next stage starts.
+            begun: Whether :meth:`begin` has replayed the first stage for them, and no other graph was replayed since.
         """
         if not begun:
             self.begin(examples)
@@ -135,12 +135,12 @@ class CapturedPass:
 
 
 def release_memory() -> None:
-    """Give back what passes have left: their autograd graphs are cycles, which hold memory until they are collected."""
+    """Free what passes have left behind: autograd graphs are reference cycles, which hold memory until collected."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def _filled(value: Tensor, size: int) -> Tensor:
-    """A new tensor of that many rows, the first row repeated at the end."""
+    """A new tensor of that many rows, padded at the end with copies of the first row."""
     rows = torch.arange(size, device=value.device)
     return value[rows.where(rows < len(value), torch.zeros_like(rows))].clone()

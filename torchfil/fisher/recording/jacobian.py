@@ -27,21 +27,21 @@ __all__ = ["RecordedJacobian"]
 
 logger = logging.getLogger(__name__)
 
-_not_mapped: WeakSet[nn.Module] = WeakSet()  # models whose probes cannot be worked at together
+_not_mapped: WeakSet[nn.Module] = WeakSet()  # models whose probes cannot be processed together
 
 
 class RecordedJacobian(ClippedJacobian):
     """A :class:`ClippedJacobian` that forms no gradient for norms and shared weight probes.
 
-    One forward and one backward pass are recorded; ‖g‖² and ⟨u, g⟩ are functions of what each layer saw in them, and
-    one more backward pass through both gives ∇‖g‖², or Jᵀu, for the whole batch. Other products come from mapped
-    gradients.
+    One forward and one backward pass are recorded. ‖g‖² and ⟨u, g⟩ are functions of each layer's inputs and output
+    gradients in them, and one more backward pass through both gives ∇‖g‖², or Jᵀu, for the whole batch. Other products
+    come from mapped gradients.
 
     Args:
         gradients: The examples with model and loss.
         clip: The clip function.
         max_grad_norm: C.
-        forward: A forward pass over the same examples, at the same weights, that has run before; None: run one.
+        forward: An earlier forward pass over the same examples at the same weights; None: run one.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class RecordedJacobian(ClippedJacobian):
         return self.scale[:, None] * (self._pulled_back(cotangents) - along[:, None] * self.norm_gradient)
 
     def perpendicular_rows(self, probes: Iterable[Tensor], at_once: int = 1) -> Iterator[Tensor]:
-        """As in :class:`ClippedJacobian`; those of ``at_once`` probes by the same, larger operations."""
+        """As in :class:`ClippedJacobian`; ``at_once`` probes share the same, larger operations."""
         if at_once == 1:
             yield from super().perpendicular_rows(probes)
             return
         given, model = torch.stack(list(probes)), self.gradients.model
-        _ = self.scale, self.norm_gradient  # the same for all, so not inside the map
+        _ = self.scale, self.norm_gradient  # the same for all probes, so computed outside the map
         for part in given.tensor_split(-(-len(given) // at_once)):
             rows: Iterable[Tensor] = super().perpendicular_rows(part)
             if model not in _not_mapped:
@@ -115,14 +115,14 @@ class RecordedJacobian(ClippedJacobian):
                     with _maps_that_pay():
                         rows = vmap(self.perpendicular_rmatvec)(part)
                 except (RuntimeError, UnsupportedCallError) as error:
-                    logger.info("probes are worked at one by one: %s", error)
+                    logger.info("probes are processed one by one: %s", error)
                     _not_mapped.add(model)
             yield from rows
 
     def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
-        r"""r = J̃ᵀM^{1/2}(Pu + ĝ)/s, [batch, d], for u of shape [p]; E[r rᵀ] = I: one derivative for everything.
+        r"""r = J̃ᵀM^{1/2}(Pu + ĝ)/s, [batch, d], for u of shape [p]; E[r rᵀ] = I. It needs one derivative.
 
-        With w = M^{1/2}(Pu + ĝ) = sqrt(κ⊥)u + βĝ, β = sqrt(κ∥) − sqrt(κ⊥)(ĝ·u), it is ∇_z⟨h, g⟩ for the fixed vector
+        With w = M^{1/2}(Pu + ĝ) = sqrt(κ⊥)u + βĝ, β = sqrt(κ∥) − sqrt(κ⊥)(ĝ·u), r is ∇_z⟨h, g⟩ for the fixed vector
         h = φw + φ′(g·w)ĝ = φ sqrt(κ⊥) u + (φβ + φ′n sqrt(κ∥)) ĝ, where ∇_z⟨g, g⟩/2 = ∇(n²)/2.
         """
         perpendicular, parallel = mechanism.weights(self.clipped_norm)
@@ -131,7 +131,7 @@ class RecordedJacobian(ClippedJacobian):
         beta = parallel.sqrt() - root * products * reciprocal
         extra = self.scale * beta + self.scale_derivative * self.norm * parallel.sqrt()
 
-        # φ sqrt(κ⊥) stands before everything, so that of both parts only one has to be scaled example by example.
+        # φ sqrt(κ⊥) is a common factor, so only one of the two parts has to be scaled for each example.
         before = self.scale * root
         self._add_square_derivative(cotangents, 0.5 * extra * reciprocal * safe_reciprocal(before))
         return before[:, None] * self._pulled_back(cotangents)
@@ -153,7 +153,7 @@ class RecordedJacobian(ClippedJacobian):
 
     @property
     def outputs(self) -> Any:
-        """What the model gives for the whole batch."""
+        """The model's outputs for the whole batch."""
         return map_tensors(Tensor.detach, self._forward.outputs)
 
     @property
@@ -162,7 +162,7 @@ class RecordedJacobian(ClippedJacobian):
         return self._recording.output_gradients
 
     def products_with(self, others: ExampleGradients) -> Tensor:
-        """As in :class:`ClippedJacobian`, from one more pass forward and back, of which nothing is kept."""
+        """As in :class:`ClippedJacobian`, from one more forward and backward pass, which is not kept."""
         z = others.examples.z.detach()
         forward = forward_pass(others, z)
         recording = forward.recording(others.loss_fn, targets_at(others, z), differentiable=False)
@@ -175,7 +175,7 @@ class RecordedJacobian(ClippedJacobian):
             return inner_products(self._cut, self.gradients.unflatten(u))
 
     def _add_square_derivative(self, cotangents: list[Tensor | None], weight: Tensor | None = None) -> None:
-        """Add that of Σ_i weight_i‖g_i‖², for weights [batch] (None: 1)."""
+        """Add the derivative of Σ_i weight_i‖g_i‖², for weights [batch] (None: 1)."""
         square = self._square
         with self.gradients.probe_state():
             square.add_derivative(cotangents, weight)
@@ -187,7 +187,7 @@ class RecordedJacobian(ClippedJacobian):
 
 @contextlib.contextmanager
 def _maps_that_pay() -> Iterator[None]:
-    """Inside, an operation that could only be mapped by a loop, with a warning, cannot be mapped."""
+    """Inside, an operation that vmap could only run as a loop (with a warning) raises an error."""
     functorch: Any = torch._C._functorch
     before = functorch._is_vmap_fallback_enabled()
     functorch._set_vmap_fallback_enabled(False)

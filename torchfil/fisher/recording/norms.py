@@ -40,10 +40,10 @@ class NormGradient:
 
 
 class Held:
-    """Bytes that autograd keeps for backward passes, the weights aside.
+    """Bytes that autograd keeps for backward passes, not counting the weights.
 
     Attributes:
-        total: What is kept together.
+        total: The bytes kept at the same time.
     """
 
     def __init__(self, weights: list[Tensor]) -> None:
@@ -52,35 +52,35 @@ class Held:
         self._known = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def anew(self) -> Held:
-        """Nothing kept yet, of the same weights."""
+        """A new count from 0, for the same weights."""
         return Held(self._weights)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what is kept inside."""
+        """Count the bytes kept inside this context."""
 
         def pack(tensor: Tensor) -> Tensor:
             pointer = tensor.untyped_storage().data_ptr()
             if pointer not in self._known:
                 self._known.add(pointer)
                 self.total += min(tensor.untyped_storage().nbytes(), tensor.numel() * tensor.itemsize)
-            return tensor.detach()  # a node that keeps its own result would keep itself, for ever; torch attaches it
+            return tensor.detach()  # attached, a node that keeps its own result would keep itself alive
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
 
     def counted(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """The same parts; the largest of them counts, because each is let go before the next."""
+        """The same parts; only the largest counts, because each is freed before the next."""
         largest = 0
         for part in parts:
             before = self.total
-            yield Part(part.calls, partial(self._count, part))  # each is differentiated at once
+            yield Part(part.calls, partial(self._count, part))  # each is differentiated immediately
             largest, self.total = max(largest, self.total - before), before
         self.total += largest
 
     def _count(self, part: Part) -> Tensor:
         generic = [call for call in part.calls if isinstance(call.rule, GenericRule)]
-        if generic:  # it takes no such hooks: two gradients per example
+        if generic:  # such hooks do not work there; estimate two gradients per example
             for call in generic:
                 size = sum(value.numel() * value.itemsize for value in call.parameters.values())
                 self.total += 2 * size * len(call.delta)
@@ -90,9 +90,9 @@ class Held:
 
 
 def squared_norms(recording: Recording) -> Iterator[Part]:
-    """What adds up to ‖g‖² of every example, [batch], each of calls that no other one looks at.
+    """Terms that add up to ‖g‖² of every example, [batch]; each call belongs to one term.
 
-    The gradient of a parameter that several calls use is formed and summed over them first.
+    If several calls use a parameter, its gradient is formed and summed over them first.
     """
     uses = Counter(name for call in recording.calls for name in call.shared_names.values())
     sharing: list[Call] = []
@@ -124,14 +124,14 @@ def _add_gradients(summed: dict[str, Tensor], call: Call) -> None:
 
 
 def gradient_products(own: Recording, other: Recording) -> Tensor:
-    """‖g‖², ‖g′‖² and ⟨g, g′⟩ of two passes over the same examples, something changed in the other, [3, batch].
+    """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], from a pass over the examples and one over changed examples.
 
     Raises:
-        UnsupportedCallError: The model did not call the same layers in both.
+        UnsupportedCallError: The model did not call the same layers in both passes.
     """
     if [call.name for call in own.calls] != [call.name for call in other.calls]:
         raise UnsupportedCallError(
-            "the model calls other layers for an alternative answer than for the examples themselves"
+            "the model calls other layers for an alternative answer than for the original examples"
         )
     uses = Counter(name for call in own.calls for name in call.shared_names.values())
     total = own.losses.new_zeros(3, len(own.losses))
@@ -174,10 +174,10 @@ def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
 
 
 def norm_gradient(gradients: ExampleGradients) -> NormGradient:
-    """‖g‖² and its gradient with respect to z, by one forward pass, one backward pass, and the backward pass of both.
+    """‖g‖² and its gradient with respect to z: a forward pass, a backward pass, and a backward pass through both.
 
     Raises:
-        UnsupportedCallError: See :func:`torchfil.fisher.recording.record`; ``recording.plan`` tells beforehand.
+        UnsupportedCallError: See :func:`torchfil.fisher.recording.record`; ``recording.plan`` finds out beforehand.
     """
     z = gradients.examples.z.detach().requires_grad_()
     with torch.enable_grad(), gradients.backward_state():
@@ -185,7 +185,7 @@ def norm_gradient(gradients: ExampleGradients) -> NormGradient:
 
 
 def squares_and_slopes(attached: CutRecording, z: Tensor, held: Held | None = None) -> NormGradient:
-    """‖g‖² and its gradient with respect to z; ``held`` counts what that keeps, where given."""
+    """‖g‖² and its gradient with respect to z; ``held``, if given, counts the bytes that this keeps."""
     parts = squared_norms(attached.recording)
     summed = attached.differentiable_sum(parts if held is None else held.counted(parts))
     if held is not None:

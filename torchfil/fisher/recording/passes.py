@@ -1,8 +1,8 @@
-"""One forward and one backward pass over a batch, with what each layer saw kept as a differentiable graph.
+"""One forward and one backward pass over a batch that keep every layer's inputs and output gradients, differentiably.
 
-A layer's gradient for one example depends on two things only: its input a_i and the loss's gradient δ_i at its output.
-Both are recorded for the whole batch at once, as differentiable functions of the private coordinates z, so that
-whatever the layer rules make of them (norms, inner products) can be differentiated with respect to z. The forward half,
+A layer's gradient for one example depends only on its input a_i and on the loss's gradient δ_i at its output. Both are
+recorded for the whole batch at once, as differentiable functions of the private coordinates z. Whatever the layer rules
+compute from them (norms, inner products) can therefore be differentiated with respect to z. The forward half,
 :func:`forward_pass`, needs no loss and may run earlier than the rest.
 """
 
@@ -48,10 +48,10 @@ __all__ = [
     "watch_parameters",
 ]
 
-_overwriting: WeakSet[nn.Module] = WeakSet()  # models that have overwritten what a layer saw
+_overwriting: WeakSet[nn.Module] = WeakSet()  # models that overwrite a layer's input or output
 _seen_whole: WeakSet[nn.Module] = WeakSet()  # modules whose parameters cannot be watched one by one
-_seen_apart: WeakSet[nn.Module] = WeakSet()  # layers called without the examples, on a range of positions say
-_layouts: WeakKeyDictionary[nn.Module, Layouts] = WeakKeyDictionary()  # of models whose layers need not have them first
+_seen_apart: WeakSet[nn.Module] = WeakSet()  # layers called without the examples, for example on a range of positions
+_layouts: WeakKeyDictionary[nn.Module, Layouts] = WeakKeyDictionary()  # of models with examples not first
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Recording:
     """The calls of one pass and the losses, [batch], both differentiable with respect to z.
 
     Attributes:
-        calls: In the order of the forward pass, those of parameters outside of layers last.
+        calls: In the order of the forward pass; calls for parameters outside layers come last.
         losses: ℓ of every example.
-        output_gradients: ∂ℓ_i/∂output_i for every tensor of the model's output, in its order; 0 where none leads there.
+        output_gradients: ∂ℓ_i/∂output_i for every tensor of the model's output, in order; 0 if not used.
     """
 
     calls: tuple[Call, ...]
@@ -71,15 +71,15 @@ class Recording:
 
 @dataclass(frozen=True)
 class RecordedForward:
-    """A forward pass over a batch at z, with what each layer saw: the half of a recording that needs no loss.
+    """A forward pass over a batch at z, with the layers' inputs: the half of a recording that needs no loss.
 
     Attributes:
         gradients: The examples with their model. Their loss and targets do not matter.
-        z: [batch, d]; what follows is differentiable with respect to it.
-        outputs: What the model gave.
+        z: [batch, d]; everything below is differentiable with respect to it.
+        outputs: The model's outputs.
         uses: The layers' calls in order.
-        watched: Where parameters outside of layers met the examples.
-        once: Whether the model must not be run again: the pass is a training loop's own.
+        watched: Where parameters outside layers met the examples.
+        once: Whether the model must not be run again, because this is the training loop's own pass.
     """
 
     gradients: ExampleGradients
@@ -90,18 +90,18 @@ class RecordedForward:
     once: bool = False
 
     def recording(self, loss_fn: LossFunction, targets: Any, *, differentiable: bool = True) -> Recording:
-        """The other half: every example's loss, and the way back to the layers' outputs.
+        """The other half: every example's loss, and the backward pass to the layers' outputs.
 
-        A model that is seen here to overwrite what a layer saw, or to use a parameter in a way that could not be
-        watched, is run once more, in another way; later ones of its passes begin in that way.
+        If the model turns out to overwrite a layer's input or output, or to use a parameter in a way that could not be
+        watched, it is run once more in another way. Its later passes then begin in that way.
 
         Args:
             loss_fn: ``loss_fn(outputs, targets)``.
-            targets: Of the whole batch; a function of z where they are private.
-            differentiable: Whether what is recorded is to be differentiated further.
+            targets: The targets of the whole batch; a function of z if they are private.
+            differentiable: Whether the recording will be differentiated further.
 
         Raises:
-            UnsupportedCallError: What a layer saw is overwritten in spite of that.
+            UnsupportedCallError: A layer's input or output is overwritten even then.
         """
         outputs, leaves = tensors_of(self.outputs), self.watched.leaves
         places = [use.output for use in self.uses] + [meeting.rows for meeting in self.watched.meetings]
@@ -115,7 +115,7 @@ class RecordedForward:
                 losses.sum(), [*places, *ends, *leaves.values()], create_graph=differentiable, allow_unused=True
             )
 
-        # What still reaches a watched parameter itself has passed by all that was seen of it.
+        # A gradient that still reaches a watched parameter comes from a use that was not seen.
         to_leaves = to_all[len(places) + len(ends) :]
         missed = [name for name, part in zip(leaves, to_leaves, strict=True) if part is not None]
         if missed:
@@ -134,7 +134,7 @@ class RecordedForward:
         return any(use.was_overwritten() for use in self.uses)
 
     def _run_again(self) -> RecordedForward:
-        """With copies of what may be overwritten."""
+        """Run the pass again, with copies of the tensors that may be overwritten."""
         model = self.gradients.model
         if model in _overwriting:
             raise UnsupportedCallError(f"{type(model).__name__} or its loss overwrites what a layer saw")
@@ -167,26 +167,26 @@ def record(gradients: ExampleGradients, z: Tensor) -> Recording:
     """Run the batch forward and backward at z, [batch, d], keeping the graph.
 
     Raises:
-        UnsupportedCallError: Active dropout; a module whose output is no tensor or does not run over the examples.
+        UnsupportedCallError: Dropout is active, or a module's output is not a tensor or does not run over the examples.
     """
     return forward_pass(gradients, z).recording(gradients.loss_fn, targets_at(gradients, z))
 
 
 def targets_at(gradients: ExampleGradients, z: Tensor) -> Any:
-    """The examples' targets, with z where they are private."""
+    """The examples' targets, taken from z if they are private."""
     return gradients.examples.restore(z, gradients.examples.public)[2]
 
 
 def forward_pass(gradients: ExampleGradients, z: Tensor, *, once: bool = False) -> RecordedForward:
     """Run the batch forward at z, [batch, d], with ``gradients.parameters`` as weights, keeping the graph.
 
-    The model may be in use elsewhere: its hooks are called as ever, and nothing is left on it, also after an error.
-    Dropout uses the examples' masks; a pass that runs once may draw its own.
+    The model may be in use elsewhere: its hooks are called as usual, and it is left unchanged, even after an error.
+    Dropout uses the examples' masks; a pass that runs only once may draw its own.
 
     Args:
         gradients: The examples with their model.
         z: Their private coordinates.
-        once: Whether the model must not be run a second time, in another way, where the first one does not serve.
+        once: Whether the model must not be run a second time, in another way, if the first run does not work.
 
     Raises:
         UnsupportedCallError: As in :func:`record`; or a second run would be needed.
@@ -203,7 +203,7 @@ def forward_pass(gradients: ExampleGradients, z: Tensor, *, once: bool = False) 
 
 
 def run_alike(model: nn.Module, copy: nn.Module) -> None:
-    """From now on passes over ``model`` run in the way that its copy was found to need."""
+    """Run later passes over ``model`` in the way that its copy was found to need."""
     if copy in _overwriting:
         _overwriting.add(model)
     if copy in _layouts:
@@ -215,15 +215,15 @@ def run_alike(model: nn.Module, copy: nn.Module) -> None:
 
 
 def learn_layouts(gradients: ExampleGradients) -> bool:
-    """Look where the examples lie in layers' outputs, by passes over two and three; whether that was new.
+    """Find the dimension of the examples in layers' outputs, by passes over two and three; return whether it was new.
 
-    The parameters of a layer that is called without the examples (on a range of positions, say) are watched instead.
+    If a layer is called without the examples (for example on a range of positions), its parameters are watched instead.
     """
     model = gradients.model
     if model in _layouts:
         return False
     modules, apart = dict(model.named_modules()), True
-    while apart:  # the parameters of a layer without examples are watched, where they meet the examples later on
+    while apart:  # a layer without examples: watch where its parameters meet the examples later
         layouts = layouts_of(*(_shapes(gradients, count) for count in (2, 3)))
         without = {modules[name] for name, dims in layouts.items() if name in modules and None in dims}
         apart = not without <= set(_seen_apart)
@@ -233,9 +233,9 @@ def learn_layouts(gradients: ExampleGradients) -> bool:
 
 
 def watch_parameters(model: nn.Module, names: Collection[str]) -> bool:
-    """From now on watch these parameters wherever they are used, not their layers' calls; whether that was new.
+    """From now on, watch each use of these parameters instead of their layers' calls; return whether that was new.
 
-    For a model that uses them behind their layers' backs: ``F.linear(x, self.layer.weight)``.
+    This is for a model that uses them without calling their layers: ``F.linear(x, self.layer.weight)``.
     """
     layers = set(_holders_of(model, names))
     new = bool(layers - set(_seen_apart))
@@ -244,13 +244,13 @@ def watch_parameters(model: nn.Module, names: Collection[str]) -> bool:
 
 
 def _watch(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Watch the parameters of these layers; where they meet the examples has to be learned anew."""
+    """Watch the parameters of these layers; the layouts must then be learned again."""
     _seen_apart.update(layers)
     _layouts.pop(model, None)
 
 
 def _shapes(gradients: ExampleGradients, count: int) -> dict[str, list[torch.Size]]:
-    """Of the outputs that layers give in a pass over the first example so many times."""
+    """The shapes of the layers' outputs in a pass over this many copies of the first example."""
     rows = torch.zeros(count, dtype=torch.int64, device=gradients.device)
     repeated = replace(gradients, examples=gradients.examples[rows])
     uses = Uses(count, learning=True)
@@ -278,7 +278,7 @@ def _forward(gradients: ExampleGradients, z: Tensor, once: bool) -> RecordedForw
 
 
 def _run(gradients: ExampleGradients, z: Tensor, uses: Uses) -> tuple[Any, WatchedParameters]:
-    """The model's outputs, with the uses of its layers noted, and what became of its other parameters."""
+    """The model's outputs, the uses of its layers, and what happened to its other parameters."""
     examples, model = gradients.examples, gradients.model
     args, kwargs, _, offsets = examples.restore(z, examples.public)
     names = {module: name for name, module in model.named_modules()}
@@ -322,7 +322,7 @@ def _run(gradients: ExampleGradients, z: Tensor, uses: Uses) -> tuple[Any, Watch
 
 
 def _uncalled(gradients: ExampleGradients, uses: Uses) -> list[nn.Module]:
-    """The layers that were not called, so that their parameters may have been used by others."""
+    """The layers that were not called, so that other modules may have used their parameters."""
     called = {use.module for use in uses.noted}
     recorded = _layers_and_bare_parameters(gradients)[0]
     return [module for module in recorded if module not in called and module not in _seen_whole]
@@ -333,7 +333,7 @@ def _not_one_per_example(module: nn.Module, what: str) -> UnsupportedCallError:
 
 
 def holders(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that hold trainable parameters; attention seen as a whole holds its children's, too."""
+    """The modules that hold trainable parameters; attention treated as a whole also holds its children's."""
     inside: set[nn.Module] = set()
     for module in model.modules():
         if _is_whole(module):
@@ -351,9 +351,9 @@ def _is_whole(module: nn.Module) -> bool:
 
 
 def _layers_and_bare_parameters(gradients: ExampleGradients) -> tuple[list[nn.Module], set[nn.Module], list[str]]:
-    """The modules whose calls are recorded; those that hold watched parameters; the names of these.
+    """The modules whose calls are recorded, those that hold watched parameters, and these parameters' names.
 
-    A parameter that is held by both kinds is watched.
+    A parameter that modules of both kinds hold is watched.
     """
     recorded: list[nn.Module] = []
     unrecorded: set[nn.Module] = set()
@@ -380,10 +380,10 @@ def _holders_of(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
 
 
 def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
-    """ℓ of every example, [batch], in float32 at least; under autocast that is what it is computed in, as by torch.
+    """ℓ of every example, [batch], in float32 or wider; under autocast it is computed in float32, as torch does.
 
-    Outputs and targets are trees; what is no tensor in them (a cache of keys and values), or a single number, is the
-    same for all examples.
+    Outputs and targets are trees. Anything in them that is not a tensor (a cache of keys and values), or that is a
+    single number, is shared by all examples.
     """
     if getattr(loss_fn, "is_models_own", False):
         raise UnsupportedCallError("the model computes its loss itself, as one number for a whole batch")
@@ -399,7 +399,7 @@ def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
 
     try:
         losses: Tensor = vmap(one, in_dims=tuple(0 if tensor.ndim else None for tensor in tensors))(*tensors)
-    except RuntimeError:  # a loss that vmap does not know, such as weighted cross-entropy with smoothed labels
+    except RuntimeError:  # a loss that vmap does not support, such as weighted cross-entropy with smoothed labels
         count = next(len(tensor) for tensor in tensors if tensor.ndim)
         losses = torch.stack([one(*(tensor[i] if tensor.ndim else tensor for tensor in tensors)) for i in range(count)])
     return wide(losses)
@@ -411,9 +411,9 @@ def _as_batch(row: Tensor, whole: Tensor) -> Tensor:
 
 
 def _call(gradients: ExampleGradients, use: Use, delta: Tensor, unwatched: Mapping[int, str]) -> Call:
-    """The call of a module, with those of its parameters that are not watched, named by their ids.
+    """The call of a module with its parameters that are not watched, named by their ids.
 
-    Where the module has told of it, the use is of some of its parameters.
+    If the module has reported this use, it concerns only some of its parameters.
     """
     told, rule = use.told, use.rule or rule_for(use.module)
     own = dict(use.module.named_parameters(recurse=_is_whole(use.module), remove_duplicate=told is None))
@@ -435,7 +435,7 @@ def _call(gradients: ExampleGradients, use: Use, delta: Tensor, unwatched: Mappi
 
 
 def _call_of_operation(gradients: ExampleGradients, use: Use, delta: Tensor, leaves: Mapping[str, Tensor]) -> Call:
-    """The call of an operation with watched weights: its layer's rule where these are parameters themselves."""
+    """The call of an operation with watched weights; if these are parameters, its layer's rule serves it directly."""
     args, _ = use.inputs_by_example(len(delta))
     by_id = {id(leaf): name for name, leaf in leaves.items()}
     assert use.rule is not None

@@ -18,16 +18,16 @@ __all__ = ["ReleasedGradients"]
 
 
 class ReleasedGradients(RecordedJacobian):
-    """What a :class:`RecordedJacobian` gives of the gradients alone: ‖g‖, Σφg, ℓ, and products with other passes.
+    """The part of a :class:`RecordedJacobian` that needs only gradients: ‖g‖, Σφg, ℓ, products with other passes.
 
-    The pass holds no graph of its way back, layers below the first trainable one hold nothing, and attention may use
-    torch's fused kernels, which have no second derivative.
+    The pass keeps no graph of its backward half, layers below the first trainable one keep nothing, and attention may
+    use torch's fused kernels, which have no second derivative.
 
     Args:
         gradients: The examples with model and loss.
         clip: The clip function.
         max_grad_norm: C.
-        forward: A forward pass over the same examples that has run before; None: run one.
+        forward: An earlier forward pass over the same examples; None: run one.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Whether the recorded pass fits a model: a trial with two examples, against plain backward passes of each."""
+"""Does the recorded pass fit a model? A trial with two examples, compared with plain backward passes of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _PROBE_SEED = 1
-_CANDIDATES = 8  # rows among which two examples with a gradient are looked for
+_CANDIDATES = 8  # rows searched for two examples with a gradient
 _MOST_NAMES = 4
 _FAR_ENOUGH = 0.1  # of a parameter's size
 
@@ -39,10 +39,10 @@ class Plan:
 
     Attributes:
         reason: Why the recorded pass does not fit this model; None: it does.
-        bytes_per_example: What the pass holds for one example.
+        bytes_per_example: The memory that the pass holds for one example.
         generic: The layers without their own rule, by name and kind; their gradients are formed one by one.
         convolutions: The share of convolutions among the layers.
-        tried_in: The dtype of the trial: float64, or the model's own where it does not run in that.
+        tried_in: The dtype of the trial: float64, or the model's own dtype if it does not run in float64.
     """
 
     reason: str | None
@@ -58,34 +58,34 @@ class Plan:
 
 
 def plan(gradients: ExampleGradients) -> Plan:
-    """Try the pass on two examples: does it give what plain backward passes give, and how much does it hold?
+    """Try the pass on two examples: does it agree with plain backward passes, and how much memory does it hold?
 
-    Compared are ‖g‖², ∇‖g‖², Jᵀu for one vector u, and the sum of g, which finds parameters that the model uses behind
-    its modules' backs, models that mix or sort examples, and layer rules that are wrong. What could hide them:
+    The trial compares ‖g‖², ∇‖g‖², Jᵀu for one vector u, and the sum of g. This finds parameters that the model uses
+    outside their modules, models that mix or sort examples, and wrong layer rules. Three things could hide such faults:
 
-    * Examples without a gradient, or equal ones: others are looked for. They are given as a, b, a, which is no order
-      that sorting leaves alone.
-    * Weights at which a part of the gradient vanishes (layers that start from 0): the trial is repeated nearby.
-    * Rounding: what float32 tolerates, a wrong second derivative may pass, and the gradient of an example that is
-      learned well is a difference of nearly equal numbers. So the trial is in float64, and in the model's own dtype
-      only where the model does not run in that.
+    * Examples without a gradient, or two equal ones: the trial looks for others. It passes them as a, b, a, an order
+      that sorting would change.
+    * Weights at which a part of the gradient vanishes (layers that start at 0): the trial is repeated nearby.
+    * Rounding: a wrong second derivative may pass a comparison in float32, and the gradient of a well-learned example
+      is a difference of nearly equal numbers. The trial therefore runs in float64, and in the model's own dtype only if
+      the model does not run in float64.
     """
     if gradients.dtype != torch.float64:
         try:
             with in_double(gradients) as doubled:
                 return _tried(doubled, gradients.dtype)
-        except Exception as error:  # a kernel without float64, or no memory for it: the model's own dtype tells
+        except Exception as error:  # a kernel without float64, or too little memory: use the model's own dtype
             logger.info("the trial does not run in float64: %s", error)
     try:
         return _tried(gradients, gradients.dtype)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever it is, mapping over examples may do, or says so
+    except Exception as error:  # mapping over examples may still work, or will report the error
         return Plan(str(error) or type(error).__name__, 0, tried_in=gradients.dtype)
 
 
 def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
-    """The plan from a trial in the gradients' dtype, for passes in ``dtype``; whatever fails in it is raised."""
+    """The plan from a trial in the gradients' dtype, for passes in ``dtype``; errors are raised."""
     held = Held([*gradients.parameters.values(), *gradients.constants.values()])
     probe = _probe(gradients)
     rows, plain = _telling_rows(gradients, probe)
@@ -109,7 +109,7 @@ def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
 
 @dataclass(frozen=True)
 class _Plain:
-    """What plain backward passes give: g, [rows, p], ∇‖g‖² and Jᵀu, [rows, d]."""
+    """Results of plain backward passes: g, [rows, p], ∇‖g‖² and Jᵀu, [rows, d]."""
 
     gradients: Tensor
     slopes: Tensor
@@ -123,7 +123,7 @@ class _Plain:
         rows: Sequence[int],
         by_row: dict[int, tuple[Tensor, Tensor, Tensor]] | None = None,
     ) -> _Plain:
-        """Of these rows, each passed once; ``by_row`` holds what is known already."""
+        """The results for these rows, each computed once; ``by_row`` holds the earlier ones."""
         by_row = {} if by_row is None else by_row
         for row in rows:
             if row not in by_row:
@@ -133,7 +133,7 @@ class _Plain:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What a recorded pass gives: ‖g‖², [rows], ∇‖g‖² and Jᵀu, [rows, d], Σ g, [p], and its calls."""
+    """Results of a recorded pass: ‖g‖², [rows], ∇‖g‖² and Jᵀu, [rows, d], Σ g, [p], and its calls."""
 
     squares: Tensor
     slopes: Tensor
@@ -143,14 +143,14 @@ class _Recorded:
 
 
 def _probe(gradients: ExampleGradients) -> Tensor:
-    """A normal vector, [p], drawn where the gradients lie: a CPU takes half a second for a hundred million numbers."""
+    """A normal vector, [p], drawn on the gradients' device: a CPU needs half a second for a hundred million numbers."""
     device = gradients.device
     source = torch.Generator(device).manual_seed(_PROBE_SEED)
     return torch.randn(gradients.num_parameters, generator=source, device=device).to(gradients.dtype)
 
 
 def _telling_rows(gradients: ExampleGradients, probe: Tensor) -> tuple[list[int], _Plain]:
-    """Rows a, b, a of two examples that differ and have gradients, as far as there are such; of a single one, it."""
+    """Rows a, b, a of two different examples with gradients, if there are such; if there is one example, its row."""
     count = len(gradients)
     spread = [round(k * (count - 1) / max(1, _CANDIDATES - 1)) for k in range(_CANDIDATES)]
     candidates = list(dict.fromkeys([0, count - 1, *spread]))
@@ -176,12 +176,12 @@ def _alike(examples: Examples, row: int, other: int) -> bool:
 
 
 def _some_gradient_vanishes(part: ExampleGradients, plain: _Plain) -> bool:
-    """Whether a parameter has the gradient 0 for all examples, so that a trial says nothing of it."""
+    """Whether a parameter has the gradient 0 for all examples, so that a trial says nothing about it."""
     return not all(bool(value.any()) for value in part.unflatten(plain.gradients.abs().sum(dim=0)).values())
 
 
 def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
-    """The difference at weights a little off the present ones; None, too, where the model has no finite gradient."""
+    """The difference at slightly changed weights; None also if the model has no finite gradient there."""
     source = torch.Generator(part.device).manual_seed(_PROBE_SEED)
 
     def moved(value: Tensor) -> Tensor:
@@ -197,12 +197,12 @@ def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
 
 
 def _laid_out(part: ExampleGradients) -> list[int]:
-    """The examples a, b, a of a trial as rows of which each stands for itself."""
+    """The examples a, b, a of a trial as separate rows."""
     return [0, 1, 0][: len(part)]
 
 
 def _difference(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> str | None:
-    """What the pass and plain backward passes disagree on; None: nothing."""
+    """What the recorded pass and plain backward passes disagree on; None: nothing."""
     tolerance = _TOLERANCE.get(plain.gradients.dtype, 1e-3)
     if not _norms_agree(recorded, plain):
         names = _parameters_apart(part, recorded.summed - plain.gradients.sum(dim=0), tolerance)
@@ -228,12 +228,12 @@ def _norms_agree(recorded: _Recorded, plain: _Plain) -> bool:
 
 
 def _learn_layouts(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> bool:
-    """What has as many rows as there are examples need not run over them; whether that was new."""
+    """Learn where the examples lie: a dimension of the batch's size may be another one. Return whether it was new."""
     return learn_layouts(part)
 
 
 def _watch_what_is_missing(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> bool:
-    """Watch the parameters whose gradients the pass does not account for; whether there are such."""
+    """Watch the parameters whose gradients the pass misses; return whether there are any."""
     if _norms_agree(recorded, plain):
         return False
     missing = recorded.summed - plain.gradients.sum(dim=0)
@@ -241,13 +241,13 @@ def _watch_what_is_missing(part: ExampleGradients, recorded: _Recorded, plain: _
 
 
 def _parameters_apart(part: ExampleGradients, apart: Tensor, tolerance: float) -> list[str]:
-    """The parameters at which a difference, [p], does not vanish."""
+    """The parameters for which a difference, [p], is not zero."""
     sizes = {name: float(torch.linalg.vector_norm(value)) for name, value in part.unflatten(apart).items()}
     return [name for name, size in sizes.items() if size > tolerance * max(sizes.values())]
 
 
 def _recorded(part: ExampleGradients, probe: Tensor, held: Held | None = None) -> _Recorded:
-    """All that the trial compares, from one recorded pass; ``held`` counts what its norms hold."""
+    """Everything that the trial compares, from one recorded pass; ``held`` counts the bytes that its norms keep."""
     z = part.examples.z.detach().requires_grad_()
     with torch.enable_grad(), part.backward_state():
         with held.counting() if held is not None else nullcontext():

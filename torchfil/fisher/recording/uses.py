@@ -17,11 +17,11 @@ __all__ = ["Layouts", "Use", "Uses", "by_example", "layouts_of"]
 
 Layouts = Mapping[
     str, tuple[int | None, ...]
-]  # of each call of a layer, the dimension of the examples; None: it has none
+]  # for each call of a layer, the dimension of the examples; None: there is none
 
 
 def by_example(tensor: Tensor, dim: int, batch: int) -> Tensor:
-    """The tensor as [batch, …]: where an example has k rows along ``dim`` (windows), as [batch, k, …].
+    """The tensor as [batch, …], or [batch, k, …] if an example has k rows along ``dim`` (windows).
 
     Example:
         >>> by_example(torch.zeros(6, 5), 0, 3).shape, by_example(torch.zeros(4, 3), 1, 3).shape
@@ -36,15 +36,15 @@ class Use:
     """One use of a layer.
 
     Attributes:
-        name: The layer's, or of an operation those of its parameters.
-        module: The layer; of an operation, a stand-in.
+        name: The layer's name; for an operation, the names of its parameters.
+        module: The layer; for an operation, a layer with the same geometry.
         args: Its positional inputs.
         kwargs: Its keyword inputs.
-        output: What it gave.
-        dim: Where the examples lie in inputs and output, several rows for each perhaps.
-        rule: Of an operation; None: that of the module.
-        values: Of an operation, its watched weights by local name: functions of parameters.
-        told: Where a module has told of a use of some of its parameters: their names in it by those in the rule.
+        output: Its output.
+        dim: The dimension of the examples in inputs and output; an example may have several rows.
+        rule: The rule of an operation; None: the module's rule.
+        values: For an operation, its watched weights by local name: functions of parameters.
+        told: For a use that a module has reported, its parameters' names in the module by their names in the rule.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Use:
         return [tensor._version for tensor in (self.output, *tensors_of((self.args, self.kwargs)))]
 
     def was_overwritten(self) -> bool:
-        """Whether its inputs or output have been changed in place since."""
+        """Whether its inputs or output have been changed in place since then."""
         return self._versions() != self.versions
 
     def inputs_by_example(self, batch: int) -> tuple[Any, Any]:
-        """Its inputs; those that run over the examples as the output does, as [batch, …]."""
+        """Its inputs; those that run over the examples like the output are given as [batch, …]."""
         rows = self.output.shape[self.dim]
         if self.dim == 0 and rows == batch:
             return self.args, self.kwargs
@@ -87,14 +87,14 @@ class Uses:
 
     Args:
         batch: The number of examples.
-        clone: Whether inputs and outputs are copied, because the model overwrites them.
-        layouts: Where the examples lie, as far as that is known; None: they are expected first.
-        learning: Whether only the outputs' shapes are noted.
+        clone: Whether to copy inputs and outputs, because the model overwrites them.
+        layouts: Where the examples lie, as far as known; None: they are expected in the first dimension.
+        learning: Whether to note only the outputs' shapes.
 
     Attributes:
         noted: The uses in order.
-        shapes: Where learning: the outputs' shapes by name, in order.
-        odd: Whether there was an output that does not run over the examples first, the layouts being unknown.
+        shapes: If learning: the outputs' shapes by name, in order.
+        odd: Whether some output does not have the examples first although the layouts are unknown.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Uses:
         self._calls: Counter[str] = Counter()
 
     def dim_of_examples(self, name: str, shape: torch.Size) -> int | None:
-        """Where the examples lie in the next output of that name; None: nowhere, or it is not known."""
+        """The dimension of the examples in the next output of that name; None: there is none, or it is unknown."""
         self.shapes.setdefault(name, []).append(shape)
         turn, self._calls[name] = self._calls[name], self._calls[name] + 1
         if self._layouts is None or name not in self._layouts:
@@ -123,7 +123,7 @@ class Uses:
         return dim if fits else None
 
     def take(self, use: Use) -> Tensor:
-        """Note a use; what the model is to go on with instead of its output."""
+        """Note a use; return the tensor that the model continues with instead of its output."""
         constant = not use.output.requires_grad
         if constant:
             use.output = use.output.detach().requires_grad_()

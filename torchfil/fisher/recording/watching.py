@@ -1,10 +1,10 @@
-"""Parameters outside of layers: where a forward pass lets them meet the examples.
+"""Parameters outside layers: where they meet the examples in a forward pass.
 
-A module without a rule may use a parameter θ of its own anywhere: a scale of its branch, a table of positions, a class
-token. What it makes of θ alone, θ′ = f(θ) (slices, views, an exponential), is the same for all examples. Where θ′ meets
-something that depends on the examples, in an elementwise operation or a concatenation, every example is handed a view
-of θ′ of its own instead: the gradient at that view is the example's own, and f leads it back to θ. Where θ′ is the
-weight of an operation that is a layer by itself (``F.linear``), that layer's rule serves it.
+A module without a rule may use a parameter θ anywhere: as the scale of a branch, a table of positions, a class token.
+A function of θ alone, θ′ = f(θ) (slices, views, an exponential), is the same for all examples. When θ′ meets something
+that depends on the examples, in an elementwise operation or a concatenation, every example gets a separate view of θ′.
+The gradient at that view is this example's gradient, and the derivative of f takes it back to θ. If θ′ is the weight of
+an operation that is a layer in itself (``F.linear``), that layer's rule serves it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ELEMENTWISE = frozenset(
     {"add", "addcmul", "clamp", "div", "expand_as", "lerp", "maximum", "minimum", "mul", "pow", "rsub", "sub"}
     | {"true_divide", "where"}
 )
-_TYPE_OF_ANOTHER = frozenset({"to", "type_as"})  # the others' values do not matter
+_TYPE_OF_ANOTHER = frozenset({"to", "type_as"})  # the other arguments' values do not matter
 _ATTENTION = "scaled_dot_product_attention"
 _JOINING = frozenset({"cat", "concat", "concatenate"})
 _PRODUCTS = frozenset({"bmm", "matmul"})
@@ -40,9 +40,9 @@ class Meeting:
 
     Attributes:
         rows: A view of the value for each example, [batch, …]; a leaf.
-        value: θ′, attached to the parameters; broadcast to ``rows``, the examples put first, never along the batch.
-        names: Those of the parameters.
-        dim: Where the examples lie in ``rows``, several rows for each perhaps.
+        value: θ′, attached to the parameters. Broadcast, with the examples first, it gives ``rows``; it has no batch.
+        names: The names of the parameters.
+        dim: The dimension of the examples in ``rows``; an example may have several rows.
     """
 
     rows: Tensor
@@ -52,20 +52,20 @@ class Meeting:
 
 
 class WatchedParameters(TorchFunctionMode):
-    """Inside, a model called with :attr:`leaves` for these parameters lets its examples meet views of their own.
+    """Inside, if a model is called with :attr:`leaves` as its parameters, each example meets its own view of them.
 
     Guarantees:
         * The model's outputs are unchanged.
-        * A use that is not understood is left as it is: its parameter's name stands in :attr:`unserved`, or, where
-          the use cannot be seen from here (an autograd function), the loss has a gradient at its leaf.
+        * A use that is not understood is left as it is. Its parameter's name is then in :attr:`unserved`; or, if the
+          use cannot be seen from here (an autograd function), the loss has a gradient at the parameter's leaf.
 
     Args:
         parameters: θ by name.
         inputs: The model's inputs, a tree.
-        uses: Where uses of layers are noted.
+        uses: Notes the uses of layers.
 
     Attributes:
-        leaves: What to call the model with.
+        leaves: The parameters to call the model with.
         meetings: In the order of the forward pass.
         unserved: The names of parameters that were used in another way.
     """
@@ -76,10 +76,10 @@ class WatchedParameters(TorchFunctionMode):
         self.meetings: list[Meeting] = []
         self.unserved: set[str] = set()
         self._uses = uses
-        self._functions: dict[int, tuple[Tensor, tuple[str, ...]]] = {}  # of parameters alone, and of which
+        self._functions: dict[int, tuple[Tensor, tuple[str, ...]]] = {}  # functions of parameters alone: of which
         for name, leaf in self.leaves.items():
             self._functions[id(leaf)] = leaf, (name,)
-        self._of_examples: Any = WeakTensorKeyDictionary()  # that autograd does not know of: tokens, masks
+        self._of_examples: Any = WeakTensorKeyDictionary()  # not tracked by autograd: tokens, masks
         for tensor in tensors_of(inputs):
             self._of_examples[tensor] = True
 
@@ -111,7 +111,7 @@ class WatchedParameters(TorchFunctionMode):
         self._functions[id(tensor)] = tensor, self._names(sources)
 
     def _names(self, tensors: Iterable[Tensor]) -> tuple[str, ...]:
-        """Of the parameters that these are functions of."""
+        """The names of the parameters that these tensors are functions of."""
         return tuple(
             dict.fromkeys(
                 name for tensor in tensors if id(tensor) in self._functions for name in self._functions[id(tensor)][1]
@@ -119,14 +119,14 @@ class WatchedParameters(TorchFunctionMode):
         )
 
     def _understands(self, operation: Operation) -> bool:
-        """Whether its input is of the examples, and its weights are not."""
+        """Whether its input depends on the examples, and its weights do not."""
         return id(operation.input) not in self._functions and not any(
             self._depends_on_examples(weight) and id(weight) not in self._functions
             for weight in operation.weights.values()
         )
 
     def _used(self, operation: Operation) -> Tensor:
-        """The operation's output, its weights taken as constants and the use noted; else, as it is."""
+        """The operation's output with constant weights, and the use noted if the examples' dimension is known."""
         names, weights = ", ".join(self._names(operation.weights.values())), operation.weights
         output = operation.run({local: weight.detach() for local, weight in weights.items()})
         dim = self._uses.dim_of_examples(f"{names} ({type(operation.module).__name__})", output.shape)
@@ -138,7 +138,7 @@ class WatchedParameters(TorchFunctionMode):
         return self._uses.take(use)
 
     def _met(self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
-        """The arguments, with views for every example in place of functions of parameters."""
+        """The arguments, with functions of parameters replaced by a view for every example."""
         in_place, operation = operation.endswith("_") and not operation.startswith("_"), operation.strip("_")
         shape = self._met_in(operation, args, kwargs, tensors)
         served = (shape is not None or operation in _JOINING) and "out" not in kwargs
@@ -160,25 +160,25 @@ class WatchedParameters(TorchFunctionMode):
         return replaced
 
     def _met_in(self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> torch.Size | None:
-        """The shape that functions of parameters are broadcast to, of products without the last two; None: none."""
+        """The shape that functions of parameters are broadcast to (for products, without the last two); None: none."""
         if operation in _ELEMENTWISE:
             return torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
         if operation in _PRODUCTS and all(tensor.ndim > 1 for tensor in tensors):
             return torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors))
-        if operation == _ATTENTION:  # what is added to its scores
+        if operation == _ATTENTION:  # a bias that is added to the scores
             given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
             if not any(id(given.get(name)) in self._functions for name in ("query", "key", "value")):
                 return torch.Size((*given["query"].shape[:-1], given["key"].shape[-2]))
         return None
 
     def _meeting(self, tensor: Tensor, shape: torch.Size, operation: str) -> Meeting | None:
-        """None if the examples' dimension is not known."""
+        """The meeting; None if the examples' dimension is not known."""
         names = self._functions[id(tensor)][1]
         dim = self._uses.dim_of_examples(f"{', '.join(names)} ({operation})", shape)
         if dim is None or self._uses.learning:
             return None
         value, aligned = tensor, (1,) * (len(shape) - tensor.ndim) + tensor.shape
-        if aligned[dim] != 1:  # repeated for the examples: what the first has stands for all
+        if aligned[dim] != 1:  # repeated for the examples: the first one's part serves for all
             if aligned[dim] != shape[dim]:
                 return None
             value = tensor.reshape(aligned).narrow(dim, 0, shape[dim] // self._uses.batch)
@@ -192,7 +192,7 @@ def _takes_the_shape_only(operation: str) -> bool:
 
 
 def _shape_for(tensor: Tensor, shape: torch.Size | None, operation: str) -> torch.Size:
-    """What a function of parameters is broadcast to where it meets the examples."""
+    """The shape that a function of parameters is broadcast to when it meets the examples."""
     if shape is None:
         return tensor.shape
     return torch.Size((*shape, *tensor.shape[-2:])) if operation in _PRODUCTS else shape

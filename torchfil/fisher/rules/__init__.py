@@ -1,6 +1,6 @@
-"""How each kind of layer makes an example's gradient, and its norm, inside a recorded pass.
+"""How to compute an example's gradient and its norm for each kind of layer, inside a recorded pass.
 
-One file a family of layers, with its rule and its substitute; importing them here registers both.
+Each file holds one family of layers, with its rule and its substitute; importing it here registers both.
 """
 
 from torchfil.fisher.rules import (

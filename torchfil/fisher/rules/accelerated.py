@@ -1,6 +1,6 @@
-"""Whether the GPU kernels of :mod:`torchfil.fisher.rules.kernels` serve a tensor; everything else computes in torch.
+"""Whether the GPU kernels of :mod:`torchfil.fisher.rules.kernels` serve a tensor; torch computes everything else.
 
-A pass that is traced, to be compiled, is made of torch's operations only: the compiler makes its own kernels.
+A pass that is traced for compilation uses only torch's operations: the compiler makes its own kernels.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _WITH_REDUCED = (*_DTYPES, torch.bfloat16, torch.float16)
 
 
 def kernels_for(tensor: Tensor, *, reduced: bool = False) -> Any:
-    """The module of kernels, or None if torch has to do: on CPUs, without Triton, for other dtypes or GPUs.
+    """The module of kernels, or None if torch must compute: on CPUs, without Triton, for other dtypes or GPUs.
 
     ``reduced`` says that bfloat16 and float16 are served, too.
 
-    Triton launches on the current GPU, whatever its tensors lie on.
+    Triton launches on the current GPU, whichever GPU holds the tensors.
     """
     if (
         being_traced()
@@ -41,13 +41,13 @@ def kernels_for(tensor: Tensor, *, reduced: bool = False) -> Any:
 
 @functools.cache
 def _kernels(device: torch.device) -> Any:
-    """Tried once: Triton may be missing, lack a compiler, or not know the GPU."""
+    """The kernels, tried once: Triton may be missing, lack a compiler, or not support the GPU."""
     try:
         from torchfil.fisher.rules import kernels
 
         probe = torch.ones(8, device=device)
         kernels.tanh_pulled_twice(probe, probe, probe)
     except Exception as error:
-        logger.info("Triton does not serve %s, and second derivatives are slower: %s", device, error)
+        logger.info("Triton does not work on %s, so second derivatives are slower: %s", device, error)
         return None
     return kernels

@@ -4,8 +4,8 @@ With y = tanh(x),
 
     ⟨γ, ∂y⟩ = ⟨γ(1 − y²), ∂x⟩,       ⟨w, ∂(γ(1 − y²))⟩ = ⟨w(1 − y²), ∂γ⟩ − 2⟨wγy, ∂y⟩.
 
-Of the others y′ and y″ are formed once, in the forward pass. With Φ and φ the normal distribution and its density, σ
-the logistic function, t = tanh(u) and u = k(x + cx³):
+The others compute y′ and y″ once, in the forward pass. Φ and φ are the normal distribution function and its density, σ
+is the logistic function, t = tanh(u) and u = k(x + cx³):
 
     y = xΦ(x):       y′ = Φ(x) + xφ(x),              y″ = (2 − x²)φ(x);
     y = x(1 + t)/2:  y′ = (1 + t + x(1 − t²)u′)/2,   y″ = (1 − t²)(u′ + x(u″/2 − tu′²));
@@ -79,7 +79,7 @@ class _TanhPulled(Function):
 
 Derivatives = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # x ↦ y, y′ and y″
 
-_K, _C = math.sqrt(2 / math.pi), 0.044715  # of GELU's approximation
+_K, _C = math.sqrt(2 / math.pi), 0.044715  # constants of GELU's approximation
 
 
 class _Smooth(Function):
@@ -97,7 +97,7 @@ class _Smooth(Function):
 
 
 class _SmoothPulled(Function):
-    """(γ, x) ↦ γy′, with both derivatives at hand."""
+    """(γ, x) ↦ γy′, with both derivatives already computed."""
 
     generate_vmap_rule = True
 
@@ -109,7 +109,7 @@ class _SmoothPulled(Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         gamma, _, first, second = inputs
         with torch.no_grad():
-            ctx.save_for_backward(first, gamma * second)  # formed once for all probes
+            ctx.save_for_backward(first, gamma * second)  # computed once for all probes
 
     @staticmethod
     @once_differentiable
@@ -119,7 +119,7 @@ class _SmoothPulled(Function):
 
 
 class _GeluOnGPU(Function):
-    """x ↦ xΦ(x), by torch's own kernels; nothing but x is kept."""
+    """x ↦ xΦ(x), by torch's own kernels; only x is kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Multi-head attention in steps: torch's own is one function, in which nothing can be seen of its weights' examples."""
+"""Multi-head attention in steps: torch's own is a single function, which hides what each weight is applied to."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["attends_in_steps"]
 
 
 def attends_in_steps(module: nn.MultiheadAttention) -> bool:
-    """Whether :func:`_attention` serves it: it adds no rows to keys and values."""
+    """Whether :func:`_attention` can compute it: it must not add rows to keys and values."""
     return module.bias_k is None and not module.add_zero_attn and type(module).forward is nn.MultiheadAttention.forward
 
 
 def _attention(module: nn.MultiheadAttention) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """``module.forward`` with its projections as linear layers; numbers are drawn in the order of torch's own."""
+    """``module.forward`` with its projections as linear layers; dropout draws in the same order as torch."""
 
     def forward(
         query: Tensor,
@@ -45,7 +45,7 @@ def _attention(module: nn.MultiheadAttention) -> Callable[..., tuple[Tensor, Ten
                 is_causal=is_causal,
             )
 
-        # One tensor given thrice stays one, so that one product serves it.
+        # A tensor that is passed three times stays one tensor, so one product suffices.
         turned = {id(x): x if module.batch_first else x.transpose(0, 1) for x in (query, key, value)}
         q, k, v = (
             x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2)  # [batch, heads, T, width]
@@ -63,7 +63,7 @@ def _attention(module: nn.MultiheadAttention) -> Callable[..., tuple[Tensor, Ten
         else:
             heads = F.scaled_dot_product_attention(q, k, v, mask, dropout)
 
-        # It lies in memory as torch's own does, time first, so that dropout after it draws in the same order.
+        # Its memory layout is torch's own, time first, so that dropout after it draws in the same order.
         result = module.out_proj(heads.transpose(1, 2).flatten(2)).transpose(0, 1).contiguous()
         return result.transpose(0, 1) if module.batch_first else result, weights
 
@@ -83,7 +83,7 @@ def _projected(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[
 
 
 def _added_to_scores(padding: Tensor | None, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Both masks as one that is broadcast to [batch, heads, T, S]."""
+    """Both masks as a single one that broadcasts to [batch, heads, T, S]."""
     parts = []
     if mask is not None:
         by_head = mask.reshape(*q.shape[:2], *mask.shape[1:]) if mask.ndim == 3 else mask

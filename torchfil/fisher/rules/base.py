@@ -1,12 +1,12 @@
-"""What a layer rule is: how a layer makes an example's gradient, and its norm, from its input a and output gradient δ.
+"""Layer rules: how to compute an example's gradient, and its norm, from a layer's input a and output gradient δ.
 
 A layer that applies its weight W at T positions t (pixels, tokens) has the gradient Σ_t δ_t a_tᵀ, and
 
-    ‖Σ_t δ_t a_tᵀ‖² = Σ_{t,s} (δ_t·δ_s)(a_t·a_s):
+    ‖Σ_t δ_t a_tᵀ‖² = Σ_{t,s} (δ_t·δ_s)(a_t·a_s).
 
-the Gram form, T²(p_in + p_out) operations; forming the gradient takes T·p_in·p_out. The cheaper is chosen. Every
-formula is differentiable in a and δ. A file of this folder holds all of one family of layers: its rule and, where
-torch's own second derivative is slow, a substitute for its forward pass.
+This is the Gram form, with T²(p_in + p_out) operations; forming the gradient takes T·p_in·p_out. The rule chooses the
+cheaper one. Every formula is differentiable in a and δ. Each file of this folder holds one family of layers: its rule
+and, if torch's own second derivative is slow, a substitute for its forward pass.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ Derivatives = list[tuple[Tensor, Tensor]]  # with respect to what, and the deriv
 
 
 class LayerRule:
-    """The gradient of one call by its trainable parameters; subclasses may have a cheaper norm.
+    """The gradient of one call with respect to its trainable parameters; subclasses may have a cheaper norm.
 
-    Calls are handed over in float32 at least.
+    Calls arrive in float32 or wider.
 
     Attributes:
-        narrow_probes: Whether :meth:`inner` takes them as they were recorded, too, where probes need no more digits.
-        parameter_names: The local names of the parameters that it knows; None: it takes what there is.
+        narrow_probes: Whether :meth:`inner` also accepts calls in the recorded dtype, if probes need no more digits.
+        parameter_names: The local names of the parameters that it supports; None: any.
     """
 
     narrow_probes = False
@@ -61,20 +61,20 @@ class LayerRule:
         return total_square(self.gradients(call).values(), call.delta)
 
     def products(self, call: Call, other: Call) -> Tensor:
-        """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], g′ being the same examples' gradients in another pass.
+        """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], where g′ are the same examples' gradients in another pass.
 
-        All three in one form, so that ‖g − g′‖², made of them, has no more than their rounding errors.
+        All three are computed in the same form, so that ‖g − g′‖², made from them, has only their rounding errors.
         """
         return products_of(self.gradients(call), self.gradients(other), call.delta)
 
     def inner(self, call: Call, direction: Mapping[str, Tensor]) -> tuple[Tensor, Derivatives]:
         """⟨gradient, u⟩, [batch], and the derivatives of Σ_i ⟨gradient_i, u⟩ at the call's inputs and δ.
 
-        Every operation that u goes into is linear in it, and none is recorded: it may be mapped over many u.
+        Every operation on u is linear in u, and none is recorded, so this may be mapped over many u.
 
         Args:
             call: The call.
-            direction: u, of the parameters' shapes.
+            direction: u, in the parameters' shapes.
         """
         with torch.enable_grad():
             gradients = self.gradients(call)
@@ -91,7 +91,7 @@ class LayerRule:
         return value, [(leaf, part) for leaf, part in zip(call.leaves, derivatives, strict=True) if part is not None]
 
     def squares_lightly(self, call: Call) -> bool:
-        """Whether the graph of :meth:`squared_norm` holds less than its derivatives would."""
+        """Whether the graph of :meth:`squared_norm` needs less memory than its derivatives."""
         return False
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
@@ -120,28 +120,28 @@ def products_of(own: Mapping[str, Tensor], other: Mapping[str, Tensor], like: Te
 
 
 class LinearInWeightsRule(LayerRule):
-    """Layers whose output is linear in their parameters together: ⟨g, u⟩ = ⟨δ, layer(a; weights := u)⟩.
+    """Layers whose output is jointly linear in their parameters: ⟨g, u⟩ = ⟨δ, layer(a; weights := u)⟩.
 
     Attributes:
-        channels: Which dimension of the output the channels lie in.
+        channels: The dimension of the channels in the output.
     """
 
     channels = -1
     parameter_names = frozenset({"weight", "bias"})
 
     def inner(self, call: Call, direction: Mapping[str, Tensor]) -> tuple[Tensor, Derivatives]:
-        """As in :class:`LayerRule`, by the layer with u as its weights, and its way back from δ."""
+        """As in :class:`LayerRule`, by the layer with u as its weights, and its backward pass from δ."""
         delta = call.delta.detach()
         with torch.no_grad():
             output = self.output(call, direction)
         derivatives = [(call.delta, output)] if call.delta.requires_grad else []
         if call.input.requires_grad:
             derivatives.append((call.input, self.way_back(call, direction, delta)))
-        by_position = (wide(delta) * output).sum(dim=self.channels)  # reductions follow the memory this way
+        by_position = (wide(delta) * output).sum(dim=self.channels)  # reductions then follow the memory order
         return by_position.reshape(len(delta), -1).sum(dim=1), derivatives
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
-        """layer(a; weights := u), where weights that u lacks are 0."""
+        """layer(a; weights := u); weights that are missing in u are 0."""
         raise NotImplementedError
 
     def way_back(self, call: Call, direction: Mapping[str, Tensor], delta: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class LinearInWeightsRule(LayerRule):
 
 
 class OuterProductRule(LinearInWeightsRule):
-    """A weight met as Σ_t δ_t a_tᵀ, and a bias as Σ_t δ_t, in groups; subclasses lay a and δ out."""
+    """A weight with the gradient Σ_t δ_t a_tᵀ, and a bias with Σ_t δ_t, in groups; subclasses arrange a and δ."""
 
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         """a as [batch, groups, T, p_in] and δ as [batch, groups, T, p_out]."""
@@ -171,7 +171,7 @@ class OuterProductRule(LinearInWeightsRule):
         return self.factors(call)
 
     def squared_norm(self, call: Call) -> Tensor:
-        """‖Σ_t δ_t a_tᵀ‖² + ‖Σ_t δ_t‖², [batch], in the cheaper of both forms."""
+        """‖Σ_t δ_t a_tᵀ‖² + ‖Σ_t δ_t‖², [batch], in the cheaper of the two forms."""
         a, delta = self.norm_factors(call)
         positions, groups, p_in, p_out = a.shape[2], a.shape[1], a.shape[3], delta.shape[3]
         weight, bias = "weight" in call.parameters, "bias" in call.parameters
@@ -183,7 +183,7 @@ class OuterProductRule(LinearInWeightsRule):
             result = (gram(a) * gram(delta)).sum(dim=(1, 2, 3))
         elif weight and being_traced():
             result = outer_square(a, delta)
-        elif weight:  # the narrower of both is the one that may have to be copied
+        elif weight:  # copy the narrower one, if a copy is needed
             gradient = batched_product(a.mT, delta) if p_out <= p_in else batched_product(delta.mT, a)
             result = gradient.square().sum(dim=(1, 2, 3))
         if bias:
@@ -191,14 +191,14 @@ class OuterProductRule(LinearInWeightsRule):
         return result
 
     def squares_lightly(self, call: Call) -> bool:
-        """In the Gram form, whose matrices of T² numbers are smaller than a and δ with their T·p."""
+        """True in the Gram form: its matrices have T² numbers, fewer than the T·p of a and δ."""
         a, delta = call.input, call.delta
         positions, p_in, p_out = delta[0].numel() // delta.shape[self.channels], a.shape[-1], delta.shape[-1]
         in_gram_form = "weight" in call.parameters and positions * (p_in + p_out) < p_in * p_out
         return self.channels == -1 and in_gram_form and 4 * positions < p_in + p_out
 
     def products(self, call: Call, other: Call) -> Tensor:
-        """As in :class:`LayerRule`, in the cheaper of both forms."""
+        """As in :class:`LayerRule`, in the cheaper of the two forms."""
         (a, delta), (b, epsilon) = self.factors(call), self.factors(other)
         positions, p_in, p_out = a.shape[2], a.shape[3], delta.shape[3]
         if positions > 1 and positions * (p_in + p_out) >= p_in * p_out:
@@ -219,16 +219,16 @@ _RULES_BY_NAME: dict[str, LayerRule] = {}
 def register_rule(kind: type[nn.Module] | str, rule: LayerRule, *, overwrite: bool = False) -> None:
     """Use ``rule`` for modules of this class, and of subclasses that keep its forward pass.
 
-    That of ``nn.Module`` itself serves all that have none.
+    The rule of ``nn.Module`` serves all classes without their own.
 
     Args:
-        kind: The class; or its full name, where its library need not be there: ``transformers.pytorch_utils.Conv1D``.
+        kind: The class; or its full name, if its library may be missing: ``transformers.pytorch_utils.Conv1D``.
         rule: The rule.
-        overwrite: Whether to replace the class's present rule.
+        overwrite: Whether to replace the class's current rule.
 
     Raises:
         TypeError: ``kind`` is not a class of modules, or ``rule`` not an instance of a rule.
-        ValueError: The class has a rule, and ``overwrite`` is False.
+        ValueError: The class already has a rule, and ``overwrite`` is False.
     """
     is_name = isinstance(kind, str) and "." in kind
     if not (is_name or (isinstance(kind, type) and issubclass(kind, nn.Module))):
@@ -239,16 +239,16 @@ def register_rule(kind: type[nn.Module] | str, rule: LayerRule, *, overwrite: bo
     registry: dict[Any, LayerRule] = _RULES_BY_NAME if is_name else _RULES
     if kind in registry and not overwrite:
         raise ValueError(
-            f"{name} has a rule already, {type(registry[kind]).__name__}; pass overwrite=True to replace it"
+            f"{name} already has a rule, {type(registry[kind]).__name__}; pass overwrite=True to replace it"
         )
     registry[kind] = rule
     _rule_of_class.cache_clear()
 
 
 def rule_for(module: nn.Module) -> LayerRule:
-    """The rule of the module's class, or of the one whose forward pass it keeps; otherwise the generic one.
+    """The rule of the module's class, or of the base class whose forward pass it keeps; otherwise the generic rule.
 
-    A module whose weight is a function of other parameters (weight normalisation, pruning) has the generic rule.
+    A module whose weight is a function of other parameters (weight normalisation, pruning) gets the generic rule.
     """
     rule = _rule_of_class(type(module))  # type: ignore[arg-type]
     known = rule.parameter_names

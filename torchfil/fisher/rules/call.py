@@ -1,4 +1,4 @@
-"""What a recorded pass keeps of one use of a layer: everything that the layer's rule needs."""
+"""What a recorded pass keeps from one use of a layer: everything that the layer's rule needs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Call:
     """One use of a module that holds trainable parameters.
 
     Attributes:
-        name: The module's, as in ``named_modules``.
+        name: The module's name, as in ``named_modules``.
         module: The module.
-        rule: What makes gradients of the rest.
+        rule: The rule that computes gradients from the rest.
         args: Its positional inputs.
         kwargs: Its keyword inputs.
         delta: δ, the gradient of the summed loss at its output, [batch, …]; differentiable.
         parameters: Its trainable parameters by local name, detached.
         constants: Its other parameters and buffers by local name.
-        shared_names: The model's name of each trainable parameter; the same where weights are tied.
-        memo: What a rule has computed for this call and may use again.
-        narrow: The call as it was recorded, of which this is :meth:`wide`; None: this one.
+        shared_names: The model's name of each trainable parameter; tied weights share one name.
+        memo: Results that a rule has computed for this call and may use again.
+        narrow: The call as it was recorded, if this one is its :meth:`wide` form; None: this is the recorded one.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Call:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """Its inputs and δ, where derivatives with respect to them can be taken; one that it is given twice, once."""
+        """Its inputs and δ, if they can be differentiated; an input that is passed twice appears once."""
         if self.narrow is not None:
             return self.narrow.leaves
         values = self._tensors()
@@ -75,9 +75,9 @@ class Call:
         return not any(is_reduced(value.dtype) for value in (*self._tensors(), *self.parameters.values()))
 
     def wide(self) -> Call:
-        """The same in float32 at least, so that rules lose no digits in norms and sums; itself where it is so.
+        """The same call in float32 or wider, so that rules lose no digits in norms and sums; itself if it is wide.
 
-        The leaves remain those of the call that was recorded, to which the wide ones are attached.
+        The leaves remain those of the recorded call; the wide tensors are attached to them.
         """
         if self.is_wide:
             return self
@@ -89,7 +89,7 @@ class Call:
         )
 
     def origin(self, leaf: Tensor) -> Tensor:
-        """What was recorded, of which this tensor of the call is the wide form."""
+        """The recorded tensor whose wide form this tensor of the call is."""
         if self.narrow is None:
             return leaf
         pairs = zip(self._tensors(), self.narrow._tensors(), strict=True)

@@ -1,4 +1,4 @@
-"""The cells of recurrent layers: one step in time, its linear equations in small changes, and how these move.
+"""The cells of recurrent layers: one time step, its linear equations in small changes, and their derivatives.
 
 The equations are those of :mod:`torchfil.fisher.rules.recurrence`, which sweeps them over time.
 """
@@ -26,7 +26,7 @@ class Slopes:
 
 @dataclass(frozen=True)
 class Moved:
-    """Small changes ȧ, ṁ_{t−1}, ṁ_t, and the derivatives dh_t, dm_t that a sweep back has left at each."""
+    """Small changes ȧ, ṁ_{t−1}, ṁ_t, and the derivatives dh_t, dm_t that a backward sweep has left at each step."""
 
     gates: Tensor
     memory_before: Tensor
@@ -39,7 +39,7 @@ class Cell:
     """One kind of cell.
 
     Attributes:
-        gates: How many blocks of H numbers a_t has.
+        gates: The number of blocks of H numbers in a_t.
         has_memory: Whether it has a state c besides h.
     """
 
@@ -47,15 +47,15 @@ class Cell:
     has_memory = False
 
     def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> tuple[Tensor, ...]:
-        """The sweep itself: h_0 … h_T, m_0 … m_T (no cell memory: none), and what else the slopes need."""
+        """The sweep itself: h_0 … h_T, m_0 … m_T (none without a memory), and whatever else the slopes need."""
         raise NotImplementedError
 
     def slopes(self, seen: tuple[Tensor, ...], drop: Tensor | None) -> Slopes:
-        """The coefficients at what was seen."""
+        """The coefficients at the values of the forward pass."""
         raise NotImplementedError
 
     def curvature(self, seen: tuple[Tensor, ...], drop: Tensor | None, moved: Moved) -> tuple[Any, ...]:
-        """∂(Σ_t dh_t·ḣ_t + dm_t·ṁ_t)/∂(a_t, m_t, m_{t−1}) where only the coefficients move; None: 0."""
+        """∂(Σ_t dh_t·ḣ_t + dm_t·ṁ_t)/∂(a_t, m_t, m_{t−1}) through the coefficients alone; None: 0."""
         raise NotImplementedError
 
 

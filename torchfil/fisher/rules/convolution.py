@@ -1,10 +1,10 @@
 """Convolutions: their rule, and a forward pass whose second derivative with respect to the input costs one convolution.
 
-The derivative that torch keeps for ``convolution_backward`` also computes the one with respect to the weight, whether
-it is asked for or not, and that is the slowest of all on a GPU. Here weights are constants, and it is left out.
+torch's derivative of ``convolution_backward`` always computes the derivative with respect to the weight as well, which
+is the slowest one on a GPU. Here weights are constants, and this derivative is left out.
 
-While a pass is traced, everything is written as plain and transposed convolutions, whose layout the compiler chooses,
-with channels filled up to a multiple of four, which GPUs' fast kernels need.
+While a pass is traced, everything is written as plain and transposed convolutions, whose layout the compiler chooses.
+Channels are padded to a multiple of four, which the fast kernels of GPUs need.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["ConvolutionRule", "convolve"]
 
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
 _CHANNELS_TOGETHER = 4
-_MANY_CHANNELS = 8  # of the input: with fewer, CPUs have no fast kernel for the way back
+_MANY_CHANNELS = 8  # input channels: with fewer, CPUs have no fast kernel for the backward pass
 
 
 class ConvolutionRule(OuterProductRule):
-    """In one, two or three dimensions, with stride, padding of any mode, dilation and groups.
+    """Convolutions in one, two or three dimensions, with stride, padding of any mode, dilation and groups.
 
-    Products of patches are as precise as the user lets convolutions be.
+    Products of patches have the precision that the user has set for convolutions.
     """
 
     channels = 1
@@ -127,7 +127,7 @@ class ConvolutionRule(OuterProductRule):
         )
 
     def norm_factors(self, call: Call) -> tuple[Tensor, Tensor]:
-        """With channels last while a pass is traced."""
+        """As :meth:`factors`, with channels last while a pass is traced."""
         module, a, delta = call.module, call.input, call.delta
         if not (being_traced() and isinstance(module, nn.Conv2d) and module.groups == 1 and a.ndim == 4):
             return self.factors(call)
@@ -161,7 +161,7 @@ class _Convolution(Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], a: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry
     ) -> tuple[Tensor, int]:
-        """Many inputs are one large batch; many weights, for one input, are one with many channels."""
+        """Many inputs become one large batch; many weights for one input become one weight with many channels."""
         of_a, of_weight, of_bias, _ = in_dims
         if bias is not None and of_bias is not None:
             result, dim = _Convolution.vmap(info, (of_a, of_weight, None, None), a, weight, None, geometry)
@@ -218,7 +218,7 @@ class _Transposed(Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry
     ) -> tuple[Tensor, int]:
-        """As :meth:`_Convolution.vmap`, the other way round."""
+        """The transposed form of :meth:`_Convolution.vmap`."""
         of_delta, of_weight, *_ = in_dims
         if of_weight is None:
             delta = delta.movedim(of_delta, 0)
@@ -238,7 +238,7 @@ class _Transposed(Function):
 
 
 def _filled_up(x: Tensor) -> Tensor:
-    """x, [a, channels, …], with channels of zeros behind its own, up to a multiple of four."""
+    """x, [a, channels, …], padded with channels of zeros to a multiple of four."""
     missing = -x.shape[1] % _CHANNELS_TOGETHER
     return F.pad(x, (*[0] * (2 * (x.ndim - 2)), 0, missing)) if missing else x
 
@@ -254,7 +254,7 @@ def _transposed(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geo
 
 
 def _has_phases(weight: Tensor, geometry: _Geometry) -> bool:
-    """Whether :func:`_by_phases` is faster than torch's own, which it is for kernels of whole strides."""
+    """Whether :func:`_by_phases` is faster than torch's own: if the kernel's size is a multiple of the stride."""
     stride, padding, dilation, groups = geometry
     whole = all(
         size % step == 0 and pad < size for size, step, pad in zip(weight.shape[2:], stride, padding, strict=True)
@@ -263,10 +263,10 @@ def _has_phases(weight: Tensor, geometry: _Geometry) -> bool:
 
 
 def _by_phases(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
-    """Wᵀ ∗ δ as one plain convolution, which CPUs have a fast kernel for.
+    """Wᵀ ∗ δ as one plain convolution, for which CPUs have a fast kernel.
 
-    Along an axis of stride s, the outputs at s·q + φ − padding are those of δ convolved with every s-th weight from the
-    φ-th on: s convolutions side by side, whose outputs are laid between each other.
+    Along an axis of stride s, the outputs at s·q + φ − padding are δ convolved with every s-th weight from the φ-th on:
+    s convolutions side by side, whose outputs are interleaved.
     """
     (step_y, step_x), padding = geometry[0], geometry[1]
     outputs, channels, height, width = weight.shape
@@ -283,7 +283,7 @@ def _by_phases(delta: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geom
 
 
 def convolve(module: Convolutional, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What the module makes of inputs [batch, channels, …] with these weights, taken as constants."""
+    """The module's output for inputs [batch, channels, …] with these weights as constants."""
     a, geometry = a if pads_with_zeros(module) else padded_input(module, a), _geometry(module)
     return _Convolution.apply(a, weight, bias, geometry)
 
@@ -299,7 +299,7 @@ def _convolve_back(module: Convolutional, delta: Tensor, weight: Tensor, a: Tens
 
 
 def _geometry(module: Convolutional) -> _Geometry:
-    """With what is left for the convolution to pad."""
+    """The geometry, with the padding that is left to the convolution."""
     padding = module.padding if pads_with_zeros(module) else (0,) * len(module.kernel_size)
     return tuple(module.stride), tuple(padding), tuple(module.dilation), module.groups  # type: ignore[arg-type]
 

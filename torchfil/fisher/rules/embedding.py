@@ -16,7 +16,7 @@ __all__ = ["EmbeddingRule"]
 
 
 class EmbeddingRule(LinearInWeightsRule):
-    """Rows of a table, [batch, …] numbers to [batch, …, width]: ‖g‖² = Σ_{t,s} 1[token_t = token_s] δ_t·δ_s."""
+    """Rows of a table, from tokens [batch, …] to [batch, …, width]: ‖g‖² = Σ_{t,s} 1[token_t = token_s] δ_t·δ_s."""
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """δ_t added to the row of token t."""

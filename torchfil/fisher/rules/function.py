@@ -14,13 +14,13 @@ __all__ = ["Function"]
 class Function(torch.autograd.Function):
     """:class:`torch.autograd.Function` for positional arguments without defaults.
 
-    torch binds the arguments to the signature of ``forward`` anew for every call, which takes longer than all the rest
-    of it (two CPU cores: a step of a ViT-Tiny 6 % longer).
+    torch binds the arguments to the signature of ``forward`` at every call, which takes longer than all the rest (on
+    two CPU cores, a step of a ViT-Tiny took 6 % longer).
     """
 
     @classmethod
     def apply(cls, *args: Any) -> Tensor:
-        """As in torch; of a function with several results, a tuple of them."""
+        """As in torch; a tuple if the function has several results."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
         return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]

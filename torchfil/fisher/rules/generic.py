@@ -23,12 +23,12 @@ _roles: WeakKeyDictionary[nn.Module, dict[int | str, str]] = WeakKeyDictionary()
 class GenericRule(LayerRule):
     """Any module: its own vector-Jacobian product, example by example (vmapped).
 
-    Whether an argument has a row for each example or is shared by all is told by its length. Where that is the batch's
-    by chance, what an earlier call has shown counts: the trial of two examples, mostly.
+    An argument's length shows whether it has a row for each example or is shared by all. If a shared argument happens
+    to have the batch's length, an earlier call decides, usually the trial with two examples.
     """
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
-        """The module's own way back from δ, example by example."""
+        """The module's own backward pass from δ, example by example."""
         of_args = tuple(_dimension(call, slot, x) for slot, x in enumerate(call.args))
         of_kwargs = {name: _dimension(call, name, x) for name, x in call.kwargs.items()}
         module = _WithoutOwnHooks(call.module)
@@ -54,9 +54,10 @@ class GenericRule(LayerRule):
 
 
 class _WeightsApart(TorchFunctionMode):
-    """Inside, layer_norm and instance_norm are multiplied by their weights in an operation of its own.
+    """Inside, layer_norm and instance_norm apply their weights in a separate operation.
 
-    Otherwise the derivative of vmap(vjp) by the input is wrong, the values being right (torch 2.13; docs/decisions.md).
+    Otherwise vmap(vjp) has correct values but a wrong derivative with respect to the input (torch 2.13;
+    docs/decisions.md).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,7 +102,7 @@ _NORMS: dict[Any, Callable[..., Tensor]] = {
 
 
 def _dimension(call: Call, slot: int | str, value: Any) -> int | None:
-    """0 where the argument has a row for each example; None: it is shared by all."""
+    """0 if the argument has a row for each example; None if all examples share it."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return None
 
@@ -122,7 +123,7 @@ def _dimension(call: Call, slot: int | str, value: Any) -> int | None:
 
 
 class _WithoutOwnHooks(nn.Module):
-    """The module, without its own hooks: what a recorded pass keeps lies between them."""
+    """The module without its hooks: a recorded pass keeps inputs and outputs from between them."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

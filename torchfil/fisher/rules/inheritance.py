@@ -1,4 +1,4 @@
-"""Which subclasses of a layer compute what the layer computes: those of timm, Hugging Face and Opacus, mostly."""
+"""Which subclasses compute the same as their base layer: mostly those of timm, Hugging Face and Opacus."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import nn
 
 __all__ = ["keeps_forward"]
 
-_HARMLESS = frozenset({"extra_repr", "reset_parameters"})  # nothing of the forward pass depends on them
+_HARMLESS = frozenset({"extra_repr", "reset_parameters"})  # the forward pass does not depend on them
 
 
 def keeps_forward(kind: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Whether a subclass computes what the base computes: it overrides nothing that the base defines.
+    """Whether a subclass computes the same as its base: it overrides nothing that the base defines.
 
     Example:
         >>> class Named(nn.Linear):

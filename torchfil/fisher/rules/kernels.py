@@ -1,7 +1,7 @@
-"""GPU kernels in Triton for what torch computes in many small steps, or slowly.
+"""GPU kernels in Triton for computations that take torch many small steps, or that are slow in torch.
 
-All have a counterpart in plain torch beside their callers, which other devices use and which tests compare them with.
-Imported through :mod:`torchfil.fisher.rules.accelerated` only, because Triton is not everywhere.
+Each has a counterpart in plain torch next to its caller, which other devices use and tests compare it with. Import this
+module only through :mod:`torchfil.fisher.rules.accelerated`, because Triton may be missing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _group_pulled_twice_kernel(
     sum_wx = tl.zeros([BLOCK], gamma_at.dtype.element_ty)
     sum_vw = tl.zeros([BLOCK], gamma_at.dtype.element_ty)
 
-    # The means over the group first, because every number of the result needs them all.
+    # The means over the group come first, because every number of the result needs them.
     for start in range(0, size, BLOCK):
         place, inside = start + lanes, start + lanes < size
         v = tl.load(gamma_at + row * size + place, mask=inside, other=0.0)
@@ -381,7 +381,7 @@ def attention_pulled_twice(
     p: Tensor, dp: Tensor, c: Tensor, d: Tensor, keep: Tensor | None, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dS, A and E of :mod:`torchfil.fisher.rules.softmax_attention`, contiguous [rows, T, S]; M is factor · keep."""
-    if keep is not None and p.dtype == torch.float64:  # a number is handed to a kernel in float32
+    if keep is not None and p.dtype == torch.float64:  # a kernel receives a number in float32
         keep, factor = keep.to(p.dtype) * factor, 1.0
     ds, a, e = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p)
     block = triton.next_power_of_2(p.shape[-1])

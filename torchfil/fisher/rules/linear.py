@@ -52,9 +52,9 @@ class LinearRule(OuterProductRule):
 
 
 class TransposedLinearRule(LinearRule):
-    """A weight [in, out], as GPT-2's Conv1D and plain products x @ W have it.
+    """A weight [in, out], as in GPT-2's Conv1D and in plain products x @ W.
 
-    Norms and products with another pass do not depend on how the weight lies.
+    Norms and products with another pass do not depend on the weight's orientation.
     """
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
@@ -70,12 +70,12 @@ class TransposedLinearRule(LinearRule):
         return super().way_back(call, _with_weight(direction, _transposed), delta)
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
-        """As in :class:`LinearRule`, turned."""
+        """As in :class:`LinearRule`, transposed."""
         return _with_weight(super().weighted_sum(call, weight), _transposed)
 
 
 def _turned(call: Call) -> Call:
-    """The call, as one of a layer with the weight [out, in]."""
+    """The call of a layer with the weight [out, in] instead."""
     return replace(call, parameters=_with_weight(call.parameters, _transposed))
 
 

@@ -5,8 +5,8 @@ With m(·) the mean over one group of M numbers, s = (m((x − m(x))²) + eps)^{
     ⟨v, ∂x̂⟩ = ⟨P(v), ∂x⟩,       P(v) = s (v − m(v) − x̂ m(v x̂)),
     ⟨w, ∂P(v)⟩ = ⟨P(w), ∂v⟩ − s ⟨m(w x̂) P(v) + m(v x̂) P(w) + m(v P(w)) x̂, ∂x⟩.
 
-So a second derivative costs two first ones and three inner products per group, where torch's own is a graph of a
-hundred elementary operations. A GPU that Triton serves does each in one kernel.
+A second derivative therefore costs two first derivatives and three inner products per group; torch's own is a graph of
+a hundred elementary operations. On a GPU with Triton, each takes one kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["GroupNormRule", "NormalisationRule", "group_norm", "layer_norm"]
 
 
 class NormalisationRule(LayerRule):
-    """A scale and a shift of a normalised input x̂: gradients Σ_t δ_t x̂_t and Σ_t δ_t, formed once for all questions."""
+    """A scale and a shift of a normalised input x̂: gradients Σ_t δ_t x̂_t and Σ_t δ_t, formed once and used for all."""
 
     parameter_names = frozenset({"weight", "bias"})
 
@@ -50,20 +50,20 @@ class NormalisationRule(LayerRule):
         return call.memo
 
     def _summed(self, value: Tensor, shape: torch.Size) -> Tensor:
-        """Over positions: those behind the channels, or those between batch and the normalised dimensions."""
+        """The sum over positions: those after the channels, or those between batch and normalised dimensions."""
         if self.channels_first:
             return value.reshape(*value.shape[:2], -1).sum(dim=2)
         return value.reshape(len(value), -1, *shape).sum(dim=1)
 
 
 class GroupNormRule(NormalisationRule):
-    """:class:`NormalisationRule` for groups of channels, in one kernel where the GPU has one."""
+    """:class:`NormalisationRule` for groups of channels, in one kernel if the GPU has one."""
 
     def __init__(self) -> None:
         super().__init__(lambda m, x: F.group_norm(x, m.num_groups, eps=m.eps), channels_first=True)
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
-        """Both sums from one kernel where there is one."""
+        """Both sums from one kernel, if there is one."""
         if not call.memo:
             assert isinstance(call.module, nn.GroupNorm)
             sums = _normalised_sums(call.module, call.delta, call.input)
@@ -197,7 +197,7 @@ class _LayerNorm(Function):
 
 
 class _LayerPulled(Function):
-    """(v, x) ↦ P(v), with x̂, m(x) and s of x at hand."""
+    """(v, x) ↦ P(v), with x̂, m(x) and s already computed."""
 
     generate_vmap_rule = True
 
@@ -236,7 +236,7 @@ def _pulled(v: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """``F.layer_norm`` of inputs […, *shape]; differentiable twice in x, the weights being constants.
+    """``F.layer_norm`` of inputs […, *shape]; differentiable twice in x, with constant weights.
 
     Example:
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), (2,), torch.tensor([1.0, 2.0]), eps=0.0)
@@ -251,9 +251,9 @@ def layer_norm(
 def group_norm(
     x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """``F.group_norm`` of inputs [batch, channels, …]; differentiable twice in x, the weights being constants.
+    """``F.group_norm`` of inputs [batch, channels, …]; differentiable twice in x, with constant weights.
 
-    On GPUs without Triton or a compiler torch's own is faster, whose many operations are mostly on few numbers.
+    On GPUs without Triton or a compiler, torch's own derivative is used: its many operations are mostly on few numbers.
 
     Example:
         >>> group_norm(torch.tensor([[1.0, 3.0]]), 1, eps=0.0)

@@ -1,7 +1,7 @@
-"""Layers that a model calls as functions, ``F.linear(x, weight)`` say: which layer an operation stands for.
+"""Layers that a model calls as functions, such as ``F.linear(x, weight)``: which layer an operation corresponds to.
 
-Only parameters that are watched (:mod:`torchfil.fisher.recording.watching`) are looked at here. The stand-in layer has
-the operation's geometry and no weights; the layer's rule does the rest.
+This concerns only watched parameters (:mod:`torchfil.fisher.recording.watching`). The corresponding layer has the
+operation's geometry and no weights; its rule does the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Operation:
         rule: Its rule.
         input: a.
         weights: The weights by the layer's local names.
-        run: From weights by name to the output.
+        run: Computes the output from weights by name.
     """
 
     module: nn.Module
@@ -45,7 +45,7 @@ class Operation:
 
 
 def operation_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operation | None:
-    """The layer that the call stands for; None: it is none that is known.
+    """The layer that the call corresponds to; None if it is not a known layer.
 
     Example:
         >>> x, weight = torch.ones(2, 3), torch.ones(4, 3)
@@ -57,7 +57,7 @@ def operation_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     read = _READERS.get(function)
     try:
         return None if read is None else read(*args, **kwargs)
-    except TypeError:  # a signature that is not the usual one
+    except TypeError:  # not the usual signature
         return None
 
 
@@ -76,7 +76,7 @@ def _operation(
 
 @functools.lru_cache(maxsize=1024)
 def _stand_in(kind: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-    """A layer without weights. None are drawn: a pass counts what is drawn in it."""
+    """A layer without weights. It draws no random numbers, because a pass counts them."""
     weightless: Callable[..., nn.Module] = type(kind.__name__, (kind,), {"reset_parameters": lambda self: None})
     return weightless(*args, **kwargs, device="meta")
 
@@ -134,7 +134,7 @@ def _convolution(
 
 
 def _each(value: Any, axes: int) -> Any:
-    """A number for every axis; words as they are."""
+    """One number for every axis; strings stay as they are."""
     if isinstance(value, int):
         return (value,) * axes
     return value if isinstance(value, str) else tuple(value) * (axes if len(value) == 1 else 1)
@@ -191,7 +191,7 @@ def _embedding(
 
 
 def _rows(table: Tensor, index: Any) -> Operation | None:
-    """table[index], for whole numbers that differ from example to example."""
+    """table[index], for integers that differ between examples."""
     if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or table.ndim != 2:
         return None
     return _embedding(index, table)

@@ -1,4 +1,4 @@
-"""Parameters outside of layers, which meet the examples by themselves."""
+"""Parameters outside layers, which meet the examples directly."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["ParameterRule", "ReparametrisedRule"]
 
 
 class ParameterRule(LayerRule):
-    """θ′ = f(θ), handed to each example as a view of its own, with δ the gradient there: J_fᵀ Σ δ, formed once.
+    """θ′ = f(θ), of which each example has a separate view with the gradient δ: g = J_fᵀ Σ δ, formed once.
 
-    The sum runs over all positions that one number of θ′ was broadcast to.
+    The sum runs over all positions to which one number of θ′ was broadcast.
 
     Args:
-        value: θ′, attached to the parameters; broadcast to δ, never along the batch.
+        value: θ′, attached to the parameters; it broadcasts to δ, but not along the batch.
         leaves: θ by name.
     """
 
@@ -40,7 +40,7 @@ class ParameterRule(LayerRule):
         return call.memo
 
     def _way_back(self, gradient: Tensor) -> dict[str, Tensor]:
-        """From θ′ to θ, [batch, …] both."""
+        """Gradients at θ from those at θ′, both [batch, …]."""
         (name, leaf), *more = self.leaves.items()
         if self.value is leaf and not more:
             return {name: gradient}
@@ -48,12 +48,12 @@ class ParameterRule(LayerRule):
 
 
 class ReparametrisedRule(LayerRule):
-    """A layer whose weights are functions θ′ = f(θ) of parameters: its rule's gradients by θ′, led back by J_fᵀ.
+    """A layer whose weights are functions θ′ = f(θ) of parameters: its rule's gradients at θ′, multiplied by J_fᵀ.
 
-    Weight standardisation and normalisation, pruning, slices of one weight.
+    Examples are weight standardisation and normalisation, pruning, and slices of one weight.
 
     Args:
-        rule: The layer's own.
+        rule: The layer's own rule.
         values: θ′ by local name, attached to the parameters.
         leaves: θ by name.
     """
@@ -64,18 +64,18 @@ class ReparametrisedRule(LayerRule):
         self.leaves = leaves
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
-        """J_fᵀ of the layer's own gradients, formed once."""
+        """J_fᵀ times the layer's own gradients, formed once."""
         if not call.memo:
             by_value = self.rule.gradients(self._own_call(call))
             call.memo.update(self._way_back(by_value, by_example=True))
         return call.memo
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
-        """As in :class:`LayerRule`, led back once."""
+        """As in :class:`LayerRule`; J_fᵀ is applied once, to the sum."""
         return self._way_back(self.rule.weighted_sum(self._own_call(call), weight), by_example=False)
 
     def _own_call(self, call: Call) -> Call:
-        """As the layer's own rule knows it."""
+        """The call in the form that the layer's own rule expects."""
         return replace(call, parameters={name: value.detach() for name, value in self.values.items()}, memo={})
 
     def _way_back(self, gradients: Mapping[str, Tensor], *, by_example: bool) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ class ReparametrisedRule(LayerRule):
 def _led_back(
     values: Sequence[Tensor], leaves: Mapping[str, Tensor], gradients: Sequence[Tensor], *, by_example: bool
 ) -> dict[str, Tensor]:
-    """From θ′ to θ; with ``by_example``, [batch, …] both."""
+    """Gradients at θ from those at θ′; with ``by_example``, both are [batch, …]."""
     by_leaf = torch.autograd.grad(
         values,
         list(leaves.values()),

@@ -1,6 +1,6 @@
-"""What a convolution sees: its input's patches, and the way back from them.
+"""The patches of an input that a convolution sees, and the backward pass from them.
 
-A pass that is traced adds shifted images up, of which a compiler makes one kernel.
+A traced pass adds up shifted images, which a compiler turns into one kernel.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["Convolutional", "padded_input", "pads_with_zeros", "patches", "patch
 
 Convolutional = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Walk = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]  # size, stride, dilation, padding
-_MOST_TAPS = 64  # our kernels are written out tap by tap, and compiling those of a 16×16 patch takes minutes
+_MOST_TAPS = 64  # our kernels are unrolled tap by tap; compiling one for a 16×16 patch takes minutes
 
 
 class _Patches(Function):
-    """a ↦ its patches, [batch, channels·kernel, positions]; back by the sum of what each number went into."""
+    """a ↦ its patches, [batch, channels·kernel, positions]; backwards, each number sums over its patches."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, walk: _Walk) -> Tensor:
@@ -52,14 +52,14 @@ class _Patches(Function):
         kernels = _kernels_for(gradients[0], ctx.walk)
         if kernels is not None:
             return kernels.fold_patches(gradients[0].contiguous(), ctx.shape[2:], *ctx.walk), None
-        if being_traced():  # a compiler makes one kernel of shifted images; its own fold writes astray
+        if being_traced():  # a compiler makes one kernel of shifted images; its own fold writes to wrong places
             taps = gradients[0].reshape(*ctx.shape[:2], *size, *_positions(ctx.shape, ctx.walk))
             return _shifted_sum(taps.permute(0, 2, 3, 1, 4, 5), ctx.shape, ctx.walk), None
         return F.fold(gradients[0], ctx.shape[2:], size, dilation, padding, stride), None
 
 
 def _side_by_side(shape: torch.Size, walk: _Walk) -> bool:
-    """Whether patches tile the image, as those of a vision transformer do: each number goes into one of them."""
+    """Whether patches tile the image, as in a vision transformer: each number belongs to one patch."""
     size, stride, dilation, padding = walk
     whole = shape[2] % size[0] == 0 and shape[3] % size[1] == 0
     return whole and size == stride and dilation == (1, 1) and padding == (0, 0)
@@ -70,7 +70,7 @@ def _kernels_for(a: Tensor, walk: _Walk) -> Any:
 
 
 def _positions(shape: torch.Size, walk: _Walk) -> tuple[int, ...]:
-    """How many positions there are along both axes."""
+    """The number of positions along both axes."""
     size, stride, dilation, padding = walk
     return tuple(
         (n + 2 * padding[k] - dilation[k] * (size[k] - 1) - 1) // stride[k] + 1 for k, n in enumerate(shape[2:])
@@ -78,7 +78,7 @@ def _positions(shape: torch.Size, walk: _Walk) -> tuple[int, ...]:
 
 
 def _shifted_sum(taps: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
-    """From what lies at each tap, [batch, rows, columns of the kernel, channels, *positions]."""
+    """The sum of the values at each tap, [batch, kernel rows, kernel columns, channels, *positions], shifted."""
     size, stride, dilation, padding = walk
     (height, width), total = shape[2:], taps.new_zeros(shape)
     for i in range(size[0]):
@@ -94,7 +94,7 @@ def _shifted_sum(taps: Tensor, shape: torch.Size, walk: _Walk) -> Tensor:
 
 
 class _PatchesByPosition(Function):
-    """a ↦ its patches, [batch, positions, kernel·channels]: channels last, as a compiler lays images out."""
+    """a ↦ its patches, [batch, positions, kernel·channels]: channels last, a compiler's layout of images."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, walk: _Walk) -> Tensor:
@@ -123,18 +123,18 @@ def patches(module: nn.Conv2d, a: Tensor) -> Tensor:
 
 
 def _walked(module: nn.Conv2d, a: Tensor) -> tuple[Tensor, _Walk]:
-    """The input, padded where the walk does not, and how the module walks over it."""
+    """The input, padded if the walk does not pad it, and how the module walks over it."""
     a, padding = (a, module.padding) if pads_with_zeros(module) else (padded_input(module, a), (0, 0))
     return a, (module.kernel_size, module.stride, module.dilation, padding)  # type: ignore[return-value]
 
 
 def pads_with_zeros(module: Convolutional) -> bool:
-    """Equally on both sides, too."""
+    """Whether the module pads with zeros, equally on both sides."""
     return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
 def padded_input(module: Convolutional, a: Tensor) -> Tensor:
-    """The input with the module's own padding laid around it."""
+    """The input with the module's own padding around it."""
     padding = module._reversed_padding_repeated_twice
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     return F.pad(a, padding, mode=mode) if any(padding) else a

@@ -1,7 +1,7 @@
-"""Average pooling in ways that are several times faster than torch's own.
+"""Average pooling, several times faster than torch's own.
 
-On CPUs shifted views are added, in both directions. On GPUs there are kernels for two axes; otherwise the way back is
-pooling again (stride 1) or copying (windows that do not overlap).
+On CPUs both directions add shifted views. GPUs have kernels for two axes; otherwise the backward pass is another
+pooling (stride 1) or a copy (windows that do not overlap).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchfil.fisher.rules.substitutes import register_substitute
 
 _AveragePooling = nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d
 _Windows = tuple[tuple[int, int], ...]  # size and stride along each axis
-_LARGEST_WINDOW = 4  # one addition per row and column of the window: large ones are left to torch
+_LARGEST_WINDOW = 4  # one addition per row and column of the window; torch handles large windows
 
 
 class _Pool(Function):
@@ -45,7 +45,7 @@ class _Pool(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, windows: _Windows) -> tuple[Tensor, int]:
-        """Many inputs are one large batch."""
+        """Many inputs become one large batch."""
         x = x.movedim(in_dims[0], 0)
         return _Pool.apply(x.flatten(0, 1), windows).unflatten(0, x.shape[:2]), 0
 
@@ -55,7 +55,7 @@ class _Pool(Function):
 
 
 class _Spread(Function):
-    """The transposed map: every window's value, divided by the window's size, added where it came from."""
+    """The transposed map: every window's value, divided by the window's size, added to the inputs of the window."""
 
     @staticmethod
     def forward(value: Tensor, shape: torch.Size, windows: _Windows) -> Tensor:
@@ -80,7 +80,7 @@ class _Spread(Function):
     def vmap(
         info: Any, in_dims: tuple[int, None, None], value: Tensor, shape: torch.Size, windows: _Windows
     ) -> tuple[Tensor, int]:
-        """Many values are one large batch."""
+        """Many values become one large batch."""
         value = value.movedim(in_dims[0], 0)
         wide = torch.Size((len(value) * shape[0], *shape[1:]))
         return _Spread.apply(value.flatten(0, 1), wide, windows).unflatten(0, value.shape[:2]), 0
@@ -116,7 +116,7 @@ def _spread_on_gpu(value: Tensor, shape: torch.Size, windows: _Windows) -> Tenso
 
 
 def _shifted(x: Tensor, axis: int, start: int, size: int, stride: int) -> Tensor:
-    """What the windows' position ``start`` sees along the axis."""
+    """The inputs at position ``start`` of all windows along the axis."""
     count = (x.shape[axis] - size) // stride + 1
     index = [slice(None)] * axis + [slice(start, start + stride * (count - 1) + 1, stride)]
     return x[tuple(index)]

@@ -1,4 +1,4 @@
-"""Products of batches of small matrices: how precise they are, and forms of them that are fast to differentiate."""
+"""Products of batches of small matrices: their precision, and forms that are fast to differentiate."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = [
 
 
 def convolution_precision(tensor: Tensor) -> str:
-    """How precise the user lets convolutions of such tensors be, for :func:`products_in`.
+    """The precision that the user has set for convolutions of such tensors, for :func:`products_in`.
 
-    A product of patches is a convolution, which torch computes in TF32 on GPUs by default; other matrix
-    products it does not.
+    A product of patches is a convolution, which torch computes in TF32 on GPUs by default; it does not do so for other
+    matrix products.
     """
     in_tf32 = tensor.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
     return "tf32" if in_tf32 else product_precision()
@@ -52,13 +52,13 @@ _of_patches: ContextVar[bool] = ContextVar("of_patches", default=False)
 
 
 def _are_of_patches() -> bool:
-    """Whether products are computed for a convolution at present."""
+    """Whether products are currently computed for a convolution."""
     return _of_patches.get()
 
 
 @contextlib.contextmanager
 def products_of_patches(like: Tensor, really: bool = True) -> Iterator[None]:
-    """Inside, products are as precise as the user lets convolutions of such tensors be; ``really`` False: as before."""
+    """Inside, products have the precision set for convolutions of such tensors; if ``really`` is False, as before."""
     if not really:
         yield
         return
@@ -82,7 +82,7 @@ def _(a: Tensor, b: Tensor, of_patches: bool) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, where a trace leaves the precision to the time when it runs."""
+    """a @ b; in a trace, the precision is chosen when it runs."""
     if being_traced() and a.is_cuda:
         result: Tensor = _product_in_trace(a, b, _are_of_patches())
         return result
@@ -103,10 +103,10 @@ def _(a: Tensor, delta: Tensor, of_patches: bool) -> tuple[Tensor, Tensor, Tenso
 
 
 class _BatchedProduct(Function):
-    """a @ b over leading dimensions, with a transposed right factor copied first on CPUs.
+    """a @ b over leading dimensions; on CPUs, a transposed right factor is copied first.
 
-    Their batched products of small matrices are several times slower with one, and autograd's own derivative has one.
-    The derivative is as precise as the product.
+    Batched products of small matrices are several times slower on CPUs with a transposed factor, and autograd's own
+    derivative has one. The derivative is as precise as the product.
     """
 
     generate_vmap_rule = True
@@ -135,14 +135,14 @@ def _product_of_any(a: Tensor, b: Tensor) -> Tensor:
 
 
 def batched_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b over leading dimensions, differentiable as often as one likes."""
+    """a @ b over leading dimensions, differentiable any number of times."""
     if not torch.is_grad_enabled():
         return _product_of_any(a, b)
     return _BatchedProduct.apply(a, b)
 
 
 class _Gram(Function):
-    """x ↦ x xᵀ over leading dimensions, whose derivative, (γ + γᵀ)x, is one product."""
+    """x ↦ x xᵀ over leading dimensions; its derivative, (γ + γᵀ)x, is one product."""
 
     generate_vmap_rule = True
 
@@ -163,14 +163,15 @@ class _Gram(Function):
 
 
 def gram(x: Tensor) -> Tensor:
-    """x xᵀ of factors […, T, p], […, T, T], differentiable as often as one likes."""
+    """x xᵀ of factors […, T, p], […, T, T], differentiable any number of times."""
     return _Gram.apply(x)
 
 
 class _OuterSquare(Function):
     """‖W‖² for W = Σ_t a_t δ_tᵀ over groups, [batch], in the form for traces.
 
-    W and the derivatives of ‖W‖²/2 are one operation of a trace: a compiler lays operands out for each anew.
+    W and the derivatives of ‖W‖²/2 are one operation of the trace, because a compiler arranges the operands of each
+    operation again.
     """
 
     @staticmethod
@@ -188,7 +189,7 @@ class _OuterSquare(Function):
 
 
 def outer_square(a: Tensor, delta: Tensor) -> Tensor:
-    """‖Σ_t a_t δ_tᵀ‖² of factors [batch, groups, T, …], [batch], differentiable once; for passes that are traced."""
+    """‖Σ_t a_t δ_tᵀ‖² of factors [batch, groups, T, …], [batch], differentiable once; for traced passes."""
     return _OuterSquare.apply(a, delta)
 
 

@@ -1,16 +1,16 @@
 r"""Recurrences h_t = cell(a_t, h_{t−1}), a_t = x_t + W h_{t−1}, whose second derivative is two more sweeps over time.
 
-x are the gates' inputs, the same for whatever made them; m is the cell's memory (an LSTM's c; h itself otherwise). At
-what a forward pass has seen, every cell is linear in small changes, by coefficients that need no sweep:
+x are the gates' inputs, however they were computed; m is the cell's memory (c in an LSTM, otherwise h itself). At the
+values of a forward pass, every cell is linear in small changes, with coefficients that need no sweep:
 
     ṁ_t = f_t ṁ_{t−1} + Σ_k β_{kt} ȧ_{kt},       ḣ_t = α_t ṁ_t + ω_t ȧ_{ot}        (an LSTM; ḣ_t = ṁ_t otherwise).
 
-* The derivative δ = ∂⟨γ, h⟩/∂x is the sweep back through these equations (:func:`_swept_back`), from γ.
-* Of ⟨u, δ⟩ = ⟨γ, ḣ(u)⟩, the derivative with respect to γ is the sweep forward, ḣ(u) (:func:`_swept_on`).
-* The one with respect to x: where the coefficients themselves move, each cell has a source for what it was given, which
-  needs no sweep either (``Cell.curvature``); they are swept back once more.
+* The derivative δ = ∂⟨γ, h⟩/∂x is a backward sweep through these equations, from γ (:func:`_swept_back`).
+* The derivative of ⟨u, δ⟩ = ⟨γ, ḣ(u)⟩ with respect to γ is a forward sweep, ḣ(u) (:func:`_swept_on`).
+* The derivative of ⟨u, δ⟩ with respect to x goes through the coefficients. Each cell adds a source at its inputs, which
+  also needs no sweep (``Cell.curvature``), and one more backward sweep takes the sources to x.
 
-Everything runs over time first: [T, batch, gates·H], inside [T, probes, batch, gates, H].
+Time is the first dimension: [T, batch, gates·H] outside, [T, probes, batch, gates, H] inside.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = ["recurrence"]
 def recurrence(
     cell: Cell, gates: Tensor, h: Tensor, m: Tensor | None, weight: Tensor, drop: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """h_1 … h_T and, of a cell with a memory, c_1 … c_T, [T, batch, H] each; differentiable twice, but not by W.
+    """h_1 … h_T and, if the cell has a memory, c_1 … c_T, [T, batch, H] each; differentiable twice, except in W.
 
     Args:
         cell: One of :data:`torchfil.fisher.rules.cells.CELLS`.
-        gates: What goes into the gates besides W h, [T, batch, gates·H].
+        gates: The gates' inputs besides W h, [T, batch, gates·H].
         h: The first state, [batch, H].
-        m: The first memory, where the cell has one.
+        m: The first memory, if the cell has one.
         weight: W, [gates·H, H].
-        drop: What each new state is multiplied by, [T, batch, H]; None: nothing.
+        drop: Factors for each new state, [T, batch, H]; None: 1.
 
     Example:
         >>> from torchfil.fisher.rules.cells import CELLS
@@ -106,7 +106,7 @@ class _Pulled(Function):
 
 
 class _Back(Function):
-    """As :class:`_Pulled`, for many (∂h, ∂c) at once where it is mapped; it is not differentiated."""
+    """As :class:`_Pulled`, for many (∂h, ∂c) at once if mapped; it is not differentiated."""
 
     @staticmethod
     def forward(to_h: Any, to_m: Any, *rest: Any) -> tuple[Tensor, ...]:
@@ -140,7 +140,7 @@ def _probes_first(info: Any, in_dims: Any, values: Any) -> list[Any]:
 
 
 class _Twice(Function):
-    """The derivatives of ⟨u, δ⟩ with respect to (∂h, ∂c, x, h_0, c_0), for many u at once where it is mapped."""
+    """The derivatives of ⟨u, δ⟩ with respect to (∂h, ∂c, x, h_0, c_0), for many u at once if mapped."""
 
     @staticmethod
     def forward(u: Any, u_h: Any, u_m: Any, *rest: Any) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Recurrent layers: LSTM, GRU and Elman's, in several layers and both directions, of whole or packed sequences.
 
-Every one of their weights is a linear layer over all time steps: of the inputs x_t, or of the states h_{t−1}, with δ_t
-the gradient at the gates. What lies between the gates and the states is :mod:`torchfil.fisher.rules.recurrence`.
+Each of their weights is a linear layer over all time steps, applied to the inputs x_t or to the states h_{t−1}; δ_t is
+the gradient at the gates. :mod:`torchfil.fisher.rules.recurrence` computes the states from the gates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RULE = LinearRule()
 
 @dataclass(frozen=True)
 class _Sequences:
-    """How sequences are laid out outside: whole ones in one of both orders, or packed.
+    """The layout of the sequences outside: whole ones with batch or time first, or packed ones.
 
     Attributes:
         batch_first: Whether examples come before time steps.
@@ -41,14 +41,14 @@ class _Sequences:
 
     @property
     def _places(self) -> Tensor:
-        """Where the packed rows lie among [T, batch] of them, the longest sequence first."""
+        """The places of the packed rows in [T, batch], with the longest sequence first."""
         assert self.packed is not None
         sizes = self.packed.batch_sizes
         return (torch.arange(int(sizes[0])) < sizes[:, None]).flatten().nonzero()[:, 0].to(self.packed.data.device)
 
     @property
     def lengths(self) -> Tensor | None:
-        """[batch], of packed ones."""
+        """The lengths of packed sequences, [batch]."""
         if self.packed is None:
             return None
         sizes = self.packed.batch_sizes
@@ -57,7 +57,7 @@ class _Sequences:
         return lengths if order is None else lengths[order]
 
     def laid_out(self, data: Tensor) -> Tensor:
-        """[batch, T, …], with zeros behind the ends."""
+        """[batch, T, …], with zeros after the ends."""
         if self.packed is None:
             return data if self.batch_first else data.transpose(0, 1)
         sizes, order = self.packed.batch_sizes, self.packed.unsorted_indices
@@ -66,7 +66,7 @@ class _Sequences:
         return (rows if order is None else rows[:, order]).transpose(0, 1)
 
     def put_back(self, values: Tensor) -> Any:
-        """From [batch, T, …] to the layout outside."""
+        """From [batch, T, …] to the original layout."""
         if self.packed is None:
             return values if self.batch_first else values.transpose(0, 1)
         _, sizes, order, inverse = self.packed
@@ -78,14 +78,14 @@ class _Sequences:
 def run_recurrent(
     module: Any, mode: str, sequences: Tensor | PackedSequence, state: Any = None, *, drops_states: bool = False
 ) -> tuple[Any, Any]:
-    """What a recurrent module gives: all states of its last layer, and the last states of all layers.
+    """The outputs of a recurrent module: all states of its last layer, and the last states of all layers.
 
     Args:
-        module: With the attributes and the parameters' names of :class:`torch.nn.LSTM`.
-        mode: Which cell, by torch's names.
+        module: A module with the attributes and parameter names of :class:`torch.nn.LSTM`.
+        mode: The cell, by torch's name.
         sequences: Its input.
         state: The first states, h or (h, c), [layers·directions, batch, H] each; None: 0.
-        drops_states: Whether dropout falls on every new state, before it is used again, as in Opacus's layers; or
+        drops_states: Whether dropout applies to every new state before it is used again, as in Opacus's layers, or
             between layers, as in torch's.
 
     Raises:
@@ -110,7 +110,7 @@ def run_recurrent(
             outputs.append(states)
             last.append(ends)
         x = outputs[0] if directions == 1 else torch.cat(outputs, dim=2)
-        if dropout and not drops_states and layer + 1 < module.num_layers:  # drawn as torch does, time steps first
+        if dropout and not drops_states and layer + 1 < module.num_layers:  # drawn in torch's order, time steps first
             x = F.dropout(x.transpose(0, 1), dropout).transpose(0, 1)
 
     h = torch.stack([state for state, _ in last])
@@ -152,7 +152,7 @@ def _run_layer(
     inputs = tell_use(module, _RULE, x, F.linear(x, *weights["ih"]), names["ih"])
     weight, *bias = weights["hh"]
     gates = hidden = turned(inputs)
-    if mode == "GRU":  # the states' part has its own way into the last gate
+    if mode == "GRU":  # the states enter the last gate separately
         hidden = bias[0] if bias else weight.new_zeros(len(weight))
         hidden = hidden.expand(gates.shape).detach().requires_grad_()
         width = 2 * module.hidden_size
@@ -167,7 +167,7 @@ def _run_layer(
     before = torch.cat([start[0][None], found[:-1]]).transpose(0, 1)
     tell_use(module, _RULE, before, hidden, names["hh"])
 
-    # The sequences end at different times; what comes after the ends reaches nothing.
+    # The sequences end at different times; values after the ends are not used.
     def at_the_end(values: Tensor) -> Tensor:
         return values[-1] if lengths is None else values[lengths - 1, torch.arange(len(lengths), device=values.device)]
 
@@ -175,7 +175,7 @@ def _run_layer(
 
 
 def _turned(values: Tensor, lengths: Tensor | None) -> Tensor:
-    """[batch, T, …], each sequence from its end to its beginning."""
+    """[batch, T, …], each sequence reversed."""
     if lengths is None:
         return values.flip(1)
     steps = torch.arange(values.shape[1], device=values.device)

@@ -1,19 +1,19 @@
 r"""Scaled dot product attention on GPUs, with its second derivative in closed form.
 
-With S = s qkᵀ + bias, P = softmax(S) by rows, D = P∘M for dropout's mask M (divided by the share that it keeps), O = Dv
-and γ the gradient at O, the way back is, with m(a) the sum of a row,
+Let S = s qkᵀ + bias, P = softmax(S) by rows, D = P∘M for dropout's mask M (divided by the share that it keeps), O = Dv,
+γ the gradient at O, and m(a) the sum of a row. The backward pass is
 
     dP = (γvᵀ)∘M,   dS = P∘(dP − m(dP∘P)),   dq = s dS k,   dk = s dSᵀq,   dv = Dᵀγ.
 
-Given cotangents c_q, c_k, c_v of these three, with C = s(c_q kᵀ + q c_kᵀ) and a = m(C∘P), the cotangents of what they
-were made from are
+Given cotangents c_q, c_k, c_v of dq, dk, dv, with C = s(c_q kᵀ + q c_kᵀ) and a = m(C∘P), the cotangents of their inputs
+are
 
     of γvᵀ:  A = P∘(C − a)∘M,           of P:  B = C∘(dP − m(dP∘P)) − a dP + (γc_vᵀ)∘M,
     of S:    E = P∘(B − m(B∘P)),
     of γ:  Av + Dc_v,   of v:  Aᵀγ,   of q:  s(dS c_k + E k),   of k:  s(dSᵀc_q + Eᵀq).
 
-Products of matrices aside, that is one kernel where torch's own derivative of a derivative is thirty operations on
-matrices of the size of P.
+Apart from matrix products, this is one kernel; torch's own second derivative is thirty operations on matrices of the
+size of P.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Attention(Function):
 
 
 class _AttentionPulled(Function):
-    """(γ, q, k, v) ↦ (dq, dk, dv), P being a function of q and k."""
+    """(γ, q, k, v) ↦ (dq, dk, dv), where P is a function of q and k."""
 
     @staticmethod
     def forward(
@@ -87,7 +87,7 @@ class _AttentionPulled(Function):
 
 
 class _Constants:
-    """What is the same for all numbers of a call: s, dropout's share, [batch, heads], whether TF32 loses nothing."""
+    """Constants of a call: s, dropout's share, [batch, heads], and whether TF32 loses no digits."""
 
     def __init__(self, scale: float, share: float, heads: torch.Size, *, reduced: bool) -> None:
         self.scale, self.share, self.heads, self.reduced = scale, share, heads, reduced
@@ -139,7 +139,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """``F.scaled_dot_product_attention`` of [batch, heads, T, width], differentiable twice; None if not served.
+    """``F.scaled_dot_product_attention`` of [batch, heads, T, width], differentiable twice; None if not supported.
 
     Example:
         >>> q, k, v = (torch.randn(2, 3, 4, 5, requires_grad=True) for _ in range(3))
@@ -157,7 +157,7 @@ def attention(
     reduced, dtype = is_reduced(cast[0].dtype), cast[0].dtype
     q, k, v = ((x.float() if reduced else x).reshape(-1, *x.shape[2:]).contiguous() for x in cast)
 
-    # Drawn by dropout's own operation, of the scores' shape, so that masks are recorded and given again as torch's own.
+    # Drawn by dropout itself, in the scores' shape, so that masks are recorded and replayed like torch's own.
     keep = None
     scores = torch.Size((*query.shape[:2], query.shape[2], key.shape[2]))
     if dropout_p > 0:
@@ -171,7 +171,7 @@ def attention(
 
 
 def _bias(mask: Tensor | None, shape: torch.Size, is_causal: bool, like: Tensor) -> Tensor | None:
-    """What is added to the scores, that broadcasts to [batch, heads, T, S]."""
+    """The bias that is added to the scores; it broadcasts to [batch, heads, T, S]."""
     if is_causal:
         mask = torch.ones(shape[2:], dtype=torch.bool, device=like.device).tril()
     if mask is None or mask.dtype != torch.bool:

@@ -1,7 +1,7 @@
-"""Layers and functions whose own second derivative is slow, computed in another way inside a recorded pass.
+"""Substitutes for layers and functions with a slow second derivative, used inside a recorded pass.
 
-The outputs are the same; derivatives with respect to the layers' weights are not defined, which a recorded pass takes
-as constants. The families of layers register what they have.
+The outputs are the same. Derivatives with respect to the layers' weights are not defined, because a recorded pass
+treats weights as constants. Each family of layers registers its own substitutes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 Layer = TypeVar("Layer", bound=nn.Module)
 
 _SUBSTITUTES: dict[type[nn.Module], tuple[str, Callable[[Any], Callable[..., Any]]]] = {}
-_NAMED: dict[str, tuple[str, Callable[[Any], Callable[..., Any]]]] = {}  # of packages that are not imported here
+_NAMED: dict[str, tuple[str, Callable[[Any], Callable[..., Any]]]] = {}  # of packages not imported here
 _FUNCTIONS: dict[tuple[str, Callable[..., Any]], Callable[..., Tensor | None]] = {}  # by device and function
 
 
@@ -44,16 +44,16 @@ def register_substitute(
 
     Args:
         kind: The class.
-        make: From a module to what stands for its method.
-        method: Which of the module's methods is replaced.
-        overwrite: Whether to replace the class's present substitute.
+        make: Returns the substitute for the method of a module.
+        method: The method that it replaces.
+        overwrite: Whether to replace the class's current substitute.
 
     Raises:
-        ValueError: The class has a substitute, and ``overwrite`` is False.
+        ValueError: The class already has a substitute, and ``overwrite`` is False.
     """
     if kind in _SUBSTITUTES and not overwrite:
         raise ValueError(
-            f"{kind.__name__} has a substitute already, {_SUBSTITUTES[kind][1].__qualname__}; pass overwrite=True to "
+            f"{kind.__name__} already has a substitute, {_SUBSTITUTES[kind][1].__qualname__}; pass overwrite=True to "
             "replace it"
         )
     _SUBSTITUTES[kind] = method, make
@@ -64,8 +64,8 @@ def register_named_substitute(name: str, make: Callable[[Any], Callable[..., Any
     """As :func:`register_substitute`, for ``forward`` of a class of a package that may be missing.
 
     Args:
-        name: Of the class, with its module: "transformers.activations.NewGELUActivation".
-        make: From a module to what stands for its method.
+        name: The full name of the class: "transformers.activations.NewGELUActivation".
+        make: Returns the substitute for the method of a module.
     """
     _NAMED[name] = "forward", make
     _substitute_of.cache_clear()
@@ -78,14 +78,14 @@ def register_function(
     device: str = "cpu",
     overwrite: bool = False,
 ) -> None:
-    """Compute this torch function by ``substitute`` inside recorded passes on such a device; by itself for None.
+    """Compute this torch function by ``substitute`` inside recorded passes on this device; None from it: by torch.
 
     Raises:
-        ValueError: The function has a substitute, and ``overwrite`` is False.
+        ValueError: The function already has a substitute, and ``overwrite`` is False.
     """
     if (device, function) in _FUNCTIONS and not overwrite:
         raise ValueError(
-            f"{function.__name__} has a substitute already, {_FUNCTIONS[device, function].__qualname__}; pass "
+            f"{function.__name__} already has a substitute, {_FUNCTIONS[device, function].__qualname__}; pass "
             "overwrite=True to replace it"
         )
     _FUNCTIONS[device, function] = substitute
@@ -93,9 +93,9 @@ def register_function(
 
 @contextlib.contextmanager
 def with_substitutes(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterator[None]:
-    """Inside, the model's layers that have a substitute are computed by it.
+    """Inside, layers that have a substitute are computed by it.
 
-    Left alone are methods set on a module itself, subclasses with a forward pass of their own, and the modules ``but``.
+    Exceptions are methods set on a module itself, subclasses with another forward pass, and the modules ``but``.
     """
     changed: list[tuple[nn.Module, str]] = []
     try:
@@ -119,7 +119,7 @@ def _substitute_of(kind: type[nn.Module]) -> tuple[str, Callable[[Any], Callable
 
 
 class FastFunctions(TorchFunctionMode):
-    """Inside, functions that have a substitute on such a device ("cpu", "cuda") are computed by it."""
+    """Inside, functions that have a substitute on this device ("cpu", "cuda") are computed by it."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -133,9 +133,9 @@ class FastFunctions(TorchFunctionMode):
 
 
 def is_served(value: Any) -> bool:
-    """Whether functions' substitutes are for a value: a tensor, differentiated, on a CPU, float32 or float64.
+    """Whether substitutes of functions apply: to a differentiated tensor on a CPU, in float32 or float64.
 
-    Under autocast none is, which would not look into them.
+    They do not apply under autocast, which cannot see inside them.
     """
     return (
         isinstance(value, Tensor)

@@ -1,8 +1,7 @@
-"""Layers that hold several weights: their substitutes tell a recorded pass where each of them was used.
+"""Layers that hold several weights: their substitutes report each use of a weight to the recorded pass.
 
-What a recorded pass sees of a layer from outside is its input and its output. A recurrent layer uses four weights in
-between, at every time step; its substitute tells what each was applied to and what came of it, as if there were a
-layer for each.
+From outside, a recorded pass sees only a layer's input and output. In between, a recurrent layer uses four weights at
+every time step. Its substitute reports what each weight was applied to and the result, as if each were a layer.
 """
 
 from __future__ import annotations
@@ -27,29 +26,29 @@ _TELLING: set[type[nn.Module]] = set()
 
 
 def register_telling(kind: type[nn.Module], make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Compute modules of exactly this class by ``make(module)``, which tells all uses of their parameters."""
+    """Compute modules of exactly this class by ``make(module)``, which reports all uses of their parameters."""
     register_substitute(kind, make)
     _TELLING.add(kind)
 
 
 def tells_uses(module: nn.Module) -> bool:
-    """Whether the uses of the module's parameters, its children's too, are told inside a recorded pass."""
+    """Whether the uses of the module's and its children's parameters are reported inside a recorded pass."""
     kind = type(module)
     return any(base in _TELLING and keeps_forward(kind, base) for base in kind.__mro__)
 
 
 def tell_use(module: nn.Module, rule: LayerRule, a: Tensor, output: Tensor, names: Mapping[str, str]) -> Tensor:
-    """Tell that parameters were applied to ``a``, [batch, …], and gave ``output``, [batch, …].
+    """Report that parameters were applied to ``a``, [batch, …], with the result ``output``, [batch, …].
 
     Args:
         module: The layer.
-        rule: That of a layer with such parameters alone.
-        a: What they were applied to.
-        output: What came of it.
+        rule: The rule of a layer with only these parameters.
+        a: The tensor that they were applied to.
+        output: The result.
         names: The parameters' names in the module by their names in the rule.
 
     Returns:
-        What to continue with in place of ``output``.
+        The tensor to continue with instead of ``output``.
     """
     listener = _listener.get()
     if listener is None:
