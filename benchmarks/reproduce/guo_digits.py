@@ -172,9 +172,8 @@ ROWS = (
         ("mnist",),
         stand_in="400 steps of one point of the grid (its shortest has 1,000), one run instead of ten",
         reason="Theorem 4 as the paper applies it multiplies every step's information by one factor for the worst "
-        "example; at σ = 1 that factor is near 1, "
-        "so it gives little for subsampling, and the largest of 60,000 sums from one run is larger than that of a "
-        "mean over ten. " + CLIP,
+        "example; at σ = 1 that factor is near 1, so subsampling helps little and the bound is hardly above Rényi "
+        "DP's. " + CLIP,
     ),
     Row(
         "guo-figure5-mnist-poisson",
