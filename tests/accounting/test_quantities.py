@@ -111,7 +111,7 @@ class TestRegistry:
         class Clash(Largest):
             name = "clash"
 
-        with pytest.raises(ValueError, match=r"'clash' keeps sums called \['largest', 'looks'\], which others use"):
+        with pytest.raises(ValueError, match=r"'clash' keeps sums called \['largest', 'looks'\], which others already"):
             register_quantity(Clash())
         assert "clash" not in available_quantities()
 

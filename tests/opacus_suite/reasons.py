@@ -52,7 +52,7 @@ REASONS = (
         "refused: the loss is not a standard one",
         "The loops use `(y - out).mean()` with `y` of another shape than `out`, or `out.sum()` with a gradient of zero."
         " The accounting differentiates the loss of each example, so it must know it: pass `criterion=`.",
-        r"LossMismatchError: the (loss in the training loop is none|gradient at the model's output differs)",
+        r"LossMismatchError: the (loss in the training loop is not one of|gradient at the model's output differs)",
         r"test_noise_level|BatchMemoryManagerTest",
     ),
     Reason(
