@@ -31,7 +31,13 @@ from torchfil.engine.calibration import NoiseChoice, NoiseSearch, check_particip
 from torchfil.engine.ghost_criterion import GhostCriterion
 from torchfil.engine.loader import check_sampler
 from torchfil.engine.module import is_in_training, without_compiler
-from torchfil.engine.opacus_options import check_accumulation, check_modes, check_optimizer, options_known_to, thresholds
+from torchfil.engine.opacus_options import (
+    check_accumulation,
+    check_modes,
+    check_optimizer,
+    options_known_to,
+    thresholds,
+)
 from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs, RunOptions
 from torchfil.engine.pilots import Pilots, Train
 from torchfil.engine.ranks import Ranks, check_ranks
