@@ -100,7 +100,7 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy
-	$(VENV)/bin/python -m codespell_lib
+	git ls-files -z --cached --others --exclude-standard | xargs -0 $(VENV)/bin/python -m codespell_lib
 	$(VENV)/bin/python -m pytest -q -p no:cacheprovider tests/test_docs.py -k links
 
 test-vision: $(VISION_VENV)/.installed

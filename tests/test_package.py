@@ -93,6 +93,58 @@ def test_files_that_github_reads() -> None:
     assert citation["license"] == "Apache-2.0"
 
 
+def workflows() -> dict[str, str]:
+    return {path.name: path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")}
+
+
+def test_workflows_ask_for_what_there_is() -> None:
+    """Every target of make, extra and folder of tests that a workflow names exists; none waits for CUDA packages."""
+    makefile = (ROOT / "Makefile").read_text().replace("$(VENV)", ".venv")
+    targets = set(re.findall(r"^([\w./-]+):(?!=)", makefile, flags=re.MULTILINE))
+    assert {"test", "lint", "wheel", ".venv/.installed"} <= targets
+    wanted = {"lint.yml": "lint", "docs.yml": "docs", "wheel.yml": "wheel", "tests.yml": "coverage"}
+    for name, text in workflows().items():
+        made = {word for line in re.findall(r"run: make (.+)", text) for word in line.split()}
+        assert wanted[name] in made
+        assert made <= targets, name
+        for group in re.findall(r"\.\[([\w,]+)\]", text):
+            assert set(group.split(",")) <= set(extras()), name
+        for folder in re.findall(r"tests/\w+", text):
+            assert (ROOT / folder).is_dir(), name
+        assert "PIP_EXTRA_INDEX_URL: https://download.pytorch.org/whl/cpu" in text, name
+
+
+def test_actions_are_pinned_to_a_major_version() -> None:
+    used = re.findall(r"uses: (\S+)", "".join(workflows().values()))
+    assert set(used) == {"actions/checkout@v4", "actions/setup-python@v5", "actions/upload-artifact@v4"}
+
+
+def test_the_oldest_versions_are_those_that_can_be_installed() -> None:
+    """setup.cfg's minimum is what a workflow runs, and what VERSIONS.md promises."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    needed = dict(line.split(">=") for line in config["options"]["install_requires"].split("\n") if ">=" in line)
+    tests, promise = workflows()["tests.yml"], (ROOT / "VERSIONS.md").read_text()
+    assert f"torch=={needed['torch']}.*" in tests
+    assert f"opacus=={needed['opacus']}" in tests
+    assert f"torch {needed['torch']} to" in promise
+    assert f"Opacus {needed['opacus']} to" in promise
+
+
+def test_spelling_is_checked_before_each_commit_as_by_make_lint() -> None:
+    for name in (".pre-commit-config.yaml", "Makefile"):
+        assert "-m codespell_lib" in (ROOT / name).read_text(), name
+
+
+def test_the_changelog_has_this_version() -> None:
+    """Unreleased changes first, then every release with its date, the newest first."""
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    newest = re.fullmatch(r"\[(.+)\] - \d{4}-\d\d-\d\d", headings[1])
+    assert newest is not None
+    assert newest[1] == torchfil.__version__
+
+
 @pytest.mark.slow
 def test_sdist_and_wheel_hold_what_they_must(tmp_path: Path) -> None:
     """Built from a copy of the files that git knows; no network is needed."""
@@ -120,6 +172,7 @@ def test_sdist_and_wheel_hold_what_they_must(tmp_path: Path) -> None:
 
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"examples/README.md", "tests/test_package.py", "docs/index.md", "SECURITY.md", "CITATION.cff"} <= packed
-    assert modules <= packed
+    assert {"examples/README.md", "docs/index.md", "LICENSE", "SECURITY.md", "CITATION.cff", "Makefile"} <= packed
+    tests = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")}  # packages, with their __init__.py
+    assert modules | tests <= packed
     assert not [name for name in packed if name.startswith("changes-") or "__pycache__" in name]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from opacus.data_loader import CollateFnWithEmpty
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
@@ -151,7 +150,7 @@ def assemble(
         tracker.begin_pass()
         _check_pass(run, private_optimizer, None if stream else len(prepared.dataset))  # type: ignore[arg-type]
 
-    if ranks is not None and isinstance(prepared.collate_fn, CollateFnWithEmpty):
+    if ranks is not None and hasattr(prepared.collate_fn, "first_batch"):
         with generators_kept():  # it learns what batches look like: a rank's first may be empty
             prepared.collate_fn([prepared.dataset[0]])
     loader: FILDataLoader | FILStreamLoader

@@ -31,7 +31,13 @@ from torchfil.engine.calibration import NoiseChoice, NoiseSearch, check_particip
 from torchfil.engine.ghost_criterion import GhostCriterion
 from torchfil.engine.loader import check_sampler
 from torchfil.engine.module import is_in_training, without_compiler
-from torchfil.engine.opacus_options import check_accumulation, check_modes, check_optimizer, thresholds
+from torchfil.engine.opacus_options import (
+    check_accumulation,
+    check_modes,
+    check_optimizer,
+    options_known_to,
+    thresholds,
+)
 from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs, RunOptions
 from torchfil.engine.pilots import Pilots, Train
 from torchfil.engine.ranks import Ranks, check_ranks
@@ -501,7 +507,12 @@ class FILPrivacyEngine(Resuming):
     def _prepare_model(self, module: nn.Module, **options: Any) -> Any:
         """Opacus's hooks on the model, for layers that they have rules for."""
         super().validate(module=module, optimizer=None, data_loader=None)
-        return super()._prepare_model(module, **options)
+        return super()._prepare_model(module, **options_known_to(super()._prepare_model, options))
+
+    def _prepare_data_loader(self, data_loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
+        """Opacus's loader, which draws the batches."""
+        known = options_known_to(super()._prepare_data_loader, options)
+        return super()._prepare_data_loader(data_loader, **known)
 
     # ------------------------------------------------------------------ control
 

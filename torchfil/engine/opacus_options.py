@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import nn, optim
 
 from torchfil.engine.sharded import is_sharded
 from torchfil.engine.views import ManyViews
 
-__all__ = ["WHY_NOT_ADAPTIVE", "check_accumulation", "check_modes", "check_optimizer", "thresholds"]
+__all__ = ["WHY_NOT_ADAPTIVE", "check_accumulation", "check_modes", "check_optimizer", "options_known_to", "thresholds"]
 
 WHY_NOT_ADAPTIVE = "it adapts the threshold by counting factors below 1, and a smooth clip has only such factors"
 MODES = ("auto", "ghost", "hooks", "functorch", "ew")
+_WITHOUT = {"rand_on_empty": False, "wrap_model": True}  # what Opacus 1.5 does, which has no such options
 
 
 def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module: nn.Module, *, wrap_model: bool) -> str:
@@ -61,6 +63,27 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
             "(requires_grad_(False))."
         )
     return mode
+
+
+def options_known_to(method: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a method of Opacus, without those that came in a later Opacus than the installed one.
+
+    Raises:
+        ValueError: One of those asks for something else than what the installed Opacus does.
+
+    Example:
+        >>> def prepare(loader, *, distributed): ...
+        >>> options_known_to(prepare, {"distributed": False, "rand_on_empty": False})
+        {'distributed': False}
+    """
+    known = inspect.signature(method).parameters
+    for name in options.keys() - known.keys():
+        if options[name] != _WITHOUT[name]:
+            raise ValueError(
+                f"{name}={options[name]!r} needs a later Opacus than the installed one: pip install 'opacus>=1.6', or "
+                f"leave it out ({name}={_WITHOUT[name]!r})"
+            )
+    return {name: value for name, value in options.items() if name in known}
 
 
 def check_accumulation(accumulation_steps: int, mode: str, *, poisson_sampling: bool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import IO, Any
 
+import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
@@ -45,13 +46,17 @@ class Resuming(LeakageReading):
         """The accounting's state; ``in_blocks``: with a block of the rows on each rank."""
         run, optimizer = self._training.run, self._training.optimizer
         return {
-            "accountant": dict(self.accountant.state_dict()),
+            "accountant": self._accountant_state(),
             "run": run.state_dict(in_blocks=in_blocks),
             "generators": self._generator_states(),
             "noise": {name: float(getattr(optimizer, name)) for name in optimizer.initial_noise},
             "initial_noise": dict(optimizer.initial_noise),
             **({"ranks": self._states_by_rank()} if run.ranks is not None else {}),
         }
+
+    def _accountant_state(self) -> dict[str, Any]:
+        """The DP accountant's state with its mechanism's name, in whose place Opacus 1.5 has a function."""
+        return {**self.accountant.state_dict(), "mechanism": self.accountant.mechanism()}
 
     def gather(self) -> None:
         """See :meth:`LeakageReading.gather`; also collects the random states of all ranks, for checkpoints."""
@@ -100,7 +105,8 @@ class Resuming(LeakageReading):
         training = self._training
         training.run.load_state_dict(state_dict["run"])
         training.checks.last_norms_were_finite = nothing
-        self.accountant.load_state_dict(copy.deepcopy(state_dict["accountant"]))
+        own = {"mechanism": self.accountant.state_dict()["mechanism"]}  # a name, or Opacus 1.5's function
+        self.accountant.load_state_dict(copy.deepcopy({**state_dict["accountant"], **own}))
         self._collected = None
         ranks, saved = training.run.ranks, state_dict["generators"]
         if ranks is not None and ranks.own(state_dict.get("ranks", ())) is not None:
@@ -131,20 +137,17 @@ class Resuming(LeakageReading):
         if is_folder(path):
             return self._save_folder(path, options, asynchronous=asynchronous)
         _check_file(path, options.get("module"), asynchronous=asynchronous)
-        extra = dict(options.pop("checkpoint_dict", None) or {})
-        extra[_STATE_KEY] = self.state_dict()
-        extra[_RANDOM_KEY] = random_state()
+        save_options = options.pop("torch_save_kwargs", None) or {}
+        checkpoint = self._checkpoint(options, in_blocks=False)
+        checkpoint["privacy_accountant_state_dict"] = self._accountant_state()  # where Opacus has it
         if not self._writes:
             return None
         with sealed_when_complete(path) as file:
-            super().save_checkpoint(path=file, checkpoint_dict={**extra, **MARK}, **options)
+            torch.save({**checkpoint, **MARK}, file, **save_options)
         return None
 
-    def _save_folder(self, path: Any, options: dict[str, Any], *, asynchronous: bool) -> Future[None] | None:
-        """Save what a file would hold, with rows, weights and optimizer state in parts."""
-        if options.pop("torch_save_kwargs", None):
-            raise TypeError(f"torch_save_kwargs= is for files, and path={path!r} is a folder; leave it out")
-        self._wait_for_saving()
+    def _checkpoint(self, options: dict[str, Any], *, in_blocks: bool) -> dict[str, Any]:
+        """What is saved, under the names that Opacus has; ``options`` of :meth:`save_checkpoint` are used up."""
         checkpoint = dict(options.pop("checkpoint_dict", None) or {})
         checkpoint[_MODULE] = options.pop("module").state_dict(**options.pop("module_state_dict_kwargs", None) or {})
         for name in ("optimizer", "noise_scheduler", "grad_clip_scheduler"):
@@ -154,9 +157,16 @@ class Resuming(LeakageReading):
         if options:
             raise TypeError(f"save_checkpoint has no option {', '.join(options)}")
 
-        # the accountant's state is in the accounting's
-        checkpoint[_STATE_KEY] = self._state(in_blocks=True)
+        checkpoint[_STATE_KEY] = self._state(in_blocks=in_blocks)
         checkpoint[_RANDOM_KEY] = random_state()
+        return checkpoint
+
+    def _save_folder(self, path: Any, options: dict[str, Any], *, asynchronous: bool) -> Future[None] | None:
+        """What a file would hold, with rows, weights and optimizer state in parts."""
+        if options.pop("torch_save_kwargs", None):
+            raise TypeError(f"torch_save_kwargs= is for files, and path={path!r} is a folder; leave it out")
+        self._wait_for_saving()
+        checkpoint = self._checkpoint(options, in_blocks=True)
         self._saving = write_folder(path, checkpoint, self._training.run.ranks, asynchronous=asynchronous)
         return self._saving
 
