@@ -184,8 +184,8 @@ class TestGlm:
             ("a,y\n1,2\n,3\n2,NA\n", "entries are missing: 1 in 'a', 1 in 'y'"),
             ("a,b,y\n1,1,2\n1,2,3\n", "column 'a' has the value '1' in every row"),
             ("a,y\n" + "\n".join(f"name{i},{i}" for i in range(60)), "looks like a name or an identifier"),
-            ("a,y\n1\0,2\n", "is no text in UTF-8, UTF-16 (with its mark) or Windows-1252"),
-            ("\udc81,y\n1,2\n", "is no text in UTF-8, UTF-16 (with its mark) or Windows-1252"),
+            ("a,y\n1\0,2\n", "is not text in UTF-8, UTF-16 (with its mark) or Windows-1252"),
+            ("\udc81,y\n1,2\n", "is not text in UTF-8, UTF-16 (with its mark) or Windows-1252"),
             ("y\n1\n2\n", "there is no column to predict 'y' from"),
             ('a,y\n"1"2,3\n', "is not a CSV file: ',' expected after '\"'; see to its quotes"),
             ("a;b,y\n1;2,3\n", "could be separated by"),
@@ -218,7 +218,7 @@ class TestGlm:
         middle = len(whole) // 2
         for content in (whole[:middle], whole[:-4], whole[:middle] + b"\0" * 9 + whole[middle + 9 :]):
             path.write_bytes(content)
-            assert "is a gzip file that is cut short or damaged" in refused_glm(path, "--target", "y")
+            assert "is a gzip file that is truncated or damaged" in refused_glm(path, "--target", "y")
 
     def test_a_table_that_cannot_be_written_is_named(self, patients: Path, tmp_path: Path) -> None:
         (tmp_path / "folder").mkdir()

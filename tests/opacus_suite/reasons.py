@@ -66,7 +66,7 @@ REASONS = (
         "diverged",
         "refused: the training diverges",
         "With noise of standard deviation 1e20 the weights overflow in the first step, and the outputs of the second "
-        "are infinite. Opacus goes on with NaN; here the step is refused.",
+        "are infinite. Opacus continues with NaN; here the step is refused.",
         r"training has diverged",
         r"test_compare_to_vanilla",
     ),

@@ -95,8 +95,7 @@ class BlackBoxInversion:
     least squares; for logistic regression, the share of label y among the training examples with that prediction.
 
     Threat model: the attacker knows everything about the example except the attribute (including its target), how
-        common
-    each level is, and how well the model does; the model answers queries.
+    common each level is, and how well the model does; the model answers queries.
 
     Args:
         model: A fitted :class:`LinearRegression` or :class:`LogisticRegression`.

@@ -262,8 +262,7 @@ def _lower_ends(rates: Tensor, alpha: Tensor, runs: int, confidence: float) -> T
     """Lower ends of the true-positive rate at a false-positive rate of exactly α.
 
     Both the rate and the threshold are random: the threshold's false-positive rate may exceed α by its standard error,
-        and
-    a likelihood ratio's rate t follows it with a slope of at most t/α, because it is concave.
+    and a likelihood ratio's rate t follows it with a slope of at most t/α, because it is concave.
     """
     z = float(stats.norm.ppf(0.5 + confidence / 2))
     own = (rates * (1 - rates) / runs).sqrt()

@@ -1,9 +1,8 @@
 r"""Pilots choose σ for a target of leakage, as ``make_private_with_epsilon`` does for ε, but by training.
 
 No formula gives the leakage of every example over a run: tr I is about proportional to 1/σ², but the path of the
-    weights
-changes with σ, and so do the subsampling factors. So whole runs are tried on copies (:mod:`.pilots`), with σ on a
-public grid of powers. The headroom says how many times better than the target the worst example is; log headroom is
+weights changes with σ, and so do the subsampling factors. So whole runs are tried on copies (:mod:`.pilots`), with σ on
+a public grid of powers. The headroom says how many times better than the target the worst example is; log headroom is
 nearly linear in log σ, which gives the next trial. The result is the smallest σ of the grid with which a pilot met the
 target, with a margin.
 

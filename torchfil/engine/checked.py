@@ -26,7 +26,7 @@ class LayerCheck:
         parameters: Trainable parameters of all of them.
         rule: The rule that serves them, in words.
         milliseconds: The time for the norms of their gradients, for the whole batch; None: not measured.
-        falls_back: Whether they have no rule of their own kind.
+        falls_back: Whether they have no specific rule.
     """
 
     name: str

@@ -47,7 +47,7 @@ _SMALL = 4096  # bytes
 _SUMS = ".crc32"  # the suffix of the file with another file's checksum
 _PART = "tensor by the name of"  # marks a tensor in the rest
 _KINDS = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
-_OF_METADATA = {  # all that may stand in it, by module
+_OF_METADATA = {  # the classes it may contain, by module
     "torch.distributed.checkpoint.metadata": [
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
         *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),

@@ -441,7 +441,7 @@ class FILPrivacyEngine(Resuming):
     def _begin(self, training: PrivateTraining, limit: float, sample_rate: float, *, poisson_sampling: bool) -> None:
         """Start counting every step in the accountant."""
         options = training.run.options
-        parts = "" if options.shares is None else ", each parameter's by itself"
+        parts = "" if options.shares is None else ", each parameter's separately"
         logger.info("gradients are clipped to %g by the clip function %r%s", limit, options.clip.name, parts)
         if poisson_sampling:
             training.module.forbid_grad_accumulation()

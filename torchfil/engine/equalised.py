@@ -46,7 +46,7 @@ class Round:
         group_means: Those means, by group.
         without_interval: How many measured examples have no interval and count by their estimate.
         score: What ``train`` returned besides the engine, for example the accuracy.
-        epsilon: ε of this run alone, at the δ asked for, with its weights held fixed.
+        epsilon: ε of this run alone, at the given δ, with its weights held fixed.
         seconds: How long it took.
         fresh: Whether the weights had been chosen before, and nothing was chosen from this run.
     """

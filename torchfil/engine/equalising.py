@@ -68,10 +68,10 @@ def equalise(
     """Train in rounds, each with clip weights from the round before, until the most exposed are safe enough.
 
     ω_i ← ω_i · min(1, sqrt(e* / (margin · e_i))), rounded down to a grid, where e_i is 1/bound of the example, or the D
-    of a question. Weights fall and never rise again, and whoever meets the target with its margin keeps 1.
+    of a question. Weights never rise again, and examples that meet the target with its margin keep 1.
 
     **The weights depend on the data and are held fixed in the bound and in ε**, as in IRFIL. Pilot models that nobody
-    sees tell an attacker of the last model nothing except through the weights. Ways to deal with that:
+    sees reveal nothing to an attacker of the last model, except through the weights. Ways to deal with this:
 
     * ``by=``: weights that are a function of public attributes alone. A cell's value is still that of its worst member.
     * Count all rounds as released: ``epsilon_of_all_rounds`` and ``worst_of_all_rounds`` of the result; see
@@ -103,7 +103,7 @@ def equalise(
         max_rounds: The largest number of trainings, including the first, without weights; fresh runs come on top.
         fresh_runs: How many further trainings with the chosen weights are reported instead; of several, the average.
         floor: The smallest weight: an example that does not pull at all teaches the model nothing.
-        margin: Aim at so many times the target, because the next run draws other batches and noise: 1.5 if exposures
+        margin: Aim at this many times the target, because the next run draws other batches and noise: 1.5 if exposures
             differ by 20 % from run to run, 2 if by 30 % (longer runs differ less).
         grid: Weights are powers of 2^(−1/grid): coarse, so that they are constant for almost every change of the data.
         weights: To start with, [n]: ``next_weights`` of an earlier result. None: the first round has none.
@@ -191,7 +191,7 @@ def _check_options(
     if not 0 < floor <= 1:
         raise ValueError(f"floor={floor} must lie in (0, 1]: the smallest clip weight")
     if not 1 <= margin < math.inf:
-        raise ValueError(f"margin={margin} must be at least 1: weights aim at so many times the target")
+        raise ValueError(f"margin={margin} must be at least 1: weights aim at this many times the target")
     if not (isinstance(grid, int) and grid >= 1):
         raise ValueError(f"grid={grid} must be a whole number of steps per octave, at least 1")
     if weights is not None:

@@ -131,7 +131,7 @@ class Accounting:
             sampling), "none" (the default without), "theorem4", a registered name or an object with
             ``factors(rho, q, sigma)``.
         sketch_rank: Columns of the sketch.
-        norm_refresh: Every so many steps, compute every example's gradient norm for ``get_individual_epsilon`` and
+        norm_refresh: How often, in steps, to compute every example's gradient norm for ``get_individual_epsilon`` and
             ``get_reconstruction_robustness``. Recommended if you read these; costs one pass over the data each time.
         seed: The seed of the probes; None: derived from torch's seed without drawing from its stream.
         max_ledger_memory: The largest ledger, in bytes; a larger one is refused until you raise this.
@@ -146,7 +146,7 @@ class Accounting:
             or K if batches hold K views each. The mean gradient over an example's views is clipped once. Needs
             ``criterion``, the loss of single views. See :mod:`torchfil.engine.views`.
         accumulation_steps: How many batches the loop accumulates before each ``optimizer.step()`` with Poisson
-            sampling: they are then parts of one draw at so many times the rate. Without Poisson sampling any number
+            sampling: they are then parts of one draw at that many times the rate. Without Poisson sampling any number
             may be accumulated, and this stays 1.
         clip_weights: ω in (0, 1] of every example; its clipped gradient is multiplied by ω. None: 1. Held fixed in all
             bounds, see :meth:`FILPrivacyEngine.make_private`.

@@ -76,7 +76,7 @@ def _by_parts(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.
     lost = _losses(distances, prior)
     kept = np.ones((n, m), dtype=bool)
     for a in range(m):
-        adds = prior[:, a, None] - lost[:, a]  # beside each other answer, [n, m]
+        adds = prior[:, a, None] - lost[:, a]  # given each other answer, [n, m]
         kept[:, a] = ~((adds < _NEGLIGIBLE) & kept & (np.arange(m) != a)).any(axis=1)
 
     # the parts: answers connected by overlaps that matter
@@ -163,7 +163,7 @@ def _of_many(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.n
 def _most_telling_first(lost: np.ndarray, prior: np.ndarray) -> np.ndarray:
     """The answers in an order in which each adds much to those before it, [n, m]."""
     n, m = prior.shape
-    gains = prior[:, :, None] - lost  # of an answer beside another, [n, m, m]; 0 beside itself
+    gains = prior[:, :, None] - lost  # of an answer given another, [n, m, m]; 0 given itself
     order, gain = [prior.argmax(axis=1)], np.full((n, m), np.inf)
     for _ in range(m - 1):
         gain = np.minimum(gain, np.take_along_axis(gains, order[-1][:, None, None], 2)[:, :, 0])

@@ -68,7 +68,7 @@ def read_content(path: str | os.PathLike[str]) -> bytes:
     try:
         return gzip.decompress(content)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is a gzip file that is cut short or damaged ({error}); copy it anew") from error
+        raise ValueError(f"{path} is a gzip file that is truncated or damaged ({error}); copy it again") from error
 
 
 def detect_format(
@@ -126,7 +126,7 @@ def _encoding_of(content: bytes, where: str | os.PathLike[str]) -> str:
         if is_text and _decodes(content, name) is None:
             return name
     raise ValueError(
-        f"{where} is no text in UTF-8, UTF-16 (with its mark) or Windows-1252; if it is a table in another encoding, "
+        f"{where} is not text in UTF-8, UTF-16 (with its mark) or Windows-1252; if it is a table in another encoding, "
         "name that: --encoding"
     )
 

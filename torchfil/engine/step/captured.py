@@ -68,7 +68,7 @@ class CapturedPasses:
         self._asked: Counter[tuple[Hashable, int]] = Counter()
 
     def bucket(self, room: int) -> int:
-        """Batches are padded to a multiple of this number, if the memory holds so many examples.
+        """Batches are padded to a multiple of this number, if the memory holds that many examples.
 
         Padding costs little if examples are small, and fewer sizes mean fewer graphs; but a copy of a long text costs
         as much as the text.

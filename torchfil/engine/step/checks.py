@@ -405,7 +405,7 @@ def _alone_differs(apart: float, size: float) -> RuntimeError:
 
 
 def _begin_comparison(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], list[list[float]]]:
-    """For each pair (a, b), max |a − b| and max |b|, once they are asked for."""
+    """For each pair (a, b), max |a − b| and max |b|, read when needed."""
     extremes = [torch.stack([(a - b).abs().max(), b.abs().max()]).double() for a, b in pairs]
     read = read_later(torch.stack([part.to(extremes[0].device) for part in extremes]))
     return lambda: read().tolist()

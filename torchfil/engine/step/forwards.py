@@ -48,7 +48,7 @@ class ForwardPass:
         pulled: For the place of a loss among the outputs, ∂loss/∂output of the outputs that it was made from.
         places: The outputs' new places after such a loss is left out, by their old places; empty: unchanged.
         whole: Keyword inputs with labels, and outputs with that loss; None: as above.
-        divided_by: The number by which the loop has divided its loss, because it accumulates over so many batches.
+        divided_by: The number by which the loop has divided its loss, because it accumulates over that many batches.
     """
 
     ids: list[int] | None

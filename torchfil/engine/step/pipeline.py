@@ -82,7 +82,7 @@ class StepPipeline(StepStages):
         if drawn is None:
             return None
         ids = self.observer.tracker.ids
-        if ids is None or len(ids) != len(examples):  # told at the step
+        if ids is None or len(ids) != len(examples):  # reported at the step
             return None
         masked = replace(examples, masks=self.replica.masks_by_example(drawn, args, kwargs))
         masked = self._with_weights(masked, ids)

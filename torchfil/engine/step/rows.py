@@ -80,7 +80,7 @@ def _are_blends(x: Tensor, t: Tensor, own: Tensor) -> bool:
 
 
 def _are_patchworks(x: Tensor, t: Tensor, own: Tensor) -> bool:
-    """Whether each row of x combines numbers of its own row with several numbers of another row."""
+    """Whether each row of x combines numbers from its own row with several numbers from another row."""
     for row, k in zip(x, own.tolist(), strict=True):
         other = row != t[k]
         alike = (t[:, other] == row[other]).all(dim=1)

@@ -119,7 +119,7 @@ class _Back(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], int]:
-        """Probes are examples of their own."""
+        """Probes become separate examples."""
         each = _probes_first(info, in_dims[:2], inputs[:2])
         return _back(*each, *inputs[2:]), 0
 
@@ -153,7 +153,7 @@ class _Twice(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], int]:
-        """Probes are examples of their own."""
+        """Probes become separate examples."""
         each = _probes_first(info, in_dims[:3], inputs[:3])
         return _twice(*each, *inputs[3:]), 0
 
