@@ -144,3 +144,33 @@ def test_targets_are_found_by_name() -> None:
     inputs, targets = split_batch({"x": x, "labels_a": y, "labels_b": y}, None)
     assert list(inputs) == ["x"]
     assert list(targets) == ["labels_a", "labels_b"]
+
+
+class Records(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Items as Hugging Face's data sets have them."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"inputs": {"x": torch.full((5,), float(index)).double()}, "labels": index % 3}
+
+
+def test_the_very_first_batch_may_be_empty_whatever_its_structure() -> None:
+    """Opacus's loader makes an empty batch like an earlier one, and cannot where there is none."""
+    first_sizes = []
+    for seed in range(4, 12):
+        model = network()
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.utils.data.DataLoader(Records(), batch_size=1, generator=generator)
+        *_, private = FILPrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=drawn,
+            noise_multiplier=SIGMA,
+            max_grad_norm=C,
+        )
+        first = next(iter(private))
+        assert first["inputs"]["x"].shape == (len(first["labels"]), 5)
+        first_sizes.append(len(first["labels"]))
+    assert 0 in first_sizes

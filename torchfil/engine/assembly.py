@@ -150,8 +150,8 @@ def assemble(
         tracker.begin_pass()
         _check_pass(run, private_optimizer, None if stream else len(prepared.dataset))  # type: ignore[arg-type]
 
-    if ranks is not None and hasattr(prepared.collate_fn, "first_batch"):
-        with generators_kept():  # it learns what batches look like: a rank's first may be empty
+    if hasattr(prepared.collate_fn, "first_batch"):
+        with generators_kept():  # it learns what batches look like: the first may be empty
             prepared.collate_fn([prepared.dataset[0]])
     loader: FILDataLoader | FILStreamLoader
     if stream:
