@@ -90,6 +90,7 @@ def test_files_that_github_reads() -> None:
     assert yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == torchfil.__version__
+    assert f"## [{torchfil.__version__}] - {citation['date-released']}" in (ROOT / "CHANGELOG.md").read_text()
     assert citation["license"] == "Apache-2.0"
 
 
@@ -173,6 +174,7 @@ def test_sdist_and_wheel_hold_what_they_must(tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     assert {"examples/README.md", "docs/index.md", "LICENSE", "SECURITY.md", "CITATION.cff", "Makefile"} <= packed
+    assert ".github/workflows/tests.yml" in packed  # what the tests read
     tests = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")}  # packages, with their __init__.py
     assert modules | tests <= packed
     assert not [name for name in packed if name.startswith("changes-") or "__pycache__" in name]
