@@ -67,7 +67,7 @@ class LeakageReading(PrivacyEngine):
 
         As given to make_private, lowered for those that ``min_mse_bound`` spares so far.
         """
-        weights = self._training.run.clip_weights
+        weights = self._training.run.weights.present
         return None if weights is None else weights.clone()
 
     def metrics(self, *, delta: float | None = None, prefix: str = "privacy/") -> dict[str, float]:

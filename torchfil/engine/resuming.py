@@ -85,7 +85,7 @@ class Resuming(RunFiles):
             raise ValueError(
                 f"the state is from accountant {saved!r}, this engine's is {self.accountant.mechanism()!r}"
             )
-        if run.inside_logical_batch:
+        if run.staged.parts:
             raise RuntimeError(
                 "a state can be loaded only between logical batches; finish the batch first, or call "
                 "optimizer.discard_partial_batch()"
