@@ -8,52 +8,26 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchfil.accounting.averages import check_repetitions, mean_conditions, mean_ledger
 from torchfil.accounting.divergences import Divergence
 from torchfil.accounting.groups import group_columns
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.path import FEWEST_PARTICIPATIONS, run_variance, typical_change
-from torchfil.accounting.quantities import Reading, TrackedQuantity
+from torchfil.accounting.row_reading import AT_ONCE, Conditions, RowReading, divide
 from torchfil.accounting.summary import LeakageSummary, summarise
-from torchfil.fisher.results import Estimate, Kind, Part
+from torchfil.fisher.results import Estimate, Part
 from torchfil.fisher.spectral import largest_eigenvalue
 from torchfil.guessing import Guess
 from torchfil.utils.notebook import html_table
 
 __all__ = ["Conditions", "Leakage", "as_table"]
-
-_AT_ONCE = 2**18  # examples that are read together
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """The facts about a run that matter for reading its sums.
-
-    Attributes:
-        exact: Whether every measured step was measured without sampling.
-        sample_rate: q, if the attacker does not know the batches; participation is then random, too. 1 for averages
-            over runs, whose standard errors include it. None: batches are known.
-        skipping: Whether steps were skipped at random, so that an example may have taken part without being measured.
-        degrees_of_freedom: The degrees of freedom of the standard errors: runs − 1 for averages over runs. None: each
-            example's own, from the spread of its steps' variances.
-        test_matrix: Ω of the sketch, [d, r], if one was kept.
-        typical_changes: By followed sum, the typical change for :func:`torchfil.accounting.path.run_variance`, while
-            reading in parts; None: it is computed at every reading.
-    """
-
-    exact: bool = False
-    sample_rate: float | None = None
-    skipping: bool = False
-    degrees_of_freedom: float | None = None
-    test_matrix: Tensor | None = None
-    typical_changes: Mapping[str, Tensor] | None = None
 
 
 class Leakage:
@@ -82,6 +56,7 @@ class Leakage:
         self.ledger = ledger
         self.ids = ids
         self.conditions = conditions or Conditions()
+        self._sums = RowReading(ledger, self.conditions)
 
     @property
     def num_coordinates(self) -> int:
@@ -91,13 +66,11 @@ class Leakage:
     @property
     def same_coordinates(self) -> bool:
         """Whether all examples have the same number of private coordinates; texts of different lengths do not."""
-        own = self.ledger.sums.own("num_coordinates")
-        seen = own[own > 0]
-        return not len(seen) or bool((seen == seen[0]).all())
+        return self.ledger.same_coordinates
 
     def get_num_coordinates(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Tensor:
         """d of each example, [ids], without padding; 1 for an example that took no part."""
-        return self._num_coordinates(self._rows(example_ids))
+        return self._sums.num_coordinates(self._rows(example_ids))
 
     @property
     def exact(self) -> bool:
@@ -126,7 +99,7 @@ class Leakage:
         quantity = next((quantity for quantity in self.ledger.quantities if quantity.name == name), None)
         if quantity is None:
             raise ValueError(f"{name!r} was not tracked; make_private with track=({name!r},)")
-        return quantity.read(self._sums_of(quantity, rows), self._reading(rows))
+        return quantity.read(self._sums.sums_of(quantity, rows), self._sums.at(rows))
 
     def get_trace(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Estimate:
         """tr I, the Fisher information summed over the run, [ids]."""
@@ -154,7 +127,7 @@ class Leakage:
         if "fim" in self.ledger.track:
             rows = self._rows(example_ids)
             norm = largest_eigenvalue(self.ledger.sums.at("fim", rows))
-            return self._reading(rows).without_variance(norm).raised(0.5)
+            return self._sums.at(rows).without_variance(norm).raised(0.5)
         if "sketch" in self.ledger.track:
             bound: Estimate = self.get("sketch", example_ids)
             return bound.raised(0.5)
@@ -208,7 +181,7 @@ class Leakage:
         """The same for examples by their position in the data set, [rows, d]."""
         if "diagonal" not in self.ledger.track and "fim" in self.ledger.track:
             diagonal = self.ledger.sums.at("fim", rows).diagonal(dim1=1, dim2=2)
-            return self._reading(rows).without_variance(diagonal).raised(0.5)
+            return self._sums.at(rows).without_variance(diagonal).raised(0.5)
         tracked: Estimate = self.read("diagonal", rows)
         return tracked.raised(0.5)
 
@@ -258,7 +231,7 @@ class Leakage:
         It is 0 if batches count as known, and infinite for an example that was never drawn, about which one run says
         nothing. Averaging repeated runs lowers it (:meth:`FILPrivacyEngine.merge`).
         """
-        return self._sampling_error(self._rows(example_ids), self.get_fil(example_ids).value)
+        return self._sums.sampling_error(self._rows(example_ids), self.get_fil(example_ids).value)
 
     def leakage(self, example_ids: Iterable[Hashable] | Tensor | None = None) -> Any:
         """One table by id: a pandas DataFrame if pandas is installed, else a dict of lists.
@@ -285,7 +258,7 @@ class Leakage:
         columns: dict[str, list[Any]] = {}
         for name, values in arrays.items():
             if name == "mse_bound":
-                kinds = ["lower bound" if m else self._kind_when_complete for m in arrays["missed"].tolist()]
+                kinds = ["lower bound" if m else self._sums.kind_when_complete for m in arrays["missed"].tolist()]
                 columns["fil_kind"] = kinds
             columns[name] = values.tolist()
         return names, columns
@@ -308,28 +281,28 @@ class Leakage:
         """
         rows = torch.arange(self.ids.num_examples) if rows is None else rows
         rows = rows.to(self.ledger.device)
-        self._kind(rows)
-        self._warn_of_few(rows)
+        self._sums.kind(rows)
+        self._sums.warn_of_few(rows)
         rows, place = self.ledger.sums.distinct(rows)
-        once = Leakage(self.ledger, self.ids, replace(self.conditions, typical_changes=self._typical_changes()))
+        once = Leakage(self.ledger, self.ids, replace(self.conditions, typical_changes=self._sums.typical_changes()))
         parts = [
-            {name: values.cpu().numpy() for name, values in read(once, part).items()} for part in rows.split(_AT_ONCE)
+            {name: values.cpu().numpy() for name, values in read(once, part).items()} for part in rows.split(AT_ONCE)
         ]
         arrays = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
         return arrays if place is None else {name: values[place.numpy()] for name, values in arrays.items()}
 
     def _columns(self, rows: Tensor) -> dict[str, Tensor]:
         """See :meth:`arrays`."""
-        sums, d = self.ledger.sums, self._num_coordinates(rows)
+        sums, d = self.ledger.sums, self._sums.num_coordinates(rows)
         trace: Estimate = self.read("trace", rows)
         fil, bound = trace.raised(0.5, d), trace.raised(-1.0, d)
         columns = {
             "fil": fil.value,
             "fil_error": fil.standard_error,
-            "sampling_error": self._sampling_error(rows, fil.value),
+            "sampling_error": self._sums.sampling_error(rows, fil.value),
             "mse_bound": bound.value,
             "mse_bound_low": bound.interval(0.95)[0],
-            "rel_error": _divide(fil.standard_error, fil.value),
+            "rel_error": divide(fil.standard_error, fil.value),
             **{name: sums.at(name, rows) for name in ("participations", "missed", "squared_norm")},
         }
         if not self.same_coordinates:
@@ -378,135 +351,12 @@ class Leakage:
 
         Participations are the mean over runs, rounded up: 0 only for an example that no run has drawn.
         """
-        first = runs[0]
-        for run in runs[1:]:
-            same = run.ids.all() == first.ids.all() and _same_coordinates(run, first)
-            kept = [(each.ledger.track, each.ledger.questions, _listed(each.ledger.chosen)) for each in (run, first)]
-            if not same or kept[0] != kept[1]:
-                raise ValueError(
-                    "runs to average must share data set, private coordinates, track and questions; got "
-                    f"{[(r.ids.num_examples, r.num_coordinates, r.ledger.track, r.ledger.questions) for r in runs]}"
-                )
-
-        # sums become means, but participations missed in any run stay missing
-        average = Ledger.from_state_dict(first.ledger.state_dict(), first.ledger.device, lazy=False)
-        average.steps = max(run.ledger.steps for run in runs)
-        average.missed_steps = sum(run.ledger.missed_steps for run in runs)
-        count = len(runs)
-        for name in average.sums:
-            target = average.sums.kept(name)
-            values = torch.stack([run.ledger.sums.kept(name).to(target.device) for run in runs])
-            if name == "missed":
-                target.copy_(values.sum(dim=0))
-            elif name == "num_coordinates":
-                target.copy_(values.amax(dim=0))
-            else:
-                mean = values.double().mean(dim=0)
-                target.copy_(mean if target.is_floating_point() else mean.ceil())
-        conditions = replace(first.conditions, skipping=any(run.conditions.skipping for run in runs))
-        if count == 1:
-            return cls(average, first.ids, conditions)
-
-        # errors come from the spread between runs, and cover everything random in a run
-        for quantity in average.quantities:
-            for name, variance in quantity.variances.items():
-                values = torch.stack([run.ledger.sums.kept(name).to(average.device) for run in runs])
-                average.sums.kept(variance).copy_(values.double().var(dim=0) / count)
-        rate = None if conditions.sample_rate is None else 1.0
-        conditions = replace(conditions, exact=False, sample_rate=rate, degrees_of_freedom=count - 1.0)
-        return cls(average, first.ids, conditions)
-
-    @property
-    def _kind_when_complete(self) -> Kind:
-        return "exact" if self.exact else "estimate"
+        ids, ledgers = [run.ids for run in runs], [run.ledger for run in runs]
+        check_repetitions(ids, ledgers)
+        return cls(mean_ledger(ledgers), ids[0], mean_conditions([run.conditions for run in runs]))
 
     def _rows(self, example_ids: Iterable[Hashable] | Tensor | None) -> Tensor:
         return self.ids.places(example_ids).to(self.ledger.device)
-
-    def _num_coordinates(self, rows: Tensor) -> Tensor:
-        return self.ledger.sums.at("num_coordinates", rows).clamp(min=1)
-
-    def _sampling_error(self, rows: Tensor, fil: Tensor) -> Tensor:
-        """See :meth:`get_sampling_error`; [rows]."""
-        deviation = self._run_variance("trace", rows)[0].sqrt()
-        return torch.where(deviation.isinf(), math.inf, _divide(deviation, 2 * self._num_coordinates(rows) * fil))
-
-    def _kind(self, rows: Tensor) -> Kind:
-        missed = self.ledger.sums.at("missed", rows)
-        if bool((missed > 0).any()):
-            if self.conditions.typical_changes is not None:  # one part of a reading that has already warned
-                return "lower bound"
-            warnings.warn(
-                f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps: their Fisher "
-                "information is a lower bound, and error bounds made from it are not guarantees",
-                stacklevel=5,
-            )
-            return "lower bound"
-        return self._kind_when_complete
-
-    def _sums_of(self, quantity: TrackedQuantity, rows: Tensor) -> dict[str, Tensor]:
-        """The sums of a quantity at these rows, those of floating point in float64."""
-        at_rows = {name: self.ledger.sums.at(name, rows) for name in quantity.sums(1, 1)}
-        return {name: value.double() if value.is_floating_point() else value for name, value in at_rows.items()}
-
-    def _reading(self, rows: Tensor) -> Reading:
-        conditions = self.conditions
-        return Reading(
-            self._kind(rows),
-            conditions.exact,
-            conditions.degrees_of_freedom,
-            self._sums_of(self.ledger.quantities[0], rows),  # of the trace
-            conditions.test_matrix,
-            self._run_errors(rows) if conditions.degrees_of_freedom is None else {},
-        )
-
-    def _typical_changes(self) -> dict[str, Tensor]:
-        """By followed sum, the mean change from one participation to the next, over all examples."""
-        typical = {}
-        for quantity in self.ledger.quantities:
-            for name in quantity.followed:
-                total, count = torch.zeros(()), torch.zeros(())
-                for rows in torch.arange(self.ids.num_examples, device=self.ledger.device).split(_AT_ONCE):
-                    participations = self.ledger.sums.at("participations", rows)
-                    added = typical_change(name, self._sums_of(quantity, rows), participations)
-                    total, count = total.to(added[0]) + added[0], count.to(added[1]) + added[1]
-                typical[name] = total / count.clamp(min=1)
-        return typical
-
-    def _run_variance(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`torchfil.accounting.path.run_variance`."""
-        conditions = self.conditions
-        typical = self._typical_changes() if conditions.typical_changes is None else conditions.typical_changes
-        quantity = next(each for each in self.ledger.quantities if name in each.followed)
-        participations = self.ledger.sums.at("participations", rows)
-        return run_variance(name, self._sums_of(quantity, rows), participations, conditions.sample_rate, typical[name])
-
-    def _run_errors(self, rows: Tensor) -> dict[str, Tensor]:
-        """How far one run can be off, apart from its probes, by followed sum."""
-        followed = [name for quantity in self.ledger.quantities for name in quantity.followed]
-        return {name: sum(self._run_variance(name, rows), torch.zeros(())).sqrt() for name in followed}
-
-    def _warn_of_few(self, rows: Tensor) -> None:
-        """Warn about examples that look safe only because a short run with skipped steps hardly measured them."""
-        few = self.ledger.sums.at("trace_measured", rows) < FEWEST_PARTICIPATIONS
-        if self.conditions.skipping and self.conditions.degrees_of_freedom is None and bool(few.any()):
-            warnings.warn(
-                f"{int(few.sum())} of {len(rows)} examples were measured in fewer than {FEWEST_PARTICIPATIONS} of the "
-                "steps that used them, because steps are skipped at random: their low FIL may be luck, and their "
-                "mse_bound_low is 0. Train longer, measure more steps (fil_rate, rel_error), or average runs (merge).",
-                stacklevel=4,
-            )
-
-
-def _same_coordinates(one: Leakage, other: Leakage) -> bool:
-    """Whether two runs have the same private coordinates; for texts, one run may not have seen the longest."""
-    if one.num_coordinates == other.num_coordinates:
-        return True
-    return not (one.ledger.by_coordinate or one.same_coordinates or other.same_coordinates)
-
-
-def _listed(chosen: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    return {name: examples.tolist() for name, examples in chosen.items()}
 
 
 def _worst(values: Tensor) -> Tensor:
@@ -521,9 +371,3 @@ def as_table(names: Sequence[Hashable], columns: Mapping[str, list[Any]], *, ind
     except ImportError:
         return {index_name: list(names), **columns}
     return pandas.DataFrame(columns, index=pandas.Index(names, name=index_name, tupleize_cols=False))
-
-
-def _divide(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, and 0 if b is 0 or infinite: nothing was measured, or all is known, so nothing is uncertain."""
-    usual = (b > 0) & b.isfinite()
-    return torch.where(usual, a / b.where(usual, torch.ones_like(b)), 0.0)

@@ -151,6 +151,13 @@ class Ledger:
         return self.laid_out if self.by_coordinate or not own.any() else int(own.max())
 
     @property
+    def same_coordinates(self) -> bool:
+        """Whether all examples seen so far have the same d."""
+        own = self.sums.own("num_coordinates")
+        seen = own[own > 0]
+        return not len(seen) or bool((seen == seen[0]).all())
+
+    @property
     def own_coordinates(self) -> Tensor:
         """d of every example, int32 [n]; 1 for an example that was never seen."""
         return self.sums["num_coordinates"].clamp(min=1)

@@ -178,5 +178,5 @@ def _check_pass(run: Run, optimizer: FILOptimizer, dataset_length: int | None) -
             "BatchMemoryManager?): continuing would add the next batch to it under one draw of noise. Call "
             "optimizer.discard_partial_batch() to drop the unfinished batch (none of it was released)."
         )
-    run.drop_staged()
+    run.staged.clear()
     optimizer._step_skip_queue.clear()

@@ -12,40 +12,39 @@ from typing import Any
 
 import torch
 from opacus.accountants.utils import get_noise_multiplier
-from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from opacus.utils.module_utils import trainable_modules
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import IllegalModuleConfigurationError
 from opacus.validators.errors import UnsupportedModuleError as OpacusUnsupportedModuleError
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from torchfil.accounting.ids import ExampleIds, GrowingIds
+from torchfil.accounting.ids import GrowingIds
 from torchfil.accounting.targets import LeakageTarget, TargetCheck
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine.assembly import PrivateTraining, assemble
-from torchfil.engine.augmentation import check_reads_alike
 from torchfil.engine.calibration import NoiseChoice, NoiseSearch, check_participations, choose_noise, warn_when_missed
 from torchfil.engine.ghost_criterion import GhostCriterion
 from torchfil.engine.loader import check_sampler
-from torchfil.engine.module import is_in_training, without_compiler
-from torchfil.engine.opacus_options import (
-    check_accumulation,
-    check_modes,
-    check_optimizer,
-    options_known_to,
-    thresholds,
-)
-from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs, RunOptions
+from torchfil.engine.module import without_compiler
+from torchfil.engine.opacus_options import check_accumulation, check_modes, options_known_to, thresholds
+from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs
 from torchfil.engine.pilots import Pilots, Train
+from torchfil.engine.preparing import (
+    asked_question,
+    check_noise,
+    checked_options,
+    drawn_by_a_step,
+    names_of,
+    with_rate,
+)
 from torchfil.engine.ranks import Ranks, check_ranks
 from torchfil.engine.resuming import Resuming
 from torchfil.engine.run import Run
 from torchfil.engine.sharded import without_shards
 from torchfil.engine.step.loss_inside import NO_TARGETS
-from torchfil.engine.streams import check_stream, is_stream
+from torchfil.engine.streams import is_stream
 from torchfil.engine.views import with_views
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
@@ -168,13 +167,13 @@ class FILPrivacyEngine(Resuming):
         accounting = Accounting.given(accounting).with_shortcuts(shortcuts)
         ghost = grad_sample_mode == "ghost"
         module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling, accounting)
-        if ghost:
-            criterion = GhostCriterion(criterion, loss_reduction)
+        criterion = GhostCriterion(criterion, loss_reduction) if ghost else criterion
         module, criterion = with_views(without_compiler(module), criterion, accounting.views, loss_reduction)
         mode = check_modes(clipping, grad_sample_mode, batch_first, module, wrap_model=wrap_model)
         check_accumulation(accounting.accumulation_steps, mode, poisson_sampling=poisson_sampling)
         limit, shares = thresholds(clipping, max_grad_norm, module, optimizer)
-        options = self._checked_options(
+        self._check_unused()
+        options = checked_options(
             module,
             optimizer,
             data_loader,
@@ -187,17 +186,17 @@ class FILPrivacyEngine(Resuming):
             loss_reduction=loss_reduction,
             batch_to_inputs=batch_to_inputs,
         )
-        self._check_noise(noise_multiplier, noise_generator)
+        check_noise(noise_multiplier, noise_generator, secure_mode=self.secure_mode)
         self._check_model(module, criterion)
 
         prepared = self._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed, rand_on_empty=rand_on_empty
         )
-        options = _with_rate(options, prepared)
+        options = with_rate(options, prepared)
         options.mechanism(noise_multiplier, limit)  # raises for invalid numbers
-        ids, seed = _names(data_loader, id_of), accounting.generator().initial_seed()
+        ids, seed = names_of(data_loader, id_of), accounting.generator().initial_seed()
         ranks = Ranks(seed, ids.num_examples, secure=self.secure_mode) if distributed else None
-        sample_rate, expected_batch = _drawn_by_a_step(prepared, ids.num_examples, ranks)
+        sample_rate, expected_batch = drawn_by_a_step(prepared, ids.num_examples, ranks)
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         with_hooks = partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
         training = assemble(
@@ -344,7 +343,7 @@ class FILPrivacyEngine(Resuming):
         target = LeakageTarget(
             target_mse_bound,
             target_true_positive_rate,
-            _asked_question(question, target_true_positive_rate, accounting),
+            asked_question(question, target_true_positive_rate, accounting),
             at_false_positive_rate,
             confidence,
             of,
@@ -404,40 +403,6 @@ class FILPrivacyEngine(Resuming):
         if self._made is not None:
             raise ValueError("this engine already accounts for a run; make a new FILPrivacyEngine for another one")
 
-    def _checked_options(
-        self,
-        module: nn.Module,
-        optimizer: optim.Optimizer,
-        data_loader: DataLoader[Any],
-        accounting: Accounting,
-        id_of: Any,
-        *,
-        poisson_sampling: bool,
-        **options: Any,
-    ) -> RunOptions:
-        """Everything fixed for the run, checked; the sampling rate is added when the loader is prepared."""
-        self._check_unused()
-        hooked = isinstance(module, AbstractGradSampleModule) or hasattr(module, "autograd_grad_sample_hooks")
-        if hooked or is_in_training(module):
-            raise ValueError(
-                "the model is already private (make_private was called on it); pass the plain module, or its _module"
-            )
-        check_optimizer(module, optimizer)
-        if is_stream(data_loader):
-            check_stream(data_loader, accounting, id_of, poisson_sampling=poisson_sampling)
-        else:
-            check_sampler(data_loader, poisson_sampling=poisson_sampling)
-        run_options = RunOptions(
-            accounting,
-            amplification=accounting.amplification_for(poisson_sampling=poisson_sampling),
-            sample_rate=None,
-            max_memory=accounting.execution.memory_on(next(module.parameters()).device),
-            **options,
-        )
-        if not is_stream(data_loader):
-            check_reads_alike(data_loader.dataset, data_loader.collate_fn, run_options)
-        return run_options
-
     def _begin(self, training: PrivateTraining, limit: float, sample_rate: float, *, poisson_sampling: bool) -> None:
         """Start counting every step in the accountant."""
         options = training.run.options
@@ -467,17 +432,6 @@ class FILPrivacyEngine(Resuming):
         module = without_shards(module)  # layers of the classes to look for
         check_modules(module, allow_dropout=True)
         self.validate(module=module, optimizer=None, data_loader=None)
-
-    def _check_noise(self, noise_multiplier: float, noise_generator: torch.Generator | None) -> None:
-        """Warn if there is no noise."""
-        if noise_generator is not None and self.secure_mode:
-            raise ValueError("Passing seed is prohibited in secure mode: leave out noise_generator=")
-        if noise_multiplier == 0:
-            warnings.warn(
-                "noise_multiplier=0: the run trains without privacy; ε and the FIL of every example that takes part "
-                "are infinite",
-                stacklevel=3,
-            )
 
     def _accounted_rate(self) -> float:
         """The sampling rate of the DP accountant's last step."""
@@ -570,45 +524,3 @@ class FILPrivacyEngine(Resuming):
         training = self._training
         with training.replica.gathered():
             training.looks.refresh_norms(training.optimizer)
-
-
-def _with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
-    """Add the rate of Poisson sampling; unchanged if the loader draws otherwise."""
-    sampler = prepared.batch_sampler
-    if not isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
-        return options
-    return replace(options, sample_rate=options.accounting.accumulation_steps * float(sampler.sample_rate))
-
-
-def _names(data_loader: DataLoader[Any], id_of: Any) -> ExampleIds:
-    """The examples' names; a stream has none yet."""
-    if is_stream(data_loader):
-        return GrowingIds()
-    count = len(data_loader.dataset)  # type: ignore[arg-type]
-    return ExampleIds(count, [id_of(i) for i in range(count)] if callable(id_of) else id_of)
-
-
-def _drawn_by_a_step(loader: DataLoader[Any], num_examples: int, ranks: Ranks | None) -> tuple[float, int]:
-    """The accountant's sampling rate, and the expected size of all ranks' batches together, as in Opacus."""
-    if is_stream(loader):
-        assert loader.batch_size is not None
-        return 1.0, loader.batch_size * (1 if ranks is None else ranks.size)
-    sample_rate = 1 / len(loader)
-    return sample_rate, int(num_examples * sample_rate)
-
-
-def _asked_question(question: str | None, rate: float | None, accounting: Accounting) -> str | None:
-    """The question that a target is about; the only one if none is named. None: there is no such target."""
-    asked = list(accounting.questions)
-    if rate is None:
-        if question is not None:
-            raise ValueError(f"question={question!r} is given without target_true_positive_rate=; pass that as well")
-        return None
-    if question is None and len(asked) == 1:
-        return asked[0]
-    if question not in asked:
-        raise ValueError(
-            f"question={question!r} must be one of questions=, which are {asked or 'none'}; pass "
-            "questions={name: …} (torchfil.questions), and its name"
-        )
-    return question

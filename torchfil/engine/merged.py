@@ -1,14 +1,21 @@
-"""The mean over repeated runs as one saved run, with their number and what releasing all of them would mean."""
+"""The mean over repeated runs: what they must share; as one saved run, with their number and the ε of all of them."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from torchfil.engine.assembly import PrivateTraining
+from torchfil.engine.clip_weights import weights_in_words
+from torchfil.private import Private
 from torchfil.report.saved_run import SavedRun
 
-__all__ = ["as_merged", "epsilon_of_all"]
+__all__ = ["as_merged", "epsilon_of_all", "mechanism_in_words"]
 
 
 def as_merged(run: SavedRun, runs: int, epsilon: float) -> SavedRun:
@@ -38,3 +45,36 @@ def epsilon_of_all(accountant: Any, runs: int, delta: float) -> float:
     together = copy.deepcopy(accountant)
     together.history = list(accountant.history) * runs
     return float(together.get_epsilon(delta))
+
+
+def mechanism_in_words(training: PrivateTraining, releases: Sequence[tuple[float, float, int]]) -> str:
+    """In words, what must be the same in repetitions of a run."""
+    options, optimizer = training.run.options, training.optimizer
+    steps: Counter[tuple[float, float]] = Counter()
+    for sigma, q, count in releases:
+        steps[float(sigma), float(q)] += count
+    noise = ", ".join(f"{count} steps of σ = {sigma}, q = {q}" for (sigma, q), count in sorted(steps.items()))
+
+    weights = weights_in_words(training.run.weights.first)
+    if options.accounting.min_mse_bound is not None:
+        weights += f", bounds kept above {options.accounting.min_mse_bound}"
+    limits = optimizer.max_grad_norms or float(optimizer.max_grad_norm)
+    clipping = f"C = {limits}, clip {options.clip.name!r}" + (f", {weights}" if weights else "")
+
+    # An amplification may be any object, so its factors are compared, not its name.
+    mechanism = options.mechanism(float(optimizer.noise_multiplier) or 1.0, float(optimizer.max_grad_norm))
+    factors = torch.cat(mechanism.weights(mechanism.noise_std * torch.tensor([0.1, 1.0, 10.0])))
+    amplification = ", ".join(f"{value:.6g}" for value in factors * mechanism.noise_std**2)
+
+    private = options.private or Private()
+    lengths = None if private.lengths is None else "told"  # functions differ only by their address
+    private = replace(private, coordinates=_listed(private.coordinates), lengths=lengths)
+    return f"{noise}, {clipping}, amplification by {amplification}, {private}"
+
+
+def _listed(coordinates: Any) -> Any:
+    """Tensors and arrays as lists, whose text is complete."""
+    if isinstance(coordinates, Mapping):
+        return {key: _listed(value) for key, value in coordinates.items()}
+    listed = coordinates.tolist() if hasattr(coordinates, "tolist") else coordinates
+    return list(listed) if isinstance(listed, tuple | range) else listed

@@ -1,13 +1,8 @@
-"""Reading a run: every example's leakage, tables, reports."""
+"""Reading a run: every example's leakage, bounds, tables, averages over runs."""
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,32 +12,22 @@ from torch import Tensor
 
 from torchfil.accounting.leakage import Leakage, as_table
 from torchfil.accounting.ledger import Ledger
-from torchfil.attacks.base import AttackResult
-from torchfil.attacks.comparison import BoundComparison
 from torchfil.bounds import PopulationBound, Prior, mse_from_rdp, population_mse_bound, replace_one_rdp
 from torchfil.engine.assembly import PrivateTraining
-from torchfil.engine.attribute_table import AttributeGroups, AttributeScales
 from torchfil.engine.calibration import NoiseChoice
-from torchfil.engine.clip_weights import weights_in_words
 from torchfil.engine.epsilon import individual_epsilon
-from torchfil.engine.equalised import Equalised
-from torchfil.engine.exposed_words import TokenTexts
-from torchfil.engine.merged import as_merged, epsilon_of_all
+from torchfil.engine.merged import mechanism_in_words
 from torchfil.engine.metrics import engine_lines, engine_table, engine_text
 from torchfil.engine.options import Accounting
 from torchfil.engine.robustness import everybodys_robustness, individual_robustness, robustness_with_known_batches
-from torchfil.engine.run_view import RunView
-from torchfil.engine.saving import Labels, build_saved_run
 from torchfil.fisher.results import Estimate, Part
 from torchfil.guessing import Guess
-from torchfil.private import Private
-from torchfil.report.run_file import save
 
 __all__ = ["LeakageReading"]
 
 
 class LeakageReading(PrivacyEngine):
-    """The part of the engine that reads: FIL, bounds, attributes, groups, individual ε, run files."""
+    """The part of the engine that reads: FIL, bounds, attributes, groups, individual ε."""
 
     _made: PrivateTraining | None
     _choice: NoiseChoice | None = None
@@ -82,7 +67,7 @@ class LeakageReading(PrivacyEngine):
 
         As given to make_private, lowered for those that ``min_mse_bound`` spares so far.
         """
-        weights = self._training.run.clip_weights
+        weights = self._training.run.weights.present
         return None if weights is None else weights.clone()
 
     def metrics(self, *, delta: float | None = None, prefix: str = "privacy/") -> dict[str, float]:
@@ -317,7 +302,7 @@ class LeakageReading(PrivacyEngine):
                 "merge got one engine twice: a run agrees with itself, whatever its error; pass different runs"
             )
         average = Leakage.average([engine.totals for engine in engines])
-        told = sorted({engine._mechanism() for engine in engines})
+        told = sorted({mechanism_in_words(engine._training, engine.accountant.history) for engine in engines})
         if len(told) > 1:
             raise ValueError(
                 "runs to average must share noise, clipping (and clip_weights), subsampling, the number of steps and "
@@ -325,197 +310,7 @@ class LeakageReading(PrivacyEngine):
             )
         return average
 
-    @classmethod
-    def save_merged(
-        cls, engines: Sequence[LeakageReading], path: str | os.PathLike[str], *, delta: float, **options: Any
-    ) -> Path:
-        """Save the average over repeated runs (:meth:`merge`) as one run; the report says how many there were.
-
-        The numbers are about one release, on average over runs, with errors from the spread between runs. ε is that of
-        one run; the file also has the ε of all runs together, in case you release more than one.
-
-        Args:
-            engines: At least two repetitions with the same settings on the same data.
-            path: The file.
-            delta: δ of ε.
-            **options: Options of :meth:`save_run`; pictures come from the first run.
-        """
-        if len(engines) < 2:
-            raise ValueError(f"save_merged got {len(engines)} engines; use save_run for a single run")
-        first = engines[0]
-        view = replace(first._view(delta), leakage=cls.merge(engines))
-        with first._training.replica.gathered():
-            if not first._writes:
-                return Path(path)
-            run = build_saved_run(view, **options)
-        together = epsilon_of_all(first.accountant, len(engines), delta)
-        return save(as_merged(run, len(engines), together), path)
-
-    def _mechanism(self) -> str:
-        """In words, what must be the same in repetitions of a run."""
-        training = self._training
-        options = training.run.options
-        steps: Counter[tuple[float, float]] = Counter()
-        for sigma, q, count in self.accountant.history:
-            steps[float(sigma), float(q)] += count
-        noise = ", ".join(f"{count} steps of σ = {sigma}, q = {q}" for (sigma, q), count in sorted(steps.items()))
-        private = options.private or Private()
-        told = None if private.lengths is None else "told"  # functions differ only by their address
-        private = replace(private, coordinates=_listed(private.coordinates), lengths=told)
-        limits = training.optimizer.max_grad_norms or float(training.optimizer.max_grad_norm)
-        told_weights = weights_in_words(training.run.first_weights)
-        if options.accounting.min_mse_bound is not None:
-            told_weights += f", bounds kept above {options.accounting.min_mse_bound}"
-        clipping = f"C = {limits}, clip {options.clip.name!r}" + (f", {told_weights}" if told_weights else "")
-
-        # An amplification may be any object, so its factors are compared, not its name.
-        optimizer = training.optimizer
-        mechanism = options.mechanism(float(optimizer.noise_multiplier) or 1.0, float(optimizer.max_grad_norm))
-        factors = torch.cat(mechanism.weights(mechanism.noise_std * torch.tensor([0.1, 1.0, 10.0])))
-        amplification = ", ".join(f"{value:.6g}" for value in factors * mechanism.noise_std**2)
-        return f"{noise}, {clipping}, amplification by {amplification}, {private}"
-
-    def save_run(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        delta: float,
-        title: str | None = None,
-        attribute_names: Sequence[str] | None = None,
-        attribute_units: Sequence[str] | None = None,
-        attribute_scales: AttributeScales | None = None,
-        attribute_groups: AttributeGroups | None = None,
-        unit_of_inputs: str = "",
-        input_range: tuple[float, float] | None = None,
-        groups: Mapping[str, Labels] | None = None,
-        pictures: int = 8,
-        texts: TokenTexts | None = None,
-        attacks: Sequence[AttackResult | BoundComparison] = (),
-        hash_data: bool = True,
-        equalised: Equalised | None = None,
-    ) -> Path:
-        """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
-
-        The file is safe to load, holds neither model nor data (except pictures and texts), replaces an older one only
-        when complete, and is readable by its owner only. Its content is **confidential**. The run can continue
-        afterwards. With several processes rank 0 writes it, and the others return the path at once.
-
-        Args:
-            path: The file; its suffix is .fil by convention.
-            delta: δ for ε and for the examples' own ε.
-            title: The report's title; None: the model's name and the number of examples.
-            attribute_names: One per private coordinate, in order; needs ``track=("diagonal",)``.
-            attribute_units: One per private coordinate, e.g. "years".
-            attribute_scales: {attribute: (unit, scale) or (unit, scale, offset)} of attributes that were scaled for
-                training: the attribute is scale · input + offset in that unit. ``{"age": ("years", 14.2, 51.0)}``
-                reports errors in years instead of standard deviations.
-            attribute_groups: {attribute: its levels' names}: combines the columns of a one-hot attribute; its error is
-                that of a guess of all levels.
-            unit_of_inputs: The unit of all coordinates, e.g. "grey value, 0 to 1".
-            input_range: The lowest and the highest possible value of every private coordinate, known without looking at
-                the data; the report then compares with a blind guess and with the bound from ε.
-            groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
-            pictures: How many of the most and of the least exposed examples to keep as pictures, with their PLIS, if
-                inputs are images of 1 or 3 channels; 0: none.
-            texts: Every example's words, in the order of the data set, one for each position of the private embedding;
-                or a tokenizer with ``decode``, or a function from a list with one token id to its string. The report
-                shows the 20 most exposed examples, each token with its FIL and PLIS; needs ``track=("diagonal",)``.
-                They are private data.
-            attacks: Results of attacks on the run (measure "mse"); each is compared with the run's bounds, unless it
-                comes from :func:`torchfil.compare_with_bounds`.
-            hash_data: Whether to read the whole data set for its checksum. The spread of the data, which gives the
-                error of a blind guess, is read from up to 65,536 examples; without ``hash_data`` from up to 2,048.
-            equalised: The result of :func:`torchfil.equalise` with this ``engine``: the report then shows what each
-                round did, and how groups compared before.
-        """
-        view = self._view(delta)
-        with self._training.replica.gathered():  # pictures are shown with their PLIS
-            if not self._writes:
-                return Path(path)
-            run = build_saved_run(
-                view,
-                title=title,
-                attribute_names=attribute_names,
-                attribute_units=attribute_units,
-                attribute_scales=attribute_scales,
-                attribute_groups=attribute_groups,
-                unit_of_inputs=unit_of_inputs,
-                input_range=input_range,
-                groups=groups,
-                pictures=pictures,
-                texts=texts,
-                attacks=attacks,
-                hash_data=hash_data,
-                equalised=equalised,
-            )
-        return save(run, path)
-
-    def report(
-        self, directory: str | os.PathLike[str], *, delta: float, redacted: bool = False, **options: Any
-    ) -> Path:
-        """Write the run's report into a folder and return the path of its page; with several processes, as rank 0.
-
-        Args:
-            directory: The folder.
-            delta: δ for ε and for the examples' own ε.
-            redacted: Whether to leave out everything about single examples; see :func:`torchfil.report.write_report`.
-            **options: Options of :meth:`save_run`; ``min_group`` and ``policy`` of ``write_report``.
-        """
-        from torchfil.report.writer import PAGE, write_report
-
-        writing = {name: options.pop(name) for name in ("min_group", "policy") if name in options}
-        view = self._view(delta)
-        with self._training.replica.gathered():
-            if not self._writes:
-                return Path(directory) / PAGE
-            run = build_saved_run(view, **options)
-        return write_report(run, directory, redacted=redacted, **writing)
-
-    @property
-    def _writes(self) -> bool:
-        """Whether this process writes files."""
-        ranks = self._training.run.ranks
-        return ranks is None or ranks.rank == 0
-
-    def _view(self, delta: float) -> RunView:
-        """The run so far, for saving."""
-        training = self._training
-        run, looks, optimizer = training.run, training.looks, training.optimizer
-
-        # everything that saving needs, so that it does not depend on engines
-        return RunView(
-            leakage=run.leakage,
-            timeline=run.timeline,
-            module=training.replica.live,
-            dataset=looks.dataset,
-            collate_fn=looks.collate_fn,
-            options=run.options,
-            noise_multiplier=float(optimizer.noise_multiplier),
-            max_grad_norm=float(optimizer.max_grad_norm),
-            num_probes=run.pace.num_probes,
-            loss=run.loss.name if run.loss is not None else None,
-            generator=run.generator,
-            accountant=self.accountant.mechanism(),
-            releases=self.accountant.history,
-            delta=delta,
-            individual_epsilon=self.get_individual_epsilon(delta=delta).value,
-            epsilon=float(self.get_epsilon(delta)),
-            rdp_mse_bound=self.get_rdp_mse_bound,
-            plis=partial(looks.plis, optimizer=optimizer, private=True) if run.loss is not None else None,
-            examples=looks.examples if looks.dataset is not None else None,
-            clip_weights=self.clip_weights,
-            noise_choice=self._choice,
-        )
-
 
 def _check_delta(delta: float) -> None:
     if not 0 < delta < 1:
         raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
-
-
-def _listed(coordinates: Any) -> Any:
-    """Tensors and arrays as lists, whose text is complete."""
-    if isinstance(coordinates, Mapping):
-        return {key: _listed(value) for key, value in coordinates.items()}
-    listed = coordinates.tolist() if hasattr(coordinates, "tolist") else coordinates
-    return list(listed) if isinstance(listed, tuple | range) else listed

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchfil.engine.checkpoint import random_state, set_random_state
 from torchfil.engine.checkpoint_folder import is_folder, read_folder, write_folder
-from torchfil.engine.reading import LeakageReading
+from torchfil.engine.run_files import RunFiles
 from torchfil.engine.sharded import in_parts, is_sharded
 from torchfil.engine.step.batch_checks import nothing
 from torchfil.engine.whole_file import MARK, load_whole, sealed_when_complete
@@ -28,7 +28,7 @@ _RANDOM_KEY = "random_state"
 _MODULE, _OPTIMIZER = "module_state_dict", "optimizer_state_dict"
 
 
-class Resuming(LeakageReading):
+class Resuming(RunFiles):
     """The part of the engine that keeps its state: state dicts and checkpoints."""
 
     _collected: tuple[int, list[dict[str, Any]]] | None = None  # random states by rank, and their step
@@ -90,7 +90,7 @@ class Resuming(LeakageReading):
             raise ValueError(
                 f"the state is from accountant {saved!r}, this engine's is {self.accountant.mechanism()!r}"
             )
-        if run.inside_logical_batch:
+        if run.staged.parts:
             raise RuntimeError(
                 "a state can be loaded only between logical batches; finish the batch first, or call "
                 "optimizer.discard_partial_batch()"

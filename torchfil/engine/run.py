@@ -1,16 +1,15 @@
-"""The state of one training run: what is staged for the current logical batch, and the sums of all released ones.
+"""The state of one training run: the sums of all released batches, and what the next one is measured with.
 
-A physical batch is staged before its clipped gradients are added to the sum, and booked when the logical batch is
-released under one draw of noise. A refusal at any point leaves sums and ledger unchanged.
+A physical batch is staged (:mod:`torchfil.engine.staging`) before its clipped gradients are added to the sum, and
+booked when the logical batch is released under one draw of noise. A refusal at any point leaves sums and ledger
+unchanged.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,19 +20,19 @@ from torchfil.accounting.exposed import exposed_rows
 from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.sparing import weights_for_the_rest
 from torchfil.accounting.timeline import Timeline
-from torchfil.engine.clip_weights import check_same_weights, weights_by_row
+from torchfil.engine.clip_weights import RunWeights, check_same_weights, weights_by_row
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import RunOptions
 from torchfil.engine.rank_state import RowBlocks, Whole, take_part
-from torchfil.engine.ranks import Ranks, StepNotTakenError
+from torchfil.engine.ranks import Ranks
 from torchfil.engine.shared_norms import SharedNormHistory
+from torchfil.engine.staging import LogicalBatch, Noise, Staged
 from torchfil.engine.step.forwards import ForwardPass
 
-__all__ = ["Noise", "Run"]
+__all__ = ["Run"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,29 +41,6 @@ _FIRST_PASSES = 16  # passes over the data in which most is learned, and many ex
 _EXPOSED = 1 / 64  # of a batch
 _OF_A_STREAM = 1 / 128  # assumed steps in a pass of a stream, whose length is unknown
 _STATE = ("ledger", "history", "timeline", "test_matrix", "generator", "pace")  # what a saved state must have
-
-
-@dataclass(frozen=True)
-class Noise:
-    """σ and C of a release."""
-
-    noise_multiplier: float
-    max_grad_norm: float
-
-    @classmethod
-    def of(cls, optimizer: FILOptimizer) -> Noise:
-        """The optimizer's current values."""
-        return cls(float(optimizer.noise_multiplier), float(optimizer.max_grad_norm))
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A physical batch whose logical batch has not been released yet."""
-
-    contribution: Contribution  # in a stream, new examples get their rows when they are booked
-    ratio: Tensor  # ‖g̃‖/C, [batch]
-    ids: Sequence[Any]
-    noise: Noise
 
 
 class Run:
@@ -103,9 +79,8 @@ class Run:
         # refuse before anything is allocated: too many examples, unknown ids or weights
         self._check_memory(NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1, (), 1))
         self._chosen()  # whose ids must be known
-        weights = weights_by_row(options.accounting.clip_weights, self.ids)
-        self.first_weights = None if weights is None else weights.to(device)  # ω as given, float64 [n]
-        self.clip_weights = self._present_weights(device)
+        given = weights_by_row(options.accounting.clip_weights, self.ids)
+        self.weights = RunWeights(given, options.accounting.min_mse_bound, ids.num_examples, device)
 
         # the ledger is made at the first batch, which shows how many coordinates are private
         self._passes_per_step = expected_batch / ids.num_examples if not self._grows else _OF_A_STREAM
@@ -122,9 +97,7 @@ class Run:
 
         # the current step
         self._accounted_rate = accounted_rate
-        self._staged: list[Staged] = []
-        self._keys_of_step: list[Hashable] | None = None  # of all ranks; None: not exchanged yet
-        self._measure_this_step: bool | None = None  # drawn once for a logical batch
+        self.staged = LogicalBatch(ranks if self._grows else None)
 
     # ------------------------------------------------------------------ reading
 
@@ -179,13 +152,6 @@ class Run:
         """The device on which steps are computed; the sums may be elsewhere (``Accounting.rows_at``)."""
         return self._device
 
-    def clip_weights_of(self, ids: Sequence[int]) -> Tensor | None:
-        """ω of the examples with these numbers, float64 [ids]; None: nobody has one."""
-        if self.clip_weights is None:
-            return None
-        rows = torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
-        return self.clip_weights[rows]
-
     @property
     def timeline(self) -> Timeline:
         """How the leakage grew."""
@@ -194,70 +160,19 @@ class Run:
         self._look_due = None
         return self._timeline
 
-    @property
-    def inside_logical_batch(self) -> bool:
-        """Whether something is staged but not booked yet."""
-        return bool(self._staged)
-
     # ------------------------------------------------------------------ a step
 
-    def drop_staged(self) -> None:
-        """Forget what was staged for a logical batch that was given up."""
-        self._staged.clear()
-        self._measure_this_step = self._keys_of_step = None
-
-    def check_noise(self, optimizer: FILOptimizer) -> Noise:
-        """σ and C; refused if they have changed within a logical batch, which is released under one noise."""
-        noise = Noise.of(optimizer)
-        for staged in self._staged:
-            if staged.noise != noise:
-                before = (staged.noise.noise_multiplier, staged.noise.max_grad_norm)
-                raise RuntimeError(
-                    f"noise_multiplier and max_grad_norm changed from {before} to "
-                    f"{(noise.noise_multiplier, noise.max_grad_norm)} within one logical batch: step their schedulers "
-                    "only after a whole one. Restore the values, or call optimizer.discard_partial_batch(). This step "
-                    "was not taken."
-                )
-        return noise
-
     def check_ids(self, forwards: Sequence[ForwardPass], num_gradients: int) -> list[int]:
-        """The numbers of the examples in these passes, checked against the gradients and what is staged."""
-        if not forwards and num_gradients:
-            raise RuntimeError(
-                "optimizer.step() was called with gradients that did not come through the private model's output; call "
-                "the model that make_private returned, then loss.backward()"
-            )
-        ids: list[int] = []
-        for forward in forwards:
-            if forward.ids is None:
-                raise RuntimeError(
-                    "the model was trained on a batch that did not come from the loader that make_private returned, so "
-                    "its examples are unknown; iterate over that loader"
-                )
-            ids += forward.ids
-        if not ids and num_gradients <= 1:  # an empty batch, or Opacus's random row for one (rand_on_empty): nobody
-            return ids
-        if len(ids) != num_gradients:
-            raise RuntimeError(
-                f"{len(ids)} examples were seen in {len(forwards)} forward passes, but there are {num_gradients} "
-                "per-example gradients. Call the model once per batch, with the whole batch; to use it on parts or "
-                "twice, put both calls into one module."
-            )
-
-        together = set(ids).union(*(staged.ids for staged in self._staged))
-        if len(together) != len(ids) + sum(len(staged.ids) for staged in self._staged):
-            raise RuntimeError(
-                "an example occurs twice under one draw of noise: its gradient would count twice. Check the sampler "
-                "(no replacement within a batch), and do not accumulate gradients over passes that share examples."
-            )
-        if isinstance(self.ids, GrowingIds):
-            self._check_room(self.ids.count_new(together))
+        """See :meth:`LogicalBatch.check_ids`; a stream's new examples must also fit into memory."""
+        ids = self.staged.check_ids(forwards, num_gradients)
+        if ids and isinstance(self.ids, GrowingIds):
+            self._check_room(self.ids.count_new({*ids, *self.staged.ids}))
         return ids
 
     def chooses_to_measure(self) -> bool:
         """Whether the current step is measured, drawn at random once for each logical batch."""
-        if self._measure_this_step is not None:
-            return self._measure_this_step
+        if self.staged.is_measured is not None:
+            return self.staged.is_measured
         rate = self.pace.rate
         return rate == 1 or bool(torch.rand((), generator=self._common_generator("steps", self.history.steps)) < rate)
 
@@ -341,13 +256,13 @@ class Run:
             measure: Whether the step is measured.
             num_coordinates: How many private coordinates each example has, [batch], or one number for all.
         """
-        self._measure_this_step = measure
+        self.staged.is_measured = measure
         if not ids:
             return
         rows = self._rows([] if self._grows else ids)
         squares = clipped_norm.square()
         contribution = Contribution(rows, squares, not self.paused, added or {}, num_coordinates)
-        self._staged.append(Staged(contribution, clipped_norm / noise.max_grad_norm, tuple(ids), noise))
+        self.staged.parts.append(Staged(contribution, clipped_norm / noise.max_grad_norm, tuple(ids), noise))
 
     def _rows(self, rows: Sequence[int]) -> Tensor:
         """Numbers of examples on the sums' device; they go there early, because reading them from a GPU would wait."""
@@ -357,26 +272,26 @@ class Run:
         """Book the released logical batch: enter what was staged."""
         _ = self.timeline  # due readings happen before this step, while a GPU computes it
         self._enter_ids()
-        contributions = [staged.contribution for staged in self._staged]
+        contributions = [staged.contribution for staged in self.staged.parts]
         if contributions:
             assert self.ledger is not None
             sums = self.ledger.add(*contributions)
             for contribution in contributions:
                 self.pace.note(contribution)
-            self._spare(torch.cat([contribution.rows for contribution in contributions]), sums)
+            self.weights.spare(torch.cat([contribution.rows for contribution in contributions]), sums)
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
         self._note_leakage(self.history.steps + 1)
 
-        rows, ratios = [contribution.rows for contribution in contributions], [s.ratio for s in self._staged]
+        rows, ratios = [each.rows for each in contributions], [staged.ratio for staged in self.staged.parts]
         self.history.step(
             _joined(rows, self._rows([])),
             _joined(ratios, torch.zeros(0, device=self.device)),
             float(optimizer.noise_multiplier),
             self._accounted_rate(),
         )
-        self.drop_staged()
+        self.staged.clear()
         if self.ledger is not None and self.history.steps % self._steps_between_looks == 0:
             self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
 
@@ -387,51 +302,21 @@ class Run:
         """Whether the run is on a stream, in which new examples arrive."""
         return isinstance(self.ids, GrowingIds)
 
-    def settle_ids(self) -> None:
-        """Tell all ranks which examples of their streams take part in this step (collective there).
-
-        Raises:
-            StepNotTakenError: On all ranks, if two of them have the same example.
-        """
-        own = [key for staged in self._staged for key in staged.ids]
-        if not self._grows or self.ranks is None:
-            self._keys_of_step = own
-            return
-        by_rank = self.ranks.objects(own)
-        self._keys_of_step = [key for keys in by_rank for key in keys]
-        if len(set(self._keys_of_step)) < len(self._keys_of_step):
-            twice = next(key for key, count in Counter(self._keys_of_step).items() if count > 1)
-            raise StepNotTakenError(
-                f"example {twice!r} is in this step's batches of ranks "
-                f"{[rank for rank, keys in enumerate(by_rank) if twice in keys]}: its gradient would count twice under "
-                "one draw of noise. Give every rank its own shards. This step was not taken."
-            )
-
-    def _settled(self) -> list[Hashable]:
-        """Who takes part in this step, on all ranks; they exchange this before it is released."""
-        if self._keys_of_step is None:
-            self.settle_ids()
-        assert self._keys_of_step is not None
-        return self._keys_of_step
-
     def most_participations(self) -> int:
         """The largest number of participations of any example of a stream, including the current step."""
         assert isinstance(self.ids, GrowingIds)
-        return self.ids.most_after(self._settled())
+        return self.ids.most_after(self.staged.ids_of_all())
 
     def _enter_ids(self) -> None:
         """Give the new examples of a stream their rows, the same on all ranks, also in what is staged."""
         if not isinstance(self.ids, GrowingIds):
             return
-        keys = self._settled()
+        keys = self.staged.ids_of_all()
         row_of = dict(zip(keys, self.ids.enter(keys), strict=True))
         self.history.grow(self.ids.num_examples)
         if self.ledger is not None:
             self.ledger.grow(self.ids.num_examples)
-        self._staged = [
-            replace(staged, contribution=replace(staged.contribution, rows=self._rows([row_of[k] for k in staged.ids])))
-            for staged in self._staged
-        ]
+        self.staged.place(lambda own: self._rows([row_of[key] for key in own]))
 
     def _check_room(self, new: int) -> None:
         """Raise if this many more examples do not fit into memory."""
@@ -454,31 +339,12 @@ class Run:
             if bool(own.any()):  # nobody was drawn yet
                 self._timeline.note(step, trace.to(self.device), own.clamp(min=1).to(self.device))
 
-    def _present_weights(self, device: torch.device) -> Tensor | None:
-        """ω before anybody leaked anything; a separate copy for everybody if a bound is kept."""
-        if self.options.accounting.min_mse_bound is None:
-            return self.first_weights
-        if self.first_weights is not None:
-            return self.first_weights.clone()
-        return torch.ones(self.ids.num_examples, dtype=torch.float64, device=device)
-
-    def _spare(self, rows: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Lower the weights of these examples, with these sums, if they come close to the bound to keep."""
-        kept = self.options.accounting.min_mse_bound
-        if kept is None or self.clip_weights is None:
-            return
-        rows = rows.to(self.device, non_blocking=True)
-        weights = weights_for_the_rest(kept * sums["trace"] / sums["num_coordinates"].clamp(min=1)).to(self.device)
-        if self.first_weights is not None:
-            weights = weights * self.first_weights[rows]
-        self.clip_weights.index_copy_(0, rows, weights)  # in place, because a copy of all is as long as the data set
-
     def _empty_history(self) -> NormHistory:
         n = self.ids.num_examples
         if self.ranks is None:
-            return NormHistory(n, self._place, self.first_weights, own_steps=self._grows)
+            return NormHistory(n, self._place, self.weights.first, own_steps=self._grows)
         every = max(1, round(1 / self._passes_per_step))
-        return SharedNormHistory(n, self._place, self.ranks, every, self.first_weights, own_steps=self._grows)
+        return SharedNormHistory(n, self._place, self.ranks, every, self.weights.first, own_steps=self._grows)
 
     @contextlib.contextmanager
     def generator_kept(self, state: Tensor) -> Iterator[None]:
@@ -506,7 +372,7 @@ class Run:
         Args:
             in_blocks: Whether each of several ranks holds a block of the rows, as one distributed tensor (DTensor).
         """
-        if self._staged:
+        if self.staged.parts:
             raise RuntimeError("the state can be saved only between logical batches; finish the batch first")
         if in_blocks and self.ranks is not None:
             return self._state_in_blocks(self.ranks)
@@ -543,9 +409,9 @@ class Run:
             "test_matrix": test_matrix,
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
-            "clip_weights": self.first_weights,
+            "clip_weights": self.weights.first,
             "min_mse_bound": self.options.accounting.min_mse_bound,
-            "present_weights": None if self.clip_weights is None else self.clip_weights.clone(),
+            "present_weights": None if self.weights.present is None else self.weights.present.clone(),
         }
         if self._grows:
             state["keys"] = self.ids.all()
@@ -556,7 +422,7 @@ class Run:
         missing = [key for key in _STATE if key not in state]
         if missing:
             raise ValueError(f"the run's state lacks {missing}; was it saved by another version?")
-        check_same_weights(state.get("clip_weights"), self.first_weights, self.ids)
+        check_same_weights(state.get("clip_weights"), self.weights.first, self.ids)
         kept, own = state.get("min_mse_bound"), self.options.accounting.min_mse_bound
         if kept != own:
             raise ValueError(f"the saved run keeps min_mse_bound={kept}, this run {own}; pass the same")
@@ -592,11 +458,10 @@ class Run:
         self.pace.load_state_dict(state["pace"])
         self.ids, self.ledger, self.history, self._whole = ids, ledger, history, None
         self._timeline, self._look_due = timeline, None
-        present = state.get("present_weights")
-        self.clip_weights = self._present_weights(self.device) if present is None else present.to(self.device).clone()
+        self.weights.restore(state.get("present_weights"))
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
-        self.drop_staged()
+        self.staged.clear()
 
     def _loaded_ids(self, keys: Sequence[Hashable] | None, ledger: Ledger | None) -> ExampleIds:
         """The examples' names of a saved run; those of a stream are in its state."""

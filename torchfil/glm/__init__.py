@@ -11,14 +11,9 @@ from torchfil.glm.solver import NotConvergedError, SingularHessianError
 
 if TYPE_CHECKING:
     from torchfil.glm.composition import Composition
-    from torchfil.glm.estimators import (
-        GeneralizedLinearModel,
-        LinearRegression,
-        LogisticRegression,
-        PoissonRegression,
-        SoftmaxRegression,
-    )
+    from torchfil.glm.estimators import LinearRegression, LogisticRegression, PoissonRegression, SoftmaxRegression
     from torchfil.glm.irfil import IRFIL, iteratively_reweighted_fil
+    from torchfil.glm.model import GeneralizedLinearModel
 
 __all__ = [
     "IRFIL",
@@ -44,7 +39,7 @@ __all__ = [
 
 _NEED_SCIKIT_LEARN = {
     "Composition": "composition",
-    "GeneralizedLinearModel": "estimators",
+    "GeneralizedLinearModel": "model",
     "IRFIL": "irfil",
     "LinearRegression": "estimators",
     "LogisticRegression": "estimators",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from torchfil.glm.estimators import Attributes, GeneralizedLinearModel
 from torchfil.glm.measures import Kind, Release, fisher_information_loss, mse_bound_from_fil
+from torchfil.glm.model import Attributes, GeneralizedLinearModel
 
 __all__ = ["Composition"]
 

@@ -25,7 +25,7 @@ from torchfil.glm.view import GLMView
 from torchfil.viz.common import as_array
 
 if TYPE_CHECKING:
-    from torchfil.glm.estimators import GeneralizedLinearModel
+    from torchfil.glm.model import GeneralizedLinearModel
     from torchfil.glm.questions import Question
 
 __all__ = ["Guess", "guess"]

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchfil.glm.estimators import GeneralizedLinearModel
 from torchfil.glm.measures import Kind
+from torchfil.glm.model import GeneralizedLinearModel
 from torchfil.utils.progress import with_progress
 from torchfil.viz.common import as_array
 

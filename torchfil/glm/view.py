@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torchfil.glm.estimators import GeneralizedLinearModel
     from torchfil.glm.losses import MarginLoss
+    from torchfil.glm.model import GeneralizedLinearModel
 
 __all__ = ["GLMView", "numbers_at_once"]
 

@@ -102,7 +102,7 @@ class StepPipeline(StepStages):
         """
         self.replica.gather()  # first, because a rank that refuses would leave the others waiting
         if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
-            self.run.drop_staged()  # left from a logical batch that was given up
+            self.run.staged.clear()  # left from a logical batch that was given up
         self.checks.check_last_norms()
         forwards = self.observer.finished()
         if norms is None:
@@ -135,7 +135,7 @@ class StepPipeline(StepStages):
     def clip_weights(self, num_gradients: int) -> Tensor | None:
         """ω of the examples in the loop's finished passes, [batch]; None: all 1, or another number of examples."""
         ids = [number for forward in _latest(self.observer.finished(), num_gradients) for number in forward.ids or ()]
-        return self.run.clip_weights_of(ids) if len(ids) == num_gradients else None
+        return self.run.weights.of(ids) if len(ids) == num_gradients else None
 
     def backward_passes(self) -> int:
         """How many of the loop's backward passes await a step."""
@@ -148,12 +148,12 @@ class StepPipeline(StepStages):
         return {"the number of steps": self.run.history.steps, "the number of private coordinates": size}
 
     def settle_ids(self) -> None:
-        """See :meth:`Run.settle_ids`."""
-        self.run.settle_ids()
+        """See :meth:`LogicalBatch.settle_ids`."""
+        self.run.staged.settle_ids()
 
     def give_up(self) -> None:
         """Give up the logical batch, which is not released."""
-        self.run.drop_staged()
+        self.run.staged.clear()
         self.replica.let_go()
 
     def refused(self) -> None:
@@ -172,7 +172,7 @@ class StepPipeline(StepStages):
         norms: Tensor | None,
         clipped_norms: Tensor | None,
     ) -> Computed:
-        noise = self.run.check_noise(optimizer)
+        noise = self.run.staged.check_noise(optimizer)
         count = sum(map(_num_rows, forwards)) if norms is None else len(norms)
         ids = self.run.check_ids(forwards, count)
         measure = self.run.chooses_to_measure()
@@ -231,7 +231,7 @@ class StepPipeline(StepStages):
                 "batch automatically)"
             )
         self.checks.check_last_norms()
-        self.run.drop_staged()
+        self.run.staged.clear()
         with self.run.generator_kept(self.run.generator.get_state()):
             step = self._computed_without_loop(optimizer, inputs, targets)
             step.confirm_and_stage()
@@ -248,7 +248,7 @@ class StepPipeline(StepStages):
         check_finite = check_finite_later(args, kwargs, targets)
         check_batch = self.checks.begin_batch_check((args, kwargs), targets)
 
-        noise = self.run.check_noise(optimizer)
+        noise = self.run.staged.check_noise(optimizer)
         if not any(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim):  # many models cannot run on it
             ids = self.run.check_ids([forward], 0)
             return self._staging(None, [], ids, noise, self.run.chooses_to_measure(), 1)

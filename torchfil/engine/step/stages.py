@@ -16,7 +16,8 @@ from torchfil.engine.looks import DatasetLooks
 from torchfil.engine.losses import IdentifiedLoss, LossMismatchError
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica
-from torchfil.engine.run import Noise, Run
+from torchfil.engine.run import Run
+from torchfil.engine.staging import Noise
 from torchfil.engine.step.asking import Places, with_alternatives
 from torchfil.engine.step.batch_checks import nothing
 from torchfil.engine.step.checks import StepChecks
@@ -250,7 +251,7 @@ class StepStages:
 
     def _with_weights(self, examples: Examples, ids: Sequence[int]) -> Examples:
         """The examples with their weights ω; unchanged if nobody has one."""
-        weights = self.run.clip_weights_of(ids)
+        weights = self.run.weights.of(ids)
         return examples if weights is None else replace(examples, clip_weights=weights)
 
     def _write_buffers(self, forward: ForwardPass, batch: PrivateBatch) -> None:

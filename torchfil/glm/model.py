@@ -1,0 +1,382 @@
+"""A generalised linear model like scikit-learn's, computed in torch, with the Fisher information that it releases."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchfil.fisher.amplification import analytic_gaussian_epsilon
+from torchfil.glm.chosen_noise import information_of_choice, round_up, values_that_decide
+from torchfil.glm.fil import Sensitivity
+from torchfil.glm.losses import Loss, MarginLoss
+from torchfil.glm.measures import Kind, Release, fisher_information_loss, mse_bound_from_fil
+from torchfil.glm.scikit_learn import BaseEstimator
+from torchfil.glm.solver import Objective, Solver, minimise
+from torchfil.glm.training_data import check_minimum, check_names, column_numbers
+from torchfil.viz.common import as_array
+
+__all__ = ["Attributes", "GeneralizedLinearModel"]
+
+Attributes = Mapping[str, Sequence[Any] | slice]
+Reduce = Literal["max", "mean"] | float
+DEFAULT_GRID = 2**0.25  # between neighbouring σ: at most 19 % more noise than needed
+_MOST_VALUES = 1000  # values that may decide σ, so that its derivative is worthwhile
+
+
+class GeneralizedLinearModel(BaseEstimator):
+    """w* = argmin Σ ω_i ℓ(wᵀx_i, y_i) + (nλ/2)‖w‖², for any convex, twice differentiable ℓ(margin, target).
+
+    Args:
+        loss: A :class:`MarginLoss`, or a torch function of one margin and one target (derivatives by autograd).
+        l2: λ ≥ 0.
+        fit_intercept: Whether to add a column of ones; it is public and not penalised.
+        tolerance: The largest entry of the gradient over n at which the fit counts as exact.
+        max_iterations: The largest number of Newton steps.
+        device: The device for the computation.
+        solver: "newton", or "lbfgs": L-BFGS first, a Hessian only for the last steps (many columns).
+
+    Attributes:
+        coef_: The inputs' weights, [d].
+        intercept_: The intercept, 0 without one.
+        gradient_norm_: The largest entry of the gradient over n.
+        n_iter_: Newton steps taken.
+        n_features_in_: d.
+    """
+
+    def __init__(
+        self,
+        loss: MarginLoss | Callable[[Tensor, Tensor], Tensor],
+        l2: float = 0.0,
+        fit_intercept: bool = False,
+        tolerance: float = 1e-10,
+        max_iterations: int = 100,
+        device: str = "cpu",
+        solver: Solver = "newton",
+    ) -> None:
+        self.loss = loss
+        self.l2 = l2
+        self.fit_intercept = fit_intercept
+        self.tolerance = tolerance
+        self.max_iterations = max_iterations
+        self.device = device
+        self.solver = solver
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+        """Minimise to ``tolerance``.
+
+        Raises:
+            SingularHessianError: Collinear columns with l2 = 0, by name or number.
+            NotConvergedError: No minimum was found (separable data with l2 = 0).
+        """
+        if not 0 <= self.l2 < float("inf"):
+            raise ValueError(f"l2={self.l2} must be a finite number ≥ 0")
+
+        names = list(X.columns) if hasattr(X, "columns") else None
+        inputs, targets, weights = self._tensors(X, y, sample_weight)
+        num_inputs = inputs.shape[1] - int(self.fit_intercept)
+        objective = self._objective(inputs, targets, weights)
+        self._fit = minimise(
+            objective,
+            tolerance=self.tolerance,
+            max_iterations=self.max_iterations,
+            solver=self.solver,
+            names=[*(names or range(num_inputs)), "intercept"],
+        )
+
+        # FIL is about exactly these examples: their weights and penalty are kept to recognise them.
+        self._training_weight = weights
+        self._training_ridge = objective.ridge
+        self.n_features_in_ = num_inputs
+        self.gradient_norm_ = self._fit.gradient_norm
+        self.n_iter_ = self._fit.iterations
+        self._publish()
+        if names is not None:
+            self.feature_names_in_ = np.asarray(names, dtype=object)
+        elif hasattr(self, "feature_names_in_"):
+            del self.feature_names_in_
+        return self
+
+    def margin(self, X: Any) -> np.ndarray:
+        """wᵀx, plus the intercept."""
+        self._check_fitted()
+        return as_array(X).astype(float) @ self.coef_.T + self.intercept_
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The margin; subclasses predict on the target's scale."""
+        return self.margin(X)
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Minus the mean loss; subclasses have their field's usual score."""
+        self._check_fitted()
+        inputs, targets, weights = self._tensors(X, y, sample_weight)
+        losses = self._loss().losses(inputs @ self._fit.weights, targets)
+        return -float((weights * losses).sum() / weights.sum())
+
+    def release(
+        self,
+        scale: float,
+        generator: torch.Generator | None = None,
+        *,
+        noise: Literal["gaussian", "laplace"] = "gaussian",
+    ) -> Tensor:
+        """The perturbed parameters, the intercept last: Gaussian of deviation σ or Laplace of scale b.
+
+        The FIM of either is JᵀJ/scale²: a Laplace release of scale b carries the information 1/b² per coordinate. This
+        holds for a public scale: a scale computed from the data leaks, too, unless it is rounded (:meth:`sigma_for`).
+
+        Returns:
+            [p]; [classes, p] for a softmax.
+        """
+        self._check_fitted()
+        if not scale > 0:
+            raise ValueError(f"scale={scale} must be positive: without noise the release gives everything away")
+        w = self._parameters().cpu()
+        if noise == "gaussian":
+            return w + scale * torch.randn(w.shape, generator=generator, dtype=w.dtype)
+        if noise != "laplace":
+            raise ValueError(f"noise={noise!r} must be 'gaussian' or 'laplace'")
+        uniform = torch.rand(w.shape, generator=generator, dtype=w.dtype) - 0.5
+        return w - scale * uniform.sign() * torch.log1p(-2 * uniform.abs())
+
+    def sensitivity(self, X: Any, y: Any, *, private_target: bool = True, sample_weight: Any = None) -> Sensitivity:
+        """The minimiser's dependence on the training examples (X, y), as fitted (same columns, same weights).
+
+        Guarantees:
+            * All rows: they are refused unless, at w*, the objective has the same gradient and Hessian diagonal on them
+              as in the fit, up to rounding of the inputs to float32. Their order matters only if weights differ.
+            * Fewer rows, with their ``sample_weight``: only the columns' names and number can be checked.
+
+        Raises:
+            ValueError: The model is not fitted, or was fitted on other data.
+        """
+        self._check_fitted()
+        inputs, targets, weights = self._tensors(X, y, sample_weight)
+        if inputs.shape[1] != len(self._fit.weights):
+            raise ValueError(
+                f"X has {inputs.shape[1] - int(self.fit_intercept)} columns, the model was fitted on "
+                f"{self.n_features_in_}"
+            )
+        check_names(X, list(getattr(self, "feature_names_in_", ())))
+
+        # Without weights the rows must be the whole training set, whose weights are known.
+        if sample_weight is None:
+            if len(weights) != len(self._training_weight):
+                raise ValueError(
+                    f"FIL is about the training examples: the model was fitted on {len(self._training_weight)}, got "
+                    f"{len(weights)}. Pass the training set, or sample_weight for a part of it."
+                )
+            weights = self._training_weight
+        if len(weights) == len(self._training_weight):
+            check_minimum(self._loss(), self._fit, self._training_ridge, inputs, targets, weights)
+
+        return Sensitivity.build(
+            self._loss(),
+            inputs,
+            targets,
+            weights,
+            self._fit.weights,
+            self._fit.hessian,
+            num_inputs=self.n_features_in_,
+            private_target=private_target,
+        )
+
+    def fil(
+        self,
+        X: Any,
+        y: Any,
+        sigma: float = 1.0,
+        attributes: Attributes | None = None,
+        groups: Sequence[Hashable] | None = None,
+        private_target: bool = True,
+        kind: Kind = "spectral",
+        *,
+        one_hot: bool = False,
+        sample_weight: Any = None,
+    ) -> Any:
+        """Fisher information loss of releasing w* + N(0, σ²I): η per example, attribute, group, or for all.
+
+        Args:
+            X: The training inputs, [n, d].
+            y: The training targets, [n].
+            sigma: σ (or the scale b of a Laplace release), public or rounded; see :meth:`sigma_for`.
+            attributes: {name: columns (numbers, names or a slice)}; gives η of each attribute set for every example.
+            groups: One label per example; gives η of each group of examples together. One label for everybody, e.g.
+                ``["all"] * n``, gives η of the whole data set.
+            private_target: Whether y is private.
+            kind: "spectral": η = ‖J‖₂/σ. "trace": η̄ = ‖J‖_F/(σ sqrt(d)), d the number of private coordinates
+                (the square root of Guo et al.'s dFIL).
+            one_hot: Whether the attributes are one-hot, so that they move only within the simplex.
+            sample_weight: The examples' weights, if they are a part of the training set.
+
+        Returns:
+            An array [n]; with ``attributes`` a dict {name: [n]}; with ``groups`` a dict {group: η}.
+        """
+        sensitivity = self.sensitivity(X, y, private_target=private_target, sample_weight=sample_weight)
+        columns = None if attributes is None else {name: self.column_numbers(part) for name, part in attributes.items()}
+        return fisher_information_loss([Release(sensitivity, sigma)], columns, groups, kind, one_hot)
+
+    def mse_bound(self, X: Any, y: Any, sigma: float = 1.0, **options: Any) -> Any:
+        """1/η̄² of :meth:`fil` with ``kind="trace"``, with the same options and shapes.
+
+        This is the least mean squared error per private coordinate, over the noise, of an unbiased attacker who sees
+        w* + N(0, σ²I) and knows everything else. Biased attackers can do better; :func:`torchfil.glm.guess` binds every
+        attacker.
+        """
+        return mse_bound_from_fil(self.fil(X, y, sigma, kind="trace", **options))
+
+    def sigma_for(
+        self,
+        X: Any,
+        y: Any,
+        target_eta: float,
+        *,
+        reduce: Reduce = "max",
+        grid: float | None = DEFAULT_GRID,
+        **options: Any,
+    ) -> float:
+        """The σ at which the largest ("max"), mean, or a quantile (a number in (0, 1)) of η is at most ``target_eta``.
+
+        σ is rounded up to a public grid, the powers of 2^(1/4): at most 19 % more noise than needed. A σ that is
+        computed from the data and released unrounded leaks, too; see :mod:`torchfil.glm.chosen_noise`.
+
+        Args:
+            X: The training inputs, [n, d].
+            y: The training targets, [n].
+            target_eta: The target η.
+            reduce: How to combine all values of :meth:`fil`.
+            grid: The factor between neighbouring σ of the grid; None: no rounding, and a warning that says how much the
+                choice itself leaks.
+            **options: Options of :meth:`fil`, including ``attributes`` and ``groups``.
+        """
+        if not target_eta > 0:
+            raise ValueError(f"target_eta={target_eta} must be positive")
+        eta = self.fil(X, y, 1.0, **options)
+        values = np.concatenate([np.atleast_1d(v) for v in eta.values()]) if isinstance(eta, dict) else eta
+        decide = values_that_decide(values, reduce)
+        sigma = float(sum(weight * values[place] for place, weight in decide.items()) / target_eta)
+        if grid is not None:
+            return round_up(sigma, grid)
+        self._warn_of_choice(X, y, sigma, values / sigma, decide, options)
+        return sigma
+
+    def _warn_of_choice(
+        self, X: Any, y: Any, sigma: float, eta: np.ndarray, decide: Mapping[int, float], options: Mapping[str, Any]
+    ) -> None:
+        """Warn how much a σ computed from the data reveals, if few enough values decide it."""
+        how_much = ""
+        if len(decide) <= _MOST_VALUES and len(X) == len(self._training_weight):
+            settings = {name: value for name, value in options.items() if name != "sample_weight"}
+            if settings.get("attributes") is not None:
+                settings["attributes"] = {name: self.column_numbers(v) for name, v in settings["attributes"].items()}
+            squares = information_of_choice(
+                self._objective(*self._tensors(X, y, None)[:2], self._training_weight),
+                self._fit.weights,
+                decide,
+                num_inputs=self.n_features_in_,
+                **{"private_target": True, **settings},
+            )
+            released = self._parameters().numel()
+            true = np.sqrt(eta**2 + 2 * released * squares).max()
+            how_much = f": with it the largest η is up to {true:.3g}, without it {eta.max():.3g}"
+        warnings.warn(
+            f"sigma={sigma:.6g} was computed from the private data; released unrounded, it leaks itself{how_much}. "
+            "Round it up to a public grid (grid=2**0.25, the default), or choose it without the data",
+            stacklevel=3,
+        )
+
+    def sigma_for_dp(self, X: Any, epsilon: float, delta: float) -> float:
+        """The σ that makes the release (ε, δ)-differentially private (replace one), analytic Gaussian mechanism.
+
+        Sensitivity 2L/(nλ) (Chaudhuri et al. 2011), for an L-Lipschitz loss, ‖x‖ ≤ 1, λ > 0, equal weights and no
+        intercept; each assumption is checked. X is the training inputs: n is their number.
+        """
+        self._check_fitted()
+        if not (epsilon > 0 and 0 < delta < 1):
+            raise ValueError(f"epsilon={epsilon} must be positive and delta={delta} in (0, 1)")
+
+        loss = self._loss()
+        inputs, n = as_array(X).astype(float), len(self._training_weight)
+        if inputs.shape != (n, self.n_features_in_):
+            raise ValueError(
+                f"X has the shape {list(inputs.shape)}, the model was fitted on {[n, self.n_features_in_]}; the noise "
+                "depends on the number of training examples: pass the training set"
+            )
+
+        # The theorem's assumptions; the error names those that fail.
+        norms = np.linalg.norm(inputs, axis=1)
+        reasons = {
+            f"the {loss.name} loss has an unbounded derivative": loss.lipschitz is None,
+            f"l2={self.l2} must be positive": not self.l2 > 0,
+            f"inputs must have norm at most 1, the largest is {norms.max():.3g}": norms.max() > 1 + 1e-12,
+            "an intercept is not penalised": self.fit_intercept,
+            "sample weights must all be 1": bool((self._training_weight != 1).any()),
+        }
+        broken = [reason for reason, holds in reasons.items() if holds]
+        if broken or loss.lipschitz is None:
+            raise ValueError(f"output perturbation has no finite sensitivity here: {'; '.join(broken)}")
+
+        # ε falls with the noise: bisected on a logarithmic scale, for a sensitivity of 1.
+        low, high = 1e-6, 1e6
+        for _ in range(200):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if analytic_gaussian_epsilon(middle, delta) > epsilon else (low, middle)
+        return high * 2 * loss.lipschitz / (n * self.l2)
+
+    def _objective(self, inputs: Tensor, targets: Tensor, weights: Tensor) -> Objective:
+        penalised = torch.ones(inputs.shape[1], dtype=inputs.dtype, device=inputs.device)
+        penalised[inputs.shape[1] - int(self.fit_intercept) :] = 0
+        return Objective(self._loss(), inputs, targets, weights, self.l2, penalised, self._num_margins())
+
+    def _loss(self) -> Loss:
+        return self.loss if isinstance(self.loss, MarginLoss) else MarginLoss.from_function(self.loss)
+
+    def _num_margins(self) -> int:
+        return 1
+
+    def _parameters(self) -> Tensor:
+        return self._fit.weights[:, 0]
+
+    def _publish(self) -> None:
+        parameters = self._parameters().cpu().numpy()
+        self.coef_ = parameters[: self.n_features_in_]
+        self.intercept_: float | np.ndarray = float(parameters[-1]) if self.fit_intercept else 0.0
+
+    def column_numbers(self, columns: Sequence[Any] | slice) -> list[int]:
+        """The numbers of columns of the fitted model, given by number, by name or as a slice."""
+        return column_numbers(columns, self.n_features_in_, list(getattr(self, "feature_names_in_", ())))
+
+    def _tensor(self, values: Any) -> Tensor:
+        if isinstance(values, Tensor):
+            return values.detach().to(self.device, torch.float64)
+        return torch.as_tensor(np.require(values, np.float64, ["C", "W"]), device=self.device)
+
+    def _targets(self, y: Any) -> Tensor:
+        return self._tensor(y)
+
+    def _tensors(self, X: Any, y: Any, sample_weight: Any) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = self._tensor(X)
+        shape = np.shape(y)
+        if inputs.ndim != 2 or shape != inputs.shape[:1] or not len(inputs):
+            raise ValueError(f"X must be [n, d] and y [n], got {tuple(inputs.shape)} and {shape}")
+        targets = self._targets(y)
+        wrong = ~(torch.isfinite(inputs).all(dim=1) & torch.isfinite(targets).view(len(inputs), -1).all(dim=1))
+        if bool(wrong.any()):
+            raise ValueError(f"NaN or infinite values in rows {wrong.nonzero().flatten().tolist()[:10]}")
+        weights = torch.ones_like(inputs[:, 0])
+        if sample_weight is not None:
+            weights = self._tensor(sample_weight)
+            if weights.shape != shape or not bool((weights >= 0).all()):
+                raise ValueError("sample_weight must be one number ≥ 0 per example")
+        if self.fit_intercept:
+            inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1)
+        return inputs, targets, weights
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "_fit"):
+            raise ValueError(f"this {type(self).__name__} is not fitted yet; call fit(X, y) first")
