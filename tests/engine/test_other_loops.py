@@ -1,11 +1,10 @@
-"""Loops, models and schedules that are not as the engine takes them to be: refused, or accounted for rightly."""
+"""Loops and schedules that are not as the engine takes them to be: refused, or accounted for rightly."""
 
 from __future__ import annotations
 
 import copy
 import io
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,44 +15,8 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 
-import torchfil
-from tests.cases import grouped
-from torchfil import FILPrivacyEngine, Private
-from torchfil.attacks import AttackResult
-from torchfil.utils.errors import UnsupportedModuleError
-
-LOSS = nn.CrossEntropyLoss()
-WAYS = ("hooks", "auto", "train_step")
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def examples(count: int = 24, *shape: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(count, *(shape or (3,)), generator=generator), torch.randint(2, (count,), generator=generator)
-
-
-def start(module: nn.Module, data: Any, way: str = "hooks", *, batch: int = 6, **options: Any) -> Any:
-    """Engine, model, optimizer and loader; learning rate 0, every batch in order."""
-    engine = FILPrivacyEngine()
-    options = {"poisson_sampling": False, "noise_multiplier": 1.0, "max_grad_norm": 1.0, "criterion": LOSS} | options
-    dataset = data if isinstance(data, Dataset) else TensorDataset(*data)
-    mode = "auto" if way == "auto" else "hooks"
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    loader = DataLoader(dataset, batch_size=batch)
-    return engine, *engine.make_private(module, optimizer, loader, **grouped(grad_sample_mode=mode, **options))
-
-
-def step(engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Tensor, y: Tensor, way: str) -> None:
-    if way == "train_step":
-        engine.train_step(x, y)
-        return
-    optimizer.zero_grad()
-    LOSS(model(x), y).backward()
-    optimizer.step()
+from tests.engine.ways import LOSS, WAYS, examples, mlp, start, step
+from torchfil import FILPrivacyEngine
 
 
 @pytest.mark.parametrize(("way", "clear"), [("hooks", True), ("auto", True), ("auto", False)])
@@ -70,72 +33,6 @@ def test_a_sum_is_not_released_twice(way: str, clear: bool) -> None:
         norms.append(float(torch.cat([p.summed_grad.flatten() for p in optimizer.params]).norm()))
     assert norms == pytest.approx(norms[:1] * 4, rel=1e-6)
     assert 0 < norms[0] <= 6 * 0.1 * (1 + 1e-6)
-    assert engine.leakage()["participations"].tolist() == [1] * 24
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_forward_hook_that_changes_the_output_is_refused(way: str) -> None:
-    module = mlp()
-    module[1].register_forward_hook(lambda module, inputs, output: 3 * output)  # type: ignore[index, union-attr]
-    engine, model, optimizer, loader = start(module, examples(), way)
-    x, y = next(iter(loader))
-    with pytest.raises(RuntimeError, match="copy of the model gives|differ from those of the engine's loss"):
-        step(engine, model, optimizer, x, y, way)
-
-
-class _Scaled(nn.Module):
-    """A temperature that a schedule may change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.scale = mlp(), 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As said."""
-        result: Tensor = self.scale * self.inner(x)
-        return result
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_attribute_that_changes_is_followed(way: str) -> None:
-    module = _Scaled()
-    options = {"noise_multiplier": 1e-9, "max_grad_norm": 1e3, "clip": "hard"}
-    engine, model, optimizer, loader = start(module, examples(), way, **options)
-    batches = iter(loader)
-    step(engine, model, optimizer, *next(batches), way)
-    module.scale = 10.0
-    x, y = next(batches)
-    step(engine, model, optimizer, x, y, way)
-    same = _Scaled()
-    same.load_state_dict(copy.deepcopy(module.state_dict()))
-    same.scale = 10.0
-    LOSS(same(x), y).backward()
-    for got, want in zip(module.parameters(), same.parameters(), strict=True):
-        assert torch.allclose(got.grad, want.grad, atol=1e-5)  # type: ignore[arg-type]
-
-
-class _Caching(nn.Module):
-    """Keeps a tensor in an attribute that begins as a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-        self.last: Any = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As said."""
-        self.last = x.detach().clone()
-        result: Tensor = self.inner(x)
-        return result
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_attribute_that_becomes_a_tensor(way: str) -> None:
-    module = _Caching()
-    engine, model, optimizer, loader = start(module, examples(), way)
-    for x, y in loader:
-        step(engine, model, optimizer, x, y, way)
-        module.last = 0.0
     assert engine.leakage()["participations"].tolist() == [1] * 24
 
 
@@ -189,24 +86,6 @@ def test_train_step_refuses_a_batch_that_was_not_read_last() -> None:
             engine.train_step(*given)
     engine.train_step(x2, y2)
     assert engine.leakage()["participations"].tolist() == [0] * 6 + [1] * 6 + [0] * 12
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_batch_normalisation_that_wakes_up_is_refused(way: str) -> None:
-    """Frozen and in eval mode it is taken; model.train() after a validation puts it back into training."""
-    module = nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
-    module[1].requires_grad_(False)
-    module[1].eval()
-    engine, model, optimizer, loader = start(module, examples(24, 1, 3, 3), way)
-    batches = iter(loader)
-    step(engine, model, optimizer, *next(batches), way)
-    model.eval()
-    model.train()
-    with pytest.raises(UnsupportedModuleError, match="batch normalisation mixes the examples"):
-        step(engine, model, optimizer, *next(batches), way)
-    module[1].eval()
-    step(engine, model, optimizer, *next(batches), way)
-    assert engine.leakage()["participations"].sum() == 12
 
 
 @pytest.mark.parametrize("way", ["hooks", "auto"])
@@ -325,86 +204,6 @@ def test_ids_from_numpy() -> None:
         engine.get_fil([True])
 
 
-def sampled(seed: int, steps: int = 2, **options: Any) -> FILPrivacyEngine:
-    """Two steps of Poisson sampling: some examples are never drawn."""
-    torch.manual_seed(seed)
-    options = {"poisson_sampling": True, "batch": 4, "seed": seed} | options
-    engine, model, optimizer, loader = start(mlp(), examples(), **options)
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    for _, (x, y) in zip(range(steps), batches, strict=False):
-        step(engine, model, optimizer, x, y, "hooks")
-    return engine  # type: ignore[no-any-return]
-
-
-def test_an_average_tells_who_was_never_drawn() -> None:
-    engines = [sampled(seed) for seed in (1, 2)]
-    drawn = np.stack([engine.leakage()["participations"] for engine in engines]).sum(axis=0)
-    assert 0 < (drawn == 0).sum() < 24
-    table = FILPrivacyEngine.merge(engines).leakage()
-    assert (np.isinf(table["sampling_error"]) == (drawn == 0)).all()
-    assert ((table["participations"] == 0) == (drawn == 0)).all()
-    alone = FILPrivacyEngine.merge(engines[:1]).leakage()
-    assert alone["sampling_error"].tolist() == engines[0].leakage()["sampling_error"].tolist()
-
-
-def test_runs_of_other_noise_are_not_averaged() -> None:
-    with pytest.raises(ValueError, match="must share noise, clipping"):
-        FILPrivacyEngine.merge([sampled(1), sampled(2, noise_multiplier=2.0)])
-    engine = sampled(1)
-    with pytest.raises(ValueError, match="one engine twice"):
-        FILPrivacyEngine.merge([engine, engine])
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "told"),
-    [
-        ({}, {"steps": 3}, "2 steps of σ = 1.0.*3 steps of σ = 1.0"),
-        ({}, {"amplification": "none"}, "amplification by "),
-        (
-            {"private": Private(coordinates=torch.tensor([True, False, True]))},
-            {"private": Private(coordinates=torch.tensor([True, True, False]))},
-            r"coordinates=\[True, False, True\].*coordinates=\[True, True, False\]",
-        ),
-        ({"private": Private(coordinates=[0])}, {"private": Private(coordinates=[1])}, "Private"),
-    ],
-)
-def test_runs_that_differ_otherwise_are_not_averaged(first: Any, second: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=rf"the number of steps and what is private; got .*{told}"):
-        FILPrivacyEngine.merge([sampled(1, **first), sampled(2, **second)])
-    FILPrivacyEngine.merge([sampled(1, **second), sampled(2, **second)])
-
-
-def test_repetitions_that_are_spelled_differently_are_averaged() -> None:
-    class Twice:
-        secret_batches = True
-
-        def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
-            return 2 * torch.ones_like(rho), 2 * torch.ones_like(rho)
-
-    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"noise_multiplier": 1}, {"noise_multiplier": 1.0}),
-        ({"private": Private(coordinates=[0, 1])}, {"private": Private(coordinates=(0, 1))}),
-        ({"amplification": Twice()}, {"amplification": Twice()}),
-    ]
-    for first, second in pairs:
-        assert FILPrivacyEngine.merge([sampled(1, **first), sampled(2, **second)]).get_fil().value.max() > 0
-
-
-@pytest.mark.parametrize("read", [lambda engine: engine, lambda engine: FILPrivacyEngine.merge([engine])])
-def test_an_example_that_was_not_measured_has_no_bound_to_violate(read: Callable[[FILPrivacyEngine], Any]) -> None:
-    attack = AttackResult(
-        "the mean", "nothing", range(24), np.full(24, 1e-9), measure="mse", trials=9, standard_error=np.full(24, 1e-12)
-    )
-    for steps in (2, 30):
-        engine = sampled(1, steps)
-        source = read(engine)
-        drawn = engine.leakage()["participations"]
-        assert source.was_measured().tolist() == (drawn > 0).tolist()
-        violated = torchfil.compare_with_bounds(source, attack).violated
-        assert violated.tolist() == (drawn >= 5).tolist()  # fewer do not tell how far one run is off
-    assert 0 < violated.sum() < 24
-
-
 class _Counting(nn.Module):
     """A buffer that counts its calls."""
 
@@ -507,25 +306,6 @@ def test_labels_may_be_rewritten_in_the_batch(way: str) -> None:
         batch["labels"] = batch["labels"] - 1
         step(engine, model, optimizer, batch["input"], batch["labels"], way)
     assert engine.leakage()["participations"].tolist() == [1] * 24
-
-
-def test_a_layer_that_is_frozen_stays_where_it_is() -> None:
-    module = mlp()
-    engine = FILPrivacyEngine()
-    loader = DataLoader(TensorDataset(*examples()), batch_size=6)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    _, _, private = engine.make_private(
-        module, optimizer, loader, criterion=LOSS, poisson_sampling=False, noise_multiplier=1.0, max_grad_norm=1.0
-    )
-    batches = iter(private)
-    engine.train_step(*next(batches))
-    first, last = module[0], module[2]  # type: ignore[index]
-    first.requires_grad_(False)
-    frozen, trained = first.weight.clone(), last.weight.clone()
-    engine.train_step(*next(batches))
-    engine.train_step(*next(batches))
-    assert torch.equal(first.weight, frozen)
-    assert not torch.equal(last.weight, trained)
 
 
 @pytest.mark.opacus_1_6

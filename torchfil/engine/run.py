@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.timeline import Timeline
-from torchfil.engine.clip_weights import RunWeights, check_same_weights, weights_by_row
+from torchfil.engine.clip_weights import RunWeights, weights_by_row
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import RunOptions
 from torchfil.engine.rank_state import RowBlocks, Whole, take_part
 from torchfil.engine.ranks import Ranks
+from torchfil.engine.run_state import check_same_run, loaded_ids, loaded_ledger, with_blocks
 from torchfil.engine.shared_norms import SharedNormHistory
 from torchfil.engine.staging import LogicalBatch, Noise, Staged
 from torchfil.engine.step.forwards import ForwardPass
@@ -40,7 +41,6 @@ _LOOKS_PER_PASS = 8  # how often the pace is adjusted and the leakage so far is 
 _FIRST_PASSES = 16  # passes over the data in which most is learned, and many examples leak most
 _EXPOSED = 1 / 64  # of a batch
 _OF_A_STREAM = 1 / 128  # assumed steps in a pass of a stream, whose length is unknown
-_STATE = ("ledger", "history", "timeline", "test_matrix", "generator", "pace")  # what a saved state must have
 
 
 class Run:
@@ -387,17 +387,7 @@ class Run:
         blocks = RowBlocks(ranks, self.ids.num_examples)
         mine = self.ledger, self.test_matrix
         whole = Whole.of(ranks, self.history.steps, *mine, self.new_ledger, self.generator, blocks)
-        state = self._state(whole)
-
-        # the ledger was combined in blocks; other rows are the same on all ranks
-        for name in ("history", "clip_weights", "present_weights"):
-            state[name] = blocks.shared(state[name])
-        ledger, parts = state["ledger"], state["ranks"]
-        if ledger is not None:
-            ledger["num_coordinates"] = max(ranks.objects(ledger["num_coordinates"]))
-            ledger["sums"] = {name: blocks.together(value) for name, value in ledger["sums"].items()}
-            parts["booked_by"] = blocks.together(parts["booked_by"])
-        return state
+        return with_blocks(self._state(whole), blocks, ranks)
 
     def _state(self, whole: Whole | None) -> dict[str, Any]:
         """The state, with what all ranks have booked; None: a single process."""
@@ -419,33 +409,11 @@ class Run:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`; checks everything before it changes anything."""
-        missing = [key for key in _STATE if key not in state]
-        if missing:
-            raise ValueError(f"the run's state lacks {missing}; was it saved by another version?")
-        check_same_weights(state.get("clip_weights"), self.weights.first, self.ids)
-        kept, own = state.get("min_mse_bound"), self.options.accounting.min_mse_bound
-        if kept != own:
-            raise ValueError(f"the saved run keeps min_mse_bound={kept}, this run {own}; pass the same")
-        ledger, track = None, tuple(self.options.accounting.track)
+        accounting, ledger = self.options.accounting, None
+        check_same_run(state, accounting, self.weights.first, self.ids)
         if state["ledger"] is not None:
-            ledger = Ledger.from_state_dict(state["ledger"], self._place)
-            if not self._grows and ledger.num_examples != self.ids.num_examples:
-                raise ValueError(
-                    f"the saved ledger has {ledger.num_examples} examples, the data set {self.ids.num_examples}"
-                )
-            if set(ledger.track) != set(track):
-                raise ValueError(f"the saved ledger tracks {ledger.track}, this run {track}; pass the same track=")
-            chosen = self._chosen()
-            if chosen.keys() != ledger.chosen.keys() or any(
-                not torch.equal(rows, ledger.chosen[name]) for name, rows in chosen.items()
-            ):
-                raise ValueError("the saved ledger tracks other ids than this run; pass the same track=")
-            asked = self.options.accounting.asked
-            if ledger.questions != asked:
-                raise ValueError(
-                    f"the saved ledger has the questions {ledger.questions}, this run {asked}; pass the same questions="
-                )
-        ids = self._loaded_ids(state.get("keys"), ledger)
+            ledger = loaded_ledger(state["ledger"], self._place, accounting, self.ids, self._chosen())
+        ids = loaded_ids(state.get("keys"), self.ids, ledger)
         history = self._empty_history()
         if self._grows:
             history.grow(ids.num_examples)
@@ -462,15 +430,6 @@ class Run:
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
         self.staged.clear()
-
-    def _loaded_ids(self, keys: Sequence[Hashable] | None, ledger: Ledger | None) -> ExampleIds:
-        """The examples' names of a saved run; those of a stream are in its state."""
-        if self._grows != (keys is not None):
-            kinds = "a stream", "a data set with numbered examples"
-            raise ValueError(f"the saved run was on {kinds[keys is None]}, this one is on {kinds[not self._grows]}")
-        if keys is None:
-            return self.ids
-        return GrowingIds(keys, None if ledger is None else ledger.sums["participations"].tolist())
 
 
 def _joined(parts: list[Tensor], empty: Tensor) -> Tensor:
