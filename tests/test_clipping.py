@@ -101,7 +101,7 @@ def test_register_checks_the_bound_the_shape_and_the_derivative(clean_registry: 
         register_clip("negative", lambda t: t - 5)
     with pytest.raises(ValueError, match="disagrees with a finite difference"):
         register_clip("wrong", lambda t: 1 + t, derivative=torch.zeros_like)
-    with pytest.raises(ValueError, match="registered already; pass overwrite=True"):
+    with pytest.raises(ValueError, match="already registered; pass overwrite=True"):
         register_clip("gelu", lambda t: 1 + t)
     assert not {"g", "none", "negative", "wrong"} & set(available_clips())
 
@@ -122,7 +122,7 @@ def test_register_checks_what_is_near_zero(clean_registry: None) -> None:
 
 @pytest.mark.parametrize(("given", "kind"), [(1.0, "float"), (None, "NoneType"), ([1.0], "list")])
 def test_a_clip_that_gives_no_tensor_is_told(clean_registry: None, given: object, kind: str) -> None:
-    with pytest.raises(ValueError, match=f"a clip function must give a tensor of its argument's shape, got {kind}"):
+    with pytest.raises(ValueError, match=f"a clip function must return a tensor of its argument's shape, got {kind}"):
         register_clip("number", lambda t: given)  # type: ignore[arg-type, return-value]
 
 

@@ -314,7 +314,7 @@ def test_what_is_refused() -> None:
         guessing.normal_limit_true_positive_rate(0.1, 1.2)
     with pytest.raises(ValueError, match="prior=1 must lie strictly between"):
         guessing.expected_posterior_bound(0.1, 1.0)
-    with pytest.raises(ValueError, match="sum 1"):
+    with pytest.raises(ValueError, match="sum to 1"):
         guessing.divergence_from_mixture([0.0, 0.1], [0.5, 0.4])
     with pytest.raises(ValueError, match="one entry per answer"):
         guessing.divergence_from_mixture([0.1], [0.5, 0.5])

@@ -12,7 +12,7 @@ sensitivity C stays valid. An uncalibrated clip reaches at most K·C.
     "hard"        max(1, t), Opacus's; the Cramér–Rao bound needs a derivative, which it lacks at t = 1
     "rsqrt"       sqrt(1 + t²): K = 1, and scales gradients down long before they reach C
     "gelu"        GELU(t − 1) + 1 (Guo et al. 2022), calibrated: K = 1.1153
-    "gelu-paper"  the same with the paper's threshold, so that ‖g̃‖ reaches 1.1152 C
+    "gelu-paper"  the same with the paper's threshold: ‖g̃‖ reaches 1.1152 C
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ class ClipFunction:
 
 
 def check_clip_weights(weights: Tensor, ids: Sequence[Hashable] | None = None) -> None:
-    """Raise unless every ω that multiplies an example's clipped gradient lies in (0, 1].
+    """Raise an error unless every ω, the factor of an example's clipped gradient, lies in (0, 1].
 
     Args:
         weights: ω, [n].
         ids: The examples' names; None: their numbers.
 
     Raises:
-        ValueError: With the first example whose ω does not.
+        ValueError: An ω lies outside; the text names the first such example.
 
     Example:
         >>> check_clip_weights(torch.tensor([1.0, 0.25]))
@@ -143,16 +143,16 @@ def get_clip(clip: str | ClipFunction) -> ClipFunction:
 
 
 def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
-    """sup over t in [0, 1e9] of t / c(t), by a grid (0, and from 1e-12 on) and a local refinement in float64.
+    """sup over t in [0, 1e9] of t / c(t), on a grid (0, then from 1e-12 up), refined locally in float64.
 
     Raises:
-        ValueError: If c gives no tensor, is not finite and positive there (0 included, where the gradient is
-            divided by c(0)), or if t / c(t) still grows at either end, so that no norm bound is known.
+        ValueError: c returns no tensor; or it is not finite and positive on the grid (including t = 0, where the
+            gradient is divided by c(0)); or t / c(t) still grows at an end of the grid, so no norm bound is known.
     """
     given = c(torch.from_numpy(_RATIO_GRID))
     if not isinstance(given, Tensor):
         raise ValueError(
-            f"a clip function must give a tensor of its argument's shape, got {type(given).__name__}; compute c(t) "
+            f"a clip function must return a tensor of its argument's shape, got {type(given).__name__}; compute c(t) "
             "with torch functions of t"
         )
 
@@ -165,7 +165,7 @@ def supremum_of_ratio(c: Callable[[Tensor], Tensor]) -> float:
         t = _RATIO_GRID[wrong][0]
         raise ValueError(f"a clip function must be finite and positive, but c({t:g}) = {values[wrong][0]:g}")
 
-    # t / c(t) must not be largest at an end of the grid, beyond which nothing was tried
+    # t / c(t) must not be largest at an end of the grid: it could be larger still beyond
     ratio = _RATIO_GRID / values
     top = int(ratio.argmax())
     if ratio[1] > ratio[2:].max() * (1 + 1e-9):
@@ -205,15 +205,15 @@ def register_clip(
     Args:
         name: How callers will ask for it.
         c: t ↦ c(t) > 0, elementwise on tensors of t ≥ 0; g̃ = g / c(n / C′).
-        derivative: t ↦ c′(t); by autograd when not given.
-        norm_bound: A claimed K ≥ sup t / c(t). It is checked; when not given, the supremum found
-            numerically is used, rounded up in the fourth decimal.
+        derivative: t ↦ c′(t); None: computed by autograd.
+        norm_bound: A claimed K ≥ sup t / c(t), which is checked; None: the supremum found numerically,
+            rounded up in the fourth decimal.
         calibrated: Whether to divide the threshold by K so that ‖g̃‖ ≤ max_grad_norm.
         smooth: Whether c is continuously differentiable.
         overwrite: Whether a function of that name may be replaced.
 
     Raises:
-        ValueError: If the name is taken, c is not a clip function, the claimed bound is too small or the
+        ValueError: The name is taken, c is not a clip function, the claimed bound is too small, or the
             derivative is wrong. Nothing is registered then.
 
     Example:
@@ -226,7 +226,7 @@ def register_clip(
         ValueError: norm_bound=0.5 of clip 'doctest-bad' is too small: t / c(t) reaches 1.000000. ...
     """
     if name in _REGISTRY and not overwrite:
-        raise ValueError(f"clip {name!r} is registered already; pass overwrite=True to replace it")
+        raise ValueError(f"clip {name!r} is already registered; pass overwrite=True to replace it")
     supremum = supremum_of_ratio(c)
     if norm_bound is None:
         norm_bound = round(math.ceil(supremum / _ROUND_UP - 1e-6) * _ROUND_UP, 4)
@@ -271,9 +271,9 @@ def _eighth_root(x: Tensor) -> Tensor:
 
 
 def _below_and_beyond(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether t ≤ 1; t where it is, else 1; t where it is not, else 1.
+    """Whether t ≤ 1; min(t, 1); max(t, 1).
 
-    Each branch of a ``where`` sees harmless numbers where the other one counts, so values and derivatives stay finite.
+    Each branch of a ``where`` gets 1 where the other branch is used, so values and derivatives stay finite.
     """
     below, one = t <= 1, torch.ones_like(t)
     return below, torch.where(below, t, one), torch.where(below, one, t)

@@ -1,11 +1,11 @@
 """What a divergence D = KL(P ‖ P') between two transcripts means for an attacker who guesses an answer.
 
 P is the law of everything that a run releases if the true answer is in the data, P' if an alternative is.
-The bounds follow from data processing (nothing made from a release tells P from P' better than the release itself), so
-they bind **every attacker**, biased or not, whatever else it knows. What is random is the run (batches and noise) and
-the attacker's own dice. :func:`normal_limit_true_positive_rate` is the exception: it is an estimate.
+The bounds follow from data processing (nothing computed from a release distinguishes P from P' better than the release
+itself), so they bind **every attacker**, biased or not, whatever else it knows. The run (batches and noise) and the
+attacker's own dice are random. :func:`normal_limit_true_positive_rate` is the exception: it is an estimate.
 
-A D that was measured in one run is an estimate of E_P Σ_t KL_t, and a bound taken at it is an estimate of the bound;
+D from one run is an estimate of E_P Σ_t KL_t, and a bound computed from it is an estimate of the bound;
 :meth:`Guess.upper` takes the conservative end of D's interval. These values depend on private data: keep them secret.
 """
 
@@ -36,21 +36,21 @@ __all__ = [
 ]
 
 Numbers = float | Sequence[float] | Tensor
-_HALVINGS = 64  # of an interval in [0, 1]: more than rounding leaves, so that small rates keep their digits too
+_HALVINGS = 64  # of an interval in [0, 1]: more than rounding leaves, so even small rates keep their digits
 
 
 @dataclass(frozen=True)
 class Guess:
     """How well any attacker can guess the answer to a question about each example, from one run.
 
-    D is measured along one run, so it is an estimate of its mean over runs (the draw of batches and the path of the
-    weights are part of its error only where the estimate says so). The bounds are concave in D: at an estimate they
-    come out too small on average, not too large. Quote them from :meth:`upper`.
+    D is measured along one run, so it is an estimate of its mean over runs (its error includes the random choice of
+    batches and the path of the weights only if the estimate says so). The bounds are concave in D: at an estimate they
+    are too small on average, not too large. Quote them from :meth:`upper`.
 
     Attributes:
         divergence: D = KL(P ‖ P') of each example, [ids], or of each of several alternatives, [ids, alternatives].
-        alternatives: The names of the alternatives, one per column of D; empty: not named.
-        complete: Whether the alternatives are all possible answers, the true one among them (with D = 0).
+        alternatives: The names of the alternatives, one per column of D; empty: no names.
+        complete: Whether the alternatives are all possible answers, including the true one (with D = 0).
 
     Example:
         >>> guess = Guess(Estimate(torch.tensor([0.2354]), torch.tensor([0.01]), "estimate"), ("absent",))
@@ -81,11 +81,11 @@ class Guess:
         return replace(self, divergence=Estimate(high, torch.zeros_like(high), "upper bound", positive=True))
 
     def true_positive_rate(self, false_positive_rate: Numbers) -> Tensor:
-        """For every attacker: :func:`largest_true_positive_rate`; D's shape, then that of the rates."""
+        """For every attacker: :func:`largest_true_positive_rate`; D's shape, then the rates' shape."""
         return largest_true_positive_rate(*self._beside(false_positive_rate))
 
     def normal_limit(self, false_positive_rate: Numbers) -> Tensor:
-        """An estimate for the best attacker, no bound: :func:`normal_limit_true_positive_rate`; shapes as above."""
+        """An estimate for the best attacker, not a bound: :func:`normal_limit_true_positive_rate`; shapes as above."""
         return normal_limit_true_positive_rate(*self._beside(false_positive_rate))
 
     def total_variation(self) -> Tensor:
@@ -93,20 +93,20 @@ class Guess:
         return largest_total_variation(self.divergence.value)
 
     def success(self, prior: Numbers) -> Tensor:
-        """For every attacker: :func:`largest_success` with prior(s) of the truth; D's shape, then the priors'."""
+        """For every attacker: :func:`largest_success` with prior(s) of the truth; D's shape, then the priors' shape."""
         return largest_success(*self._beside(prior))
 
     def posterior(self, prior: Numbers) -> Tensor:
-        """For every attacker with this prior: :func:`expected_posterior_bound`; D's shape, then that of the priors."""
+        """For every attacker with this prior: :func:`expected_posterior_bound`; D's shape, then the priors' shape."""
         return expected_posterior_bound(*self._beside(prior))
 
     def several(self, priors: Numbers, overall_rate: Numbers) -> Tensor:
         """For every attacker: :func:`largest_naming_rate` of the true answer among all, [ids], then the rates' shape.
 
         Args:
-            priors: Of each alternative in turn, [answers] or [ids, answers]; that of the true answer comes before them
-                unless the alternatives are complete.
-            overall_rate: β, how often the attacker names this answer, whatever the truth.
+            priors: The prior of each alternative in turn, [answers] or [ids, answers]; the true answer's prior comes
+                first unless the alternatives are complete.
+            overall_rate: β, how often the attacker names this answer over runs whose answer is drawn with the prior.
         """
         mixture = self.mixture_divergence(priors)
         return largest_true_positive_rate(*_beside(mixture, overall_rate))
@@ -114,7 +114,7 @@ class Guess:
     def mixture_divergence(self, priors: Numbers) -> Tensor:
         """:func:`divergence_from_mixture` of the true answer and all alternatives, [ids]; priors as in `several`.
 
-        Its mean over records, whose answers follow the prior, is what :func:`fano_success` takes.
+        :func:`fano_success` takes its mean over records whose answers follow the prior.
         """
         value = self.divergence.value
         columns = value if value.ndim == 2 else value[:, None]
@@ -127,8 +127,8 @@ class Guess:
 def largest_true_positive_rate(divergence: Numbers, false_positive_rate: Numbers) -> Tensor:
     """The largest t with kl(t ‖ α) = t log(t/α) + (1−t) log((1−t)/(1−α)) ≤ D; binds every attacker.
 
-    An attacker who says "this answer" in at most α of the runs where it is false says so in at most t of the runs where
-    it is true: by data processing, kl(P(yes) ‖ P'(yes)) ≤ KL(P ‖ P').
+    If an attacker says "this answer" in at most α of the runs where it is false, it says so in at most t of the runs
+    where it is true: by data processing, kl(P(yes) ‖ P'(yes)) ≤ KL(P ‖ P').
 
     Args:
         divergence: D = KL(P ‖ P') ≥ 0, P of the true answer.
@@ -161,7 +161,7 @@ def divergence_of_rate(rate: float, false_positive_rate: float) -> float:
 def normal_limit_true_positive_rate(divergence: Numbers, false_positive_rate: Numbers) -> Tensor:
     """Φ(Φ⁻¹(α) + sqrt(2D)): an **estimate** of the best attacker's true-positive rate at α, not a bound.
 
-    It is exact if log p/p' is normal: in the limit of many steps that each say little, and for a Gaussian release.
+    It is exact if log p/p' is normal: in the limit of many steps that each reveal little, and for a Gaussian release.
 
     Example:
         >>> normal_limit_true_positive_rate(0.5, [0.01, 0.1])  # 1 standard deviation apart
@@ -173,7 +173,7 @@ def normal_limit_true_positive_rate(divergence: Numbers, false_positive_rate: Nu
 
 
 def largest_total_variation(divergence: Numbers) -> Tensor:
-    """min( sqrt(D/2), sqrt(1 − e^{−D}) ): Pinsker's bound and that of Bretagnolle and Huber.
+    """min( sqrt(D/2), sqrt(1 − e^{−D}) ): the bounds of Pinsker and of Bretagnolle and Huber.
 
     For every attacker, the true-positive rate is at most this much above the false-positive rate, at any threshold.
 
@@ -187,7 +187,7 @@ def largest_total_variation(divergence: Numbers) -> Tensor:
 
 
 def largest_success(divergence: Numbers, prior: Numbers) -> Tensor:
-    """How often any attacker picks the right one of two answers: at most π₀ + π₁·TV, π₀ ≥ π₁ the two priors.
+    """How often any attacker picks the right one of two answers: at most π₀ + π₁·TV, with priors π₀ ≥ π₁.
 
     The truth is drawn with the prior here: π P(A) + (1−π)(1 − P'(A)) ≤ max(π, 1−π) + min(π, 1−π)·TV for every set A of
     releases that makes the attacker say "the true one".
@@ -205,11 +205,11 @@ def largest_success(divergence: Numbers, prior: Numbers) -> Tensor:
 
 
 def expected_posterior_bound(divergence: Numbers, prior: Numbers) -> Tensor:
-    """The largest mean, over runs on the truth, of the probability that a Bayesian attacker gives to it.
+    """The largest mean, over runs on the truth, of the probability that a Bayesian attacker assigns to the truth.
 
-    Proof: the posterior T is a yes said with probability T, so kl(E_P T ‖ E_P' T) ≤ D by data processing; posteriors
-    average to the prior, π E_P T + (1−π) E_P' T = π. The largest E_P T under both is returned; it binds every attacker
-    with this prior. A single run may give a higher posterior.
+    Proof: let the attacker say yes with probability T, its posterior; then kl(E_P T ‖ E_P' T) ≤ D by data processing.
+    Posteriors average to the prior: π E_P T + (1−π) E_P' T = π. The result is the largest E_P T under both conditions;
+    it binds every attacker with this prior. In a single run the posterior may be higher.
 
     Args:
         divergence: D = KL(P ‖ P') ≥ 0, P of the true answer.
@@ -222,7 +222,7 @@ def expected_posterior_bound(divergence: Numbers, prior: Numbers) -> Tensor:
     limit, true = _checked(divergence, prior, "prior")
     _check_open(true)
 
-    # with d = E_P T − E_P' T the second equation says E_P' T = π(1 − d)
+    # with d = E_P T − E_P' T, the second equation becomes E_P' T = π(1 − d)
     gap = _largest(lambda gap: _binary_divergence(true * (1 - gap), gap), torch.ones_like(true), limit)
     return true + (1 - true) * gap
 
@@ -231,7 +231,8 @@ def expected_log_posterior_bound(divergence: Numbers, prior: Numbers) -> Tensor:
     """The largest mean log posterior of the truth, over runs on the truth: log π − log(π + (1−π) e^{−D}).
 
     Proof: log T = log π − log(π + (1−π) e^{−L}) with L = log p/p' is concave in L, and E_P L = D (Jensen). So the
-    posterior's geometric mean is at most what odds multiplied by e^D give. Binds every attacker with this prior.
+    posterior's geometric mean is at most the posterior at e^D times the prior odds. Binds every attacker with this
+    prior.
 
     Example:
         >>> expected_log_posterior_bound([0.0, 0.1], 0.39).exp()
@@ -248,7 +249,7 @@ def divergence_from_mixture(divergences: Numbers, priors: Numbers) -> Tensor:
     Proof: log p/Σ_a π_a p_a = −log Σ_a π_a e^{−L_a} is concave in L_a = log p/p_a, and E_P L_a = D_a (Jensen).
 
     Args:
-        divergences: D_a ≥ 0, [..., answers], the true answer among them with its D = 0.
+        divergences: D_a ≥ 0, [..., answers], including the true answer (its D is 0).
         priors: π_a ≥ 0 with sum 1, [answers] or [..., answers].
 
     Returns:
@@ -272,7 +273,7 @@ def divergence_from_mixture(divergences: Numbers, priors: Numbers) -> Tensor:
 def largest_naming_rate(divergences: Numbers, priors: Numbers, overall_rate: Numbers) -> Tensor:
     """How often any attacker names the true one of several answers, if it names it β of the time overall: at most t.
 
-    kl(t ‖ β) ≤ KL(P ‖ Σ_a π_a P_a), by data processing; "overall" is over runs whose answer is drawn with the prior.
+    kl(t ‖ β) ≤ KL(P ‖ Σ_a π_a P_a), by data processing; "overall" means over runs whose answer is drawn with the prior.
 
     Args:
         divergences: D_a, [..., answers], as in :func:`divergence_from_mixture`.
@@ -287,11 +288,11 @@ def largest_naming_rate(divergences: Numbers, priors: Numbers, overall_rate: Num
 
 
 def fano_success(mean_information: Numbers, prior: int | Sequence[float] | Tensor) -> Tensor:
-    """The largest share of records, drawn with the prior, whose answer any attacker names rightly: Fano's inequality.
+    """The largest share of records whose answer, drawn with the prior, any attacker names correctly: Fano's inequality.
 
     With I the mutual information between answer and release, kl(success ‖ max_a π_a) ≤ I by data processing, and
-    kl(success ‖ 1/m) ≤ I + log m − H(π) (Fano); the smaller of the two is returned. Both are concave in I, so that I
-    may be a mean over records. Binds every attacker, **on average over people**; one record may be named more often.
+    kl(success ‖ 1/m) ≤ I + log m − H(π) (Fano); the result is the smaller of the two bounds. Both are concave in I, so
+    I may be a mean over records. Binds every attacker, **on average over people**; one record may be named more often.
 
     Args:
         mean_information: I in nats: the mean of KL(P ‖ Σ_a π_a P_a), or of a bound on it
@@ -319,13 +320,13 @@ def fano_success(mean_information: Numbers, prior: int | Sequence[float] | Tenso
 
 
 def _binary_divergence(rate: Tensor, gain: Tensor) -> Tensor:
-    """kl(rate + gain ‖ rate), which keeps its digits where the gain is small."""
+    """kl(rate + gain ‖ rate), which keeps its digits if the gain is small."""
     up, down = (torch.where(gain > 0, gain / part, 0.0) for part in (rate, 1 - rate))
     return torch.special.xlog1py(rate + gain, up) + torch.special.xlog1py((1 - rate) - gain, -down)
 
 
 def _largest(increasing: Callable[[Tensor], Tensor], most: Tensor, limit: Tensor) -> Tensor:
-    """The largest x in [0, most] with increasing(x) ≤ limit, by halving the interval that holds it."""
+    """The largest x in [0, most] with increasing(x) ≤ limit, by bisection."""
     low, high = torch.zeros_like(most), most
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -335,7 +336,7 @@ def _largest(increasing: Callable[[Tensor], Tensor], most: Tensor, limit: Tensor
 
 
 def _tensors(*values: Numbers) -> list[Tensor]:
-    """All in float64, on the device of the first tensor among them."""
+    """All values as float64 tensors, on the device of the first tensor among them."""
     device = next((value.device for value in values if isinstance(value, Tensor)), None)
     return [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
 
@@ -367,14 +368,14 @@ def _check_open(prior: Tensor) -> None:
     outside = (prior <= 0) | (prior >= 1)
     if bool(outside.any()):
         raise ValueError(
-            f"prior={prior[outside][0].item():g} must lie strictly between 0 and 1: an answer that is excluded or "
-            "certain beforehand has no odds that a release could change"
+            f"prior={prior[outside][0].item():g} must lie strictly between 0 and 1: no release can change the odds of "
+            "an answer that is impossible or certain beforehand"
         )
 
 
 def _check_priors(priors: Tensor) -> None:
     if priors.ndim == 0 or bool((~(priors >= 0)).any()) or bool(((priors.sum(dim=-1) - 1).abs() > 1e-6).any()):
         raise ValueError(
-            f"priors={priors.tolist()} must hold one probability ≥ 0 for each answer, including the true one, with sum "
-            "1; divide them by their sum"
+            f"priors={priors.tolist()} must hold one probability ≥ 0 for each answer, including the true one, and sum "
+            "to 1; divide them by their sum"
         )

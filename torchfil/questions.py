@@ -1,9 +1,9 @@
 """Questions about an example with finitely many answers: which answer could an attacker infer from the model?
 
-A question gives, for every example of a batch, one or more alternatives: the same example with another answer (another
-value of a column, another label, another token), or no example at all. The run then keeps, per example and alternative,
-D = KL(P ‖ P′) between the laws of everything that training released with the true example and with the alternative; see
-:mod:`torchfil.guessing` for what D says about every attacker.
+A question defines one or more alternatives for every example of a batch: the same example with another answer (another
+value of a column, another label, another token), or no example at all. For each example and alternative, the run keeps
+D = KL(P ‖ P′), where P and P′ are the laws of everything that training releases with the true example and with the
+alternative; :mod:`torchfil.guessing` says what D means for every attacker.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Question:
     """What an attacker wants to know about an example; a subclass defines the answers.
 
     Attributes:
-        complete: Whether the answers are all possible ones, so that the true one is always among them.
+        complete: Whether these are all possible answers, so the true one is always among them.
     """
 
     complete: ClassVar[bool] = False
@@ -61,8 +61,8 @@ class Question:
         If an answer is the true one of an example, its alternative is the example itself, and D = 0.
 
         Args:
-            inputs: As the model takes them: a tensor, a tuple, a dict; a dict by position and name if the model is
-                called with both. Do not change them in place.
+            inputs: In the form that the model takes: a tensor, a tuple or a dict; a dict by position and name if the
+                model is called with both. Do not change them in place.
             targets: As the loss takes them, or None.
         """
         raise NotImplementedError
@@ -79,21 +79,21 @@ class Absent(Question):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """One."""
+        """The only answer, "absent"."""
         return ("absent",)
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
-        """No example."""
+        """One alternative: None, the batch without the example."""
         return (None,)
 
 
 @dataclass(frozen=True)
 class Change(Question):
-    """Any change of a batch, by functions.
+    """Any change of a batch, defined by functions.
 
     Attributes:
-        function: ``function(inputs, targets) -> (inputs, targets)`` with the alternative for every example of the
-            batch; or several such functions by the name of the answer.
+        function: ``function(inputs, targets) -> (inputs, targets)``, which returns the alternative for every example
+            of the batch; or several such functions by the name of the answer.
 
     Example:
         >>> darker = Change(lambda inputs, targets: (inputs * 0.5, targets))
@@ -120,7 +120,7 @@ class Change(Question):
         return tuple(map(str, self._functions))
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
-        """What the functions return, each for its own copies, which it may change."""
+        """The functions' results; each function gets copies, which it may change."""
         return tuple(_called(name, function, inputs, targets) for name, function in self._functions.items())
 
 
@@ -128,7 +128,7 @@ def _called(name: str, function: Callable[[Any, Any], Any], inputs: Any, targets
     given = function(*map_tensors(Tensor.clone, (inputs, targets)))
     if not (isinstance(given, tuple) and len(given) == 2):
         raise TypeError(
-            f"the answer {name!r} of a Change gave a {type(given).__name__}; its function must return the pair "
+            f"the answer {name!r} of Change returned a {type(given).__name__}; its function must return the pair "
             "(inputs, targets)"
         )
     return Alternative(*given)
@@ -136,13 +136,13 @@ def _called(name: str, function: Callable[[Any, Any], Any], inputs: Any, targets
 
 @dataclass(frozen=True)
 class Column(Question):
-    """Another value of one column of a table: given values, or the true value plus so much.
+    """Another value of one column of a table: fixed values, or the true value plus a change.
 
     Attributes:
-        column: Its number, along the last dimension of the input.
+        column: The column's number, along the last dimension of the input.
         values: The possible values.
-        by: Changes of the true value, e.g. (10.0,) for an age that is ten years higher; instead of ``values``.
-        names: Of the answers; None: the values.
+        by: Changes of the true value, instead of ``values``: (10.0,) for an age that is ten years higher.
+        names: The answers' names; None: the values.
         input: The position or name of the input.
 
     Example:
@@ -187,10 +187,10 @@ class OneHot(Question):
     """Another value of an attribute that is coded in several columns, one of them 1 and the others 0.
 
     Attributes:
-        columns: Their numbers, along the last dimension of the input; every one of them is an answer.
-        names: Of the columns' answers; None: the column numbers.
-        dropped: The name of one more answer that has no column: it is coded by none of them being 1.
-        high: The value that means "this one" (of standardised columns one value each).
+        columns: The columns' numbers, along the last dimension of the input; each column is an answer.
+        names: The names of the columns' answers; None: the column numbers.
+        dropped: The name of one more answer, which has no column: all columns are low.
+        high: The value that means "this one" (one value per column if columns are standardised).
         low: The value that means "not this one" (likewise).
         input: The position or name of the input.
 
@@ -218,12 +218,12 @@ class OneHot(Question):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The one without a column, if there is one, and one per column."""
+        """The answer without a column, if there is one, then one answer per column."""
         named = tuple(self.names) if self.names is not None else tuple(f"column {column}" for column in self.columns)
         return named if self.dropped is None else (self.dropped, *named)
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
-        """Each column high, the others low; all low first, if that is an answer."""
+        """Each column high and the others low; before these, all columns low if that is an answer."""
 
         def chosen(place: int) -> Alternative:
             def fill(tensor: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ class Label(Question):
 
     Attributes:
         num_classes: How many classes there are; targets are class numbers, or class probabilities [batch, classes].
-        names: Of the classes.
+        names: The classes' names; None: their numbers.
 
     Example:
         >>> [a.targets.tolist() for a in Label(2).alternatives(torch.zeros(2, 1), torch.tensor([0, 1]))]
@@ -263,7 +263,7 @@ class Label(Question):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The classes."""
+        """The classes' names."""
         return tuple(self.names) if self.names is not None else tuple(map(str, range(self.num_classes)))
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
@@ -286,9 +286,9 @@ class Token(Question):
     """Another token at one position of a sequence.
 
     Attributes:
-        position: Along the sequence, the second dimension of the input.
+        position: The position in the sequence, along the second dimension of the input.
         values: The token numbers that are answers.
-        names: Of the answers; None: the numbers.
+        names: The answers' names; None: the numbers.
         input: The position or name of the input.
 
     Example:
@@ -308,7 +308,7 @@ class Token(Question):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The tokens."""
+        """The tokens' names."""
         return tuple(self.names) if self.names is not None else tuple(map(str, self.values))
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
@@ -327,12 +327,12 @@ class Token(Question):
 
 @dataclass(frozen=True, eq=False)
 class Region(Question):
-    """A part of the input hidden: a superpixel greyed out, some columns set to their mean.
+    """The input with a part hidden: a superpixel greyed out, or some columns set to their mean.
 
     Attributes:
         coordinates: A boolean mask that broadcasts to one example (:func:`torchfil.private.superpixel` makes one), or
             numbers or a slice along the last dimension.
-        value: What replaces it.
+        value: The value that replaces this part.
         input: The position or name of the input.
 
     Example:
@@ -348,11 +348,11 @@ class Region(Question):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """One."""
+        """The only answer, "blotted out"."""
         return ("blotted out",)
 
     def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
-        """The batch with the value in the region."""
+        """The batch with this value in the region."""
 
         def fill(tensor: Tensor) -> Tensor:
             where = self.coordinates
@@ -369,8 +369,8 @@ def check_questions(questions: Mapping[str, Question]) -> dict[str, Question]:
     """The questions by name, checked.
 
     Raises:
-        TypeError: No mapping from names to questions.
-        ValueError: A question without answers, or with two of one name.
+        TypeError: This is no mapping from names to questions.
+        ValueError: A question has no answers, or two answers with one name.
     """
     if not isinstance(questions, Mapping):
         raise TypeError(f"questions={questions!r} must name each question: questions={{'member': Absent()}}")
@@ -394,15 +394,15 @@ def _check_names(names: Sequence[str] | None, count: int) -> None:
 
 
 def _with_input(inputs: Any, key: Key, change: Callable[[Tensor], Tensor]) -> Any:
-    """The inputs with that one changed."""
+    """The inputs with this one changed."""
     if isinstance(inputs, Mapping):
         if key not in inputs:
-            raise ValueError(f"the model's inputs are {list(inputs)}; pass input= one of them, not {key!r}")
+            raise ValueError(f"input={key!r} is unknown: the model's inputs are {list(inputs)}; pass one of them")
         return {**inputs, key: change(inputs[key])}
     args = as_call(inputs)[0]
     if not (isinstance(key, int) and -len(args) <= key < len(args)):
         raise ValueError(
-            f"the model has {len(args)} positional inputs; pass input= one of their positions, not {key!r}"
+            f"input={key!r} is not one of the model's {len(args)} positional inputs; pass input=0 for the first one"
         )
     if isinstance(inputs, Tensor):
         return change(inputs)

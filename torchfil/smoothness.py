@@ -1,11 +1,11 @@
 """Whether a model is smooth enough for Fisher information, and how to make it smooth.
 
-The Fisher information of a step asks for the derivative of the gradient, the second derivative of the
-network. A network with ReLU or max pooling has a gradient that jumps with the input: its Jacobian exists
-almost everywhere but misses the jumps, and the Cramér–Rao bound that is read from it can fail.
+The Fisher information of a step needs the derivative of the gradient, that is, the second derivative of the
+network. With ReLU or max pooling, the gradient jumps as the input changes: its Jacobian exists almost
+everywhere but misses the jumps, and the Cramér–Rao bound computed from it can fail.
 
-Modules are judged by registered rules, in the manner of Opacus's ``ModuleValidator``. Non-smooth functions
-that a ``forward`` calls directly are seen only by running the model: pass ``example_inputs``.
+Registered rules judge modules, as in Opacus's ``ModuleValidator``. Non-smooth functions that a ``forward``
+calls directly are found only by running the model: pass ``example_inputs``.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ def register_smoothness_rule(
     """Declare a module type non-smooth.
 
     Args:
-        module_type: The exact type.
+        module_type: The exact type; subclasses need their own rule.
         reason: What is wrong, for the error message.
         fix: (module, activation name) ↦ a smooth replacement; None if there is none.
-        applies: Whether an instance is non-smooth; by default every one is.
+        applies: Whether an instance is non-smooth; by default every instance is.
     """
     _RULES[module_type] = (reason, fix, applies)
 
 
 class SmoothnessValidator:
-    """Names the non-smooth layers of a model and replaces them.
+    """Finds the non-smooth layers of a model and replaces them.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -86,9 +86,9 @@ class SmoothnessValidator:
 
         Args:
             model: Any module.
-            example_inputs: A batch as the model takes it. With it the model is run once, and non-smooth
-                functions that its forward pass calls (``F.relu``, ``torch.max`` …) are named too.
-            strict: Whether to raise instead of returning.
+            example_inputs: A batch in the form that the model takes. If given, the model runs once, and
+                non-smooth functions that its forward pass calls (``F.relu``, ``torch.max`` …) are also named.
+            strict: Whether to raise the errors instead of returning them.
 
         Raises:
             NonSmoothModuleError: If ``strict`` and something is non-smooth; the text names every layer.
@@ -104,7 +104,7 @@ class SmoothnessValidator:
                     )
                 )
 
-        # Layers are named above: on a copy without them, what is still non-smooth is called by the forward pass.
+        # Layers are named above; in a copy without them, only the forward pass can still call something non-smooth.
         if example_inputs is not None:
             smooth_model = _fixed(copy.deepcopy(model), "tanh", {}, lenient=True)
             for operator in sorted(non_smooth_operators(smooth_model, *as_call(example_inputs))):
@@ -129,14 +129,14 @@ class SmoothnessValidator:
         """A copy of the model with non-smooth activations and max pooling replaced.
 
         Weights, device, dtype, hooks and training mode stay. Max pooling becomes average pooling of the same
-        geometry. What has no smooth counterpart is left, and :meth:`validate` names it.
+        geometry. Layers without a smooth counterpart stay, and :meth:`validate` names them.
 
         Args:
             model: Any module.
             activation: "tanh", "gelu", "softplus" or "silu", or a name added to ``ACTIVATIONS``.
 
         Raises:
-            NonSmoothModuleError: Dilated max pooling.
+            NonSmoothModuleError: The model has dilated max pooling.
         """
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
@@ -154,7 +154,7 @@ def _reason(module: nn.Module) -> str | None:
 
 
 def _fixed(module: nn.Module, activation: str, done: dict[int, nn.Module], *, lenient: bool = False) -> nn.Module:
-    """The module with its non-smooth parts replaced; where ``lenient``, what cannot be replaced is left."""
+    """The module with its non-smooth parts replaced; if ``lenient``, parts that cannot be replaced stay."""
     if id(module) in done:  # a module that is used twice stays one module
         return done[id(module)]
 

@@ -76,7 +76,7 @@ def test_what_is_missing_is_downloaded_once(tmp_path: Path, server: FakePooch) -
 
 def test_a_changed_file_is_not_kept(tmp_path: Path, server: FakePooch) -> None:
     server.answers["https://x/adult.data"] += b" "
-    with pytest.raises(DataFormatError, match=r"https://x/adult.data gave a file with md5:\w+, not md5:\w+"):
+    with pytest.raises(DataFormatError, match=r"https://x/adult.data returned a file with md5:\w+, not md5:\w+"):
         adult(tmp_path, download=True)
     assert list((tmp_path / "adult").iterdir()) == []
 

@@ -46,7 +46,7 @@ class TestIdx:
             (b"", "not an IDX file"),
             (b"\x1f\x8b\x08\x00", "not an IDX file"),
             (bytes([0, 0, 0x0D, 1, 0, 0, 0, 0]), "of type 0x0d"),
-            (bytes([0, 0, 8, 3, 0, 0]), "ends in its header"),
+            (bytes([0, 0, 8, 3, 0, 0]), "ends inside its header"),
             (bytes([0, 0, 8, 1, 0, 0, 0, 5, 1, 2]), r"shape \(5,\) but has 2 entries"),
             (bytes([0, 0, 8, 4]) + bytes([255] * 16), r"but has 0 entries"),
         ],

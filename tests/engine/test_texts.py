@@ -224,7 +224,7 @@ def test_sums_by_coordinate_need_the_longest_length() -> None:
         assert not diagonal[row, length:].any()
         assert not engine.get_plis([row]).reshape(5, WIDTH)[length:].any()
         assert bool((diagonal[row, :length] > 0).all()) == bool(truth[row] > 0)
-    with pytest.raises(ValueError, match=r"has 4 positions in this batch, and max_length=3 was declared"):
+    with pytest.raises(ValueError, match=r"has 4 positions in this batch, more than max_length=3"):
         train(Reader(padding_idx=0), private=Private(max_length=3))
 
 

@@ -433,7 +433,7 @@ def test_what_is_private_is_named_once_and_right() -> None:
         model = Named() if isinstance(inputs, dict) else nn.Linear(4, 2)
         fisher.exact_fim(model, nn.CrossEntropyLoss(), inputs, y, private=private, **SETTINGS)
 
-    with pytest.raises(ValueError, match=r"coordinates are given for \['Age'\], but private are \['age'\]"):
+    with pytest.raises(ValueError, match=r"coordinates are given for \['Age'\], but only \['age'\] are private"):
         measured(Private(coordinates={"Age": [1]}), {"age": x})
     with pytest.raises(ValueError, match=r"private inputs \[0, 0\] name one input twice"):
         measured(Private(inputs=(0, 0)), x)

@@ -224,7 +224,7 @@ def test_losses_that_training_would_not_use_are_refused(tmp_path: Path) -> None:
     given: dict[str, Any] = {"model": model(), "train_dataset": examples(), "privacy": privacy()}
     with pytest.raises(ValueError, match="not called in training"):
         Own(args=arguments(tmp_path), **given)
-    with pytest.raises(ValueError, match="does not reach criterion="):
+    with pytest.raises(ValueError, match="has no effect on criterion="):
         FILTrainer(args=arguments(tmp_path, label_smoothing_factor=0.1), criterion=nn.CrossEntropyLoss(), **given)
     with pytest.raises(ValueError, match="weight"):
         FILTrainer(args=arguments(tmp_path), criterion=nn.CrossEntropyLoss(weight=torch.ones(3)), **given)

@@ -184,7 +184,7 @@ def test_lengths_as_a_mask_as_numbers_and_as_a_function() -> None:
         assert torch.equal(moved != 0, mask[..., None] & torch.tensor([True, False, True]))
     with pytest.raises(ValueError, match=r"lengths='where' is not among the inputs \['x'\]"):
         Examples.build({"x": x}, None, Private(inputs="x", lengths="where"))
-    with pytest.raises(ValueError, match=r"gives a mask of shape \(2, 5\) for private values at 4 positions"):
+    with pytest.raises(ValueError, match=r"yields a mask of shape \(2, 5\) for private values at 4 positions"):
         wrong = Examples.build({"x": x}, None, Private(inputs="x", lengths=lambda _: torch.ones(2, 5)))
         _ = wrong.own_coordinates
     with pytest.raises(ValueError, match="max_length=0 must be at least 1"):

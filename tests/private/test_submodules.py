@@ -164,7 +164,7 @@ def test_a_table_that_is_called_as_often_as_the_values_say_is_refused() -> None:
     tokens, y = torch.randint(7, (3, 4), device=DEVICE), torch.randint(3, (3,), device=DEVICE)
     gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), tokens, y, Private(submodule="words"))
     model.times = 2
-    with pytest.raises(ValueError, match="'words' is called 2 times in one forward pass, and 1 times in that"):
+    with pytest.raises(ValueError, match="'words' is called 2 times in one forward pass, and 1 times in the pass"):
         gradients.gradients()
     with pytest.raises(ValueError, match="names one submodule twice"):
         Private(submodule=["words", "words"])

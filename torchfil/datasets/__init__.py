@@ -1,6 +1,6 @@
-"""The papers' data sets from their publishers' own files, and small stand-ins where there are none.
+"""The papers' data sets from their publishers' own files, and small stand-ins if there are none.
 
-Nothing is downloaded unless ``download=True`` says so. :func:`data_folder` says where files are looked for,
+Nothing is downloaded unless you pass ``download=True``. :func:`data_folder` describes where files are looked for,
 :data:`SOURCES` where each data set comes from and under what licence.
 """
 

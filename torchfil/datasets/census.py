@@ -1,4 +1,4 @@
-"""UCI Adult, from the two files that its publisher has."""
+"""UCI Adult, from its publisher's two files."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def adult(folder: Folder = None, *, download: bool = False) -> TabularTask:
 
     Rows with a missing value are dropped. Marital status becomes married (a civil or an armed-forces spouse, or an
     absent one) or unmarried (divorced, never married, separated, widowed), and relationship is removed, as in Mehnaz
-    et al. 2020. Levels are those of the training set. Columns stand in the file's order:
+    et al. 2020. Levels are those of the training set. Columns are in the file's order:
 
-    * 6 numerical ones, less the training mean and over its deviation (n − 1): age, fnlwgt, education-num,
-      capital-gain, capital-loss, hours-per-week;
-    * 80 of one-hot attributes without their last level: workclass 6, education 15, marital-status 1 (the column
-      "unmarried"), occupation 13, race 4, sex 1, native-country 40.
+    * 6 numerical columns, minus the training mean, divided by the training deviation (n − 1): age, fnlwgt,
+      education-num, capital-gain, capital-loss, hours-per-week;
+    * 80 columns of one-hot attributes without their last level: workclass 6, education 15, marital-status 1 (the
+      column "unmarried"), occupation 13, race 4, sex 1, native-country 40.
 
-    education-num is a function of education, so that the 86 columns span the constant, barely: without l2 > 0 the
+    education-num is a function of education, so the 86 columns span the constant, barely: without l2 > 0 the
     Hessian is ill-conditioned (2e8 for least squares), and with an intercept it is singular.
 
     Args:
-        folder: Holds ``adult/adult.data`` and ``adult/adult.test``, gzipped or not.
-        download: Download what is missing (6 MB).
+        folder: The folder with ``adult/adult.data`` and ``adult/adult.test``, gzipped or not.
+        download: Whether to download missing files (6 MB).
     """
     root = download_files("adult", folder) if download else data_folder(folder)
     return adult_task(_rows(root / "adult" / "adult.data"), _rows(root / "adult" / "adult.test"))
 
 
 def adult_task(train: Rows, test: Rows) -> TabularTask:
-    """Rows with Adult's fields as :func:`adult` gives them: levels, mean and deviation of the training rows."""
+    """The task of :func:`adult` from rows with Adult's fields: levels, mean and deviation of the training rows."""
     names = [name for name in _FIELDS if name not in ("relationship", "income")]
     levels = {name: levels_of(train, name) for name in names if name not in _NUMERICAL}
     levels["marital-status"] = ("unmarried", "married")
@@ -56,7 +56,7 @@ def adult_task(train: Rows, test: Rows) -> TabularTask:
     columns, attributes, inputs = one_hot(train, names, levels, dropped)
     test_inputs = one_hot(test, names, levels, dropped)[2]
 
-    # the test rows are scaled as the training rows are
+    # test rows are scaled with the training rows' mean and deviation
     numerical = [attributes[name][0] for name in _NUMERICAL]
     mean, deviation = inputs[:, numerical].mean(axis=0), inputs[:, numerical].std(axis=0, ddof=1)
     for part in (inputs, test_inputs):
@@ -66,7 +66,7 @@ def adult_task(train: Rows, test: Rows) -> TabularTask:
 
 
 def _rows(path: Path) -> Rows:
-    """The complete rows; the test file's first line is none, and its labels end in a full stop."""
+    """The complete rows; the test file's first line is not a row, and its labels end in a full stop."""
     rows = []
     for fields in csv.reader(io.StringIO(content("adult", path).decode()), skipinitialspace=True):
         if len(fields) != len(_FIELDS) or "?" in fields:

@@ -1,4 +1,4 @@
-"""MNIST, from the IDX files that its publisher and torchvision have."""
+"""MNIST, from the IDX files of its publisher and torchvision."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def read_idx(data: bytes, name: str = "the file") -> np.ndarray:
     """An array of bytes in the IDX format: two zeros, a type, the number of axes, their lengths, the entries.
 
     Args:
-        data: The file, unpacked.
-        name: For the errors.
+        data: The file's unpacked content.
+        name: The file's name in errors.
 
     Raises:
-        DataFormatError: It is another format, of another type than unsigned bytes, or truncated.
+        DataFormatError: The file has another format, a type other than unsigned bytes, or is truncated.
 
     Example:
         >>> read_idx(bytes([0, 0, 8, 2, 0, 0, 0, 1, 0, 0, 0, 3, 7, 8, 9]))
@@ -35,7 +35,7 @@ def read_idx(data: bytes, name: str = "the file") -> np.ndarray:
     """
     if len(data) < 4 or data[:2] != b"\0\0":
         raise DataFormatError(
-            f"{name} is not an IDX file: it begins with {data[:4]!r}, not with two zeros, a type, axes"
+            f"{name} is not an IDX file: it starts with {data[:4]!r}, not with two zeros, a type and a number of axes"
         )
     if data[2] != _UNSIGNED_BYTES:
         raise DataFormatError(f"{name} is an IDX file of type {data[2]:#04x}; only unsigned bytes (0x08) can be read")
@@ -43,7 +43,7 @@ def read_idx(data: bytes, name: str = "the file") -> np.ndarray:
     axes = data[3]
     start = 4 + 4 * axes
     if len(data) < start:
-        raise DataFormatError(f"{name} ends in its header, after {len(data)} bytes; copy or download it again")
+        raise DataFormatError(f"{name} ends inside its header, after {len(data)} bytes; copy or download it again")
     shape = struct.unpack(f">{axes}I", data[4:start])
     entries = np.frombuffer(data, np.uint8, offset=start)
     if entries.size != np.prod(shape, dtype=object):
@@ -58,8 +58,8 @@ def mnist(
 
     Args:
         split: "train" or "test".
-        folder: Holds ``MNIST/raw`` with the four IDX files, gzipped or not, as torchvision's root does.
-        download: Download what is missing (12 MB).
+        folder: The folder with ``MNIST/raw`` and its four IDX files, gzipped or not, like torchvision's root.
+        download: Whether to download missing files (12 MB).
     """
     images, labels = _split(split, folder, download)
     return torch.tensor(images)[:, None].float() / 255, torch.tensor(labels).long()
@@ -71,13 +71,13 @@ def mnist_zero_one(
     """Digits 0 and 1 of MNIST (12,665 + 2,115), as Hannun et al. 2021 prepare them.
 
     Each split is divided by its own largest norm, centred at the training mean and projected onto the training
-    set's first principal components; ``components=None`` leaves the 784 scaled pixels.
+    set's first principal components; ``components=None`` keeps the 784 scaled pixels.
 
     Args:
         folder: As for :func:`mnist`.
-        components: How many principal components.
-        scaled: Whether to divide by the largest norm; otherwise pixels stay in [0, 1] (Guo et al. 2022).
-        download: Download what is missing (12 MB).
+        components: The number of principal components.
+        scaled: Whether to divide by the largest norm; if not, pixels stay in [0, 1] (Guo et al. 2022).
+        download: Whether to download missing files (12 MB).
     """
     parts = []
     for split in ("train", "test"):

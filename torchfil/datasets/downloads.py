@@ -1,4 +1,4 @@
-"""Downloads that somebody asked for, each checked against a checksum before it is kept."""
+"""Downloads on request, each checked against a checksum before it is kept."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["checksum_of", "download"]
 
 
 def download(name: str, folder: Folder = None, *, progress: bool = False) -> Path:
-    """Put the files of a data set into the data folder, those that are not there yet; needs pooch.
+    """Download the missing files of a data set into the data folder; needs pooch.
 
     Args:
         name: One of :data:`torchfil.datasets.SOURCES`.
-        folder: As for :func:`torchfil.datasets.data_folder`; made where it is missing.
-        progress: A progress bar for each file.
+        folder: As for :func:`torchfil.datasets.data_folder`; created if it does not exist.
+        progress: Whether to show a progress bar for each file.
 
     Returns:
         The data folder.
 
     Raises:
-        ValueError: Some file has no address or no checksum that is known for sure; the message names the page.
-        DataFormatError: What came is not what its checksum says; it is removed again.
+        ValueError: A file has no known address or no certain checksum; the message names the page.
+        DataFormatError: A downloaded file does not match its checksum; it is removed.
         ImportError: pooch is not installed.
     """
     origin = source(name)
@@ -42,19 +42,19 @@ def download(name: str, folder: Folder = None, *, progress: bool = False) -> Pat
 
 
 def _download_file(file: SourceFile, root: Path, progress: bool) -> None:
-    """Download next to its place and move it there once the checksum is right, so that a wrong file is never used."""
+    """Download a file next to its place, and move it there if the checksum is right: a wrong file is never used."""
     pooch = _pooch()
     target = root / file.path
     arriving = target.with_name(f"{target.name}.part")
     target.parent.mkdir(parents=True, exist_ok=True)
-    arriving.unlink(missing_ok=True)  # of a download that was broken off
+    arriving.unlink(missing_ok=True)  # left by an interrupted download
     try:
         pooch.retrieve(file.url, known_hash=None, fname=arriving.name, path=arriving.parent, progressbar=progress)
         arrived = checksum_of(arriving, file)
         if arrived != file.checksum:
             raise DataFormatError(
-                f"{file.url} gave a file with {arrived}, not {file.checksum}: it changed in transit or its publisher "
-                "changed it, so it was not kept"
+                f"{file.url} returned a file with {arrived}, not {file.checksum}: it changed in transit or its "
+                "publisher changed it, so it was not kept"
             )
         arriving.replace(target)
     finally:
@@ -62,7 +62,7 @@ def _download_file(file: SourceFile, root: Path, progress: bool) -> None:
 
 
 def checksum_of(path: Path, file: SourceFile) -> str:
-    """The checksum of a file at hand, of the kind that ``file`` has (sha256 where it has none)."""
+    """The checksum of the file at ``path``, of the same kind as that of ``file`` (sha256 if it has none)."""
     kind = "sha256" if file.checksum is None else file.checksum.partition(":")[0]
     digest = hashlib.new(kind, unpacked(path) if file.checksum_of == "content" else path.read_bytes())
     return f"{kind}:{digest.hexdigest()}"

@@ -1,4 +1,4 @@
-"""Where data lies on this machine, and the content of a file there, packed or not."""
+"""The data folder of this machine, and the content of its files, packed or not."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Folder = str | os.PathLike[str] | None
 
 
 class DataNotFoundError(FileNotFoundError):
-    """The data set's files are not where they were looked for."""
+    """The data set's files were not found."""
 
 
 class DataFormatError(ValueError):
-    """A file is not in its publisher's format: truncated, damaged, or another one."""
+    """A file is not in its publisher's format: it is truncated, damaged, or another file."""
 
 
 def data_folder(folder: Folder = None, *, create: bool = False) -> Path:
-    """The folder given, or else that of ``TORCHFIL_DATA``, ``../shared/data``, or the user's cache.
+    """The given folder; without one, that of ``TORCHFIL_DATA``, ``../shared/data`` if it exists, or the user's cache.
 
-    The last two count where they exist. The cache is ``$XDG_CACHE_HOME/torchfil`` or ``~/.cache/torchfil``.
+    The cache is ``$XDG_CACHE_HOME/torchfil`` or ``~/.cache/torchfil``.
 
     Args:
-        folder: Taken as it is.
-        create: Make it where it is missing, to download into.
+        folder: The folder; None: as above.
+        create: Whether to create it if it does not exist, for a download.
 
     Raises:
-        DataNotFoundError: It does not exist, and is not to be made.
+        DataNotFoundError: It does not exist, and ``create`` is false.
     """
     shared = Path("../shared/data")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchfil"
@@ -51,7 +51,7 @@ def data_folder(folder: Folder = None, *, create: bool = False) -> Path:
 
 
 def not_found(name: str, looked_for: Sequence[Path]) -> DataNotFoundError:
-    """The error that names the files that were looked for and the page they come from."""
+    """The error that names the missing files and the page they come from."""
     origin = source(name)
     listed = " nor ".join(str(path) for path in looked_for)
     sentence = f"neither {listed} exists" if len(looked_for) > 1 else f"{listed} does not exist"
@@ -60,7 +60,7 @@ def not_found(name: str, looked_for: Sequence[Path]) -> DataNotFoundError:
 
 
 def first_existing(name: str, candidates: Sequence[Path]) -> Path:
-    """The first of these paths that exists; raises :class:`DataNotFoundError` where none does."""
+    """The first of these paths that exists; raises :class:`DataNotFoundError` if none does."""
     for path in candidates:
         if path.exists():
             return path
@@ -68,14 +68,14 @@ def first_existing(name: str, candidates: Sequence[Path]) -> Path:
 
 
 def content(name: str, path: Path) -> bytes:
-    """What the file holds, or the same file with ``.gz`` at the end of its name, unpacked.
+    """The content of the file, or of the same file with ``.gz`` at the end of its name, unpacked.
 
     Args:
-        name: The data set's, for the error.
-        path: Without ``.gz``.
+        name: The data set's name, for the error.
+        path: The path without ``.gz``.
 
     Raises:
-        DataNotFoundError: There is neither.
+        DataNotFoundError: Neither file exists.
         DataFormatError: The gzip file is damaged.
     """
     existing = first_existing(name, (path, path.with_name(f"{path.name}.gz")))
@@ -83,10 +83,10 @@ def content(name: str, path: Path) -> bytes:
 
 
 def unpacked(path: Path) -> bytes:
-    """What a gzip file holds.
+    """The content of a gzip file.
 
     Raises:
-        DataFormatError: It is damaged.
+        DataFormatError: The file is damaged.
     """
     try:
         return gzip.decompress(path.read_bytes())

@@ -28,17 +28,17 @@ def cifar10(
 ) -> tuple[Tensor, Tensor]:
     """The photographs of CIFAR-10: images [n, 3, 32, 32] in [0, 1] and labels [n].
 
-    The first of these that the folder has: ``cifar-10-batches-py`` (as torchvision's root does), the publisher's
+    Read from the first of these in the folder: ``cifar-10-batches-py`` (as in torchvision's root), the publisher's
     ``cifar-10-python.tar.gz``, or ``cifar10/train.npz`` and ``test.npz`` of JPEG files (``jpeg``, ``offsets``,
     ``labels``, ``classes``; needs Pillow). Pickles are read without executing them.
 
-    As the files have them: a copy may hold more of some classes than of others and be sorted by class, so draw rows at
-    random before taking a part.
+    Rows are in the files' order: a copy may hold more of some classes than of others and be sorted by class, so draw
+    rows at random before you use a part.
 
     Args:
         split: "train" or "test".
-        folder: Holds one of the above.
-        download: Download the publisher's archive where it is missing (170 MB).
+        folder: The folder with one of these.
+        download: Whether to download the publisher's archive if it is missing (170 MB).
     """
     images, labels = _read(split, folder, download)
     return torch.tensor(images).permute(0, 3, 1, 2).float() / 255, torch.tensor(labels).long()
@@ -51,9 +51,9 @@ def cifar_plane_car(
 
     Args:
         folder: As for :func:`cifar10`.
-        components: How many principal components.
-        scaled: Whether to divide by the largest norm; otherwise pixels stay in [0, 1] (Guo et al. 2022).
-        download: Download the publisher's archive where it is missing (170 MB).
+        components: The number of principal components.
+        scaled: Whether to divide by the largest norm; if not, pixels stay in [0, 1] (Guo et al. 2022).
+        download: Whether to download the publisher's archive if it is missing (170 MB).
     """
     parts = []
     for split in ("train", "test"):
@@ -66,7 +66,7 @@ def cifar_plane_car(
 def _read(
     split: str, folder: Folder, download: bool, kept: tuple[str, ...] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The pictures [n, 32, 32, 3] and labels [n], all or those of some classes, from the form that the folder has."""
+    """The pictures [n, 32, 32, 3] and labels [n] of all or some classes, in the form that the folder has."""
     root = download_files("cifar10", folder) if download else data_folder(folder)
     unpacked, packed = root / "cifar-10-batches-py", root / "cifar-10-python.tar.gz"
     archive = root / "cifar10" / f"{split}.npz"
@@ -80,7 +80,7 @@ def _read(
 
 
 def _chosen(labels: np.ndarray, classes: Sequence[str], kept: tuple[str, ...] | None) -> tuple[np.ndarray, np.ndarray]:
-    """The rows to keep and their labels: the file's own where all are kept, else the class's place in ``kept``."""
+    """The rows to keep and their labels: the file's labels if all are kept, else the class's place in ``kept``."""
     if kept is None:
         return np.arange(len(labels)), labels
     places = np.asarray([kept.index(name) if name in kept else -1 for name in classes])[labels]
@@ -97,7 +97,7 @@ def _from_folder(folder: Path, split: str) -> Iterator[tuple[str, Any]]:
 
 
 def _from_tar(path: Path, split: str) -> Iterator[tuple[str, Any]]:
-    """Each batch, read out of the archive: nothing is unpacked into a folder."""
+    """Each batch, read from the archive: nothing is unpacked into a folder."""
     try:
         with tarfile.open(path) as archive:
             for name in _BATCHES[split]:
@@ -110,7 +110,7 @@ def _from_tar(path: Path, split: str) -> Iterator[tuple[str, Any]]:
 
 
 def _joined(batches: Iterator[tuple[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """The batches' rows [3 · 32 · 32] as pictures [32, 32, 3], one after the other."""
+    """The batches' rows [3 · 32 · 32] as pictures [32, 32, 3], all batches in one array."""
     images, labels = [], []
     for name, batch in batches:
         rows, numbers = (batch.get("data"), batch.get("labels")) if isinstance(batch, dict) else (None, None)

@@ -1,8 +1,8 @@
-"""Python's pickles as data: arrays, numbers, texts and containers, and nothing in them is ever called.
+"""Python's pickles as data: arrays, numbers, texts and containers. No code that they name is ever called.
 
-A pickle is a program: it names functions, which unpickling imports and calls. Here the few names that an array's
-pickle holds stand for functions of our own, which take apart what they are given; every other name is refused. Not even
-numpy's own reading of an array's pickle runs, which trusts the types and sizes in the file.
+A pickle is a program: it names functions, which unpickling imports and calls. Here, the few names in an array's pickle
+are mapped to our own functions, which only read their arguments; every other name is refused. Even numpy's own reader
+of array pickles does not run, because it trusts the types and sizes in the file.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _TYPES = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", 
 
 
 def load_plain_pickle(data: bytes, name: str = "the pickle") -> Any:
-    """What a pickle of plain data holds; one that needs any code is refused.
+    """The content of a pickle of plain data; a pickle that needs any code is refused.
 
     Args:
-        data: The pickle, of any protocol, Python 2's included (whose texts are read as latin-1).
-        name: For the errors.
+        data: The pickle, of any protocol, including Python 2's (whose texts are read as latin-1).
+        name: The file's name in errors.
 
     Raises:
-        DataFormatError: It names a class or function, holds an array of objects, or is damaged.
+        DataFormatError: The pickle names a class or function, holds an array of objects, or is damaged.
 
     Example:
         >>> load_plain_pickle(pickle.dumps({"data": np.arange(3, dtype=np.uint8), "labels": [1, 0, 2]}, protocol=2))
@@ -51,7 +51,7 @@ def load_plain_pickle(data: bytes, name: str = "the pickle") -> Any:
 
 
 class _Type:
-    """What a pickle says about an array's type: a name, and a byte order that comes later."""
+    """An array's type as a pickle describes it: first a name, later a byte order."""
 
     __slots__ = ("dtype",)
 
@@ -69,7 +69,7 @@ class _Type:
 
 
 class _Array:
-    """What a pickle says about an array; its entries come as bytes."""
+    """An array as a pickle describes it; its entries come as bytes."""
 
     __slots__ = ("array",)
 
@@ -88,13 +88,13 @@ class _Array:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Looks no name up: what a pickle may name are bound methods of this object, which it can call but not change."""
+    """Imports nothing: allowed names become bound methods of this object, which a pickle can call but not change."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, encoding="latin-1")
 
     def find_class(self, module: str, name: str) -> Any:
-        """The method that stands for this name."""
+        """The method that replaces this name."""
         stands_for: dict[tuple[str, str], Callable[..., Any] | str] = {
             ("numpy.core.multiarray", "_reconstruct"): self._empty_array,
             ("numpy._core.multiarray", "_reconstruct"): self._empty_array,
@@ -133,7 +133,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _finished(value: Any) -> Any:
-    """The containers, with arrays in place of what was said about them."""
+    """The containers, with arrays in place of their descriptions."""
     if isinstance(value, dict):
         return {key: _finished(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The data sets that an example asks for: the real ones where their files are at hand, small stand-ins elsewhere."""
+"""The data sets for an example: the real ones if their files are on this machine, else small stand-ins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Readers", "is_at_hand", "real_or_stand_in"]
 
 Images = Callable[..., tuple[Tensor, Tensor]]
 
-# one of these paths is there where the data set is
+# a data set is present if one of its paths exists
 _MARKS = {
     "mnist": ("MNIST/raw/train-images-idx3-ubyte", "MNIST/raw/train-images-idx3-ubyte.gz"),
     "cifar10": ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10/train.npz"),
@@ -37,7 +37,7 @@ _REAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Readers:
-    """The functions of :mod:`torchfil.datasets`, each reading the real data or making its stand-in.
+    """The functions of :mod:`torchfil.datasets`; each reads the real data or makes its stand-in.
 
     Attributes:
         made: The names of the data sets that are stand-ins.
@@ -55,7 +55,7 @@ class Readers:
 
 def is_at_hand(name: str, folder: Folder = None) -> bool:
     """Whether the data folder has a data set's files, or at least some of them."""
-    source(name)  # a name that does not exist is refused
+    source(name)  # raises an error for an unknown name
     try:
         root = data_folder(folder)
     except DataNotFoundError:
@@ -64,12 +64,12 @@ def is_at_hand(name: str, folder: Folder = None) -> bool:
 
 
 def real_or_stand_in(*names: str, folder: Folder = None, say: Callable[[str], None] = print) -> Readers:
-    """Readers of these data sets, and one line for each that says which data it is.
+    """Readers of these data sets; one printed line for each says which data it is.
 
     Args:
-        names: Of :data:`torchfil.datasets.SOURCES`.
+        names: Keys of :data:`torchfil.datasets.SOURCES`.
         folder: As for :func:`torchfil.datasets.data_folder`.
-        say: Takes the lines.
+        say: A function that prints a line.
 
     Example:
         >>> data = real_or_stand_in("iwpc", folder="/nowhere")
@@ -88,8 +88,8 @@ def real_or_stand_in(*names: str, folder: Folder = None, say: Callable[[str], No
         origin = source(name)
         if name in made:
             say(
-                f"Data: a stand-in for {origin.name}: {stand_ins.DESCRIPTIONS[name]}. Its numbers are not those of the "
-                f"papers; for those, get the files from {origin.page} and set TORCHFIL_DATA."
+                f"Data: a stand-in for {origin.name}: {stand_ins.DESCRIPTIONS[name]}. Results will differ from the "
+                f"papers'. For the real data, get the files from {origin.page} and set TORCHFIL_DATA."
             )
         else:
             say(f"Data: {origin.name}, from {data_folder(folder)}.")

@@ -1,4 +1,4 @@
-"""Data that lies on one device and is cut into batches there."""
+"""Data that stays on one device, where batches are made."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["ResidentDataset"]
 
 
 class ResidentDataset(Dataset[tuple[int]]):
-    """Tensors that stay on one device, [n, …] each; a batch is cut out of them at once.
+    """Tensors that stay on one device, [n, …] each; a whole batch is indexed at once.
 
-    A sample is its number; the loader takes :meth:`collate`. A loader that fetches and stacks thousands of images one
-    by one takes longer than the step itself.
+    A sample is its number; pass :meth:`collate` to the loader. A loader that fetches and stacks thousands of images
+    one by one takes longer than the step itself.
 
     Example:
         >>> data = ResidentDataset(torch.arange(4.0) ** 2, torch.arange(4))
@@ -32,7 +32,7 @@ class ResidentDataset(Dataset[tuple[int]]):
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """The tensors' device."""
         return self.tensors[0].device
 
     def __len__(self) -> int:
@@ -46,6 +46,6 @@ class ResidentDataset(Dataset[tuple[int]]):
         return [(number,) for number in numbers]
 
     def collate(self, samples: list[tuple[int]]) -> tuple[Tensor, ...]:
-        """The rows of these samples; an empty batch where there are none."""
+        """The rows of these samples; an empty batch if there are none."""
         rows = torch.tensor([number for (number,) in samples], dtype=torch.long, device=self.device)
         return tuple(tensor[rows] for tensor in self.tensors)

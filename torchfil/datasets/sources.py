@@ -13,10 +13,11 @@ class SourceFile:
     """A file as its publisher offers it.
 
     Attributes:
-        path: Where it belongs in the data folder.
-        url: Where it can be downloaded; ``None`` where it is fetched by hand from the source's page.
-        checksum: ``"sha256:…"`` or ``"md5:…"``; ``None`` where none is known for sure, and it is never downloaded.
-        checksum_of: Of the file itself, or of what a gzip file holds (the same however it was packed).
+        path: Its place in the data folder.
+        url: Its download address; ``None`` if you must get it by hand from the source's page.
+        checksum: ``"sha256:…"`` or ``"md5:…"``; ``None`` if no checksum is certain: it is then never downloaded.
+        checksum_of: Whether the checksum is of the file itself or of a gzip file's content, which does not depend on
+            how it was packed.
     """
 
     path: str
@@ -30,12 +31,12 @@ class Source:
     """A data set's publisher.
 
     Attributes:
-        name: As its publisher writes it.
-        page: Read it before you use the data.
-        licence: As the publisher states it; ``"see page"`` where we are not sure.
-        citation: Whom to cite.
-        files: What to put into the data folder.
-        note: What else one has to know.
+        name: The data set's name, as its publisher writes it.
+        page: The publisher's page; read it before you use the data.
+        licence: The licence, as the publisher states it; ``"see page"`` if we are not sure.
+        citation: The work to cite.
+        files: The files for the data folder.
+        note: Anything else that you need to know.
     """
 
     name: str
@@ -132,10 +133,10 @@ SOURCES: dict[str, Source] = {
 
 
 def source(name: str) -> Source:
-    """Where a data set comes from.
+    """The source of a data set.
 
     Args:
-        name: One of :data:`SOURCES`.
+        name: A key of :data:`SOURCES`.
 
     Raises:
         ValueError: There is no such data set.

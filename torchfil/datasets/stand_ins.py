@@ -45,7 +45,7 @@ _GLYPHS = (
 
 
 def small_digits() -> tuple[Tensor, Tensor]:
-    """1,797 digits, [1797, 1, 8, 8] in [0, 1], and their labels: scikit-learn's, or drawn ones where it is missing."""
+    """1,797 digits, [1797, 1, 8, 8] in [0, 1], and their labels: scikit-learn's, or drawn ones without it."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -55,7 +55,7 @@ def small_digits() -> tuple[Tensor, Tensor]:
 
 
 def small_digits_in_words() -> str:
-    """Which digits :func:`small_digits` gives here."""
+    """Which digits :func:`small_digits` returns on this machine."""
     if find_spec("sklearn") is None:
         return "1,797 digits drawn by rule (scikit-learn, which has handwritten ones, is not installed)"
     return "scikit-learn's 1,797 handwritten digits"
@@ -82,12 +82,12 @@ def mnist(split: Literal["train", "test"] = "train") -> tuple[Tensor, Tensor]:
 
 
 def mnist_zero_one(*, components: int | None = 20, scaled: bool = True) -> BinaryTask:
-    """As :func:`torchfil.datasets.mnist_zero_one`, of the digits above."""
+    """As :func:`torchfil.datasets.mnist_zero_one`, from the digits above."""
     return _two_classes(mnist("train"), mnist("test"), components, scaled)
 
 
 def cifar10(split: Literal["train", "test"] = "train") -> tuple[Tensor, Tensor]:
-    """As :func:`torchfil.datasets.cifar10`: stripes of a colour and a direction for each class, [n, 3, 32, 32]."""
+    """As :func:`torchfil.datasets.cifar10`: stripes with a colour and a direction for each class, [n, 3, 32, 32]."""
     count, seed = {"train": (1200, 0), "test": (300, 1)}[split]
     draws = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=draws)
@@ -102,17 +102,17 @@ def cifar10(split: Literal["train", "test"] = "train") -> tuple[Tensor, Tensor]:
 
 
 def cifar_plane_car(*, components: int | None = 20, scaled: bool = True) -> BinaryTask:
-    """As :func:`torchfil.datasets.cifar_plane_car`, of the stripes above."""
+    """As :func:`torchfil.datasets.cifar_plane_car`, from the stripes above."""
     train, test = (
         (images.permute(0, 2, 3, 1), labels) for images, labels in (cifar10("train"), cifar10("test"))
-    )  # rows of [32, 32, 3], as the real ones
+    )  # rows of [32, 32, 3], like the real data
     return _two_classes(train, test, components, scaled)
 
 
 def _two_classes(
     train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], components: int | None, scaled: bool
 ) -> BinaryTask:
-    """Classes 0 and 1, one after the other, as vectors."""
+    """All of class 0, then all of class 1, as vectors."""
     parts: list[np.ndarray] = []
     for images, labels in (train, test):
         order = labels.argsort(stable=True)
@@ -122,13 +122,13 @@ def _two_classes(
 
 
 def chest_xrays(split: Literal["train", "val", "test"] = "train") -> tuple[Tensor, Tensor]:
-    """As :func:`torchfil.datasets.chest_xrays`: two dark lungs and a heart; who is ill has a bright blotch in one."""
+    """As :func:`torchfil.datasets.chest_xrays`: two dark lungs and a heart; pneumonia is a bright blotch in a lung."""
     count, seed = {"train": (800, 0), "val": (100, 1), "test": (400, 2)}[split]
     draws = torch.Generator().manual_seed(seed)
     rows, columns = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
 
     def spots(centre_row: Tensor | float, centre_column: Tensor | float, height: float, width: float) -> Tensor:
-        """A soft ellipse in every picture, [n, 28, 28], its centre moved a little."""
+        """A soft ellipse in every picture, [n, 28, 28], with its centre moved slightly at random."""
         moved = torch.randn(2, count, 1, 1, generator=draws)
         down = (rows - centre_row - moved[0]) / height
         across = (columns - centre_column - moved[1]) / width
@@ -139,13 +139,13 @@ def chest_xrays(split: Literal["train", "val", "test"] = "train") -> tuple[Tenso
     height = 8 + 12 * torch.rand(count, 1, 1, generator=draws)
     blotch = 0.5 * ill[:, None, None] * spots(height, side, 3.5, 3.5)
     lungs = spots(14, 8, 9, 4) + spots(14, 20, 9, 4)
-    heart = 0.3 * spots(17, 16, 5, 4)  # on one side, so that a mirrored chest is another one
+    heart = 0.3 * spots(17, 16, 5, 4)  # on one side, so a mirrored chest is a different one
     noise = 0.05 * torch.randn(count, 28, 28, generator=draws)
     return (0.7 - 0.55 * lungs + heart + blotch + noise).clamp(0, 1)[:, None], ill
 
 
 def iwpc(*, seed: int = 0) -> TabularTask:
-    """As :func:`torchfil.datasets.iwpc`: the same fields and levels, and a dose that follows from them and chance."""
+    """As :func:`torchfil.datasets.iwpc`: the same fields and levels, and a dose computed from them and noise."""
     draws, count = np.random.default_rng(0), 1000
     race = draws.choice(["white", "asian", "black"], count, p=[0.6, 0.3, 0.1])
     cyp2c9 = draws.choice(["11", "12", "13", "22", "23", "33"], count, p=[0.72, 0.13, 0.09, 0.02, 0.02, 0.02])
@@ -171,7 +171,7 @@ def iwpc(*, seed: int = 0) -> TabularTask:
 
 
 def adult() -> TabularTask:
-    """As :func:`torchfil.datasets.adult`: the same attributes with fewer levels, and incomes that follow from some."""
+    """As :func:`torchfil.datasets.adult`: the same attributes with fewer levels; some of them determine the income."""
     draws, count = np.random.default_rng(0), 1500
     education_num = draws.integers(7, 15, count)
     married, male, gains = draws.random((3, count)) < [[0.47], [0.67], [0.1]]
@@ -198,5 +198,5 @@ def adult() -> TabularTask:
 
 
 def _rows(columns: dict[str, Any]) -> list[dict[str, str]]:
-    """Columns as rows of texts, as a file has them."""
+    """Columns as rows of texts, as in a file."""
     return [dict(zip(columns, map(str, row), strict=True)) for row in zip(*columns.values(), strict=True)]

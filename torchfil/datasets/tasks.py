@@ -1,4 +1,4 @@
-"""Inputs and targets, train and test, as a linear model takes them: pictures as vectors, tables by attribute."""
+"""Inputs and targets for linear models, train and test: pictures as vectors, tables by attribute."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class BinaryTask:
 
 @dataclass(frozen=True)
 class TabularTask:
-    """A task on named attributes, numerical ones in one column, nominal ones one-hot with one level dropped.
+    """A task on named attributes: numerical ones in one column each, nominal ones one-hot with one level dropped.
 
     Attributes:
         train_inputs: [n, d].
         train_targets: [n].
         test_inputs: [m, d].
         test_targets: [m].
-        columns: The d columns' names: ``"age"`` of a numerical attribute, ``"vkorc1=CT"`` of a nominal one's level.
+        columns: The d columns' names: ``"age"`` for a numerical attribute, ``"vkorc1=CT"`` for a nominal one's level.
         attributes: Each attribute's columns.
-        levels: Each nominal attribute's levels, that without a column (all zeros) included.
+        levels: Each nominal attribute's levels, including the one without a column (all zeros).
     """
 
     train_inputs: np.ndarray
@@ -43,7 +43,7 @@ class TabularTask:
     levels: dict[str, tuple[str, ...]]
 
     def encode(self, attribute: str, level: str) -> np.ndarray:
-        """The entries of the attribute's columns, [its columns], where it has this level; zeros for the dropped one.
+        """The entries of the attribute's columns, [its columns], for this level; zeros for the dropped level.
 
         Raises:
             ValueError: There is no such nominal attribute or level.
@@ -56,10 +56,10 @@ class TabularTask:
         return np.asarray([name == f"{attribute}={level}" for name in names], dtype=float)
 
     def level_numbers(self, attribute: str, inputs: np.ndarray) -> np.ndarray:
-        """The place in ``levels[attribute]`` of every row's level, [n], the inverse of :meth:`encode`.
+        """The index in ``levels[attribute]`` of every row's level, [n]: the inverse of :meth:`encode`.
 
         Raises:
-            ValueError: There is no such nominal attribute, or a row's columns are no level's.
+            ValueError: There is no such nominal attribute, or a row's columns do not encode a level.
         """
         if attribute not in self.levels:
             raise ValueError(f"{attribute!r} is not a nominal attribute; those are {list(self.levels)}")
@@ -106,7 +106,7 @@ def one_hot(
 
 
 def _principal(centred: np.ndarray) -> np.ndarray:
-    """The principal directions of rows [n, d] as columns, largest first; those of few rows by their own products."""
+    """The principal directions of rows [n, d] as columns, largest first; from an SVD if n < d."""
     if len(centred) < centred.shape[1]:
         return np.linalg.svd(centred, full_matrices=False)[2].T
     return np.linalg.eigh(centred.T @ centred)[1][:, ::-1]
@@ -127,9 +127,9 @@ def projected(
         targets: [n], 0 or 1.
         test_inputs: [m, d].
         test_targets: [m].
-        components: Centre at the training mean and project onto that many principal components of the training set;
-            ``None`` leaves the inputs as they are.
-        scaled: Divide each split by its own largest norm.
+        components: Centre at the training mean and project onto this many principal components of the training set;
+            ``None``: leave the inputs as they are.
+        scaled: Whether to divide each split by its own largest norm.
     """
     if scaled:
         inputs = inputs / np.linalg.norm(inputs, axis=1).max()

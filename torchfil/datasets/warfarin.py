@@ -1,4 +1,4 @@
-"""Doses of warfarin: the consortium's spreadsheet, or the scaled table that Yeom et al. made from it."""
+"""Warfarin doses: the consortium's spreadsheet, or the scaled table that Yeom et al. made from it."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _GENOTYPES = {"G/G": "CC", "A/G": "CT", "G/A": "CT", "A/A": "TT"}  # of the othe
 def iwpc(folder: Folder = None, *, seed: int = 0) -> TabularTask:
     """Warfarin doses (3,855 + 964 patients, 14 columns), as Hannun et al. 2021 prepare the data of Yeom et al. 2018.
 
-    Columns in alphabetical order; race, cyp2c9 and vkorc1 are one-hot without their first level; age (in decades),
-    height, weight and the dose (the square root of mg a week) come scaled to mean 0 and deviation 1, amiodarone and
+    Columns are in alphabetical order. Race, cyp2c9 and vkorc1 are one-hot without their first level. Age (in decades),
+    height, weight and the dose (the square root of mg per week) are scaled to mean 0 and deviation 1. Amiodarone and
     decr (a drug that induces enzymes) are 0 or 1.
 
-    The table of Yeom et al., ``iwpc/iwpc-scaled.csv``, gzipped or not, is that of the papers. Without it, the
-    consortium's own spreadsheet is read: ``iwpc/PS206767-553247439.xls`` (needs xlrd), or the same saved as ``.xlsx``
-    (openpyxl) or ``.csv``. Its rows are prepared in the same way; those with a missing entry are left out, and a drug
-    that is not noted counts as not taken, so that they are not exactly the 4,819 of the papers.
+    The papers use the table of Yeom et al., ``iwpc/iwpc-scaled.csv``, gzipped or not. Without it, the consortium's own
+    spreadsheet is read: ``iwpc/PS206767-553247439.xls`` (needs xlrd), or the same saved as ``.xlsx`` (openpyxl) or
+    ``.csv``. Its rows are prepared in the same way. Rows with a missing entry are left out, and a drug without a note
+    counts as not taken, so the rows are not exactly the papers' 4,819.
 
     Args:
-        folder: Holds one of the above.
-        seed: Of the random split, 80 % to train; 0 is the split of the authors' code.
+        folder: The folder with one of these.
+        seed: The seed of the random split, with 80 % for training; 0 is the split of the authors' code.
     """
     where = data_folder(folder) / "iwpc"
     if (where / _SCALED).exists() or (where / f"{_SCALED}.gz").exists():
@@ -52,7 +52,7 @@ def iwpc(folder: Folder = None, *, seed: int = 0) -> TabularTask:
 
 
 def iwpc_task(rows: Rows, seed: int) -> TabularTask:
-    """Rows of such a table as :func:`iwpc` gives them."""
+    """The task of :func:`iwpc` from the rows of such a table."""
     names = sorted(set(rows[0]) - {"dose"})
     levels = {name: levels_of(rows, name) for name in _NOMINAL}
     columns, attributes, inputs = one_hot(rows, names, levels, {name: own[0] for name, own in levels.items()})
@@ -66,7 +66,7 @@ def read_consortium_rows(path: Path) -> list[dict[str, str]]:
     """The complete patients of the consortium's spreadsheet, with the fields and the scale of Yeom et al.'s table.
 
     Args:
-        path: ``.xls``, ``.xlsx`` or ``.csv``; of a workbook, the sheet "Subject Data".
+        path: A ``.xls``, ``.xlsx`` or ``.csv`` file; in a workbook, the sheet "Subject Data" is read.
 
     Raises:
         DataFormatError: A column is missing, or no row is complete.
@@ -74,7 +74,7 @@ def read_consortium_rows(path: Path) -> list[dict[str, str]]:
     """
     readers = {".xls": _from_xls, ".xlsx": _from_xlsx, ".csv": _from_csv}
     if path.suffix not in readers:
-        raise DataFormatError(f"{path} is no .xls, .xlsx or .csv file")
+        raise DataFormatError(f"{path} is not a .xls, .xlsx or .csv file")
     header, *lines = readers[path.suffix](path)
     columns = _columns(header)
     missing = sorted({*columns.values(), *_INDUCERS} - set(header))
@@ -89,7 +89,7 @@ def read_consortium_rows(path: Path) -> list[dict[str, str]]:
 
 
 def _columns(header: Sequence[str]) -> dict[str, str]:
-    """The spreadsheet's column of each field; races have two names in copies of it."""
+    """The spreadsheet's column of each field; the name of the race column differs between copies."""
     return {
         "race": "Race (OMB)" if "Race (OMB)" in header else "Race",
         "age": "Age",
@@ -103,7 +103,7 @@ def _columns(header: Sequence[str]) -> dict[str, str]:
 
 
 def _patient(entry: Mapping[str, str], columns: Mapping[str, str]) -> dict[str, str] | None:
-    """One patient with the fields of Yeom et al.; None if an entry is missing or of no known level."""
+    """One patient with the fields of Yeom et al.; None if an entry is missing or has an unknown level."""
     raw = {field: entry.get(column, "").strip() for field, column in columns.items()}
     try:
         patient = {
@@ -123,7 +123,7 @@ def _patient(entry: Mapping[str, str], columns: Mapping[str, str]) -> dict[str, 
 
 
 def _taken(noted: str) -> str:
-    """Whether a drug is noted as taken; one that is not noted counts as not taken."""
+    """Whether a drug is noted as taken; a drug without a note counts as not taken."""
     return str(int(noted in ("1", "1.0")))
 
 

@@ -20,13 +20,13 @@ def chest_xrays(
 ) -> tuple[Tensor, Tensor]:
     """The chest x-rays of MedMNIST: images [n, 1, 28, 28] in [0, 1] and pneumonia (1) or not (0), [n].
 
-    As the file has them: copies differ in size and balance (4,708 are published for training), and a split may be
-    sorted by label, so draw rows at random before taking a part.
+    Rows are in the file's order: copies differ in size and balance (4,708 are published for training), and a split may
+    be sorted by label, so draw rows at random before you use a part.
 
     Args:
         split: "train", "val" or "test".
-        folder: Holds ``pneumoniamnist.npz``, directly or in ``pneumoniamnist``.
-        download: Download it where it is missing (4 MB).
+        folder: The folder with ``pneumoniamnist.npz``, directly or in ``pneumoniamnist``.
+        download: Whether to download it if it is missing (4 MB).
     """
     name = "pneumoniamnist"
     root = download_files(name, folder) if download else data_folder(folder)

@@ -1,1 +1,1 @@
-"""The engine inside other people's training loops: Lightning, Hugging Face. Each needs its package (an extra)."""
+"""The engine inside other training loops: Lightning and Hugging Face. Each needs its package (an extra)."""

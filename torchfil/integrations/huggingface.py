@@ -49,27 +49,27 @@ class FILTrainer(Trainer):
         trainer.train()
         trainer.engine.leakage()
 
-    Every batch is one :meth:`FILPrivacyEngine.train_step`. What ``TrainingArguments`` calls ``max_grad_norm`` is C, the
-    clipping threshold of every example. A step's batch is drawn by Poisson sampling with a mean size of
-    ``per_device_train_batch_size`` · ``gradient_accumulation_steps``; it is computed in pieces that fit into
-    ``Execution(max_memory=…)``, so that accumulation costs no memory.
+    Every batch is one :meth:`FILPrivacyEngine.train_step`. ``max_grad_norm`` of ``TrainingArguments`` is C, the
+    clipping threshold of every example. Poisson sampling draws each step's batch, with a mean size of
+    ``per_device_train_batch_size`` · ``gradient_accumulation_steps``; it is processed in pieces that fit into
+    ``Execution(max_memory=…)``, so accumulation costs no memory.
 
-    Several devices, with ``torchrun`` or ``accelerate launch``: as in ``Trainer``, that many per device. Rank 0 writes
-    the table and checkpoints. Before reading on one rank, call ``trainer.engine.gather()`` on all.
+    On several devices (``torchrun`` or ``accelerate launch``) this is the mean size per device, as in ``Trainer``.
+    Rank 0 writes the table and checkpoints. Before reading on one rank, call ``trainer.engine.gather()`` on all.
 
-    The loss is the model's own, on each example alone (:class:`ModelLoss`): by ``config.problem_type``, per token where
-    labels are tokens, with ``label_smoothing_factor``. That is checked on examples of the first batch.
+    The loss is the model's own, on each example alone (:class:`ModelLoss`): by ``config.problem_type``, per token if
+    labels are tokens, with ``label_smoothing_factor``. It is checked on examples of the first batch.
 
-    The loss that the trainer logs is that of the plain batch: it is not private. The ``grad_norm`` that it logs belongs
-    to the released, noisy gradient.
+    The loss that the trainer logs is the loss of the plain batch: it is not private. The ``grad_norm`` that it logs is
+    the norm of the released, noisy gradient.
 
     Guarantees:
         * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`, on several devices
           with ``DifferentiallyPrivateDistributedDataParallel``. Gradients are summed once, clipped and noisy.
         * Batches of an evaluation are not accounted for.
-        * Checkpoints hold the accounting (:data:`STATE_FILE`, as confidential as the table). A run that is resumed from
-          one has the weights, ε and ledger of an uninterrupted run, bit for bit where collating draws no random
-          numbers; one without it is refused.
+        * Checkpoints hold the accounting (:data:`STATE_FILE`, as confidential as the table). A resumed run has the
+          weights, ε and ledger of an uninterrupted run, bit for bit if collating draws no random numbers. A checkpoint
+          without the accounting is refused.
         * fp16, several GPUs in one process, sharded models (FSDP, DeepSpeed), compiled models, ``compute_loss_func``
           and an overridden ``compute_loss`` raise at construction.
         * After ``train()`` the model is a plain module again.
@@ -78,10 +78,10 @@ class FILTrainer(Trainer):
         *args: As in ``Trainer``.
         privacy: Options of :meth:`FILPrivacyEngine.make_private`; with ``target_epsilon``, ``target_delta`` and
             ``epochs`` of :meth:`FILPrivacyEngine.make_private_with_epsilon`.
-        criterion: Another loss, of (logits, labels); it must weight all examples equally, which is checked. None: the
-            model's own.
-        engine: None: a new one. It accounts for one call of ``train()``.
-        leakage_path: Where the table is written, as CSV; None: nowhere.
+        criterion: Another loss, a function of (logits, labels); it must weight all examples equally, which is checked.
+            None: the model's own loss.
+        engine: The engine, which accounts for one call of ``train()``; None: a new one.
+        leakage_path: The CSV file to which the table is written; None: no file.
         delta: δ, for the table's ``individual_epsilon``.
         **options: As in ``Trainer``.
     """
@@ -127,7 +127,7 @@ class FILTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Make model, optimizer and loader private; called once, when training starts."""
-        # The same loader, with batches as plain dicts and with its own random numbers, which a checkpoint holds.
+        # The same loader, with batches as plain dicts and with its own generator, whose state a checkpoint holds.
         plain = super().get_train_dataloader()
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
         several = self.args.world_size > 1
@@ -158,19 +158,19 @@ class FILTrainer(Trainer):
         self.optimizer = OptimizerOfTheLoop(optimizer)
         self._pass.loader = private_loader
 
-        # Opacus learns from the first batch what an empty one looks like.
+        # Opacus copies the form of an empty batch from the first batch it sees.
         private_loader.plain_collate_fn([private_loader.plain_dataset[0]])
         return private_loader
 
     def _batches_of_ranks(self, dataset: Any, seed: int) -> BatchSampler:
-        """What this rank draws; with Poisson sampling it only tells the size of all ranks' batches together."""
+        """The batches of this rank; with Poisson sampling, only their size matters: that of all ranks together."""
         size, drop_last = self._train_batch_size, self.args.dataloader_drop_last
         if self.privacy.get("poisson_sampling", True):
             return BatchSampler(RandomSampler(dataset), self.args.world_size * size, drop_last)
         return BatchSampler(DistributedSampler(dataset, seed=seed, drop_last=True), size, drop_last)
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> tuple[Any, Any]:
-        """As in ``Trainer``, without torch's wrapper: a step is never taken through it, and its memory is wanted."""
+        """As in ``Trainer``, without torch's wrapper: no step goes through it, and this frees its memory."""
         model, loader = super()._prepare_for_training(*args, **options)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = self.model_wrapped = model.module
@@ -179,7 +179,7 @@ class FILTrainer(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """A whole private step; the trainer's own ``optimizer.step()`` does nothing after it.
 
-        Poisson sampling can draw nobody: such a step releases noise alone, and its loss is 0.
+        Poisson sampling can draw an empty batch: such a step releases only noise, and its loss is 0.
         """
         model.train()
         batch, labels = self._split(self._prepare_inputs(inputs))
@@ -195,14 +195,14 @@ class FILTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of a batch of an evaluation, with the labels kept from the model."""
+        """The loss of an evaluation batch; the model does not get the labels."""
         batch, labels = self._split(inputs)
         outputs = model(**batch)
         loss = self.loss(outputs, labels)
         return (loss, outputs) if return_outputs else loss
 
     def _autocast(self) -> Any:
-        """The precision of training, also for the parts of the model that accelerate does not reach."""
+        """Autocast to the precision of training, including the parts of the model that accelerate does not cover."""
         if self.accelerator.mixed_precision == "no":
             return contextlib.nullcontext()
         return torch.autocast(self.args.device.type, torch.bfloat16)
@@ -220,7 +220,7 @@ class FILTrainer(Trainer):
         if len(names) == 1:
             labels = labels[names[0]]
             shift = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
-            if shift is not None and "decoder_input_ids" not in inputs:  # from labels, which the model is not given
+            if shift is not None and "decoder_input_ids" not in inputs:  # made from labels, hidden from the model
                 inputs["decoder_input_ids"] = shift(labels=labels)
         return inputs, labels
 
@@ -228,7 +228,7 @@ class FILTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        state = {"engine": self.engine.state_dict(), "pass_start": self._pass.start}  # of all ranks
+        state = {"engine": self.engine.state_dict(), "pass_start": self._pass.start}  # collective: on all ranks
         if not self.args.should_save:
             return
         with sealed_when_complete(Path(output_dir) / STATE_FILE) as file:
@@ -242,7 +242,7 @@ class FILTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _checkpoint_with_state(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """The checkpoint's folder; raises unless it holds the accounting."""
+        """The checkpoint's folder; raises an error unless it holds the accounting."""
         if not resume_from_checkpoint:
             return None
         folder = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
@@ -257,7 +257,7 @@ class FILTrainer(Trainer):
 
     @contextlib.contextmanager
     def _weights_kept_until_resumed(self, checkpoint: str | None) -> Iterator[None]:
-        """Inside, a checkpoint whose accounting is refused leaves the model as it was."""
+        """Inside, if a checkpoint's accounting is refused, the model keeps its weights."""
         before = copy.deepcopy(self.model.state_dict()) if checkpoint is not None else None
         try:
             yield
@@ -268,12 +268,12 @@ class FILTrainer(Trainer):
 
 
 class _PassOverData(TrainerCallback):
-    """Keeps the random numbers with which the present pass over the data began: a resumed one skips what it had read.
+    """Keeps the generator's state from the start of the current pass over the data, so a resumed pass can repeat it.
 
     Attributes:
         loader: The private loader.
-        start: The state of its generator at the start of the present pass.
-        resumed_start: That of a checkpoint's pass.
+        start: The state of its generator at the start of the current pass.
+        resumed_start: The same for a checkpoint's pass.
     """
 
     def __init__(self) -> None:
@@ -283,7 +283,7 @@ class _PassOverData(TrainerCallback):
         self._began = False
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note the generator's state, or go back to it where a pass was left in the middle."""
+        """Record the generator's state, or restore it if a pass was interrupted."""
         generator = self.loader.generator
         if isinstance(getattr(self.loader.batch_sampler, "sampler", None), DistributedSampler):
             self.loader.batch_sampler.sampler.set_epoch(int(state.epoch or 0))
@@ -295,13 +295,13 @@ class _PassOverData(TrainerCallback):
 
 
 class _LossOfLogits:
-    """The user's loss, as one of outputs and labels."""
+    """The user's loss as a function of outputs and labels."""
 
     def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor], label_smoothing: float) -> None:
         if label_smoothing:
             raise ValueError(
-                f"label_smoothing_factor={label_smoothing} does not reach criterion=; smooth there, e.g. with "
-                "nn.CrossEntropyLoss(label_smoothing=…)"
+                f"label_smoothing_factor={label_smoothing} has no effect on criterion=; smooth the labels there, e.g. "
+                "with nn.CrossEntropyLoss(label_smoothing=…)"
             )
         check_unweighted_mean(criterion)
         self.criterion = criterion
@@ -312,7 +312,7 @@ class _LossOfLogits:
 
 
 class _AsDict:
-    """Collates as before, into a plain dict, which can carry example ids out of a worker."""
+    """Collates as before, but into a plain dict, which can carry example ids out of a worker."""
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.collate_fn = collate_fn
@@ -323,9 +323,9 @@ class _AsDict:
 
 @contextlib.contextmanager
 def _one_batch_a_step(trainer: Any) -> Iterator[None]:
-    """Inside, a step has one batch of the mean size that accumulation would give it.
+    """Inside, each step has one batch, whose mean size is that of all accumulated batches.
 
-    Poisson batches cannot be accumulated: several draws under one noise would be another mechanism.
+    Poisson batches cannot be accumulated: several draws with one noise would be another mechanism.
     """
     args, steps, size = trainer.args, trainer.args.gradient_accumulation_steps, trainer._train_batch_size
     args.gradient_accumulation_steps, trainer._train_batch_size = 1, steps * size
@@ -340,7 +340,7 @@ def _count(labels: Any) -> int:
 
 
 def _check_privacy(privacy: Mapping[str, Any]) -> None:
-    """Raise for options that are set elsewhere."""
+    """Raise an error for options that are set elsewhere."""
     elsewhere = {
         "max_grad_norm": "TrainingArguments(max_grad_norm=…)",
         "criterion": "FILTrainer(criterion=…)",
@@ -353,7 +353,7 @@ def _check_privacy(privacy: Mapping[str, Any]) -> None:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Raise for runs whose steps the accounting would not describe."""
+    """Raise an error for runs whose steps the accounting would not describe."""
     args = trainer.args
     if trainer.accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
@@ -370,7 +370,7 @@ def _check_trainer(trainer: Any) -> None:
         )
 
     reasons = {
-        "torch_compile": "the accounting differentiates the model as it is written",
+        "torch_compile": "the accounting differentiates the uncompiled model",
         "auto_find_batch_size": "a restarted run would be accounted for only once",
     }
     for name, reason in reasons.items():

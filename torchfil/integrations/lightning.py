@@ -43,31 +43,31 @@ class FILCallback(pl.Callback):
         pl.Trainer(max_epochs=3, callbacks=[callback]).fit(model, loader)
         callback.engine.leakage()
 
-    ``training_step`` stays as it is. Checkpoints of the trainer hold the accounting, too: with ``fit(ckpt_path=…)`` it
-    goes on. They are then as confidential as the table. The losses and metrics that are logged are not private.
+    ``training_step`` stays as it is. The trainer's checkpoints also hold the accounting: ``fit(ckpt_path=…)`` continues
+    it. Keep them as confidential as the table. Logged losses and metrics are not private.
 
-    Several devices: ``Trainer(devices=8, strategy="ddp")``. As in Lightning, a step has ``batch_size`` examples of
-    every device; the table is written by rank 0. Before reading on one rank, call ``callback.engine.gather()`` on all.
+    On several devices, use ``Trainer(devices=8, strategy="ddp")``. As in Lightning, a step has ``batch_size`` examples
+    per device. Rank 0 writes the table. Before reading on one rank, call ``callback.engine.gather()`` on all.
 
     Guarantees:
         * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`, on several devices
           with ``DifferentiallyPrivateDistributedDataParallel``.
         * Gradients are summed once, clipped and noisy: the module is taken out of torch's ``DistributedDataParallel``,
-          which would average them before.
+          which would average them earlier.
         * float16, sharded models (FSDP, DeepSpeed), several optimizers or training loaders, gradient clipping by the
           trainer and reloaded loaders raise when the fit starts.
         * After the fit the model is a plain module again.
 
     Args:
-        engine: None: a new one. It accounts for one fit.
+        engine: The engine, which accounts for one fit; None: a new one.
         module: The name of the only submodule that ``training_step`` calls, as ``self.<module>(x)``; None: the
             LightningModule itself, called as ``self(x)``, or "training_step" if it has no ``forward``. With
             "training_step" the model is everything that ``training_step`` does before it calls a loss function of
             ``torch.nn.functional``, at the cost of one more forward pass.
-        path: Where the table is written, as CSV; None: nowhere.
-        delta: δ: the table then has ``individual_epsilon``, and ``epsilon`` is logged at the end of every epoch.
-        **options: Of :meth:`FILPrivacyEngine.make_private`, or with ``target_epsilon``, ``target_delta`` and ``epochs``
-            of :meth:`FILPrivacyEngine.make_private_with_epsilon`.
+        path: The CSV file to which the table is written; None: no file.
+        delta: δ: if given, the table has ``individual_epsilon``, and ``epsilon`` is logged after every epoch.
+        **options: Options of :meth:`FILPrivacyEngine.make_private`; with ``target_epsilon``, ``target_delta`` and
+            ``epochs`` of :meth:`FILPrivacyEngine.make_private_with_epsilon`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class FILCallback(pl.Callback):
         self._restored: Mapping[str, Any] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Swap the fit's optimizer and loader for private ones, and hook the model."""
+        """Replace the fit's optimizer and loader with private ones, and hook the model."""
         _check_trainer(trainer)
         if trainer.ckpt_path is not None and not self._restored:
             raise ValueError(
@@ -103,7 +103,7 @@ class FILCallback(pl.Callback):
                 "from the table. Resume from a checkpoint of a fit with FILCallback, or load only public weights."
             )
 
-        # Poisson sampling draws for all ranks by itself; other samplers are made a rank's own by Lightning.
+        # Poisson sampling itself draws for all ranks; for other samplers, Lightning gives each rank its part.
         poisson = self.options.get("poisson_sampling", True)
         with _samplers_kept(trainer) if poisson else contextlib.nullcontext():
             trainer.fit_loop.setup_data()
@@ -111,7 +111,7 @@ class FILCallback(pl.Callback):
         (optimizer,) = trainer.strategy.optimizers
         redirected, options = self._redirection(pl_module, loader)
 
-        # Torch's wrapper has given all ranks the same weights, which is all that is wanted of it.
+        # Torch's wrapper has given all ranks the same weights; it is not needed any more.
         trainer.strategy.model = pl_module
         model = shared_by(trainer.world_size, redirected.twin)
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.options else "make_private"
@@ -121,7 +121,7 @@ class FILCallback(pl.Callback):
         if self._restored:
             self.engine.load_state_dict(self._restored)
 
-        # The loop has built its iterator on the plain loader already; it starts anew on the private one.
+        # The loop has already built its iterator on the plain loader; it starts again on the private one.
         trainer.strategy.optimizers = [optimizer]
         _set_loader(trainer, loader)
 
@@ -158,9 +158,9 @@ class FILCallback(pl.Callback):
     def _loader_of_whole_steps(
         self, trainer: Any, loader: DataLoader[Any], *, poisson_sampling: bool
     ) -> DataLoader[Any]:
-        """The loader of batches as large as those that a step of the fit has, over accumulation and devices.
+        """A loader whose batch is the whole batch of a step, over accumulation and devices.
 
-        Poisson batches cannot be accumulated: several draws under one noise would be another mechanism.
+        Poisson batches cannot be accumulated: several draws with one noise would be another mechanism.
         """
         self._accumulated = trainer.accumulate_grad_batches
         draws_for_all = poisson_sampling and not isinstance(loader.sampler, DistributedSampler)
@@ -173,7 +173,7 @@ class FILCallback(pl.Callback):
                 "batch_sampler: pass batch_size= instead, which determines the size of a step"
             )
 
-        # one loader's batch is then one step's, and the trainer accumulates no more
+        # one batch of the loader is then the batch of one step, and the trainer does not accumulate
         trainer.accumulate_grad_batches = 1
         return DataLoader(
             loader.dataset,
@@ -195,7 +195,7 @@ class FILCallback(pl.Callback):
                 pl_module if self.module is None else pl_module.get_submodule(self.module), own
             ), self.options
 
-        # The model takes whole batches, targets too, which are not private for that.
+        # The model takes whole batches, including targets, but this does not make targets private.
         to_inputs = self.options.get("batch_to_inputs")
         default = private_but_targets(loader.collate_fn([loader.dataset[0]]), to_inputs)
         options = {"private": default, **self.options}
@@ -204,7 +204,7 @@ class FILCallback(pl.Callback):
 
 
 def _set_loader(trainer: Any, loader: DataLoader[Any]) -> None:
-    """Let the fit read this loader, and no other."""
+    """Make the fit read this loader only."""
     fit = trainer.fit_loop
     fit._data_source = type(fit._data_source)(loader, "train_dataloader")
     fit._combined_loader = None
@@ -241,7 +241,7 @@ def _only_loader(trainer: Any) -> DataLoader[Any]:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Raise for fits whose steps the accounting would not describe."""
+    """Raise an error for fits whose steps the accounting would not describe."""
     _check_strategy(trainer)
     if trainer.precision not in ("32-true", "64-true", "bf16-mixed", "bf16-true"):
         raise ValueError(
@@ -250,7 +250,7 @@ def _check_trainer(trainer: Any) -> None:
             "'32-true'."
         )
 
-    # What the trainer would do to gradients, loaders and optimizers behind the engine's back
+    # The trainer must not change gradients, loaders or optimizers without the engine
     if trainer.gradient_clip_val:
         raise ValueError(
             f"gradient_clip_val={trainer.gradient_clip_val} would clip a gradient that is then replaced by the private "
@@ -269,7 +269,7 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _check_strategy(trainer: Any) -> None:
-    """Raise for ways to train on several devices that cannot be accounted for."""
+    """Raise an error for strategies on several devices that cannot be accounted for."""
     kinds = [base.__name__ for base in type(trainer.strategy).__mro__]
     is_parallel = "DDPStrategy" in kinds and isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
     if not is_parallel and "SingleDeviceStrategy" not in kinds:

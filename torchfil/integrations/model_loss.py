@@ -1,7 +1,7 @@
 """The loss that a Hugging Face model computes itself, as a function of its outputs and labels.
 
-A model's ``out.loss`` is a mean over a batch, in which tokens of long texts outvote those of short ones. Privacy needs
-the loss of one example: ℓ_i is ``out.loss`` on a batch of example i alone, and a batch's loss is the mean of those.
+A model's ``out.loss`` is a mean over all tokens of a batch, so a long text weighs more than a short one. Privacy needs
+the loss of one example: ℓ_i is ``out.loss`` on a batch of example i alone, and a batch's loss is the mean of all ℓ_i.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXAMPLES_TO_LOOK_AT = 4
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # many models compute their loss in float32
 _LOOSE_TOLERANCE = 3e-2  # half precision
 
-# What the name of a model's class says of its loss; the first that fits counts.
+# The loss that the name of a model's class implies; the first match counts.
 _KINDS = {
     "ForSequenceClassification": "sequence",
     "ForImageClassification": "sequence",
@@ -57,13 +57,13 @@ class ModelLoss:
     =============  ==============================================================================
 
     Guarantees:
-        * :meth:`check` compares it with the model's own number, and raises where they differ.
-        * An example all of whose labels are −100 has the loss 0 (the model's own is 0/0).
+        * :meth:`check` compares it with the model's own number, and raises an error if they differ.
+        * If all labels of an example are −100, its loss is 0 (the model's own is 0/0).
 
     Attributes:
         kind: A row of the table.
-        config: The model's.
-        label_smoothing: Of cross entropies, as in ``torch.nn.CrossEntropyLoss``.
+        config: The model's configuration.
+        label_smoothing: The smoothing of cross entropies, as in ``torch.nn.CrossEntropyLoss``.
 
     Example:
         >>> from types import SimpleNamespace
@@ -81,12 +81,12 @@ class ModelLoss:
         """The loss of this model.
 
         Raises:
-            ValueError: It cannot be inferred from the model's class.
+            ValueError: The model's class does not show which loss it has.
         """
         unwrap: Any = getattr(model, "get_base_model", None)  # peft's
         inner = unwrap() if unwrap is not None else model
         name, config = type(inner).__name__, getattr(inner, "config", None)
-        classes = " ".join(part.__name__ for part in type(inner).__mro__)  # its own, then those that it derives from
+        classes = " ".join(part.__name__ for part in type(inner).__mro__)  # its class, then the base classes
         kind = next((kind for part, kind in _KINDS.items() if part in classes), None)
         if kind is None or config is None:
             raise ValueError(
@@ -94,16 +94,16 @@ class ModelLoss:
                 "FILTrainer(criterion=a function of (logits, labels)), a mean over examples."
             )
         if kind == "next tokens" and getattr(config, "is_encoder_decoder", False):
-            kind = "tokens"  # the decoder's inputs are shifted already
+            kind = "tokens"  # the decoder's inputs are already shifted
         return cls(kind, config, label_smoothing)
 
     @property
     def __name__(self) -> str:
-        """For messages."""
+        """The name in messages."""
         return f"the model's own loss, {self.kind}"
 
     def __call__(self, outputs: Mapping[str, Tensor], labels: Labels) -> Tensor:
-        """The mean of ℓ over examples; labels by name where there are several."""
+        """The mean of ℓ over examples; several labels come as a dict by name."""
         return self.by_example(outputs, labels).mean()
 
     def by_example(self, outputs: Mapping[str, Tensor], labels: Labels) -> Tensor:
@@ -126,7 +126,7 @@ class ModelLoss:
         return F.binary_cross_entropy_with_logits(logits, numbers, reduction="none").flatten(1).mean(dim=1)
 
     def _problem(self, labels: Tensor) -> str:
-        """What is predicted, as the model decides it."""
+        """The kind of prediction, chosen as the model chooses it."""
         if self.kind != "sequence":
             return _SINGLE
         if self.config.problem_type is not None:
@@ -136,7 +136,7 @@ class ModelLoss:
         return _SINGLE if labels.dtype in (torch.long, torch.int) else _MULTI
 
     def _by_token(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy, a mean over the labels of each example that count: logits [batch, …, classes]."""
+        """Cross entropy, a mean over each example's labels that are not −100: logits [batch, …, classes]."""
         losses = F.cross_entropy(
             logits.movedim(-1, 1),
             labels.long(),
@@ -148,16 +148,16 @@ class ModelLoss:
         return losses.reshape(len(labels), -1).sum(dim=1) / counted.clamp(min=1)
 
     def _at(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Cross entropy of a position, logits [batch, positions]; one that lies behind the text does not count."""
+        """Cross entropy of a position, logits [batch, positions]; positions after the end of the text do not count."""
         positions = positions.reshape(len(logits)).clamp(min=0)
         return self._by_token(_precise(logits), positions.where(positions < logits.shape[1], _IGNORED))
 
     # ------------------------------------------------------------------ at the first batch
 
     def check(self, model: nn.Module, inputs: Mapping[str, Any], labels: Labels) -> None:
-        """Raise unless the labels fit the outputs, and this is the model's own loss on each of a few examples.
+        """Raise an error unless the labels fit the outputs, and this is the model's own loss on a few examples.
 
-        Random numbers drawn for it are given back.
+        The state of the random number generators does not change.
 
         Raises:
             ValueError: The labels cannot be right, or the model computes another loss.
@@ -172,7 +172,7 @@ class ModelLoss:
                 self._check_own(model(**one, **by_name), its_labels)
 
     def check_labels(self, logits: Tensor, labels: Tensor) -> None:
-        """Raise for labels whose shape, dtype or values cannot be right for such logits."""
+        """Raise an error for labels whose shape, dtype or values cannot be right for such logits."""
         problem, classes = self._problem(labels), logits.shape[-1]
         given = (
             f"labels {list(labels.shape)} of {labels.dtype} with logits {list(logits.shape)} ({self.kind}, {problem})"
@@ -186,22 +186,22 @@ class ModelLoss:
         if labels.is_floating_point() or not fits or classes < 2:
             raise ValueError(
                 f"{given}: integers {list(expected)} below the number of classes, {classes}, are needed, and at least "
-                "two classes. To predict numbers, set problem_type='regression' in the model's config, for several "
-                "labels at once 'multi_label_classification'."
+                "two classes. Set problem_type in the model's config: 'regression' to predict numbers, "
+                "'multi_label_classification' to predict several labels at once."
             )
         outside = labels[(labels != _IGNORED) & ((labels < 0) | (labels >= classes))]
         if outside.numel():
             raise ValueError(f"{given}: label {int(outside[0])} is not one of the classes 0 to {classes - 1}")
 
     def _check_numbers(self, logits: Tensor, labels: Tensor, given: str) -> None:
-        """Raise unless there is a floating-point label for each logit, as regression and several labels need it."""
+        """Raise an error unless each logit has a floating-point label, as regression and several labels need."""
         if not labels.is_floating_point():
             raise ValueError(
                 f"{given}: the loss takes floating-point labels. Convert them (labels.float()), or give the model a "
                 "class for each integer (num_labels=…, problem_type='single_label_classification')."
             )
         if labels.shape != logits.shape and not (logits.shape[-1] == 1 and labels.numel() == logits.numel()):
-            raise ValueError(f"{given}: one number for each logit is needed, {list(logits.shape)}")
+            raise ValueError(f"{given}: give one number for each logit, labels of shape {list(logits.shape)}")
         if self.label_smoothing:
             raise ValueError(
                 f"{given}: label_smoothing_factor={self.label_smoothing} smooths the choice among classes, but there "
@@ -209,14 +209,14 @@ class ModelLoss:
             )
 
     def _check_own(self, outputs: Mapping[str, Any], labels: Labels) -> None:
-        """Raise unless ``out.loss`` is this loss; nothing is said of an example whose own loss is none."""
+        """Raise an error unless ``out.loss`` is this loss; an example without a finite ``out.loss`` is skipped."""
         own = outputs.get("loss")
         if own is None or not bool(own.isfinite().all()):
             return
         ours, theirs = float(replace(self, label_smoothing=0.0)(outputs, labels)), float(own)
         if abs(ours - theirs) > _TOLERANCE.get(own.dtype, _LOOSE_TOLERANCE) * max(abs(theirs), 1e-3):
             raise ValueError(
-                f"the model's own loss on one example is {theirs:.6g}, that of FILTrainer ({self.kind}) {ours:.6g}: "
+                f"the model's own loss on one example is {theirs:.6g}, but FILTrainer's ({self.kind}) is {ours:.6g}: "
                 "the model adds or weights something that its logits do not show (an auxiliary loss, class weights). "
                 "Pass the loss you want as criterion=, a function of (logits, labels) that averages over examples."
             )
@@ -227,5 +227,5 @@ def _row(i: int, leaf: Tensor) -> Tensor:
 
 
 def _precise(logits: Tensor) -> Tensor:
-    """Losses are computed in float32 at least."""
+    """The logits in at least float32, the lowest precision in which losses are computed."""
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()

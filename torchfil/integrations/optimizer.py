@@ -1,4 +1,4 @@
-"""The optimizer as other people's loops see it, where the engine has taken the step already."""
+"""The optimizer that another training loop sees if the engine has already taken the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["OptimizerOfTheLoop"]
 
 
 class OptimizerOfTheLoop(optim.Optimizer):
-    """Parameter groups and state of another optimizer, for schedulers and checkpoints; ``step()`` does nothing.
+    """Shows an optimizer's parameter groups and state to schedulers and checkpoints; ``step()`` does nothing.
 
     Args:
         optimizer: The private optimizer, which ``engine.train_step`` calls.
@@ -30,29 +30,29 @@ class OptimizerOfTheLoop(optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Of the private optimizer."""
+        """The private optimizer's parameter groups."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Of the private optimizer."""
+        """The private optimizer's state."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> Any:  # type: ignore[override]
-        """Of the private optimizer."""
+        """The private optimizer's defaults."""
         return self.optimizer.defaults
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Nothing: the engine has taken the step."""
+        """Do nothing: the engine has already taken the step."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the engine clears gradients."""
+        """Do nothing: the engine clears gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the private optimizer."""
+        """The private optimizer's ``state_dict()``."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of the private optimizer."""
+        """Load the private optimizer's state."""
         self.optimizer.load_state_dict(state_dict)

@@ -1,7 +1,7 @@
-"""A module whose calls in training go through the engine, though other code holds and calls it as it is.
+"""A module whose calls in training go through the engine, although other code holds and calls the module itself.
 
-Lightning needs its own module, so that the model is not wrapped. Its ``forward`` is replaced on the instance instead,
-and the engine is given a second module object with the same parts and parameters, whose ``forward`` is the plain one.
+Lightning needs its own module, so the model cannot be wrapped. Instead, its ``forward`` is replaced on the instance,
+and the engine gets a second module object with the same parts and parameters and the plain ``forward``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["Redirected"]
 
 
 class Redirected:
-    """Leads the calls of a module in training to a private one.
+    """Redirects a module's calls in training to a private module.
 
     Args:
         module: The module that other code calls.
-        own: Names of attributes that are the other code's own and no part of the model.
+        own: Names of attributes that belong to the other code and not to the model.
 
     Attributes:
-        twin: What the engine is given: another module object with the very same children, parameters and buffers.
+        twin: The module for the engine: another object with the very same children, parameters and buffers.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -47,9 +47,9 @@ class Redirected:
             vars(self.twin)[name] = None
 
     def to(self, private: Any) -> None:
-        """From now on, calls in training go to the private module that was made of :attr:`twin`."""
+        """From now on, calls in training go to the private module made from :attr:`twin`."""
         plain = self.module.forward
-        for name in self._own & vars(self.module).keys():  # the twin was copied without them; it may ask the trainer
+        for name in self._own & vars(self.module).keys():  # the copy left them out; the twin may need the trainer
             if not isinstance(vars(self.module)[name], int | float | str | dict | list | None):
                 vars(self.twin)[name] = vars(self.module)[name]
 
@@ -62,9 +62,9 @@ class Redirected:
         self.module.forward = forward
 
     def undo(self) -> None:
-        """The module is as it was."""
+        """Restore the module's own ``forward``."""
         vars(self.module).pop("forward", None)
 
     def _follow(self) -> None:
-        """Take over what was set on the module since: its mode, its plain attributes."""
+        """Copy the module's current mode and plain attributes to the twin."""
         vars(self.twin).update({name: value for name, value in vars(self.module).items() if name not in self._own})

@@ -21,9 +21,9 @@ def write_table(
     The file is confidential: only its owner may read it. It is replaced only when complete.
 
     Args:
-        engine: Of the run; all of its ranks must call this (collective).
+        engine: The run's engine; all of its ranks must call this (collective).
         path: The file.
-        delta: δ of the individual ε; None: without.
+        delta: δ of the individual ε; None: the table has no ``individual_epsilon``.
         here: Whether this rank writes.
     """
     engine.gather()

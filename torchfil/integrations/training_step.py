@@ -1,7 +1,7 @@
-"""A Lightning module as a model whose outputs are what its ``training_step`` hands to the loss function.
+"""A Lightning module as a model whose outputs are what its ``training_step`` passes to the loss function.
 
-For modules without their own ``forward``, or whose ``training_step`` calls several parts one after the other:
-the model is all that happens up to the call of a loss of ``torch.nn.functional``, its inputs are the whole batch. The
+For modules without their own ``forward``, or whose ``training_step`` calls several parts one after the other. The model
+is everything up to the call of a loss of ``torch.nn.functional``, and its inputs are the whole batch. The
 ``training_step`` itself then runs as written, except for the loss's first argument, which is that model's output.
 """
 
@@ -37,7 +37,7 @@ _LOSSES = {
     F.multilabel_soft_margin_loss,
     F.multi_margin_loss,
 }
-_STEPS_BETWEEN_LOOKS = 128  # at whether a part of the loss goes round the outputs
+_STEPS_BETWEEN_LOOKS = 128  # between checks whether part of the loss does not go through the outputs
 _REMEDY = (
     "Define forward(), which computes the model's outputs, and call it in training_step, once: loss(self(x), y); or "
     "name the only submodule that training_step calls: FILCallback(module=…)."
@@ -45,15 +45,15 @@ _REMEDY = (
 
 
 class StepRedirected:
-    """Leads a module's ``training_step`` through the engine.
+    """Sends a module's ``training_step`` through the engine.
 
     Args:
         module: The LightningModule.
-        own: Names of attributes that are Lightning's own and no part of the model.
+        own: Names of attributes that belong to Lightning and not to the model.
 
     Attributes:
-        twin: What the engine is given: another object with the same parts, whose ``forward`` takes a batch's items and
-            gives the loss's first argument.
+        twin: The module for the engine: another object with the same parts, whose ``forward`` takes a batch's items
+            and returns the loss's first argument.
     """
 
     def __init__(self, module: nn.Module, own: frozenset[str]) -> None:
@@ -65,7 +65,7 @@ class StepRedirected:
         self._until_look = 0
 
     def to(self, private: Any) -> None:
-        """From now on, ``training_step`` goes through the private module that was made of :attr:`twin`."""
+        """From now on, ``training_step`` goes through the private module made from :attr:`twin`."""
         plain_step: Callable[..., Any] = self.module.training_step  # type: ignore[assignment]
 
         @functools.wraps(plain_step)
@@ -75,8 +75,8 @@ class StepRedirected:
             vars(self.twin).update({name: value for name, value in vars(self.module).items() if name not in self._own})
             outputs = private(**batch) if isinstance(batch, Mapping) else private(*_items(batch))
 
-            # The step itself runs without a graph up to its loss; now and then with one, which shows what else of the
-            # loss depends on the parameters.
+            # The step itself runs without a graph up to its loss; now and then with one, to find parts of the loss
+            # that depend on the parameters but not through the outputs.
             self._until_look = (self._until_look or _STEPS_BETWEEN_LOOKS) - 1
             look = self._until_look == _STEPS_BETWEEN_LOOKS - 1
             with torch.set_grad_enabled(look), _Substitute(outputs) as loss:
@@ -91,14 +91,14 @@ class StepRedirected:
         vars(self.module)["training_step"] = training_step
 
     def undo(self) -> None:
-        """The module is as it was."""
+        """Restore the module's own ``training_step``."""
         vars(self.module).pop("training_step", None)
 
 
 def private_but_targets(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None) -> Private | None:
-    """What is private by default where a model takes a whole batch: every floating-point item but the targets.
+    """What is private by default if a model takes a whole batch: every floating-point item except the targets.
 
-    None if that is what the engine takes anyway: targets that are no floating-point numbers.
+    None if the targets are not floating-point numbers: then the engine's default is the same.
 
     Example:
         >>> private_but_targets([torch.zeros(2, 3), torch.zeros(2)], None).inputs
@@ -130,12 +130,12 @@ class _UpToItsLoss:
         )
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Nothing: the step itself logs."""
+        """Do nothing: the step itself logs."""
 
     log_dict = print = toggle_optimizer = untoggle_optimizer = log
 
     def optimizers(self, *_: Any, **__: Any) -> Any:
-        """Something that does nothing: the step itself has the optimizer."""
+        """An object that does nothing: the step itself has the optimizer."""
         return _Inert()
 
 
@@ -145,7 +145,7 @@ class _Inert:
 
 
 class _LossReached(BaseException):
-    """Not an Exception: a training_step may catch those."""
+    """A BaseException, because a training_step may catch every Exception."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class _LossReached(BaseException):
 
 
 class _StopAtLoss(TorchFunctionMode):
-    """Raises where a loss function is called, with its first argument."""
+    """Raises :class:`_LossReached` with a loss function's first argument when the loss is called."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LOSSES:
@@ -162,7 +162,7 @@ class _StopAtLoss(TorchFunctionMode):
 
 
 class _Substitute(TorchFunctionMode):
-    """Calls a loss function with another first argument, and builds a graph from there on, until it goes backward."""
+    """Calls a loss function with another first argument, and builds a graph from there until ``backward()``."""
 
     def __init__(self, outputs: Tensor) -> None:
         super().__init__()
@@ -172,11 +172,11 @@ class _Substitute(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        self._went_backward = self._went_backward or func is Tensor.backward  # what follows is a step by hand
+        self._went_backward = self._went_backward or func is Tensor.backward  # a manual step follows
         if func not in _LOSSES or self._went_backward:
             return func(*args, **kwargs)
         self.calls += 1
-        torch.set_grad_enabled(True)  # as it was, at the end of the step
+        torch.set_grad_enabled(True)  # the mode returns to what it was at the end of the step
         kwargs.pop("input", None)
         return func(self.outputs, *args[1:], **kwargs)
 

@@ -28,9 +28,9 @@ Activation = Callable[[], nn.Module]
 def mnist_cnn(num_classes: int = 10, *, activation: Activation = nn.Tanh) -> nn.Sequential:
     """The MNIST network of Guo et al. 2022, Table 1: 30,762 parameters, inputs [batch, 1, 28, 28].
 
-    The table's last row is a fully connected layer of 10 units; its outputs are the logits, without the tanh
-    that would keep the loss from falling. Far from the data tanh saturates and hides the input from the gradient;
-    ``activation=nn.GELU`` does not.
+    The table's last row is a fully connected layer of 10 units; its outputs are the logits, without a tanh, which
+    would keep the loss from falling. Far from the data, tanh saturates and the gradient no longer depends on the
+    input; ``activation=nn.GELU`` does not saturate.
 
     Example:
         >>> sum(p.numel() for p in mnist_cnn().parameters())
@@ -83,7 +83,7 @@ def small_alexnet(
     Args:
         num_classes: d_y.
         in_channels: 3 for colour.
-        image_size: Height and width, at least 8; the default is that of the paper's LFW faces.
+        image_size: Height and width, at least 8; the default is the size of the paper's LFW faces.
         activation: Makes one activation module.
         pool: "average" or the paper's "max".
 
@@ -127,7 +127,7 @@ def fcnet(
     depth: int = 9,
     activation: Activation = nn.Tanh,
 ) -> nn.Sequential:
-    """FCNet of Mo et al. 2021, A.4: eight dense layers of 32 neurons and a ninth that gives the logits.
+    """FCNet of Mo et al. 2021, A.4: eight dense layers of 32 neurons and a ninth for the logits.
 
     Images are flattened: ``in_features`` is channels × height × width. The paper's activation is ReLU.
 
@@ -153,13 +153,13 @@ def resnet18(
 ) -> nn.Sequential:
     """ResNet-18 with GroupNorm for small images: a 3×3 stem without pooling, four stages of two blocks, mean, logits.
 
-    No operation works in place, which Opacus's hooks do not allow.
+    No operation works in place, because Opacus's hooks do not allow that.
 
     Args:
         num_classes: Outputs.
         in_channels: 3 for colour.
         width: Channels of the first stage, a multiple of ``groups``; later stages double it.
-        groups: Of every GroupNorm.
+        groups: The number of groups of every GroupNorm.
         activation: Makes one activation module; the original's is ReLU.
 
     Example:
@@ -223,7 +223,7 @@ def token_transformer(
 ) -> nn.Sequential:
     """A tiny pre-norm transformer for integer tokens [batch, at most ``length``]: embedding, encoder, mean, logits.
 
-    It is written from basic modules, so that it can be differentiated twice under ``torch.func`` and taken by Opacus.
+    It consists of basic modules, so ``torch.func`` can differentiate it twice, and Opacus supports it.
 
     Example:
         >>> model = token_transformer()
@@ -254,7 +254,7 @@ def vit_tiny(
 ) -> nn.Sequential:
     """ViT-Tiny (Touvron et al. 2021) for small images: squares of side ``patch`` as tokens, their mean for the classes.
 
-    Layers are those of :func:`token_transformer`, their hidden width is four times ``width``.
+    Layers are those of :func:`token_transformer`, with a hidden width of four times ``width``.
 
     Example:
         >>> sum(p.numel() for p in vit_tiny().parameters())
@@ -262,7 +262,7 @@ def vit_tiny(
     """
     height, breadth = _height_and_width(image_size)
     if height % patch or breadth % patch:
-        raise ValueError(f"image_size={(height, breadth)} cannot be cut into patches of {patch}×{patch} pixels")
+        raise ValueError(f"image_size={(height, breadth)} cannot be divided into patches of {patch}×{patch} pixels")
     return nn.Sequential(
         OrderedDict(
             patches=nn.Conv2d(in_channels, width, patch, stride=patch),
@@ -274,14 +274,14 @@ def vit_tiny(
 
 
 class _Tokens(nn.Module):
-    """[batch, width, height, width of the map] to [batch, places, width]."""
+    """From [batch, width, height, width of the map] to [batch, places, width]."""
 
     def forward(self, maps: Tensor) -> Tensor:
         return maps.flatten(2).mT.contiguous()
 
 
 class _Encoder(nn.Module):
-    """[batch, places, width] to [batch, width]: positions, ``depth`` pre-norm layers, a norm, the mean over places."""
+    """From [batch, places, width] to [batch, width]: positions, ``depth`` pre-norm layers, a norm, the mean."""
 
     def __init__(self, length: int, width: int, depth: int, heads: int, activation: Activation, hidden: int) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class _Encoder(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         if h.shape[1] > self.position.num_embeddings:
             raise ValueError(f"{h.shape[1]} tokens are more than length={self.position.num_embeddings}")
-        places = torch.arange(h.shape[1], device=h.device).repeat(h.shape[0], 1)  # Opacus wants a batch, no view of one
+        places = torch.arange(h.shape[1], device=h.device).repeat(h.shape[0], 1)  # Opacus needs a batch, not a view
         return self.norm(self.layers(h + self.position(places))).mean(dim=1)
 
 

@@ -1,9 +1,9 @@
 """What is private about an example: its inputs, some of their coordinates, its target, an embedding.
 
-A batch is handed over as a model takes it: one tensor, a tuple of positional inputs, or a dict of keyword
+A batch has the form that the model takes: one tensor, a tuple of positional inputs, or a dict of keyword
 inputs, each tensor with the examples along its first dimension. :class:`Private` says which coordinates
 an attacker wants; :class:`Examples` lays them out as one vector z of length d per example and puts them
-back, so that everything downstream is a function of z.
+back, so everything downstream is a function of z.
 """
 
 from torchfil.private.batches import Inputs, as_call, as_given, check_finite, check_finite_later, num_examples

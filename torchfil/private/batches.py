@@ -33,7 +33,7 @@ Path = tuple[Any, ...]
 
 
 def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments with which a model takes these inputs."""
+    """The positional and keyword arguments of a model's call with these inputs."""
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):
@@ -47,7 +47,7 @@ def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def as_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A call's inputs in the form in which a batch hands them over; by position and name where it has both.
+    """A call's inputs in the form of a batch; a dict by position and name if the call has both.
 
     Example:
         >>> as_given((1,), {}), as_given((1, 2), {}), as_given((1,), {"mask": 2})
@@ -59,14 +59,14 @@ def as_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class Input(NamedTuple):
-    """One input: where it lies in (args, kwargs), and what it is."""
+    """One input: its place in (args, kwargs), and its value."""
 
     path: Path
     value: Any
 
 
 def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Key, Input]:
-    """All inputs by position or name; those inside dicts, lists and tuples by a name with dots.
+    """All inputs by position or name; inputs inside dicts, lists and tuples have a name with dots.
 
     Example:
         >>> list(named_inputs((1, {"age": 2}), {"visit": {"dose": 3, "days": [4, 5]}}))
@@ -84,7 +84,7 @@ def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Key, 
         else:
             named[name] = Input(path, value)
             return
-        whole = len(args) == 1 and not kwargs and len(path) == 2  # nothing else is given, so that it needs no name
+        whole = len(args) == 1 and not kwargs and len(path) == 2  # the only input, so its parts need no prefix
         for key, part in parts:
             visit(str(key) if whole else f"{name}.{key}", (*path, key), part)
 
@@ -96,7 +96,7 @@ def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Key, 
 
 
 def with_value_at(tree: Any, path: Path, value: Any) -> Any:
-    """The same nested tuples, lists and dicts with another value at that place.
+    """A copy of nested tuples, lists and dicts with another value at this path.
 
     Example:
         >>> with_value_at(((1, {"a": 2}), {}), (0, 1, "a"), 5)
@@ -112,7 +112,7 @@ def with_value_at(tree: Any, path: Path, value: Any) -> Any:
 
 
 def is_mask(name: str) -> bool:
-    """Whether an input of that name says where something stands, not what; such inputs are not private by default.
+    """Whether an input of this name holds a mask or positions; such inputs are not private by default.
 
     Example:
         >>> [is_mask(name) for name in ("attention_mask", "position_ids", "pixel_values", "position")]
@@ -122,7 +122,7 @@ def is_mask(name: str) -> bool:
 
 
 def first_example(tree: Any) -> Any:
-    """Copies of the first rows of all tensors, in new memory; of an empty batch, rows of zeros."""
+    """Copies of the first rows of all tensors, in new memory; rows of zeros for an empty batch."""
 
     def row(leaf: Tensor) -> Tensor:
         return leaf[:1].clone() if len(leaf) else leaf.new_zeros((1, *leaf.shape[1:]))
@@ -131,7 +131,7 @@ def first_example(tree: Any) -> Any:
 
 
 def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
-    """The size of a batch, on which all its tensors must agree."""
+    """The number of examples in a batch, checked to be the same in all its tensors."""
     leaves = tensors_of((args, kwargs))
     if not leaves:
         raise ValueError("inputs hold no tensor")
@@ -148,9 +148,9 @@ def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
 
 
 def check_finite_later(args: Any, kwargs: Any, targets: Any) -> Callable[[], None]:
-    """Begin to look for NaN and infinity; the function that is returned raises where there are some.
+    """Start to look for NaN and infinity; the returned function raises an error if there are any.
 
-    On a GPU this runs while other work continues.
+    On a GPU the search runs while other work continues.
     """
     floating = [leaf for leaf in tensors_of((args, kwargs, targets)) if leaf.is_floating_point()]
     if not floating or any(leaf.device.type != "cuda" for leaf in floating):
@@ -167,7 +167,7 @@ def check_finite_later(args: Any, kwargs: Any, targets: Any) -> Callable[[], Non
 
 
 def check_finite(args: Any, kwargs: Any, targets: Any) -> None:
-    """Raise if an input or a target is NaN or infinite, naming the rows; masks may be infinite."""
+    """Raise an error that names the rows if an input or a target is NaN or infinite; masks may be infinite."""
     given = [(f"inputs[{i}]" if len(args) > 1 else "inputs", part) for i, part in enumerate(args)]
     given += [(f"inputs[{key!r}]", part) for key, part in kwargs.items()]
     for name, leaf in [(name, leaf) for name, part in (*given, ("targets", targets)) for leaf in tensors_of(part)]:

@@ -22,25 +22,25 @@ class Private:
     """Which coordinates of an example are private.
 
     Attributes:
-        inputs: Positions (tuple inputs) or names (dict inputs) of the private inputs; "visit.dose" is one inside a
-            dict. None: every floating-point input that is not a mask by its name, or no input at all if
+        inputs: Positions (tuple inputs) or names (dict inputs) of the private inputs; "visit.dose" names an input
+            inside a dict. None: every floating-point input whose name is not that of a mask, or no input at all if
             ``submodule`` is given.
         coordinates: The private coordinates of the private inputs (or of the submodules' outputs): a boolean
             mask that broadcasts to the shape of one example, or column numbers or a slice along the last
             dimension. A dict {input: coordinates} sets them for each input. None: all of them.
-        target: Whether the target is private, too; it must be floating-point (a regression's target, or
+        target: Whether the target is also private; it must be floating-point (a regression's target, or
             class probabilities).
-        submodule: The name, as in ``model.named_modules()``, of the submodule whose output is private, or several.
-            For integer inputs, name the embedding. The coordinates are then offsets from its output at
-            the current weights, and the integers themselves count as known to the attacker. One that is called
-            several times in a forward pass is private at each call ("table[0]", "table[1]", …).
+        submodule: The name, as in ``model.named_modules()``, of the submodule whose output is private, or several
+            names. For integer inputs, name the embedding. The coordinates are then offsets from its output at
+            the current weights, and the attacker is assumed to know the integers. If a submodule is called several
+            times in a forward pass, its output is private at each call ("table[0]", "table[1]", …).
         lengths: Which positions are the example's own, if batches are padded: the name of an input with a mask
             [batch, T] (not 0 at own positions) or lengths [batch], or a function from the inputs to either. A dict
-            {input or submodule: …} sets it for each. Coordinates of padding count neither in d nor in tr I. None: an
-            input called ``attention_mask``, else tokens that are not the embedding's ``padding_idx`` (or the
-            configuration's ``pad_token_id``), else all positions.
+            {input or submodule: …} sets it for each. Coordinates of padding count neither in d nor in tr I. None: use
+            an input called ``attention_mask``; without one, tokens that are not the embedding's ``padding_idx`` (or
+            the configuration's ``pad_token_id``); without a padding token, all positions.
         max_length: The largest number of positions of a private text. Sums by coordinate (``track="diagonal"``, …) need
-            it if batches are padded to their own longest: all are laid out for this many positions.
+            it if each batch is padded to its longest text: every batch is laid out for this many positions.
 
     Example:
         >>> Private(coordinates=[0, 2])
@@ -71,14 +71,14 @@ class Private:
         return (self.submodule,) if isinstance(self.submodule, str) else tuple(self.submodule)
 
     def lengths_of(self, *keys: Key) -> Lengths | None:
-        """What is said of the own positions of a private tensor that goes by these names."""
+        """``lengths`` for the private tensor with one of these names."""
         if not isinstance(self.lengths, Mapping):
             return self.lengths
         return next((self.lengths[key] for key in keys if key in self.lengths), None)
 
 
 def superpixel(segments: Tensor, label: int) -> Tensor:
-    """The mask of one superpixel: ``segments == label``, for a map of integer labels [..., H, W].
+    """The mask of one superpixel: ``segments == label``, where ``segments`` holds integer labels [..., H, W].
 
     Example:
         >>> superpixel(torch.tensor([[0, 1], [1, 2]]), 1)
@@ -106,7 +106,7 @@ def private_inputs(named: Mapping[Key, Input], names: Mapping[Key, str], private
     Args:
         named: All inputs.
         names: What the model calls its positional inputs.
-        private: What the user says.
+        private: The user's choice.
     """
     if private.inputs is None:
         return [] if private.submodules else floating_inputs(named, names)
@@ -128,7 +128,7 @@ def private_inputs(named: Mapping[Key, Input], names: Mapping[Key, str], private
 
 
 def nothing_private(named: Mapping[Key, Input], embeddings: Sequence[str] = ()) -> str:
-    """The error if nothing is private; it names the embeddings whose outputs could be."""
+    """The error's text if nothing is private; it names the embeddings whose outputs could be."""
     kinds = {key: str(given.value.dtype) for key, given in named.items() if isinstance(given.value, Tensor)}
     floats = any("float" in kind for kind in kinds.values())
     masks = " except masks, which are not private by default" if floats else ""
@@ -141,13 +141,13 @@ def nothing_private(named: Mapping[Key, Input], embeddings: Sequence[str] = ()) 
 
 
 def flat_index(private: Private, keys: Sequence[Key], shape: torch.Size, device: torch.device) -> Tensor | None:
-    """The private coordinates of a tensor of that shape, as numbers in its flat form; None: all.
+    """The private coordinates of a tensor of this shape, as indices of the flattened tensor; None: all.
 
     Args:
-        private: What the user says.
-        keys: The names that the tensor goes by, the one of its own first.
-        shape: Of one example.
-        device: Where the numbers are to lie.
+        private: The user's choice.
+        keys: The tensor's names, the most specific one first.
+        shape: The shape of one example.
+        device: The device of the indices.
     """
     chosen, key = private.coordinates, keys[0]
     if isinstance(chosen, Mapping):
@@ -155,7 +155,7 @@ def flat_index(private: Private, keys: Sequence[Key], shape: torch.Size, device:
     if chosen is None:
         return None
 
-    # Masks and columns both become a mask of one example, so that z has one order whatever was given.
+    # Masks and columns both become a mask of one example, so z has the same order for either.
     mask = torch.zeros(shape, dtype=torch.bool)
     if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
         try:

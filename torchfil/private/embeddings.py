@@ -1,4 +1,4 @@
-"""Which embeddings are private by default: those that take the integers of an example directly."""
+"""Which embeddings are private by default: those whose input is an example's integers, unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLACES = ("token_type_ids", "segment_ids")  # which part of a text a token belo
 
 @dataclass(frozen=True)
 class Embedded:
-    """An embedding that was called: its name, and the input whose integers it took (None: computed ones)."""
+    """An embedding that was called: its name, and the input whose integers it took (None: computed integers)."""
 
     name: str
     input: Key | None
@@ -37,7 +37,7 @@ def floating_inputs_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
 def embeddings_called(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Embedded]:
     """The embeddings that a forward pass over the first example calls, with the inputs that they take.
 
-    Those of positions, 0, 1, 2, …, are left out: they say nothing of an example.
+    Embeddings of positions 0, 1, 2, … are left out: they reveal nothing about an example.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(6, 1))
@@ -63,12 +63,12 @@ def embeddings_called(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def embeddings_to_protect(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the embeddings whose outputs are private by default; none if it is not clear.
+    """The names of the embeddings whose outputs are private by default; none if the choice is not clear.
 
-    * Those that take an input called ``input_ids``; where there is none, those that take any input as it is, but for
-      positions and segments: all categorical columns of a table, say.
-    * Where integers are changed before they are embedded, the only embedding that is called.
-    * Others that share the table of one of these, such as a decoder's.
+    * Embeddings of an input called ``input_ids``. Without such an input, embeddings of any unchanged input except
+      positions and segments, for example all categorical columns of a table.
+    * If integers are changed before they are embedded: the embedding that is called, if it is the only one.
+    * Other embeddings that share a table with one of these, such as a decoder's.
     """
     called, names = embeddings_called(model, args, kwargs), names_of_inputs(model, len(args))
 

@@ -1,4 +1,4 @@
-"""A batch with its private coordinates laid out as one vector z an example, and put back."""
+"""A batch with its private coordinates laid out as one vector z per example, and put back."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class _Slot:
 
     Attributes:
         key: Its name in :meth:`Examples.maps`.
-        place: The path of an input in (args, kwargs), the name of a submodule, or None: the target.
-        shape: Of one example as it is laid out in z.
+        place: The path of an input in (args, kwargs), the name of a submodule, or None for the target.
+        shape: The shape of one example as it is laid out in z.
         index: The chosen flat coordinates, [size]; None: all.
-        length: How many positions the tensor has in this batch, where ``shape`` has a declared maximum of them.
+        length: How many positions the tensor has in this batch, if ``shape`` has a declared maximum of them.
         own: Which positions are the example's own; None: all.
     """
 
@@ -48,7 +48,7 @@ class _Slot:
 
     @property
     def true_shape(self) -> torch.Size:
-        """Of one example in this batch."""
+        """The shape of one example in this batch."""
         return self.shape if self.length is None else torch.Size((self.length, *self.shape[1:]))
 
     def select(self, batched: Tensor) -> Tensor:
@@ -57,12 +57,12 @@ class _Slot:
         return flat if self.index is None else flat[:, self.index]
 
     def fill(self, base: Tensor, part: Tensor, own: Tensor | None) -> Tensor:
-        """A tensor with its private coordinates replaced by ``part``: one example's, or a batch's.
+        """A tensor with its private coordinates replaced by ``part``, for one example or a batch.
 
         Args:
-            base: Of the true shape.
+            base: A tensor of the true shape.
             part: [size], or [batch, size].
-            own: What :meth:`own_mask` gives; other positions stay as they are.
+            own: The result of :meth:`own_mask`; other positions stay as they are.
         """
         part = part.to(base.dtype)
         batch = part.shape[:-1]
@@ -90,7 +90,7 @@ class _Slot:
         return self.select(_expanded(own, len(self.shape) + 1).expand(len(own), *self.true_shape))
 
     def _laid_out(self, value: Tensor, dim: int) -> Tensor:
-        """With as many positions as z has, along that dimension; further ones are 0."""
+        """The value with as many positions as z has along this dimension; added positions are 0."""
         if self.length is None:
             return value
         missing = self.shape[0] - self.length
@@ -98,7 +98,7 @@ class _Slot:
 
 
 def _expanded(mask: Tensor, ndim: int) -> Tensor:
-    """With further dimensions of size 1 at the end."""
+    """The mask with dimensions of size 1 added at the end."""
     return mask.reshape(mask.shape + (1,) * (ndim - mask.ndim))
 
 
@@ -107,10 +107,10 @@ class Examples:
     """A batch of examples with their private coordinates laid out as z, of shape [batch, d].
 
     Build one with :meth:`build`. ``public`` holds what a per-example function needs besides z; both are
-    batched pytrees and can be mapped over by ``torch.func.vmap`` with :attr:`in_dims`. ``masks`` are the random
+    batched pytrees, and ``torch.func.vmap`` maps over them with :attr:`in_dims`. ``masks`` are the random
     numbers that the model's forward pass draws for them, [batch, …] each (:class:`torchfil.fisher.masks.MaskLayouts`).
     ``alternatives`` are the same examples, each with one thing changed, in the same layout and with the same masks.
-    ``clip_weights`` are the ω that their clipped gradients are multiplied by, [batch]; None: 1.
+    ``clip_weights`` are the factors ω of their clipped gradients, [batch]; None: 1.
     """
 
     z: Tensor
@@ -135,10 +135,10 @@ class Examples:
             inputs: A tensor, a tuple of positional inputs, or a dict of keyword inputs.
             targets: A tensor (or a pytree of tensors) with one entry per example, or None.
             private: What is private; None: every floating-point input.
-            model: Needed where ``private.submodule`` is given: its output is read in a pass over one example.
+            model: Needed if ``private.submodule`` is given: a pass over one example reads the submodule's output.
 
         Raises:
-            ValueError: Batch sizes differ; NaN or infinity in a row; nothing floating-point is private.
+            ValueError: Batch sizes differ, a row holds NaN or infinity, or nothing floating-point is private.
             TypeError: A private input or target is not a floating-point tensor.
         """
         args, kwargs = as_call(inputs)
@@ -158,7 +158,7 @@ class Examples:
     ) -> Examples:
         """As :meth:`build`, for a model that is called with both positional and keyword inputs.
 
-        ``read_outputs`` gives what submodules give for one example, where that is known without a pass of the model.
+        ``read_outputs`` returns the submodules' outputs for one example, if they are known without a forward pass.
         ``check_values=False`` leaves the search for NaN to :func:`check_finite_later`.
         """
         private = private if private is not None else Private()
@@ -169,7 +169,7 @@ class Examples:
         device = tensors_of((args, public[1]))[0].device
         slots = _slots(private, public, model, read_outputs, device)
 
-        # z is the parts side by side: inputs, then the target, then the offsets of submodules' outputs.
+        # z concatenates the parts: inputs, then the target, then the offsets of submodules' outputs.
         parts: list[Tensor] = []
         for slot, dtype in slots:
             if isinstance(slot.place, str):
@@ -184,12 +184,12 @@ class Examples:
 
     @property
     def num_coordinates(self) -> int:
-        """d, the number of private coordinates of one example, those of padding among them."""
+        """d, the number of private coordinates of one example, including coordinates of padding."""
         return self.z.shape[1]
 
     @cached_property
     def is_own(self) -> Tensor | None:
-        """Whether a coordinate is the example's own or one of padding, bool [batch, d]; None: all are."""
+        """True if a coordinate is the example's own, False if it is padding, bool [batch, d]; None: all are its own."""
         parts = [slot.is_own(self.public) for slot in self._slots]
         if all(part is None for part in parts):
             return None
@@ -199,7 +199,7 @@ class Examples:
 
     @property
     def values(self) -> Tensor:
-        """z, with NaN where it holds no value of the example: at padding, and where it is a submodule's offset."""
+        """z, with NaN where it holds no value of the example: at padding and at offsets of submodules' outputs."""
         parts = []
         for slot, part in zip(self._slots, self.z.split([slot.size for slot in self._slots], dim=1), strict=True):
             parts.append(torch.full_like(part, float("nan")) if isinstance(slot.place, str) else part)
@@ -213,32 +213,32 @@ class Examples:
 
     @property
     def untold(self) -> dict[Key, torch.Size]:
-        """The shapes of those private tensors for which nothing tells which positions are padding, by name."""
+        """By name, the shapes of the private tensors for which nothing shows which positions are padding."""
         return {slot.key: slot.true_shape for slot in self._slots if slot.own is None}
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of ``public``, in its order, then masks and weights, then those of the alternatives, z first."""
+        """The tensors of ``public`` in its order, then masks and weights, then each alternative's, its z first."""
         others = [tensor for other in self.alternatives for tensor in (other.z, *other.tensors)]
         weights = () if self.clip_weights is None else (self.clip_weights,)
         return (*tensors_of(self.public), *self.masks, *weights, *others)
 
     @cached_property
     def form(self) -> Hashable:
-        """Shapes (the batch's size aside) and dtypes of the tensors of ``public``, and all else that is in it."""
+        """Shapes (without the batch's size) and dtypes of the tensors of ``public``, and everything else in it."""
         return kind_of(self.public)
 
     @property
     def in_dims(self) -> Any:
-        """The ``in_dims`` of ``public`` for vmap: tensors along their first dimension, all else shared."""
+        """The ``in_dims`` of ``public`` for vmap: tensors along their first dimension, everything else shared."""
         return pytree.tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, self.public)
 
     def __getitem__(self, rows: slice | Tensor) -> Examples:
-        """The examples of those rows, a slice or numbers [k]."""
+        """The examples of these rows: a slice, or row numbers [k]."""
         return self.map(lambda leaf: leaf[rows.to(leaf.device) if isinstance(rows, Tensor) else rows])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Examples:
-        """``function`` of every tensor: z, inputs and targets, masks, weights, and those of the alternatives."""
+        """``function`` of every tensor: z, inputs and targets, masks, weights, and the same of the alternatives."""
         return replace(
             self,
             z=function(self.z),
@@ -257,13 +257,13 @@ class Examples:
     def restore(
         self, z: Tensor, public: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any, dict[str, tuple[Tensor, ...]]]:
-        """Positional and keyword inputs, target and the submodules' offsets from z: one example's, or those of a batch.
+        """Positional and keyword inputs, target and the submodules' offsets from z, for one example or a batch.
 
-        Offsets come by submodule, one for each of its calls. What z holds for padding is not used.
+        Offsets come by submodule, one for each of its calls. The values of z at padding are not used.
 
         Args:
             z: [d], or [batch, d].
-            public: What :attr:`public` holds, of that example or batch.
+            public: As :attr:`public`, for this example or batch.
         """
         inputs, target = (public[0], public[1]), public[2]
         offsets: dict[str, tuple[Tensor, ...]] = {}
@@ -282,10 +282,10 @@ class Examples:
         return (*inputs, target, offsets)
 
     def maps(self, values: Tensor) -> dict[Hashable, Tensor]:
-        """Values per coordinate, [batch, d], in the shapes of the private tensors; NaN where not private, or padding.
+        """Values per coordinate, [batch, d], in the shapes of the private tensors; NaN where public or padding.
 
         The keys are the positions or names of the inputs, "target", and the submodules' names (with the number of the
-        call, "table[0]", where one is called several times).
+        call, "table[0]", if a submodule is called several times).
         """
         result: dict[Hashable, Tensor] = {}
         start = 0
@@ -297,7 +297,7 @@ class Examples:
             full[:, index] = part
             full = full.reshape(values.shape[0], *slot.shape)
 
-            # Positions beyond those of the batch, and padding, are nobody's.
+            # Positions beyond those of the batch, and padding, belong to no example.
             present = full[:, : slot.true_shape[0]] if slot.shape else full
             own = slot.own_mask(self.public, batched=True)
             if own is not None:
@@ -324,7 +324,7 @@ def _slots(
     for what, told in (("coordinates", private.coordinates), ("lengths", private.lengths)):
         unknown = [key for key in told if key not in known] if isinstance(told, Mapping) else []
         if unknown:
-            raise ValueError(f"{what} are given for {unknown}, but private are {sorted(known, key=str)}")
+            raise ValueError(f"{what} are given for {unknown}, but only {sorted(known, key=str)} are private")
 
     slots: list[tuple[_Slot, torch.dtype]] = []
     for key in chosen:
@@ -359,13 +359,13 @@ def _slot(
     limit: int | None,
     device: torch.device,
 ) -> _Slot:
-    """One private tensor of that true shape, laid out for ``limit`` positions where that is given."""
+    """One private tensor of this true shape, laid out for ``limit`` positions if that is given."""
     if limit is None:
         return _Slot(keys[0], place, shape, flat_index(private, keys, shape, device), own=own)
     if shape[0] > limit:
         raise ValueError(
-            f"{keys[0]!r} has {shape[0]} positions in this batch, and max_length={limit} was declared as the maximum; "
-            "declare more in Private(max_length=…), or cut texts to that length"
+            f"{keys[0]!r} has {shape[0]} positions in this batch, more than max_length={limit}; "
+            "raise it in Private(max_length=…), or cut texts to that length"
         )
     laid_out = torch.Size((limit, *shape[1:]))
     return _Slot(keys[0], place, laid_out, flat_index(private, keys, laid_out, device), shape[0], own)
@@ -374,7 +374,7 @@ def _slot(
 def _outputs(
     private: Private, public: Any, model: nn.Module | None, read_outputs: ReadOutputs | None
 ) -> tuple[Output, ...]:
-    """What the private submodules give for one example."""
+    """The private submodules' outputs for one example."""
     if not private.submodules:
         return ()
     if read_outputs is not None:

@@ -1,8 +1,8 @@
 """Which positions of an example are its own, and which are padding.
 
-A batch of texts is padded to its longest. What stands at padded positions is nobody's: these coordinates are taken
-out of the private ones, so that they add nothing to tr I and do not count in d. The attention mask alone would not do
-that: it hides a padded position from the others, but that position's own output may still enter a loss.
+A batch of texts is padded to its longest. Padded positions belong to no example, so their coordinates are not private:
+they add nothing to tr I and do not count in d. The attention mask alone does not ensure that: it hides a padded
+position from the others, but that position's own output may still enter a loss.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class OwnPositions:
     """Which positions of a private tensor are an example's own, from the batch's inputs.
 
     Attributes:
-        source: The input that tells: a mask [batch, T] or lengths [batch], or tokens where ``padding`` is given; or a
-            function from the inputs (as a batch hands them over) to such.
+        source: The input that shows it: a mask [batch, T], lengths [batch], or tokens if ``padding`` is given; or a
+            function from the inputs (in the form of a batch) to one of these.
         padding: Tokens equal to it are padding.
         inverted: Whether the mask is true at padding, as torch's ``key_padding_mask`` is.
     """
@@ -44,19 +44,19 @@ class OwnPositions:
 
     def __str__(self) -> str:
         if callable(self.source):
-            return "positions beyond the lengths that a function tells" if self.padding is None else "padding tokens"
+            return "positions beyond the lengths that a function returns" if self.padding is None else "padding tokens"
         if self.padding is not None:
             return f"positions where {_quoted(self.source)} is {self.padding}"
         return f"positions masked by {_quoted(self.source)}"
 
     def mask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, *, batched: bool) -> Tensor:
-        """True at own positions: [batch, T], or [T] of a single example; more dimensions where tokens have more.
+        """True at own positions: [batch, T], or [T] for a single example; more dimensions if tokens have more.
 
         Args:
             args: Positional inputs.
             kwargs: Keyword inputs.
-            length: T, of the private tensor in this batch.
-            batched: Whether the inputs are those of a batch, or of one example without a first dimension.
+            length: T, the number of positions of the private tensor in this batch.
+            batched: True for the inputs of a batch, False for those of one example without a batch dimension.
         """
         inputs = (args, dict(kwargs)) if batched else map_tensors(lambda leaf: leaf[None], (args, dict(kwargs)))
         given = self.source(as_given(*inputs)) if callable(self.source) else named_inputs(*inputs)[self.source].value
@@ -68,14 +68,14 @@ class OwnPositions:
             own = ~_is_kept(given) if self.inverted and not given.is_floating_point() else _is_kept(given)
         if own.ndim < 2 or own.shape[1] != length:
             raise ValueError(
-                f"lengths={self.source!r} gives a mask of shape {tuple(own.shape)} for private values at {length} "
+                f"lengths={self.source!r} yields a mask of shape {tuple(own.shape)} for private values at {length} "
                 "positions; give [batch, positions], true or 1 at the example's own positions, or lengths [batch]"
             )
         return own if batched else own[0]
 
 
 def _is_kept(mask: Tensor) -> Tensor:
-    """Where a mask [batch, T, …] is not 0; one that is added to scores is 0 there, and negative elsewhere.
+    """Where a mask [batch, T, …] keeps positions: where it is not 0, or is 0 if it is added to scores (≤ 0 everywhere).
 
     Example:
         >>> _is_kept(torch.tensor([[1.0, 0.0], [0.0, -1e4], [0.0, 0.0]]))
@@ -100,17 +100,17 @@ def own_positions(
 ) -> OwnPositions | None:
     """Which positions of a private tensor are the example's own; None: all.
 
-    Told by ``lengths``; else by an input called ``attention_mask`` (or ``key_padding_mask``, which is inverted) whose
-    shape fits; else by tokens that are ``padding``.
+    ``lengths`` decides; without it, an input called ``attention_mask`` (or ``key_padding_mask``, which is inverted)
+    whose shape fits; without one, the tokens that differ from ``padding``.
 
     Args:
-        lengths: What the user says.
+        lengths: The user's choice.
         named: The inputs.
         names: What the model calls its positional inputs.
-        shape: Of the private tensor of one example, positions first.
+        shape: The shape of the private tensor of one example, positions first.
         tokens: The input that an embedding was called with, or a function from the inputs to its tokens.
         padding: Its padding token.
-        mask_name: What a mask of its positions is called, unless tokens are ``left_input_ids``, say.
+        mask_name: What a mask of its positions is called; the tokens' name decides if it contains ``input_ids``.
     """
     if lengths is not None:
         if not callable(lengths) and lengths not in named:
@@ -134,7 +134,7 @@ def own_positions(
 def own_positions_of_input(
     lengths: Lengths | None, named: Mapping[Key, Input], names: Mapping[Key, str], shape: torch.Size
 ) -> OwnPositions | None:
-    """The same of a private input. A mask besides ``input_ids`` is about these, and no mask is about images."""
+    """The same for a private input. A mask next to ``input_ids`` belongs to them, and none belongs to images."""
     of_another = len(shape) > 2 or any(_TOKENS in _name(key, names) for key in named)
     return None if lengths is None and of_another else own_positions(lengths, named, names, shape)
 

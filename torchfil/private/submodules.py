@@ -1,7 +1,7 @@
-"""Private outputs of submodules: which there are, and how they are moved.
+"""Private outputs of submodules: how they are found, and how offsets are added to them.
 
-An integer has no derivative, so that of tokens the output of their embedding is private. A pass over one example shows
-what a submodule gives at each of its calls; later passes add offsets to it.
+An integer has no derivative, so for tokens the output of their embedding is private. A pass over one example shows
+what a submodule returns at each of its calls; later passes add offsets to it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Offsets = Mapping[str, Sequence[Tensor]]  # by submodule, one for each of its ca
 
 @dataclass(frozen=True)
 class Output:
-    """What one call of a submodule gives for one example.
+    """The output of one call of a submodule for one example.
 
     Attributes:
         submodule: Its name, as in ``model.named_modules()``.
-        key: The same, with the number of the call where there are several: ``"table[1]"``.
-        shape: Without the batch dimension where that comes first.
-        dtype: Of the output.
+        key: The same, with the number of the call if there are several: ``"table[1]"``.
+        shape: The output's shape, without the batch dimension if that comes first.
+        dtype: The output's dtype.
         positions: Whether the first dimension of ``shape`` may run over positions in a text.
-        tokens: The input that an embedding was called with as it is, and that gives it one vector a position; for a
+        tokens: The input that an embedding took unchanged, with one vector per position as its output; for a
             decoder that shifts the labels, a function from the inputs to its tokens.
-        padding: The token that stands for padding, where the embedding or the model's configuration names one.
+        padding: The padding token, if the embedding or the model's configuration names one.
         mask_name: What a mask of its positions would be called.
     """
 
@@ -48,16 +48,16 @@ class Output:
 
 
 def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) -> tuple[Output, ...]:
-    """What these submodules give in a forward pass over the first example, call by call.
+    """The outputs of these submodules in a forward pass over the first example, call by call.
 
     Args:
-        model: Is called as it is.
-        names: Of the submodules.
+        model: The model, which is called once, without changes.
+        names: The submodules' names.
         public: Positional inputs, keyword inputs and targets of a batch.
 
     Raises:
         ValueError: There is no such submodule, or it is not called.
-        TypeError: It gives no floating-point tensor.
+        TypeError: It returns no floating-point tensor.
     """
     modules = dict(model.named_modules())
     for name in names:
@@ -82,7 +82,7 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
         with torch.no_grad():
             model(*args, **kwargs)
 
-    # A table may be used under another name than the one that was given, as T5's "shared" is.
+    # A table may be called under a name other than the given one, as T5's "shared" is.
     outputs: list[Output] = []
     for name in names:
         called = [name] if name in calls else [other for other in sharing[name] if other in calls]
@@ -94,7 +94,7 @@ def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) 
 
 
 def _sharing(modules: Mapping[str, nn.Module], name: str) -> list[str]:
-    """The name itself and, of an embedding, those of others with the same table."""
+    """The name itself and, for an embedding, the names of others with the same table."""
     module = modules[name]
     if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return [name]
@@ -108,7 +108,7 @@ def _sharing(modules: Mapping[str, nn.Module], name: str) -> list[str]:
 def _of_calls(
     model: nn.Module, name: str, module: nn.Module, calls: Sequence[tuple[Any, Any]], given: dict[int, Given]
 ) -> list[Output]:
-    """The outputs of all calls of one submodule, from what it took and gave."""
+    """The outputs of all calls of one submodule, from the inputs and outputs of each call."""
     outputs: list[Output] = []
     for call, (taken, output) in enumerate(calls):
         if not (isinstance(output, Tensor) and output.is_floating_point()):
@@ -133,7 +133,7 @@ def _output(
         padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     padding = padding if isinstance(padding, int) else None
 
-    # A decoder may make its tokens from the labels; the mask of the encoder's text says nothing of them.
+    # A decoder may make its tokens from the labels; the mask of the encoder's text does not apply to them.
     if tokens is not None or "decoder" not in name:
         return Output(name, key, shape, output.dtype, by_position, tokens, padding)
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
@@ -144,10 +144,10 @@ def _output(
 
 @contextlib.contextmanager
 def added_to_outputs(model: nn.Module, offsets: Offsets) -> Iterator[None]:
-    """Inside, during one forward pass, the offsets are added to what the submodules give, call by call.
+    """Inside, for one forward pass, the offsets are added to the submodules' outputs, call by call.
 
     Raises:
-        ValueError: A submodule is called more or less often than there are offsets, or gives another shape.
+        ValueError: A submodule is called more or less often than there are offsets, or returns another shape.
     """
     calls = dict.fromkeys(offsets, 0)
 
@@ -170,31 +170,32 @@ def added_to_outputs(model: nn.Module, offsets: Offsets) -> Iterator[None]:
 
 
 def _fitting(name: str, offset: Tensor, output: Tensor) -> Tensor:
-    """The offset in the output's shape: as it is, or with the batch not in front."""
+    """The offset in the output's shape: unchanged, or with the batch in another place."""
     if output.shape[output.ndim - offset.ndim :] == offset.shape:
         return offset
     if offset.ndim == output.ndim + 1:
-        folded = offset.flatten(0, 1)  # several rows an example, such as the choices of a question
+        folded = offset.flatten(0, 1)  # several rows per example, such as the choices of a question
         behind = offset.transpose(0, 2).squeeze(0)  # positions first: [batch, T, 1, …] for [T, batch, …]
         for other in (folded, behind):
             if other.shape == output.shape:
                 return other
     raise ValueError(
-        f"submodule {name!r} gave an output of shape {tuple(output.shape)} where {tuple(offset.shape)} "
-        "was expected from inputs of the same shape; what is private must not change from example to example"
+        f"submodule {name!r} returned an output of shape {tuple(output.shape)} where {tuple(offset.shape)} "
+        "was expected from inputs of the same shape; a private output must have the same shape for every example"
     )
 
 
 def called_otherwise(name: str, times: int, expected: int | None = None) -> ValueError:
-    """The error for a submodule that is not called as often as in a pass over one example, or not at all."""
+    """The error for a submodule that is not called, or not as often as in a pass over one example."""
     if expected is None:
         return ValueError(
             f"submodule {name!r} is not called in a forward pass over these inputs, so it has no output that could be "
             "private; name one that is called"
         )
     return ValueError(
-        f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in that of another "
-        "example of the same shape; its outputs can be private only if their number does not depend on the values"
+        f"submodule {name!r} is called {times} times in one forward pass, and {expected} times in the pass over "
+        "another example of the same shape; its outputs can be private only if their number does not depend on the "
+        "values"
     )
 
 
@@ -206,11 +207,11 @@ class Given(NamedTuple):
 
 
 def inputs_by_storage(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Given]:
-    """Inputs by where they lie in memory: a view of one is still that input."""
+    """Inputs by their place in memory: a view of an input counts as that input."""
     named = {key: given.value for key, given in named_inputs(args, kwargs).items() if isinstance(given.value, Tensor)}
     return {storage_of(value): Given(key, value.numel()) for key, value in named.items()}
 
 
 def storage_of(value: Any) -> int:
-    """Where a tensor's numbers lie; 0 for anything else."""
+    """The address of a tensor's memory; 0 for anything else."""
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0

@@ -1,4 +1,4 @@
-"""Tables as CSV files whose texts no spreadsheet takes for formulas."""
+"""Tables as CSV files whose texts no spreadsheet treats as formulas."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torchfil.utils.files import replaced_when_complete
 
 __all__ = ["inert", "write_csv", "write_csv_parts"]
 
-FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # how a cell begins that Excel, LibreOffice or Google Sheets computes
+FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # first characters of cells that Excel, LibreOffice or Google Sheets computes
 NUMBER = re.compile(r"[+-](\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-CHUNK = 50_000  # rows that are text at a time
+CHUNK = 50_000  # rows converted to text at a time
 
 
 def inert(text: str) -> str:
-    """The text, with a leading apostrophe where a spreadsheet would compute it; numbers stay as they are.
+    """The text, with a leading apostrophe if a spreadsheet would compute it; numbers stay as they are.
 
-    Different texts stay different: a text that begins like the result of this function gets an apostrophe too.
+    Different texts stay different: a text that already starts like such a result gets one more apostrophe.
 
     Example:
         >>> inert("=cmd()"), inert("'=cmd()"), inert("-5"), inert("-5+cmd()"), inert("patient 7")
@@ -46,7 +46,7 @@ def write_csv(
     Args:
         path: The file.
         columns: By name, [n] each: numbers, or anything else as its text.
-        digits: Significant digits of floating-point numbers; None: as many as it takes to read the same number again.
+        digits: Significant digits of floating-point numbers; None: as many as are needed to read the same number back.
     """
     write_csv_parts(path, [columns], digits=digits)
 
@@ -62,7 +62,7 @@ def write_csv_parts(
         replaced_when_complete(path) as temporary,
         open(temporary, "w", encoding="utf-8", errors="replace", newline="") as file,
     ):
-        writer = csv.writer(file)  # lines end with CR LF: older Pythons quote a cell with CR or LF only then
+        writer = csv.writer(file)  # lines end with CR LF: only then do older Pythons quote a cell with CR or LF
         for place, columns in enumerate(parts):
             if place == 0:
                 writer.writerow([inert(name) for name in columns])
@@ -73,7 +73,7 @@ def write_csv_parts(
 
 def _cells(values: Sequence[Any] | np.ndarray, digits: int | None) -> list[Any]:
     if isinstance(values, np.ndarray) and values.dtype.kind == "f" and digits is None and not np.isnan(values).any():
-        return values.tolist()  # the writer gives a float as it reads the same again
+        return values.tolist()  # the writer keeps every digit of a float
     pattern = "%r" if digits is None else f"%.{digits}g"
     return [_cell(value, pattern) for value in (values.tolist() if isinstance(values, np.ndarray) else values)]
 

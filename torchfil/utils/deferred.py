@@ -11,7 +11,7 @@ __all__ = ["copy_later", "pinned_bytes", "read_later"]
 
 
 def read_later(values: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy ``values`` to the CPU; the function that is returned waits for them and gives them."""
+    """Start to copy ``values`` to the CPU; the returned function waits for the copy and returns it."""
     if values.device.type != "cuda":
         return lambda: values.cpu()
     seen = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -25,7 +25,7 @@ def read_later(values: Tensor) -> Callable[[], Tensor]:
 
 
 def copy_later(values: Tensor, into: Tensor) -> Callable[[], object]:
-    """Begin to copy ``values`` into pinned memory; the function that is returned waits until they are there."""
+    """Start to copy ``values`` into pinned memory; the returned function waits until the copy is complete."""
     if values.device.type != "cuda":
         return lambda: into.copy_(values)
     into.copy_(values, non_blocking=True)
@@ -35,5 +35,5 @@ def copy_later(values: Tensor, into: Tensor) -> Callable[[], object]:
 
 
 def pinned_bytes(size: int) -> Tensor:
-    """Memory that a GPU reads and writes by itself, uint8 [size]; plain memory where there is none."""
+    """Pinned memory, which a GPU reads and writes directly, uint8 [size]; plain memory if there is no GPU."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

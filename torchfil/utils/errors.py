@@ -1,4 +1,4 @@
-"""The refusals that more than one module makes, under names that users of Opacus know."""
+"""Errors that more than one module raises, under names that users of Opacus know."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["CheckpointError", "RunFileError", "UnsupportedModuleError"]
 class UnsupportedModuleError(ValueError):
     """The model holds a module for which per-example quantities are undefined or not smooth.
 
-    Where Opacus is loaded, it is an ``opacus.validators.errors.UnsupportedModuleError`` too: a loop that catches
-    Opacus's error catches this one. The class is chosen when the error is made, as an ``OSError`` can turn out a
-    ``FileNotFoundError``: who names Opacus's class has loaded it, and nothing here has to.
+    If Opacus is loaded, this is also an ``opacus.validators.errors.UnsupportedModuleError``: a loop that catches
+    Opacus's error catches this one. The class is chosen when the error is created, just as creating an ``OSError`` can
+    yield a ``FileNotFoundError``. A loop that names Opacus's class has loaded it, so this module need not.
     """
 
     def __new__(cls, *args: object) -> UnsupportedModuleError:
-        """An error of this class, and of Opacus's where that is loaded."""
+        """An error of this class, and of Opacus's if that is loaded."""
         kind: Any = cls
         opacus_errors = sys.modules.get("opacus.validators.errors")
         if opacus_errors is not None:

@@ -20,20 +20,20 @@ except ImportError:  # not on Windows, where leftovers stay
 __all__ = ["flush", "lack_of_space_told", "replaced_when_complete", "sha256", "temporary_beside", "write_bytes"]
 
 _SUFFIX = ".torchfil-tmp"
-_BLOCK = 2**20  # bytes that are read at once
+_BLOCK = 2**20  # bytes read at once
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
 def replaced_when_complete(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A temporary file next to ``path`` that replaces it at the end, and vanishes if anything fails.
+    """A temporary file next to ``path`` that replaces it at the end, and is removed if anything fails.
 
     Guarantees:
-        * ``path`` holds the old content or the whole new one at any time, also where several processes write it.
+        * At any time ``path`` holds the old content or all of the new, even if several processes write it.
         * Only the owner may read the file (mode 0600).
         * The content is on the disk before the name is.
         * An ``OSError`` about the temporary file, or about a lack of space, names ``path`` instead.
-        * What a process that was killed here has left behind is removed by the next one that writes into the folder.
+        * If a process is killed here, the next one that writes into the folder removes its leftovers.
     """
     with lack_of_space_told(path), temporary_beside(path) as temporary:
         try:
@@ -48,10 +48,10 @@ def replaced_when_complete(path: str | os.PathLike[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def temporary_beside(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[str]:
-    """A new hidden file, or folder, next to ``path``, which is removed at the end unless it was moved.
+    """A new hidden file or folder next to ``path``, removed at the end unless it was moved.
 
-    It is locked while it is in use: those that nobody holds were left by processes that were killed, and are removed
-    first. Of a folder "old" holds what stood at ``path``; it goes back there where the process died between both moves.
+    It is locked while in use. Unlocked ones were left by processes that were killed, and are removed first. In a
+    folder, "old" holds the previous content of ``path``; it is moved back if the process died between the two moves.
     """
     target = Path(path)
     _remove_leftovers(target.parent)
@@ -68,9 +68,9 @@ def temporary_beside(path: str | os.PathLike[str], *, folder: bool = False) -> I
 
 @contextlib.contextmanager
 def lack_of_space_told(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors inside that come from a full disk, a quota or a limit on files name ``path`` and the space that is left.
+    """Inside, errors from a full disk, a quota or a limit on files name ``path`` and the space that is left.
 
-    Libraries raise their own errors over the operating system's: ``torch.save`` a ``RuntimeError``.
+    Libraries hide the operating system's error behind their own: ``torch.save`` raises a ``RuntimeError``.
     """
     try:
         yield
@@ -82,19 +82,19 @@ def lack_of_space_told(path: str | os.PathLike[str]) -> Iterator[None]:
         raise OSError(
             number,
             f"{os.strerror(number)}; {free / 2**20:,.1f} MiB are free on that disk. The earlier file is intact, and "
-            "nothing of the new one is left. Free some space or choose another place, and save again",
+            "the incomplete new one was removed. Free some space or choose another place, and save again",
             os.fspath(path),
         ) from error
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file by :func:`replaced_when_complete`."""
+    """Write a file with :func:`replaced_when_complete`."""
     with replaced_when_complete(path) as temporary, open(temporary, "wb") as file:
         file.write(content)
 
 
 def sha256(file: IO[bytes], length: int | None = None) -> str:
-    """The SHA-256, in hexadecimal digits, of what follows in a file; ``length``: of so many bytes of it.
+    """The SHA-256, in hexadecimal digits, of the rest of a file, or of its next ``length`` bytes.
 
     Example:
         >>> import io
@@ -118,7 +118,7 @@ def flush(path: str | os.PathLike[str]) -> None:
 
 
 def _number_of_no_space(error: BaseException | None) -> int | None:
-    """The operating system's number of a lack of space, of the error itself or of one that it came from."""
+    """The operating system's number for a lack of space, from the error itself or from one that caused it."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
             return error.errno
@@ -137,19 +137,19 @@ def _new_temporary(target: Path, folder: bool) -> tuple[int, str]:
         with contextlib.suppress(OSError):  # a file system without locks, where leftovers stay
             if fcntl is not None:
                 fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.path.exists(path):  # nobody took it for a leftover before it was locked
+        if os.path.exists(path):  # no process removed it as a leftover before it was locked
             return handle, path
         os.close(handle)
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove the temporaries of processes that are gone: nobody holds their locks."""
+    """Remove the temporary files of processes that have ended: their locks are free."""
     if fcntl is None or not folder.is_dir():
         return
     for name in os.listdir(folder):
         if not (name.startswith(".") and name.endswith(_SUFFIX)):
             continue
-        with contextlib.suppress(OSError):  # in use, gone meanwhile, or another user's
+        with contextlib.suppress(OSError):  # in use, already gone, or another user's
             handle = os.open(folder / name, os.O_RDONLY)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

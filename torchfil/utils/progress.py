@@ -1,4 +1,4 @@
-"""Progress bars, where they are asked for."""
+"""Optional progress bars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 def with_progress(items: Iterable[Item], progress: bool, title: str, total: int | None = None) -> Iterable[Item]:
-    """The items, counted by a progress bar (tqdm) where asked for.
+    """The items, counted by a progress bar (tqdm) if ``progress`` is true.
 
     Example:
         >>> list(with_progress(range(3), False, "steps"))

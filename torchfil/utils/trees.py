@@ -1,7 +1,7 @@
-"""Tensors in nested tuples, lists and dicts, as batches, inputs and outputs come.
+"""Tensors in nested tuples, lists and dicts: batches, inputs and outputs.
 
-The same as torch's pytrees give, which know more kinds and take many times as long: one training step walks through
-its batch a dozen times. Dataclasses are made known to them where one is met.
+The results are those of torch's pytrees, which know more kinds but take many times as long: one training step walks
+through its batch a dozen times. Dataclasses and UserDicts are registered with pytrees when they are first seen.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _collect(tree: Any, tensors: list[Tensor]) -> None:
 
 
 def form_of(tree: Any) -> Hashable:
-    """The tree's structure and all that is no tensor in it; equal for trees that differ in tensors alone.
+    """The tree's structure and everything in it except tensors; equal for trees that differ only in tensors.
 
     Example:
         >>> import torch
@@ -71,7 +71,7 @@ def form_of(tree: Any) -> Hashable:
 
 
 def kind_of(tree: Any) -> Hashable:
-    """:func:`form_of` with the tensors' dtypes and shapes, the size of the batch aside.
+    """:func:`form_of` with the tensors' dtypes and shapes, without the size of the batch.
 
     Example:
         >>> import torch
@@ -106,7 +106,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and structure as torch's pytrees give them, which are told of dataclasses and UserDicts that they meet.
+    """Leaves and structure from torch's pytrees, with which new dataclasses and UserDicts are registered.
 
     Example:
         >>> import torch
@@ -128,7 +128,7 @@ def _has_parts(leaf: Any) -> bool:
 
 
 def _parts_of(holder: Any) -> tuple[list[Any], Any]:
-    """The values of a dataclass or a UserDict, and all that is needed to make another with other values."""
+    """The values of a dataclass or a UserDict, and everything needed to make another one with other values."""
     if isinstance(holder, UserDict):
         return list(holder.data.values()), (_Holder(holder), tuple(holder.data))
     names = tuple(part.name for part in dataclasses.fields(holder) if hasattr(holder, part.name))
@@ -141,12 +141,12 @@ def _with_parts(values: Any, context: Any) -> Any:
         made.data = dict(zip(context[1], values, strict=True))
         return made
     for name, value in zip(context[1], values, strict=True):
-        object.__setattr__(made, name, value)  # frozen ones, too
+        object.__setattr__(made, name, value)  # works for frozen dataclasses
     return made
 
 
 class _Holder:
-    """What is copied to hold other values; any two of one kind are alike, as far as structures are compared."""
+    """The object that is copied to hold other values; two of one type are equal when structures are compared."""
 
     def __init__(self, holder: Any) -> None:
         self.holder = holder

@@ -1,10 +1,10 @@
 """Pictures of leakage: which pixels, which examples, which columns, how many examples.
 
-Pure functions of arrays (numpy or torch, any device) that return a matplotlib figure; pyplot's list of open figures is
-not touched, so nothing needs closing. The figure shows in notebooks and has ``savefig``. Needs matplotlib:
+Pure functions of arrays (numpy or torch, any device) that return a matplotlib figure. They do not add to pyplot's list
+of open figures, so nothing needs closing. Notebooks show the figure, and it has ``savefig``. Needs matplotlib:
 ``pip install 'torchfil[report]'``.
 
-The pictures show private examples and numbers that depend on them, and are confidential like those.
+The pictures show private examples and numbers that depend on them: keep them as confidential as the examples.
 """
 
 from torchfil.viz.charts import bar_chart, distribution

@@ -1,4 +1,4 @@
-"""The figure that is returned; imports matplotlib, so it is itself imported only when something is drawn."""
+"""The class of the returned figures; it imports matplotlib, so it is imported only when something is drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["NotebookFigure"]
 
 
 class NotebookFigure(Figure):
-    """A figure that pyplot does not know, and that notebooks show even where pyplot was never imported."""
+    """A figure outside pyplot's list that notebooks show even if pyplot was never imported."""
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()

@@ -34,16 +34,16 @@ def bar_chart(
 ) -> Figure:
     """Horizontal bars, one per column of a table, the largest magnitude on top.
 
-    Positive bars are orange and negative ones purple, as in signed maps; values without a sign are all orange.
+    Positive bars are orange and negative ones purple, as in signed maps.
 
     Args:
         values: [n].
         names: n names, never cut off: long ones are wrapped.
-        errors: [n], half the length of each whisker, such as a standard error; or
-        intervals: [n, 2], the ends of each whisker, around its value.
-        top: The most bars; a last line says how many are left out, and the largest magnitude among them.
-        sort: Whether to order by magnitude; otherwise the first ``top`` stand in the order given.
-        title: Over the figure.
+        errors: [n], half the length of each whisker, such as a standard error; or give ``intervals``.
+        intervals: [n, 2], the ends of each whisker, around its value; or give ``errors``.
+        top: The largest number of bars; a last line says how many are left out, and their largest magnitude.
+        sort: Whether to order by magnitude; if not, the first ``top`` are shown in the given order.
+        title: The figure's title.
         label: The name of the value.
         unit: Its unit, shown after the name.
 
@@ -65,7 +65,7 @@ def bar_chart(
         bound = "within ±" if bool((heights[rest] < 0).any()) else "at most "
         labels.append(f"… {len(rest)} more, each {bound}{plain_number(float(np.abs(heights[rest]).max()))}")
 
-    # the figure has room for every line of a wrapped name
+    # make room for every line of a wrapped name
     lines = sum(1 + text.count("\n") for text in labels)
     longest = max(len(line) for text in labels for line in text.split("\n"))
     figure = new_figure(4.5 + 0.08 * longest, 1.1 + 0.24 * lines + 0.3 * (title is not None), "constrained")
@@ -111,15 +111,15 @@ def distribution(
     """The share of examples whose score is at most x: the empirical distribution, without bins to choose.
 
     Args:
-        values: [n]. Infinite ones count among the examples but have no place on the axis; so do zeros if ``log``:
-            the curve then starts above 0 or ends below 1, and the legend says how many.
-        groups: n names; one curve each, distinguished by colour and line style.
+        values: [n]. Infinite values, and zeros if ``log``, count as examples but have no place on the axis: the curve
+            then starts above 0 or ends below 1, and the legend says how many there are.
+        groups: n names; one curve for each group, distinguished by colour and line style.
         threshold: A score to mark, such as the error of guessing without the model; the legend says which share of all
             examples lies at or below it.
-        threshold_label: Its name.
+        threshold_label: The threshold's name.
         log: Whether x is logarithmic.
         label: The name of the score.
-        title: Over the figure.
+        title: The figure's title.
 
     Returns:
         The figure.
@@ -179,14 +179,14 @@ def _check_distribution(
 def _curve(
     axis: Axes, scores: np.ndarray, ends: tuple[float, float], log: bool, style: dict[str, Any]
 ) -> tuple[Any, str]:
-    """Draw the distribution of ascending scores between the ends of the axis; the curve, and what it leaves out."""
+    """Draw the distribution of ascending scores from end to end of the axis; return the curve and its legend notes."""
     inside = np.isfinite(scores) & ((scores > 0) | (not log))
     share = np.arange(1, len(scores) + 1) / len(scores)
     below = int((scores < ends[0]).sum())  # not drawable, left of the axis
     first = below / len(scores)
     last = share[inside][-1] if inside.any() else first
 
-    # from one end of the axis to the other, so that all groups' curves are of one length
+    # from one end of the axis to the other, so all groups' curves have the same length
     x = np.concatenate([ends[:1], scores[inside], ends[1:]])
     y = np.concatenate([[first], share[inside], [last]])
     curve = axis.step(x, y, where="post", linewidth=1.8, **style)[0]
@@ -206,11 +206,11 @@ def _draw_legend(figure: Figure, entries: list[tuple[Any, str]]) -> None:
     )
     for text, (_, content) in zip(legend.get_texts(), entries, strict=True):
         text.set_parse_math(False)
-        text.set_text(content)  # set afterwards: matplotlib hides labels that begin with an underscore
+        text.set_text(content)  # set afterwards: matplotlib hides labels that start with an underscore
 
 
 def _in_order(members: list[Any]) -> list[Any]:
-    """The distinct groups, sorted where they can be compared, otherwise as they first come."""
+    """The distinct groups, sorted if they can be compared, otherwise in order of first appearance."""
     kinds = list(dict.fromkeys(members))
     try:
         return sorted(kinds)

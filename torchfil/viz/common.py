@@ -28,7 +28,7 @@ NEUTRAL = "#4D4D4D"
 
 
 def new_figure(width: float, height: float, layout: str) -> Figure:
-    """An empty figure of width × height inches that pyplot does not know."""
+    """An empty figure of width × height inches, outside pyplot's list."""
     try:
         from torchfil.viz._notebook import NotebookFigure
     except ImportError as error:

@@ -35,37 +35,38 @@ def show_map(
     colour_bar: bool = True,
     axes: Axes | Sequence[Axes] | None = None,
 ) -> Figure:
-    """One image next to, and under, the map of an attribution such as its PLIS.
+    """One image, the map of an attribution such as its PLIS, and the map drawn over the image.
 
-    Channels are put together per pixel: ``absolute`` shows their 2-norm, which is the pixel's PLIS (the norm over its
-    coordinates) and runs from pale to dark; ``signed`` shows their sum, the change of the privacy loss when all
-    channels of the pixel rise together: orange raises it, purple lowers it, white is zero.
+    Channels are combined per pixel. ``absolute`` shows their 2-norm, which is the pixel's PLIS (the norm over its
+    coordinates), from pale to dark. ``signed`` shows their sum, the change of the privacy loss when all channels of
+    the pixel rise together: orange raises it, purple lowers it, white is zero.
 
     The overlay is the map over a pale grey copy of the image. A pixel's opacity grows with the root of its magnitude,
-    up to ``alpha``, so the image stays visible where nothing leaks; read values off the map, places off the overlay.
+    up to ``alpha``, so the image stays visible where nothing leaks. Read values from the map and places from the
+    overlay.
 
     Args:
-        image: [H, W], [C, H, W] or [H, W, C] with C 1 or 3; where both readings fit, channels come first. Bytes and
-            values within [0, 1] are shown as they are, others are stretched from their smallest to their largest.
-        attribution: The same shape as the image, or [H, W]; NaN, where nothing is private, is left blank.
+        image: [H, W], [C, H, W] or [H, W, C] with C 1 or 3; if both readings fit, channels come first. Bytes and
+            values within [0, 1] are shown unchanged; other values are scaled so that their range becomes [0, 1].
+        attribution: The same shape as the image, or [H, W]; NaN marks what is not private, and is left blank.
         mode: "absolute" or "signed".
         views: What to draw, from left to right.
         outlier_percentile: This share, in percent, of the largest non-zero magnitudes may saturate; the colour bar
             then has a pointed end.
-        limit: The magnitude at which the colours saturate, instead of ``outlier_percentile``: give the same to several
-            figures to compare them.
+        limit: The magnitude at which the colours saturate, instead of ``outlier_percentile``. To compare figures, give
+            all of them the same limit.
         alpha: The opacity of the strongest pixels of the overlay, in (0, 1].
         label: The name of the attribution.
-        title: Over the figure; with ``axes``, over the first of them.
-        colour_bar: Whether to draw one next to the maps.
-        axes: Axes to draw in, one per view; by default those of a new figure.
+        title: The figure's title; with ``axes``, the title of the first one.
+        colour_bar: Whether to draw a colour bar next to the maps.
+        axes: Axes to draw in, one per view; None: a new figure's.
 
     Returns:
         The figure.
 
     Guarantees:
-        The arrays drawn are the attribution, channels put together, clipped to the limits; signed limits are symmetric.
-        A map of zeros is drawn as such.
+        The arrays drawn are the attribution with channels combined, clipped to the limits; signed limits are symmetric.
+        A map of zeros is drawn as zeros.
 
     Example:
         >>> figure = show_map(np.eye(4), np.diag([1.0, -2.0, 0.0, 3.0]), mode="signed", views=["overlay"])
@@ -122,28 +123,28 @@ def gallery(
     alpha: float = 0.8,
     title: str | None = None,
 ) -> Figure:
-    """The most and the least exposed examples, the extreme one leftmost in each row, score above and id below.
+    """The most and the least exposed examples, each row from the most extreme, with scores above and ids below.
 
     Args:
         images: n images, each as in :func:`show_map`: [n, ...] or a sequence.
         scores: [n]; infinity is allowed.
         attributions: n maps; each is drawn over its image in a row below, as in :func:`show_map`. The colours of each
-            overlay saturate at its own limit: they tell where an example leaks, and its score how much.
-        ids: n names; by default 0 … n−1.
-        count: The most examples in a row.
+            overlay saturate at its own limit: they show where an example leaks, and its score shows how much.
+        ids: n names; None: 0 … n−1.
+        count: The largest number of examples in a row.
         label: The name of the score and of the attribution.
         higher: Whether a higher score means more exposed (PLIS, FIL) or less (a bound on the attacker's error).
         mode: As in :func:`show_map`.
         outlier_percentile: As in :func:`show_map`.
         alpha: As in :func:`show_map`.
-        title: Over the figure.
+        title: The figure's title.
 
     Returns:
         The figure.
 
     Guarantees:
-        No example is shown twice: below 2·count examples they are shared out among the rows, the odd one going to the
-        most exposed; a single example gets one row. Equal scores keep the order of the data.
+        No example is shown twice: fewer than 2·count examples are divided between the rows, with the odd one among the
+        most exposed. A single example gets one row. Equal scores keep the order of the data.
     """
     values = as_vector(scores, "scores", infinite=True)
     names = list(ids) if ids is not None else list(range(len(values)))
@@ -156,7 +157,7 @@ def gallery(
         raise ValueError(f"higher={higher!r} must be 'more exposed' or 'less exposed'")
     _check_look(mode, alpha)
 
-    # half each where there are few, so that nobody is shown twice
+    # if there are few, half in each row, so no example is shown twice
     order = np.argsort(-values if higher == "more exposed" else values, kind="stable")
     most = order[: min(count, (len(order) + 1) // 2)]
     least = order[len(most) :][::-1][:count]
@@ -199,7 +200,7 @@ def gallery(
 
 
 def _pair(image: Any, attribution: Any, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """The image for display, [H, W] or [H, W, 3], and the attribution with its channels put together, [H, W].
+    """The image for display, [H, W] or [H, W, 3], and the attribution with its channels combined, [H, W].
 
     A pixel without a private channel is NaN.
     """
@@ -275,8 +276,8 @@ def _clipped(heat: np.ndarray, scale: float) -> np.ndarray:
 def _colours(mode: str, scale: float) -> dict[str, Any]:
     """How imshow draws a map: pale or white is zero, in both modes, and darker is more.
 
-    magma is perceptually uniform; its black end is left out, for over a grey image black would look like the image.
-    PuOr's two sides stay as far apart for red-green blind readers as for others, and do not read as good and bad.
+    magma is perceptually uniform; its black end is left out, because over a grey image black would look like the image.
+    Readers with red-green blindness see PuOr's two sides as clearly as others do, and neither side looks good or bad.
     """
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
@@ -314,6 +315,6 @@ def _draw_colour_bar(figure: Figure, axes: list[Axes], heat: np.ndarray, mode: s
 
 
 def _bare(axis: Axes) -> None:
-    """No ticks; the frame stays, to mark where an image ends."""
+    """Remove the ticks; the frame stays, to mark where an image ends."""
     axis.set_xticks([])
     axis.set_yticks([])
