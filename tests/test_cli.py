@@ -222,3 +222,18 @@ class TestBench:
         assert "has no function 'none'" in refused("bench", "--model", f"{jobs}:none")
         assert "must return (model, batch)" in refused("bench", "--model", f"{jobs}:wrong")
         assert "No module named" in refused("bench", "--model", "no_such_module:job")
+        assert "job:f" in refused("bench", "--model", f"{jobs}.py:mixing")
+
+    def test_errors_of_the_users_own_code_are_one_line_with_their_place(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lines = [
+            "import torch",
+            "def fails(): raise KeyError('lost')",
+            "def misfits(): return torch.nn.Linear(5, 2), (torch.rand(4, 3), torch.tensor([0, 1, 0, 1]))",
+        ]
+        (tmp_path / "failing_job.py").write_text("\n".join(lines))
+        monkeypatch.syspath_prepend(tmp_path)
+        fails, misfits = (refused("bench", "--model", f"failing_job:{name}") for name in ("fails", "misfits"))
+        assert "calling fails(): KeyError: 'lost' (failing_job.py, line 2)" in fails
+        assert "a pass of the model over its batch: RuntimeError: mat1" in misfits

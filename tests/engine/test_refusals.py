@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.engine.loops import SIGMA, C, data, loader, network, train
 from tests.engine.made import make, step
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import register_clip
-from torchfil.engine import Execution
+from torchfil.engine import Execution, options
 from torchfil.fisher import NoAmplification
 
 
@@ -369,3 +370,71 @@ def test_memory_follows_the_gpu_where_nobody_says(monkeypatch: pytest.MonkeyPatc
     assert Execution().memory_on(torch.device("cpu")) == 2**30
     free = 2**20
     assert Execution().memory_on(torch.device("cuda")) == 2**30
+
+
+class TestMistakesOfOpacusUsers:
+    """What a loop that ran with Opacus may get wrong: the reason is the true one, and the remedy works."""
+
+    @pytest.mark.parametrize("mistake", ["eval mode", "the model as it was passed"])
+    def test_a_pass_that_does_not_belong_to_the_run(self, mistake: str) -> None:
+        engine, plain, model, optimizer, private = make()
+        batch = next(iter(private))
+        if mistake == "eval mode":
+            model.eval()
+        with pytest.raises(RuntimeError, match=r"model\.train\(\) before the loop, and call the returned model"):
+            step(model if mistake == "eval mode" else plain, optimizer, batch)
+
+        model.train()
+        step(model, optimizer, batch)
+        assert engine.leakage(delta=1e-3)["participations"].sum() == len(batch[0])
+
+    def test_one_id_is_not_a_list(self) -> None:
+        engine, _, model, optimizer, private = make(id_of=[f"person {i}" for i in range(40)])
+        step(model, optimizer, next(iter(private)))
+        with pytest.raises(TypeError, match=r"for one example: \['person 7'\]"):
+            engine.get_fil("person 7")
+        assert len(engine.get_fil(["person 7"]).value) == 1
+        with pytest.raises(TypeError, match=r"for one example: \[3\]"):
+            engine.get_fil(3)
+
+    def test_a_private_model_is_not_pickled(self, tmp_path: Path) -> None:
+        _, plain, model, optimizer, private = make()
+        step(model, optimizer, next(iter(private)))
+        with pytest.raises(TypeError, match=r"torch\.save\(model\._module\.state_dict\(\), path\)"):
+            torch.save(model, tmp_path / "model.pt")
+
+        torch.save(model._module.state_dict(), tmp_path / "weights.pt")
+        plain.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+
+    def test_a_misspelt_option_is_named(self) -> None:
+        with pytest.raises(TypeError, match=r"Did you mean 'noise_multiplier'\?"):
+            make(noise_multipler=1.0)
+
+    def test_hints_know_every_option(self) -> None:
+        named = inspect.signature(FILPrivacyEngine.make_private).parameters
+        assert {name for name in named if name not in {"self", "shortcuts"}} == set(options.OF_MAKE_PRIVATE)
+
+    def test_a_sum_over_the_batch(self) -> None:
+        def summed_step(model: Any, optimizer: Any, batch: Any) -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch[0].to(DEVICE)), batch[1].to(DEVICE), reduction="sum").backward()
+            optimizer.step()
+
+        _, _, model, optimizer, private = make()
+        with pytest.raises(ValueError, match="a sum over the batch: pass loss_reduction='sum' to make_private"):
+            summed_step(model, optimizer, next(iter(private)))
+        engine, _, model, optimizer, private = make(loss_reduction="sum")
+        summed_step(model, optimizer, next(iter(private)))
+        assert engine.get_fil().value.max() > 0
+
+    def test_class_weights(self) -> None:
+        weight = torch.tensor([1.0, 3.0, 2.0], device=DEVICE, dtype=torch.float64)
+        with pytest.raises(ValueError, match=r"reduction='sum', and in the loop divide by the number of examples"):
+            make(criterion=nn.CrossEntropyLoss(weight=weight))
+        criterion = nn.CrossEntropyLoss(weight=weight, reduction="sum")
+        engine, _, model, optimizer, private = make(criterion=criterion)
+        x, y = (part.to(DEVICE) for part in next(iter(private)))
+        optimizer.zero_grad()
+        (criterion(model(x), y) / len(y)).backward()
+        optimizer.step()
+        assert engine.get_fil().value.max() > 0

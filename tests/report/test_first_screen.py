@@ -138,6 +138,19 @@ def test_what_leaks_is_told_in_people_and_per_cent(tmp_path: Path) -> None:
     assert "No question was asked" in written(of_kind("text", safe=True), tmp_path)["card-what"]
 
 
+def test_who_is_bound_is_told_of_what_the_card_shows(tmp_path: Path) -> None:
+    run = of_kind("table", safe=False)
+    assert "Questions: every attacker" in written(run, tmp_path)["card-what"]
+    text = written(dataclasses.replace(run, questions=[]), tmp_path)["card-what"]
+    assert "Questions: every attacker" not in text
+    assert "Attributes: unbiased attackers. No question was asked: nothing in this card binds biased" in text
+
+
+def test_nobody_is_exposed_as_a_whole(tmp_path: Path) -> None:
+    """An attribute may leak where the example as a whole does not: the two cards do not contradict each other."""
+    assert "all inputs of an example taken together" in written(of_kind("image", safe=True), tmp_path)["card-who"]
+
+
 def test_what_is_not_known_is_called_so(tmp_path: Path) -> None:
     cards = written(made_up(), tmp_path)
     assert "Not known" in cards["card-who"]
@@ -160,9 +173,7 @@ def test_where_nothing_need_be_done_it_says_so(tmp_path: Path) -> None:
     assert "By the policy nothing need be done." in written(of_kind("image", safe=True), tmp_path, POLICY)["card-todo"]
     allowed = dataclasses.replace(POLICY, min_error_share=0.05)
     text = written(of_kind("image", safe=False), tmp_path, allowed)["card-todo"]
-    assert re.match(
-        r"What to do\? Nothing By the policy nothing need be done. It could be better: With noise σ = ", text
-    )
+    assert re.match(r"What to do\? Nothing By the policy nothing need be done. Better still: With noise σ = ", text)
 
 
 def scaled(run: SavedRun, factor: float) -> SavedRun:

@@ -49,6 +49,9 @@ class TestGate:
         assert "name a saved run, or use --init" in refused("gate", "--policy", policy)
         policy.write_text("max_epsilom = 1")
         assert "unknown key 'max_epsilom'; did you mean 'max_epsilon'?" in refused("gate", run, "--policy", policy)
+        (tmp_path / "utf-16.toml").write_text("max_epsilon = 8", encoding="utf-16")
+        assert "save it as UTF-8" in refused("gate", run, "--policy", tmp_path / "utf-16.toml")
+        assert "is a folder, not a policy" in refused("gate", run, "--policy", tmp_path)
         assert "exists already and is not overwritten" in refused("gate", "--init", "--policy", policy)
         assert policy.read_text() == "max_epsilom = 1"
         assert "no file" in refused("gate", tmp_path / "none.fil", "--policy", policy)
@@ -94,7 +97,9 @@ class TestFiles:
             rows = list(csv.DictReader(file))
         assert rows == [{"rule": "min_mse_bound", "id": f"'=patient {i}"} for i in (28, 29)]
         failed[1].write_text("max_epsilon = 8")
-        assert call("gate", failed[0], "--policy", failed[1], "--list", who).exit_code == 0
+        passed = call("gate", failed[0], "--policy", failed[1], "--list", who)
+        assert passed.exit_code == 0
+        assert "no rule is broken: " in passed.stdout
         assert who.read_text().splitlines() == ["rule,id"]
 
     def test_junit(self, failed: tuple[Path, Path], tmp_path: Path) -> None:

@@ -68,7 +68,10 @@ class ExampleIds:
         """The ids as a list and their rows, in the given order; an id given twice appears twice."""
         if ids is None:
             return self.all(), torch.arange(self.num_examples)
-        wanted = [plain_key(key) for key in (ids.tolist() if isinstance(ids, Tensor) else ids)]
+        listed = ids.tolist() if isinstance(ids, Tensor) else ids
+        if isinstance(listed, str) or not isinstance(listed, Iterable):
+            raise TypeError(f"ids={listed!r} must be a list of ids; for one example: [{listed!r}]")
+        wanted = [plain_key(key) for key in listed]
         if self.keys is not None:
             unknown = [key for key in wanted if key not in self._row_of]
             rows = [self._row_of[key] for key in wanted] if not unknown else []

@@ -81,7 +81,8 @@ def gate(
 
     shown = [verdict for verdict in verdicts if not (out.quiet and verdict.passed)]
     remarked = [] if out.quiet else [f"note: {remark}" for remark in remarks]
-    listed = [] if out.quiet or list_file is None else [f"whom the broken rules concern: {list_file}"]
+    whom = f"whom the broken rules concern: {list_file}" if not passed else f"no rule is broken: {list_file} is empty"
+    listed = [] if out.quiet or list_file is None else [whom]
     out.result("\n".join([*_table(shown), *remarked, *listed, _in_short(verdicts)]), data)
     ctx.exit(0 if passed else FAILED)
 

@@ -53,7 +53,7 @@ def _names(_ctx: click.Context, option: click.Parameter, text: str) -> list[str]
 @click.option("--separator", help="Between columns, one character; told from the file otherwise.")
 @click.option("--decimal", type=click.Choice([".", ","]), help="The decimal sign; told from the file otherwise.")
 @click.option("--encoding", help="Of the file, e.g. cp1252; told from it otherwise.")
-@click.option("--top", default=10, show_default=True, help="How many rows to print.")
+@click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="How many rows to print.")
 @click.option("--out", "out_file", type=click.Path(path_type=Path), help="Write all rows to this CSV file.")
 @click.option("--group", callback=_names, default="", help="Columns by which the page compares rows, e.g. sex,site.")
 @click.option("--save", "run_file", type=click.Path(path_type=Path), help="Save the run, for gate, report and compare.")
@@ -138,7 +138,7 @@ def glm(
     out.say("".join(f"{note}\n" for note in notes) + _scores(leakage, model, l2, sigma))
     out.say(_legend(leakage))
     files = (out_file, run_file, page)
-    text, exposure = _exposure(leakage.columns, ids, id_column or "row", max(0, top))
+    text, exposure = _exposure(leakage.columns, ids, id_column or "row", top)
     answers, questions = _questions(leakage.guesses, csv_leakage.FALSE_POSITIVE_RATE)
     result = {
         "rows": len(ids),

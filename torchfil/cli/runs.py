@@ -48,7 +48,13 @@ def report(run: Path, directory: Path, redacted: bool, min_group: int, policy: P
 
 @click.command()
 @click.argument("run", type=RUN)
-@click.option("--top", default=5, show_default=True, help="How many of the most exposed examples to name.")
+@click.option(
+    "--top",
+    type=click.IntRange(min=0),
+    default=5,
+    show_default=True,
+    help="How many of the most exposed examples to name.",
+)
 @with_output
 def inspect(run: Path, top: int, out: Output) -> None:
     """Summarise a saved run in the terminal.
@@ -58,7 +64,7 @@ def inspect(run: Path, top: int, out: Output) -> None:
       torchfil inspect run.fil
       torchfil inspect run.fil --top 20 --json
     """
-    text, data = summary(load(run), max(0, top))
+    text, data = summary(load(run), top)
     out.result(text, data)
     out.say("\nThese numbers depend on private data: keep them confidential.")
 
@@ -127,7 +133,8 @@ def _summary_text(run: SavedRun, data: dict[str, Any]) -> str:
     # the rest only where there is something to tell
     if examples["exposed"] is not None:
         blind = number(blind_error_of_inputs(run))
-        text = f"{examples['exposed']:,} examples: an unbiased guess may be closer than a blind one, ± {blind} an input"
+        means = f"an unbiased guess may come closer to them than a blind one, ± {blind} an input"
+        text = f"{examples['exposed']:,} examples ({means})"
         lines.append(["exposed", text])
     if examples["not_measured"]:
         lines.append(

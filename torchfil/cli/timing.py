@@ -7,8 +7,10 @@ import importlib
 import statistics
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from torchfil.papers.zoo import mnist_cnn
 from torchfil.private import Private, as_call
 from torchfil.utils.trees import map_tensors, tensors_of
 
-__all__ = ["Job", "StepTime", "mnist_job", "named_job", "step_times"]
+__all__ = ["Job", "StepTime", "mnist_job", "named_job", "own_errors", "step_times"]
 
 Step = Callable[[], None]
 
@@ -92,16 +94,20 @@ def named_job(name: str, device: str) -> Job:
         ValueError: There is no such function, or it returns something else.
     """
     module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise ValueError(f"--model {name!r} must be package.module:function")
+    if not (module_name and colon and function_name) or module_name.endswith(".py"):
+        raise ValueError(
+            f"--model {name!r} must be package.module:function; for a function f of a file job.py in this folder: job:f"
+        )
     if str(Path.cwd()) not in sys.path:  # a file in this folder, as with python -m
         sys.path.insert(0, str(Path.cwd()))
-    module = importlib.import_module(module_name)
+    with own_errors(f"--model {name!r}, importing {module_name}"):
+        module = importlib.import_module(module_name)
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"--model {name!r}: {module_name} has no function {function_name!r}")
 
-    parts = function()
+    with own_errors(f"--model {name!r}, calling {function_name}()"):
+        parts = function()
     if not (isinstance(parts, tuple) and 2 <= len(parts) <= 4 and isinstance(parts[0], nn.Module)):
         raise ValueError(
             f"--model {name!r} must return (model, batch), (model, batch, criterion) or (model, batch, criterion, "
@@ -109,6 +115,25 @@ def named_job(name: str, device: str) -> Job:
         )
     batch = map_tensors(lambda leaf: leaf.to(device), plain(parts[1]))
     return Job(parts[0].to(device).train(), batch, *parts[2:])
+
+
+@contextmanager
+def own_errors(doing: str) -> Iterator[None]:
+    """Tell an error of the user's own code in one line, with the place in it.
+
+    Raises:
+        ValueError: Instead of an error that is no refusal by itself.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        installed = (str(Path(__file__).parents[1]), "site-packages")
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not any(folder in frame.filename for folder in installed)]
+        place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+        raise ValueError(f"{doing}: {type(error).__name__}: {error}{place}") from error
 
 
 def step_times(

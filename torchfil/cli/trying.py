@@ -46,6 +46,8 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
     from torchfil.report.writer import write_report
 
     _check_device(device)
+    if directory.is_file():
+        raise ValueError(f"{directory} is a file; name a folder for run and report")
     directory.mkdir(parents=True, exist_ok=True)
     out.say(f"Data: {small_digits_in_words()}; nothing is downloaded.")
 
@@ -99,12 +101,13 @@ def bench(ctx: click.Context, name: str | None, batch: int, repeats: int, device
       torchfil bench --batch 256 --device cuda --json
       torchfil bench --model my_package.training:small_job
     """
-    from torchfil.cli.timing import mnist_job, named_job, step_times
+    from torchfil.cli.timing import mnist_job, named_job, own_errors, step_times
     from torchfil.engine import check
 
     _check_device(device)
     job = mnist_job(batch, device) if name is None else named_job(name, device)
-    checked = check(job.model, job.batch, job.criterion, job.private) if name is not None else None
+    with own_errors(f"--model {name!r}, a pass of the model over its batch"):
+        checked = check(job.model, job.batch, job.criterion, job.private) if name is not None else None
     result: dict[str, Any] = {"batch": job.batch_size, "device": device, "repeats": repeats}
     if checked is not None:
         result["check"] = checked.to_dict()

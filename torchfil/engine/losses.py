@@ -187,9 +187,7 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
             return IdentifiedLoss(candidate.name, _OfOneOutput(number, candidate.function))
     raise LossMismatchError(
         "the loss in the training loop is not one of the standard losses "
-        f"({', '.join(_STANDARD)}; mean or sum, targets as the batch gives them). "
-        + _guess(output, targets, at_output)
-        + " Pass the loss you use to make_private: criterion=<function(outputs, targets)>, an ordinary torch loss."
+        f"({', '.join(_STANDARD)}; mean or sum, targets as the batch gives them). " + _guess(output, targets, at_output)
     )
 
 
@@ -401,7 +399,8 @@ def _common_factor(expected: Any, observed: Any) -> float | None:
 
 
 def _guess(outputs: Tensor, targets: Tensor, observed: Tensor) -> str:
-    """A sentence about what the observed gradient looks like, or an empty string."""
+    """What the observed gradient looks like, where that can be told, and what to pass."""
+    remedy = "Pass the loss you use to make_private: criterion=<function(outputs, targets)>, an ordinary torch loss."
     classes = outputs.shape[1] if outputs.ndim > 1 else 0
     if outputs.ndim == 2 and targets.shape == outputs.shape[:1] and not targets.is_floating_point() and classes > 1:
         one_hot = F.one_hot(targets.clamp(0, classes - 1), classes).to(outputs.dtype)
@@ -409,12 +408,24 @@ def _guess(outputs: Tensor, targets: Tensor, observed: Tensor) -> str:
         rest = observed - (outputs.softmax(dim=1) - one_hot)
         smoothing = float((rest * direction).sum() / direction.square().sum())
         if 1e-3 < smoothing < 1 and (rest - smoothing * direction).norm() < 1e-2 * observed.norm():
-            return f"It looks like nn.CrossEntropyLoss(label_smoothing={smoothing:.3g})."
+            return f"It looks like nn.CrossEntropyLoss(label_smoothing={smoothing:.3g}). {remedy}"
     for candidate in _candidates(outputs, targets):
         try:
             factor = _common_factor(output_gradients(candidate, outputs, targets), observed)
         except (RuntimeError, ValueError, TypeError, IndexError):
             continue
         if factor is not None and abs(factor - 1) > 1e-3:
-            return f"It looks like {factor:.6g} times {candidate.name}."
-    return ""
+            looks = f"It looks like {factor:.6g} times {candidate.name}"
+            reduction = _other_reduction(factor, len(observed))
+            if reduction is not None:
+                return f"{looks}, a {reduction} over the batch: pass loss_reduction={reduction!r} to make_private."
+            return f"{looks}. {remedy}"
+    return remedy
+
+
+def _other_reduction(factor: float, batch_size: int) -> str | None:
+    """The reduction of the loop, where the factor is that between a sum and a mean over the batch."""
+    for reduction, expected in (("sum", float(batch_size)), ("mean", 1 / batch_size)):
+        if abs(factor / expected - 1) < 1e-3:
+            return reduction
+    return None

@@ -103,6 +103,19 @@ class RecordedModule(AbstractGradSampleModule):
             module, loop_forward=None, batch_first=self.batch_first, loss_reduction=self.loss_reduction
         ).train(self.training)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As for any module, but refused while it belongs to a run, which cannot be pickled.
+
+        Raises:
+            TypeError: It still trains.
+        """
+        if self._loop_forward is not None:
+            raise TypeError(
+                "the private model belongs to a run, which cannot be pickled. To keep the weights: "
+                "torch.save(model._module.state_dict(), path); to keep the run, too: engine.save_checkpoint"
+            )
+        return super().__reduce_ex__(protocol)
+
     def zero_grad(self, set_to_none: bool = False) -> None:
         """As in Opacus."""
         super().zero_grad(set_to_none)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -366,6 +367,29 @@ _OF_ADACLIP = (
 )
 
 
+OF_MAKE_PRIVATE = (  # for hints
+    "module",
+    "optimizer",
+    "data_loader",
+    "noise_multiplier",
+    "max_grad_norm",
+    "criterion",
+    "batch_first",
+    "loss_reduction",
+    "poisson_sampling",
+    "clipping",
+    "noise_generator",
+    "grad_sample_mode",
+    "wrap_model",
+    "rand_on_empty",
+    "clip",
+    "private",
+    "id_of",
+    "batch_to_inputs",
+    "accounting",
+)
+
+
 def _unknown_option(name: str) -> TypeError | ValueError:
     """The error for an option of ``make_private`` that it does not take."""
     if name in _OF_ADACLIP:
@@ -379,8 +403,12 @@ def _unknown_option(name: str) -> TypeError | ValueError:
             return TypeError(
                 f"make_private takes {name} as accounting={where.format(name)}; see torchfil.{kind.__name__}"
             )
-    known = ", ".join(part.name for kind in (Accounting, Execution) for part in dataclasses.fields(kind))
-    return TypeError(f"make_private got an unexpected option {name!r}; accounting=Accounting(…) takes {known}")
+    named = [part.name for kind in (Accounting, Execution) for part in dataclasses.fields(kind)]
+    alike = difflib.get_close_matches(name, [*OF_MAKE_PRIVATE, *named], n=1)
+    hint = f". Did you mean {alike[0]!r}?" if alike else ""
+    return TypeError(
+        f"make_private got an unexpected option {name!r}; accounting=Accounting(…) takes {', '.join(named)}{hint}"
+    )
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,8 @@ def check_unweighted_mean(loss_fn: Callable[[Any, Any], Tensor]) -> None:
     if loss_fn.weight is not None and loss_fn.reduction == "mean":
         raise ValueError(
             f"{type(loss_fn).__name__} with class weights and reduction='mean' divides by the weights of the whole "
-            "batch, so no example has its own loss; pass reduction='sum'"
+            "batch, so no example has its own loss; pass reduction='sum', and in the loop divide by the number of "
+            "examples: criterion(outputs, targets) / len(targets)"
         )
 
 

@@ -188,7 +188,7 @@ def read_table(
 def check_column(name: str, names: Sequence[str]) -> None:
     """Raise, with the nearest name, for a column that does not exist."""
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? There are" if near else "there are"
         raise ValueError(f"no column {name!r}; {hint} {', '.join(names)}")
 

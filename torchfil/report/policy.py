@@ -109,7 +109,11 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
         raise PolicyError(f"{where}: {error}") from error
     except FileNotFoundError as error:
         raise PolicyError(f"no policy {where}; `torchfil gate --init` writes a commented one") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except IsADirectoryError as error:
+        raise PolicyError(f"{where} is a folder, not a policy; name the TOML file in it") from error
+    except UnicodeDecodeError as error:
+        raise PolicyError(f"{where} is no text in UTF-8, which TOML asks for; save it as UTF-8") from error
+    except (OSError, tomllib.TOMLDecodeError) as error:
         raise PolicyError(f"{where} cannot be read as TOML: {error}") from error
 
 
@@ -141,9 +145,17 @@ def _check_limits(policy: Policy) -> None:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """The end of an error message: which of the names looks most alike."""
-    alike = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-    return f"; did you mean {alike[0]!r}?" if alike else ""
+    """The end of an error message: which of the names looks most alike, or which there are.
+
+    Example:
+        >>> nearest("aeg", ["age", "sex"]), nearest("height", ["age", "sex"])
+        ("; did you mean 'age'?", "; there are 'age', 'sex'")
+    """
+    alike = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if alike:
+        return f"; did you mean {alike[0]!r}?"
+    shown = ", ".join(repr(known) for known in names[:6])
+    return f"; there are {shown}{' …' if len(names) > 6 else ''}" if names else ""
 
 
 def _is_number(value: Any) -> bool:

@@ -62,7 +62,7 @@ def write_report(
     if redacted and policy is not None:
         raise ValueError(
             "policy= is for the private report: a verdict may hang on a single example, and the public version says "
-            "nothing about fewer than min_group; leave out policy= or redacted=True"
+            "nothing about fewer than min_group; leave out policy= (--policy) or redacted=True (--redacted)"
         )
     verdicts = None if policy is None else check(run, policy)
     summary = summarise(run, redacted=redacted, min_group=min_group)

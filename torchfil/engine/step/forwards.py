@@ -152,6 +152,13 @@ class Observer:
 
     def check_ready(self) -> None:
         """Raise unless the backward passes since the last step ended at the outputs, and there are not too many."""
+        if self.touched and not self.finished():
+            raise RuntimeError(
+                "the loss did not come from a training pass of the model that make_private returned: its gradient "
+                f"reached {', '.join(sorted(self.touched))} directly. Call model.train() before the loop, and call the "
+                "returned model, not the one that you passed. optimizer.zero_grad() drops this gradient. This step was "
+                "not taken."
+            )
         if self.touched:
             raise RuntimeError(
                 f"part of the loss does not go through the model's output: it reached {', '.join(sorted(self.touched))}"

@@ -65,5 +65,6 @@ def _warning(report: Report) -> str:
         )
     return (
         "This report names examples and tells how much is known about each. It is as private as the training data: "
-        "do not pass it on. A version without single examples is written with redacted=True."
+        "do not pass it on. To share something, ask for the public version, which names nobody: torchfil report RUN "
+        "--redacted."
     )

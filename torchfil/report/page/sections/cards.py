@@ -75,7 +75,8 @@ def who(report: Report) -> Card:
         )
     elif exposed == 0:
         figure = "Nobody"
-        lines.append(join(f"Of {everyone:,} measured examples, none may be guessed better than blindly."))
+        text = "none may be guessed better than blindly, all inputs of an example taken together."
+        lines.append(join(f"Of {everyone:,} measured examples, {text}"))
     else:
         about = "about " if summary.redacted and isinstance(exposed, int) else ""
         figure = f"{about}{count(exposed)} of {everyone:,}"
@@ -142,11 +143,15 @@ def what(report: Report) -> Card:
             lines.append(join(f"{some - MOST} more below."))
 
     lines += [join(sentence) for sentence in leaks.unknown]
-    who_is_bound = (
-        "Questions: every attacker, if answers were as likely before as said. Attributes: unbiased attackers."
-    )
-    bound = f"{who_is_bound} {randomness(report)}"
-    return Card("what", "What leaks?", figure, lines, bound, links)
+    return Card("what", "What leaks?", figure, lines, f"{_bound_by_what_leaks(report)} {randomness(report)}", links)
+
+
+def _bound_by_what_leaks(report: Report) -> str:
+    """Who is bound by what the card tells; without questions, that nothing in it binds a biased attacker."""
+    attributes = ["Attributes: unbiased attackers."] * bool(report.summary.attributes)
+    if report.summary.questions:
+        return " ".join(["Questions: every attacker, if answers were as likely before as said.", *attributes])
+    return " ".join([*attributes, "No question was asked: nothing in this card binds biased attackers."])
 
 
 def to_do(report: Report) -> Card:

@@ -50,7 +50,7 @@ def _rdp(report: Report) -> Markup | None:
             lambda width: svg.intervals(
                 rows,
                 width=width,
-                axis="MSE bound of an unbiased guess" + (f" ({unit}, squared)" if unit else ", per input"),
+                axis="MSE bound" + (f" ({unit}, squared)" if unit else ", per input"),
                 mark=None if guess is None else svg.Mark(guess, "blind guess"),
             ),
             "“From ε, proven” converts the accountant’s Rényi divergence of order 2 to one between runs that "

@@ -119,7 +119,7 @@ def _for_everybody(report: Report, factor: float, kept: str) -> Advice:
         goal = "the questions and attributes named here would not be guessed much better than blindly"
     line = join(_noise(report, factor), f", {goal}", _given(report, factor), ".")
     if kept:
-        figure, line = "Nothing", join(kept, " It could be better: ", line)
+        figure, line = "Nothing", join(kept, " Better still: ", line)
     return Advice(figure, [line, *_sparing(report, [], factor)], _basis(report))
 
 

@@ -39,8 +39,8 @@ def render(report: Report) -> Markup | None:
     private = None
     if not report.summary.redacted and (seed is not None or digest):
         private = paragraph(
-            "Keep seed and hash private. Who knows all other examples can try values of the last until the hash "
-            "fits; who knows the seed can compute the noise, unless the run drew it in secure mode.",
+            "Keep seed and hash private. Somebody who knows all examples but one can try values of that one until the "
+            "hash fits; somebody who knows the seed can compute the noise, unless the run drew it in secure mode.",
             class_="note",
         )
     return join(table([], shown, class_="facts"), private)
