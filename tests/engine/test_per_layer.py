@@ -46,6 +46,7 @@ def train(made: Any, steps: int, physical: int = 4) -> None:
             optimizer.step()
 
 
+@pytest.mark.opacus_1_6
 @pytest.mark.parametrize("mode", ["auto", "hooks", "functorch"])
 def test_it_trains_as_opacus_does(mode: str) -> None:
     """The hard clip of every parameter, noise of σ‖C‖; Opacus adds 1e-6 to the norms that it divides by."""
