@@ -16,7 +16,7 @@ from torchfil.glm import LogisticRegression
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--large", action="store_true", help="one million examples of 100 columns, too")
+    parser.add_argument("--large", action="store_true", help="also one million examples of 100 columns")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     for n, d in [(12_665, 784)] + [(1_000_000, 100)] * options.large:

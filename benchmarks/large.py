@@ -65,7 +65,7 @@ class LargeModel:
 
 
 def _texts(words: int, length: int, count: int, small: bool, *, causal: bool) -> Batch:
-    """Random tokens, a quarter of the texts ending early; labels are classes, or the tokens, −100 where padded."""
+    """Random tokens; a quarter of the texts end early. Labels are classes, or the tokens with −100 at padding."""
     length, words = (8, 50) if small else (length, words)
     ids = torch.randint(1, words, (count, length))
     ends = torch.where(torch.arange(count) % 4 == 0, torch.randint(length // 2, length, (count,)), length)

@@ -317,7 +317,7 @@ def booking_seconds(examples: int = 1_000_000, batch: int = 8192, steps: int = 2
 def main() -> None:
     """Print constants, residuals and tables."""
     parser = argparse.ArgumentParser("python -m benchmarks.scale_model", description=__doc__)
-    parser.add_argument("--measure", action="store_true", help="time messages and ledger on this machine, too")
+    parser.add_argument("--measure", action="store_true", help="also time messages and ledger on this machine")
     options = parser.parse_args()
     measured = measured_in_float32()
     float32, bfloat16 = fitted(measured)

@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def columns(self) -> list[int]:
-        """Of the attribute."""
+        """The attribute's columns."""
         return list(self.task.attributes[self.attribute])
 
     @property

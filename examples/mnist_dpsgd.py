@@ -126,7 +126,7 @@ def batches(loader: Any, steps: int) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """In percent."""
+    """The accuracy in percent."""
     right = [(model(x).argmax(1) == y).sum() for x, y in zip(images.split(2000), labels.split(2000), strict=True)]
     return 100 * float(torch.stack(right).sum()) / len(labels)
 

@@ -50,7 +50,7 @@ class Trained:
     epsilon: float | None = None
 
     def plis(self, *, clipped: bool = False) -> PLIS:
-        """Of the plain gradient, or of the clipped one; in units of the noise where there is some."""
+        """PLIS of the plain gradient, or of the clipped one; in units of the noise if there is any."""
         if self.noise_multiplier is None:
             return PLIS(self.model, LOSS)
         noise_std = self.noise_multiplier * MAX_GRAD_NORM
@@ -58,7 +58,7 @@ class Trained:
 
     @torch.no_grad()
     def accuracy(self, images: Tensor, labels: Tensor) -> float:
-        """In percent."""
+        """The accuracy in percent."""
         return 100 * float((self.model(images).argmax(1) == labels).float().mean())
 
 
@@ -152,7 +152,7 @@ class Comparison:
     scores: dict[tuple[str, str], tuple[Tensor, Tensor]]
 
     def auroc(self, reading: str, choice: str, measure: int = 0) -> AUROC:
-        """Of x-rays labelled by ``choice`` against digits; measure 0: subject-level PLIS, 1: PL."""
+        """The AUROC of x-rays labelled by ``choice`` against digits; measure 0: subject-level PLIS, 1: PL."""
         return outlier_auroc(self.scores[reading, "digits"][measure], self.scores[reading, choice][measure])
 
 

@@ -61,7 +61,7 @@ def main() -> None:
     records = read_records(options.out, ROWS)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "reproduction.md").write_text(page(ROWS, records, pictures=""))
-    print(f"{options.out / 'reproduction.md'}, with pictures beside it")
+    print(f"{options.out / 'reproduction.md'}, with pictures next to it")
     if options.write_page:
         write_page(records, options.out)
 

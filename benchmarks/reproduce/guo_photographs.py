@@ -92,7 +92,7 @@ def private_photographs(run: Run, setting: Photographs, gpu: bool) -> dict[str, 
 
 @torch.no_grad()
 def losses(model: nn.Module, images: Tensor, labels: Tensor) -> np.ndarray:
-    """Of every photograph, [n]."""
+    """The loss of every photograph, [n]."""
     parts = [
         nn.functional.cross_entropy(model(x), y, reduction="none")
         for x, y in zip(images.split(500), labels.split(500), strict=True)

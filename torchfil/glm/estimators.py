@@ -137,7 +137,7 @@ class GeneralizedLinearModel(BaseEstimator):
         """The perturbed parameters, the intercept last: Gaussian of deviation σ or Laplace of scale b.
 
         The FIM of either is JᵀJ/scale²: a Laplace release of scale b carries the information 1/b² per coordinate. This
-        holds for a public scale: a scale computed from the data leaks, too, unless it is rounded (:meth:`sigma_for`).
+        holds for a public scale: a scale computed from the data also leaks, unless it is rounded (:meth:`sigma_for`).
 
         Returns:
             [p]; [classes, p] for a softmax.
@@ -214,9 +214,9 @@ class GeneralizedLinearModel(BaseEstimator):
             X: The training inputs, [n, d].
             y: The training targets, [n].
             sigma: σ (or the scale b of a Laplace release), public or rounded; see :meth:`sigma_for`.
-            attributes: {name: columns (numbers, names or a slice)}; gives η of each attribute set for every example.
-            groups: One label per example; gives η of each group of examples together. One label for everybody, e.g.
-                ``["all"] * n``, gives η of the whole data set.
+            attributes: {name: columns (numbers, names or a slice)}, for η of each attribute set for every example.
+            groups: One label per example, for η of each group of examples together. One label for everybody, e.g.
+                ``["all"] * n``, means η of the whole data set.
             private_target: Whether y is private.
             kind: "spectral": η = ‖J‖₂/σ. "trace": η̄ = ‖J‖_F/(σ sqrt(d)), d the number of private coordinates
                 (the square root of Guo et al.'s dFIL).
@@ -252,7 +252,7 @@ class GeneralizedLinearModel(BaseEstimator):
         """The σ at which the largest ("max"), mean, or a quantile (a number in (0, 1)) of η is at most ``target_eta``.
 
         σ is rounded up to a public grid, the powers of 2^(1/4): at most 19 % more noise than needed. A σ that is
-        computed from the data and released unrounded leaks, too; see :mod:`torchfil.glm.chosen_noise`.
+        computed from the data and released unrounded also leaks; see :mod:`torchfil.glm.chosen_noise`.
 
         Args:
             X: The training inputs, [n, d].
