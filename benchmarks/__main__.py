@@ -1,10 +1,10 @@
-"""What the accounting costs on the machine at hand, in one run.
+"""What the accounting costs on this machine, in one run.
 
     python -m benchmarks [--device cuda] [--quick] [--models mnist cifar] [--sections models growth] [--out FOLDER]
     python -m benchmarks --device cuda --models bert gpt2 vit_base convnext_tiny llama_lora
 
-Writes FOLDER/<device>.json and .md, and rewrites them after every part. A part that fails leaves its reason. Parts that
-are not asked for stay as they are in the files, where machine and versions are the same.
+Writes FOLDER/<device>.json and .md, and rewrites them after every part. If a part fails, they hold the reason. Parts
+that are not run again keep their results if machine and versions are the same.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def device_name(device: str) -> str:
 
 
 def slug(name: str) -> str:
-    """A file name."""
+    """The device as a file name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Where and with what it was measured."""
+    """The machine and the versions of the measurement."""
     return {
         "device": device_name(device),
         "torch": torch.__version__,
@@ -110,13 +110,13 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def resumed(path: Path, present: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier run on the same machine, as thorough as this one, has written; else ``present``."""
+    """The results of an earlier run on the same machine, if it was as thorough as this one; else ``present``."""
     earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return earlier if all(earlier.get(key) == value for key, value in present.items()) else present
 
 
 def write(results: dict[str, Any], stem: Path) -> None:
-    """Both files, each replaced only when complete."""
+    """Write both files; each is replaced only when complete."""
     for suffix, text in ((".json", json.dumps(results, indent=1)), (".md", page(results))):
         with replaced_when_complete(stem.with_suffix(suffix)) as path:
             Path(path).write_text(text)

@@ -13,11 +13,11 @@ __all__ = ["compare"]
 
 
 def compare(name: str, device: str, *, quick: bool) -> dict[str, Any]:
-    """All methods on one model, in turns.
+    """Time all methods on one model, in turns.
 
     Returns:
         "batch"; "rows": by method "seconds", "ratio" (to Opacus's hooks), "peak_gb", or "failed"; "paper": the cost of
-        its coordinates.
+        the paper's coordinates.
     """
     model = MODELS[name]
     if quick and not device.startswith("cuda"):
@@ -25,7 +25,7 @@ def compare(name: str, device: str, *, quick: bool) -> dict[str, Any]:
     batches = 1 if quick else 8
     chosen = variants(device)
 
-    # all methods are built before one is timed, for they take turns
+    # all methods are built before any is timed, because they take turns
     loops: dict[str, Loop] = {}
     rows: dict[str, dict[str, Any]] = {}
     for title, variant in chosen.items():
@@ -38,7 +38,7 @@ def compare(name: str, device: str, *, quick: bool) -> dict[str, Any]:
     del work, loops
     tidy()
 
-    # peak memory of each by itself
+    # peak memory of each on its own
     for title, variant in chosen.items():
         row = rows.setdefault(title, times.get(title, {}))
         if "failed" not in row:
@@ -62,7 +62,7 @@ def _peak(model: Model, variant: Variant, device: str) -> float | None:
 
 
 def _paper(model: Model, device: str, rows: dict[str, dict[str, Any]], *, quick: bool) -> dict[str, Any]:
-    """The paper's step is an Opacus step and so many coordinates; see :mod:`benchmarks.paper`."""
+    """The paper's step: an Opacus step and its coordinates; see :mod:`benchmarks.paper`."""
     on_gpu = device.startswith("cuda")
     examples = model.batch(device) if on_gpu else min(model.batch(device), 1 if quick and model.heavy else 16)
     result: dict[str, Any] = coordinate_cost(model, device, examples, repeats=1 if quick else 5)

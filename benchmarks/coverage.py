@@ -1,8 +1,9 @@
-"""Do one run's intervals keep their word? Many private runs on digits, each run's lower ends beside the mean of all.
+"""Are one run's intervals valid? Many private runs on digits: each run's lower ends against the mean of all runs.
 
-The bound of an example is d / E[tr I], the mean over all that is random in a run. Many runs give that mean; each of
-them reports a lower end of its 95 % interval, which may lie above it for at most 2.5 % of the examples. The same for
-D of two questions (was the example in the data; has it the next label), whose upper end may lie below the mean.
+The bound of an example is d / E[tr I], a mean over everything that is random in a run. Many runs give that mean. Each
+run reports the lower end of a 95 % interval, which may lie above the bound for at most 2.5 % of the examples. The same
+is checked for D of two questions (was the example in the data; does it have the next label): there, the upper end may
+lie below the mean for at most 2.5 %.
 
 OMP_NUM_THREADS=1 python -m benchmarks.coverage --runs 40
 """
@@ -36,13 +37,13 @@ QUESTIONS = {"member": Absent(), "label": Change(lambda inputs, targets: (inputs
 
 @dataclass
 class Readings:
-    """What runs say of every example, a row a run.
+    """The results of runs for every example, one row per run.
 
     Attributes:
         trace: tr Î, [n] each.
-        low: The lower end of the bound's 95 % interval; 0 where none is claimed.
-        low_of_probes: The same of the probes' part alone.
-        attributes: I_jj, [n, d] each, where they were tracked.
+        low: The lower end of the bound's 95 % interval; 0 if the run claims none.
+        low_of_probes: The same for the probes' errors alone.
+        attributes: I_jj, [n, d] each, if they were tracked.
         high_of_attributes: The upper ends of their intervals.
         divergences: D by question, [n] each.
         high_of_divergences: The upper ends of their intervals.
@@ -57,7 +58,7 @@ class Readings:
     high_of_divergences: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def note(self, engine: FILPrivacyEngine) -> None:
-        """Add what a run says now."""
+        """Add the current results of a run."""
         bound = engine.get_mse_bound()
         self.trace.append(engine.totals.get_trace().value)
         self.low.append(bound.interval(0.95)[0])
@@ -72,7 +73,7 @@ class Readings:
             self.high_of_divergences.setdefault(question, []).append(divergence.interval(0.95)[1])
 
     def shares(self, num_coordinates: int) -> dict[str, float]:
-        """Of (run, example) whose lower end is too high, in percent; and how low the ends lie."""
+        """The share of (run, example) whose lower end is too high, in percent, and how low the ends are."""
         trace, low, probes = torch.stack(self.trace), torch.stack(self.low), torch.stack(self.low_of_probes)
         truth = num_coordinates / trace.mean(dim=0)
         claimed = low > 0
@@ -102,7 +103,7 @@ class Readings:
 def readings_of(
     lr: float, runs: int, *, participations: tuple[int, ...] = PARTICIPATIONS, **accounting: Any
 ) -> dict[int, Readings]:
-    """Runs of a tanh network from the same weights (σ = C = 1), read after so many expected participations."""
+    """Runs of a tanh network from the same weights (σ = C = 1), read after given expected participations."""
     x, y = digits()
     data = TensorDataset(x[:EXAMPLES], y[:EXAMPLES])
     steps = {round(count * EXAMPLES / BATCH): count for count in participations}
@@ -129,7 +130,7 @@ def readings_of(
 
 
 def _batches(loader: Any, steps: int) -> Iterator[tuple[int, Any]]:
-    """Numbered from 1, pass after pass."""
+    """Batches numbered from 1, pass after pass over the data."""
     step = 0
     while True:
         for batch in loader:
@@ -144,7 +145,7 @@ def _percent(wrong: Tensor, among: Tensor) -> float:
 
 
 def main() -> None:
-    """Print a table, and write it where asked."""
+    """Print a table, and write it to a file if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--probes", type=int, default=3)

@@ -1,4 +1,4 @@
-"""A whole run, from ``make_private`` to the last epoch: stock Opacus against torchfil with a target of accuracy."""
+"""A whole run, from ``make_private`` to the last epoch: Opacus against torchfil with a target accuracy of FIL."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ REL_ERROR = 0.05
 
 
 def whole_run(device: str, *, quick: bool) -> dict[str, Any]:
-    """Twenty epochs of the MNIST CNN on 60,000 digits (one on 6,000 when quick), in turns.
+    """Twenty epochs of the MNIST CNN on 60,000 digits (one on 6,000 if quick), in turns.
 
     Returns:
-        "epochs", "seconds" by method, "ratio", and the median relative standard error that torchfil ended with.
+        "epochs", "seconds" by method, "ratio", and torchfil's median relative standard error at the end.
     """
     epochs, count, rounds = (1, 6000, 1) if quick else (20, 60_000, 2)
     x, y = digits(count)

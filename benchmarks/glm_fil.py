@@ -1,4 +1,4 @@
-"""Exact spectral FIL of every example, as multiples of the paper's way: a Jacobian and an SVD per example.
+"""Exact spectral FIL of every example, compared with the paper's method: a Jacobian and an SVD per example.
 
 python benchmarks/glm_fil.py [--large]
 """
@@ -16,7 +16,7 @@ from torchfil.glm import LogisticRegression
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--large", action="store_true", help="one million examples of 100 columns, too")
+    parser.add_argument("--large", action="store_true", help="also one million examples of 100 columns")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     for n, d in [(12_665, 784)] + [(1_000_000, 100)] * options.large:
@@ -34,7 +34,7 @@ def main() -> None:
         model.fil(X, y, groups=["all"] * n)
         everybody = time.perf_counter() - start
 
-        # the paper's way, timed on 64 examples and counted linearly
+        # the paper's method, timed on 64 examples and extrapolated linearly
         sensitivity = model.sensitivity(X, y)
         sample = rng.choice(n, 64, replace=False)
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How the step grows: with the batch, the width, the input and the number of probes."""
+"""How the time of a step grows with the batch, the width, the input and the number of probes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _resnet(width: int, side: int, batch: int) -> Model:
 
 
 def _against(models: Mapping[int, Model], device: str, quick: bool) -> dict[str, Any]:
-    """Seconds of each method for each size; the power by which they grow over all sizes and from the last but one."""
+    """Seconds of each method for each size; the powers of growth over all sizes and over the last two."""
     sizes = list(models)
     methods = {
         title: {
@@ -63,7 +63,7 @@ def _against(models: Mapping[int, Model], device: str, quick: bool) -> dict[str,
 
 
 def _times(builders: Mapping[int, Callable[[], Loop]], device: str, quick: bool) -> dict[int, dict[str, Any]]:
-    """The median step of each, all sizes in turns."""
+    """The median time of each method's step, all sizes in turns."""
 
     def all_sizes() -> dict[str, Any]:
         steps = {str(size): build().step for size, build in builders.items()}

@@ -1,8 +1,8 @@
 """The models people train, at full size: BERT-base, GPT-2 small, ViT-Base/16, ConvNeXt-Tiny, a 1B Llama with LoRA.
 
-Weights are random (nothing is downloaded) and models are as their libraries make them: dropout, attention masks, the
-loss inside the output. One method at a time has the device to itself: several of them do not fit together. On a CPU, or
-quick, the same architectures are built tiny.
+Weights are random (nothing is downloaded), and models are as their libraries make them: dropout, attention masks, the
+loss inside the output. One method at a time uses the device, because several do not fit together. On a CPU, or with
+``--quick``, the same architectures are built tiny.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class LargeModel:
     """A model with its batches.
 
     Attributes:
-        title: For the tables.
-        needs: The packages that make it.
-        build: Makes it, tiny where asked for.
-        rows: Gives so many examples as columns by the model's names, "labels" among them, tiny where asked for.
+        title: The name in the tables.
+        needs: The packages that it needs.
+        build: Builds the model, tiny if asked.
+        rows: Makes a given number of examples as columns by the model's names, including "labels", tiny if asked.
         batch: Examples in a batch.
         private: The submodule whose output is private; None: the floating-point inputs.
-        precisions: In which it is trained: "float32", "bf16 autocast", "bf16" (held in it).
+        precisions: The precisions of training: "float32", "bf16 autocast", "bf16" (weights in bf16).
         own_loss: Whether the model computes its loss from "labels".
     """
 
@@ -65,12 +65,12 @@ class LargeModel:
 
 
 def _texts(words: int, length: int, count: int, small: bool, *, causal: bool) -> Batch:
-    """Random tokens, a quarter of the texts ending early; labels are classes, or the tokens, −100 where padded."""
+    """Random tokens; a quarter of the texts end early. Labels are classes, or the tokens with −100 at padding."""
     length, words = (8, 50) if small else (length, words)
     ids = torch.randint(1, words, (count, length))
     ends = torch.where(torch.arange(count) % 4 == 0, torch.randint(length // 2, length, (count,)), length)
     mask = (torch.arange(length) < ends[:, None]).long()
-    # positions by example, because Opacus's hooks take a layer's first dimension for the batch
+    # positions by example, because Opacus's hooks treat a layer's first dimension as the batch
     positions = torch.arange(length).expand(count, length).contiguous()
     labels = ids.masked_fill(mask == 0, -100) if causal else torch.randint(2, (count,))
     return {"input_ids": ids * mask, "attention_mask": mask, "position_ids": positions, "labels": labels}
@@ -167,15 +167,15 @@ class _Rows(Dataset[Batch]):
 
 @dataclass
 class LargeLoop:
-    """Training that can take one step at a time; batches lie on the device, and drawing them is not timed.
+    """Training that takes one step at a time; batches are on the device, and drawing them is not timed.
 
     Attributes:
-        model: What to train.
+        model: The model to train.
         method: "plain", "hooks", "ghost", "loop" or "train_step".
-        probes: Of the accounting.
-        precision: One of the model's.
-        device: Where.
-        small: Whether it is the tiny one.
+        probes: The accounting's probes.
+        precision: One of the model's precisions.
+        device: The device.
+        small: Whether the model is tiny.
     """
 
     model: LargeModel
@@ -234,7 +234,7 @@ class LargeLoop:
         self.optimizer.step()
 
     def _loss(self, batch: Mapping[str, Tensor]) -> Any:
-        """As the loop has it; ghost clipping needs its own criterion."""
+        """The loss as in the loop; ghost clipping needs its own criterion."""
         if not self.model.own_loss:
             return self.criterion(self.module(batch["x"]), batch["labels"])
         if self.method != "ghost":
@@ -242,7 +242,7 @@ class LargeLoop:
         logits = self.module(**{name: value for name, value in batch.items() if name != "labels"}).logits
         if logits.ndim == 2:
             return self.criterion(logits, batch["labels"])
-        shifted = logits[:, :-1].contiguous()  # Opacus's criterion takes tokens flat, with their shape beside them
+        shifted = logits[:, :-1].contiguous()  # Opacus's criterion takes flat tokens and, separately, their shape
         return self.criterion(shifted.flatten(0, 1), batch["labels"][:, 1:].flatten(), shape=shifted.shape)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -252,14 +252,14 @@ class LargeLoop:
 
 
 def compare_large(name: str, device: str, *, quick: bool) -> dict[str, Any]:
-    """All methods on one model in every precision, one after the other.
+    """Time all methods on one model in every precision, one after the other.
 
     Returns:
         "title", "batch"; "precisions": by precision, by method "seconds", "ratio" (to Opacus's hooks in the same
         precision), "peak_gb", or "failed".
 
     Raises:
-        ModuleNotFoundError: A package that makes the model is missing.
+        ModuleNotFoundError: A package that the model needs is missing.
     """
     model = LARGE[name]
     missing = [package for package in model.needs if importlib.util.find_spec(package) is None]
@@ -284,7 +284,7 @@ def compare_large(name: str, device: str, *, quick: bool) -> dict[str, Any]:
 def _measured(
     model: LargeModel, method: str, probes: int, precision: str, device: str, small: bool
 ) -> dict[str, float | None]:
-    """The median time of a step, and the most memory that building and stepping took."""
+    """The median time of a step, and the peak memory of building and stepping."""
     loop: LargeLoop | None = None
 
     def build() -> Callable[[], None]:
@@ -293,7 +293,7 @@ def _measured(
         return loop.step
 
     peak = peak_gigabytes(build, device, calls=2 * BATCHES)
-    if loop is None:  # a CPU has no peak
+    if loop is None:  # peak memory is not measured on a CPU
         build()
         assert loop is not None
         loop.step()

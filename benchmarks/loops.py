@@ -1,4 +1,4 @@
-"""The models, and one step of training them by every method that is compared."""
+"""The models, and one training step by every method in the comparison."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Model:
     """A network with its data.
 
     Attributes:
-        title: For the tables.
-        build: Makes the network.
-        data: Gives so many examples and labels.
+        title: The name in the tables.
+        build: Builds the network.
+        data: Makes a given number of examples and labels.
         cuda_batch: The expected batch on a GPU.
         cpu_batch: The expected batch on a CPU.
         private: What is private.
-        heavy: Whether training it takes a CPU, and compiling its pass anything, many minutes.
-        train_steps: After how many plain steps its weights are looked at as trained ones.
+        heavy: Whether training on a CPU, or compiling its pass on any device, takes many minutes.
+        train_steps: The plain steps after which its weights count as trained.
     """
 
     title: str
@@ -49,24 +49,24 @@ class Model:
     train_steps: int = 300
 
     def states(self, device: str) -> dict[str, int]:
-        """The plain steps before weights are looked at, by what the tables call it."""
+        """The plain steps before each measurement, by its name in the tables."""
         trained = device.startswith("cuda") or not self.heavy
         return {"initial weights": 0} | (
             {f"after {self.train_steps:,} plain steps": self.train_steps} if trained else {}
         )
 
     def batch(self, device: str) -> int:
-        """The expected batch on that device."""
+        """The expected batch on this device."""
         return self.cuda_batch if device.startswith("cuda") else self.cpu_batch
 
 
 def random_images(channels: int, size: int) -> Data:
-    """Pixels drawn at random."""
+    """Random pixels."""
     return lambda n: (torch.rand(n, channels, size, size), torch.randint(10, (n,)))
 
 
 def at_hand(load: Callable[[], tuple[Tensor, Tensor]], otherwise: Data) -> Data:
-    """Examples of a data set where it is at hand, repeated where there are not enough."""
+    """Examples of a data set if it is on this machine, repeated if there are too few."""
     load = cache(load)
 
     def data(count: int) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def at_hand(load: Callable[[], tuple[Tensor, Tensor]], otherwise: Data) -> Data:
 
 
 def _photographs() -> tuple[Tensor, Tensor]:
-    """Of CIFAR-10, every class alike, in random order."""
+    """Examples of CIFAR-10, equally many of every class, in random order."""
     images, labels = cifar10()
     each = int(labels.bincount().min())
     rows = torch.cat([(labels == label).nonzero()[:each, 0] for label in labels.unique()])
@@ -94,7 +94,7 @@ photographs = at_hand(_photographs, random_images(3, 32))
 
 
 def sentences(count: int) -> tuple[Tensor, Tensor]:
-    """64 tokens of 1,000 drawn at random; the label tells whether a tenth of the tokens outnumbers another tenth."""
+    """64 random tokens of 1,000; the label says whether one tenth of the tokens outnumbers another tenth."""
     tokens = torch.randint(1000, (count, 64))
     return tokens, ((tokens % 10 == 3).sum(dim=1) > (tokens % 10 == 7).sum(dim=1)).long()
 
@@ -112,7 +112,7 @@ MODELS: dict[str, Model] = {
         4,
         Private(submodule="embedding"),
         heavy=True,
-        train_steps=1000,  # after 300 it tells three labels of four
+        train_steps=1000,  # after 300 steps it predicts three labels of four
     ),
 }
 
@@ -123,9 +123,9 @@ class Variant:
 
     Attributes:
         method: "plain", "hooks", "ghost", "loop" (an unchanged loop under torchfil) or "train_step".
-        settings: Of torchfil's accounting and its execution, and the ``grad_sample_mode``.
+        settings: Options of torchfil's accounting and its execution, and the ``grad_sample_mode``.
         paused: Whether nothing is measured.
-        mean: Whether the mean time counts instead of the median, because steps differ on purpose.
+        mean: Whether to report the mean time instead of the median, because steps differ by design.
     """
 
     method: str
@@ -139,7 +139,7 @@ def _other_label(inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
 
 
 def variants(device: str) -> dict[str, Variant]:
-    """What is compared, by title; the unit comes second."""
+    """The methods to compare, by title; the second one is the unit."""
     chosen = {
         "plain SGD": Variant("plain"),
         UNIT: Variant("hooks"),
@@ -170,14 +170,14 @@ def accounting(**options: Any) -> Accounting:
 
 
 class Loop:
-    """Training that can take one step at a time; the data lie on the device, and drawing batches is not timed.
+    """Training that takes one step at a time; the data are on the device, and drawing batches is not timed.
 
     Args:
-        model: What to train.
-        variant: How.
-        device: Where.
+        model: The model to train.
+        variant: The method.
+        device: The device.
         batch: The expected batch; None: the model's own.
-        batches: How many batches are used in turn: of twenty that are drawn, those nearest to the expected size.
+        batches: How many batches are used in turn: of twenty drawn batches, those closest to the expected size.
     """
 
     def __init__(self, model: Model, variant: Variant, device: str, batch: int | None = None, batches: int = 8) -> None:
@@ -220,7 +220,7 @@ class Loop:
                 **given, private=model.private, accounting=accounting(**settings)
             )
 
-        # all methods draw the same batches, from the loader's own seed
+        # all methods draw the same batches, from the loader's seed
         self.model = module
         drawn = sorted(loader, key=lambda drawn: abs(len(drawn[1]) - batch))
         self.batches = itertools.cycle(drawn[:batches])

@@ -1,10 +1,11 @@
-"""What a run of many examples costs: trained, saved, inspected, gated and reported, each in a process of its own.
+"""What a run of many examples costs: training, saving, inspecting, gating and reporting, each in its own process.
 
     python -m benchmarks.many_examples [--sizes 100000 1000000] [--all-drawn]
     python -m benchmarks.many_examples --page 1000000 [--browser]
 
-The first tells CPU seconds and peak memory of 5 steps of batch 4,096 with individual ε, and of all that follows. The
-second writes the report of made-up columns and measures the page in a browser (needs Chromium, its driver, selenium).
+The first prints CPU seconds and peak memory of 5 steps of batch 4,096 with individual ε, and of everything after them.
+The second writes the report of made-up columns and measures the page in a browser (needs Chromium, its driver,
+selenium).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ STAGES = ("train and save", "inspect", "gate", "report")
 
 
 class MadeRows(Dataset[tuple[Tensor, Tensor]]):
-    """Rows made from their number when they are read, so that the data take no memory."""
+    """Rows computed from their number when they are read, so the data take no memory."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -52,11 +53,11 @@ class MadeRows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def many_examples(sizes: Sequence[int], *, all_drawn: bool = False) -> dict[str, Any]:
-    """CPU seconds and peak memory of every stage for each number of examples, and the powers by which they grow.
+    """CPU seconds and peak memory of every stage for each number of examples, and their powers of growth.
 
     Args:
         sizes: Numbers of examples.
-        all_drawn: Whether every example has a row, as after a pass over the data; otherwise 5 steps' examples.
+        all_drawn: Whether every example has a row, as after a pass over the data; if not, the examples of 5 steps.
     """
     result: dict[str, Any] = {"sizes": list(sizes), "all_drawn": all_drawn, "seconds": {}, "peak_gb": {}, "details": []}
     for size in sizes:
@@ -86,20 +87,20 @@ def many_examples(sizes: Sequence[int], *, all_drawn: bool = False) -> dict[str,
 
 
 def _measured(command: Sequence[str]) -> tuple[float, float, str]:
-    """Seconds of CPU time and peak memory (GB, resident) of a command, and what it printed."""
+    """Seconds of CPU time and peak memory (GB, resident) of a command, and its output."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, text=True)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
         text = output.read()
-    if process.returncode not in (0, 1):  # 1: a threshold of the gate is broken
+    if process.returncode not in (0, 1):  # 1: a threshold of the gate is exceeded
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {text[-300:]}")
     return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e9, text
 
 
 def train_and_save(size: int, path: Path, *, all_drawn: bool) -> dict[str, Any]:
-    """Five steps with trace and individual ε, saved; what the rows take."""
+    """Five steps with trace and individual ε, saved; the memory of the rows."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, 2))
     engine = FILPrivacyEngine()
@@ -132,7 +133,7 @@ def train_and_save(size: int, path: Path, *, all_drawn: bool) -> dict[str, Any]:
 
 
 def _draw_all(engine: FILPrivacyEngine) -> None:
-    """Give every example rows of its own, with the sums of an example that was drawn."""
+    """Give every example its own rows, with the sums of an example that was drawn."""
     ledger, history = engine.ledger, engine._training.run.history
     assert ledger is not None
     drawn = int(ledger.sums["participations"].argmax())
@@ -177,7 +178,7 @@ def synthetic_run(rows: int, *, seed: int = 0) -> SavedRun:
 
 
 def in_browser(page: Path) -> dict[str, float]:
-    """Seconds until the table is there, to sort it, to find an id, and the longest of 200 scrolled frames."""
+    """Seconds to show the table, to sort it and to find an id, and the longest of 200 scrolled frames."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
     from selenium.webdriver.support.ui import WebDriverWait

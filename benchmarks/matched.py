@@ -1,8 +1,8 @@
 """The paper's step against ``train_step`` with probes, at equal standard error: both errors and both times of one run.
 
-For one and three probes: as many coordinates as have their error. For the paper's 50 coordinates: as many probes as
-have theirs, k ≥ 2 probes having r_3·sqrt(3/k), where r_3 is the error of three (they are drawn independently, and what
-they share is exact; one probe alone has more than r_3·sqrt(3)).
+For one and three probes: as many coordinates as have the same error. For the paper's 50 coordinates: as many probes as
+have the same error. k ≥ 2 probes have the error r_3·sqrt(3/k), where r_3 is the error of three (probes are drawn
+independently, and their common part is exact; one probe alone has more than r_3·sqrt(3)).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.paper import (
 __all__ = ["matched", "matching_coordinates", "matching_probes"]
 
 _BATCHES = 8
-_TURNS_BEFORE = 48  # until the passes that come up often are compiled
+_TURNS_BEFORE = 48  # until the most frequent passes are compiled
 
 
 def matching_coordinates(r_coordinate: float, r_probes: float, d: int) -> float:
@@ -81,7 +81,7 @@ def matched(name: str, device: str, *, quick: bool = False) -> dict[str, Any]:
 
 
 def _errors(model: Model, device: str, train_steps: int, *, quick: bool) -> dict[str, Any]:
-    """Relative standard deviations, root mean squares over some examples, and what matches what."""
+    """Relative standard deviations (root mean squares over some examples), and the matching numbers."""
     on_gpu = device.startswith("cuda")
     if quick:
         examples, coordinates, draws = 2, 8, 4

@@ -1,4 +1,4 @@
-"""Times in turns, peak memory, slopes; what fails is told, not raised."""
+"""Times in turns, peak memory, slopes; a failure is recorded, not raised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reason_of(error: Exception) -> str:
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the work gives, or ``{"failed": reason}``."""
+    """The result of the work, or ``{"failed": reason}``."""
     try:
         return work()
     except Exception as error:
@@ -34,7 +34,7 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def tidy() -> None:
-    """Give back memory that nothing refers to."""
+    """Free memory that nothing refers to."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -47,7 +47,7 @@ def synchronize(device: str) -> None:
 
 
 def timed(work: Work, device: str) -> float:
-    """The seconds that one call takes."""
+    """The time of one call in seconds."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -60,8 +60,8 @@ def seconds_in_turns(
 ) -> dict[str, dict[str, Any]]:
     """Each call's median and mean time over ``repeats`` turns in which every call runs once.
 
-    Taking turns spreads a busy moment of the machine over all of them. A call that raises is left out from then on and
-    gives its reason.
+    Taking turns spreads a busy moment of the machine over all calls. A call that raises an error is left out from then
+    on, and its reason is kept.
     """
     times: dict[str, list[float]] = {name: [] for name in work}
     failed: dict[str, str] = {}
@@ -87,7 +87,7 @@ def seconds_in_turns(
 
 
 def peak_gigabytes(build: Callable[[], Work], device: str, calls: int = 3) -> float | None:
-    """The most that building and calling the work allocates on the GPU at a time, in GB; None on a CPU."""
+    """The peak GPU memory of building and calling the work, in GB; None on a CPU."""
     if not device.startswith("cuda"):
         return None
     tidy()

@@ -1,11 +1,11 @@
 """The method of Guo et al. 2022, as the paper computes it, against weight probes: cost and spread.
 
-tr J̃ᵀJ̃ ≈ d/k · Σ_i ‖J̃e_i‖² over k coordinates i drawn at random, each column J̃e_i by one forward-mode product (jvp)
-of the clipped per-example gradient, mapped over the examples (vmap): ``vmap(jvp(clip(grad(loss))))``. The paper takes
-k = 50. Weight probes estimate the same trace from products J̃ᵀu, u ∈ {±1}^p.
+tr J̃ᵀJ̃ ≈ d/k · Σ_i ‖J̃e_i‖² over k random coordinates i, each column J̃e_i from one forward-mode product (jvp) of the
+clipped per-example gradient, mapped over the examples (vmap): ``vmap(jvp(clip(grad(loss))))``. The paper uses k = 50.
+Weight probes estimate the same trace from products J̃ᵀu, u ∈ {±1}^p.
 
 k of d coordinates, drawn without replacement, have the relative standard error r_c·sqrt(1/k − 1/d), where r_c is the
-relative standard deviation of one.
+relative standard deviation of one coordinate.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _VECTORS = 6  # of length p per example: gradient, clipped gradient and their ta
 
 
 def clipped_column_norms(gradients: ExampleGradients, directions: Tensor, max_grad_norm: float = 1.0) -> Tensor:
-    """‖J̃v‖² of every example, [batch], by vmap(jvp(clip(grad(loss)))), for v of shape [batch, d]."""
+    """‖J̃v‖² of every example, [batch], from vmap(jvp(clip(grad(loss)))), for v of shape [batch, d]."""
 
     def one(z: Tensor, public: object, v: Tensor) -> Tensor:
         def clipped_gradient(z: Tensor) -> Tensor:
             parts = grad(gradients.loss_of_one)(gradients.parameters, z, public)
             g = torch.cat([part.reshape(-1) for part in parts.values()])
             over = g.square().sum().sqrt() / CLIP.threshold(max_grad_norm) - 1
-            return g / (over * torch.special.ndtr(over) + 1)  # GELU(t − 1) + 1, in a form that jvp takes everywhere
+            return g / (over * torch.special.ndtr(over) + 1)  # GELU(t − 1) + 1, in a form that jvp supports everywhere
 
         return jvp(clipped_gradient, (z,), (v,))[1].square().sum()
 
@@ -69,7 +69,7 @@ def random_directions(like: Tensor, count: int, generator: torch.Generator) -> l
 
 
 def examples_of(model: Model, count: int, device: str, *, train_steps: int = 0) -> ExampleGradients:
-    """So many examples of the model's data, at its initial weights or after so many plain steps."""
+    """Examples of the model's data, with its initial weights or its weights after some plain steps."""
     torch.manual_seed(0)
     network = model.build().to(device)
     x, y = (part.to(device) for part in model.data(max(count, 64 * train_steps)))
@@ -85,10 +85,9 @@ def examples_of(model: Model, count: int, device: str, *, train_steps: int = 0) 
 def coordinate_cost(
     model: Model, device: str, examples: int, repeats: int, max_memory: int = 2**34
 ) -> dict[str, float | None]:
-    """What one coordinate of a whole batch costs: seconds and, on a GPU, GB.
+    """The cost of one coordinate for a whole batch: seconds and, on a GPU, GB.
 
-    It is timed on ``examples`` examples, in pieces that fit into ``max_memory`` bytes, and counted linearly for the
-    rest.
+    It is timed on ``examples`` examples, in pieces that fit into ``max_memory`` bytes, and extrapolated linearly.
     """
     gradients = examples_of(model, examples, device)
     (directions,) = random_directions(gradients.examples.z, 1, torch.Generator().manual_seed(0))
@@ -105,10 +104,10 @@ def coordinate_cost(
 
 
 def mapped_coordinate_cost(model: Model, device: str, examples: int) -> float:
-    """The same for torchfil's estimator "coordinates", reverse over reverse: half of what three cost more than one.
+    """The same for torchfil's estimator "coordinates", reverse over reverse: half the difference of three and one.
 
     Raises:
-        RuntimeError: Three do not cost more than one, the machine being busy with something else.
+        RuntimeError: Three do not cost more than one, because the machine is busy with something else.
     """
     gradients = examples_of(model, examples, device)
     batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0))
@@ -124,19 +123,19 @@ def mapped_coordinate_cost(model: Model, device: str, examples: int) -> float:
 
 
 def error_of_coordinates(r_coordinate: float, count: float, d: int) -> float:
-    """The relative standard error of ``count`` of d coordinates, where one has ``r_coordinate``."""
+    """The relative standard error of ``count`` of d coordinates, if one has ``r_coordinate``."""
     return r_coordinate * math.sqrt(1 / count - 1 / d)
 
 
 def column_estimates(gradients: ExampleGradients, coordinates: int, generator: torch.Generator) -> Tensor:
-    """Estimates d·‖J̃e_i‖² of the trace by a single coordinate, [coordinates, batch]; an example's are distinct."""
+    """Estimates d·‖J̃e_i‖² of the trace from single coordinates, [coordinates, batch], distinct for each example."""
     d = gradients.num_coordinates
     directions = random_directions(gradients.examples.z, min(coordinates, d), generator)
     return torch.stack([d * clipped_column_norms(gradients, v) for v in directions]).double()
 
 
 def traces(gradients: ExampleGradients, probes: int, draws: int, generator: torch.Generator) -> Tensor:
-    """Estimates of tr I by so many probes, drawn again and again, [draws, batch]."""
+    """Estimates of tr I from a number of probes, drawn repeatedly, [draws, batch]."""
     batch = PrivateBatch(gradients, Mechanism.build(1.0, 1.0), plan(gradients))
     estimates = [batch.estimate("trace", "weight-probes", probes, generator).value for _ in range(draws)]
     return torch.stack(estimates).double()

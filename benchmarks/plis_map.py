@@ -17,7 +17,7 @@ from torchfil import PLIS, zoo
 
 
 def seconds(work: dict[str, Callable[[], object]], device: str, repeats: int = 15) -> dict[str, float]:
-    """The median time of each, taken in turns."""
+    """The median time of each call, in turns."""
     times: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(repeats + 2):
         for name, run in work.items():

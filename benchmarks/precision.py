@@ -1,4 +1,4 @@
-"""What lower precision does to traces and clipped sums, against float64 on the same weights, examples and probes."""
+"""The effect of lower precision on traces and clipped sums, against float64 with the same weights, data and probes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def tf32(*, matmul: bool, convolutions: bool) -> Iterator[None]:
-    """Inside, TF32 is used for these on a GPU."""
+    """Inside, TF32 is used for these operations on a GPU."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, convolutions
     try:
@@ -40,8 +40,8 @@ def tf32(*, matmul: bool, convolutions: bool) -> Iterator[None]:
 def precision(names: list[str], device: str) -> dict[str, Any]:
     """By model and precision: median and largest relative error of the traces, relative error of the clipped sum.
 
-    "float32" is without TF32; torch's default on a GPU uses it in convolutions alone. Where one recorded pass does not
-    take a precision, gradients are mapped over examples, and ``path`` says so.
+    "float32" is without TF32; torch's default on a GPU uses TF32 only in convolutions. If the recorded pass does not
+    support a precision, gradients are mapped over examples, and ``path`` says so.
     """
     return {name: _of_model(MODELS[name], device) for name in names}
 
@@ -76,7 +76,7 @@ def _of_model(model: Model, device: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Traces by three probes, [batch], the clipped sum, [p], and how they were computed."""
+    """Traces from three probes, [batch], the clipped sum, [p], and how they were computed."""
 
     traces: Tensor
     clipped_sum: Tensor

@@ -1,10 +1,10 @@
-"""What a run costs at another size: time, memory and messages of a step, as formulas fitted to measurements.
+"""What a run costs at another size: time, memory and messages of a step, from formulas fitted to measurements.
 
     python -m benchmarks.scale_model [--measure]
 
-Prints the constants, how far the formulas are from what they were fitted to, and tables for 10⁶, 10⁸ and 10⁹ examples
-and models of 10⁸ and 10¹⁰ parameters. ``--measure`` also times, on this machine, what several processes say to each
-other and what a ledger of a million rows takes.
+Prints the constants, the errors of the formulas on the measurements, and tables for 10⁶, 10⁸ and 10⁹ examples and
+models of 10⁸ and 10¹⁰ parameters. ``--measure`` also times, on this machine, the messages between several processes
+and a ledger of a million rows.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Measured:
     """A ``train_step`` that was timed on one H200.
 
     Attributes:
-        title: Of the model.
+        title: The model's name.
         work: Operations of a forward pass over the batch, in 10¹² (2 · parameters · positions).
-        held: What a pass with one probe holds in memory, in 10⁹ bytes.
+        held: The memory of a pass with one probe, in 10⁹ bytes.
         probes: k.
-        seconds: Of the step.
+        seconds: The time of the step.
     """
 
     title: str
@@ -80,7 +80,7 @@ def measured_in_float32() -> list[Measured]:
 
 
 def _forward_operations(name: str) -> int:
-    """Of one example, counted by torch; in training, as attention in one kernel of its own is not counted."""
+    """Operations of one example, counted by torch in training mode, as it does not count fused attention kernels."""
     model = MODELS[name]
     with FlopCounterMode(display=False) as counter:
         model.build().train()(model.data(1)[0])
@@ -92,12 +92,12 @@ class Constants:
     """seconds = fixed + (passes + probe · k) · work + (moving + moving_probe · k) · held.
 
     Attributes:
-        passes: Seconds per 10¹² operations of a forward pass, for the products of matrices of all passes but probes.
+        passes: Seconds per 10¹² operations of a forward pass, for the matrix products of all passes except probes.
         probe: The same for a probe.
-        fixed: Seconds of a step whatever its size: launches, noise, update, ledger.
+        fixed: Seconds of a step of any size: launches, noise, update, ledger.
         moving: Seconds per 10⁹ bytes that a pass holds: everything that does little more than read and write.
         moving_probe: The same for a probe.
-        off_by: The largest factor between the formula and what it was fitted to.
+        off_by: The largest factor between the formula and a measurement.
     """
 
     passes: float
@@ -108,17 +108,17 @@ class Constants:
     off_by: float = 1.0
 
     def seconds(self, work: float, held: float, probes: int = 1) -> float:
-        """Of a step of one process."""
+        """The time of a step in one process."""
         products = (self.passes + self.probe * probes) * work
         return self.fixed + products + (self.moving + self.moving_probe * probes) * held
 
     def ratios(self, measured: Sequence[Measured]) -> list[float]:
-        """The formula's times over those that were measured."""
+        """The formula's times divided by the measured times."""
         return [self.seconds(each.work, each.held, each.probes) / each.seconds for each in measured]
 
 
 def fit(products: Constants, measured: Sequence[Measured]) -> Constants:
-    """What is not the products of matrices, none of it below 0, with the smallest squared relative errors.
+    """Fit everything except the matrix products, all terms ≥ 0, with the smallest squared relative errors.
 
     Example:
         >>> made = Constants(0.1, 0.05, 0.002, 0.003, 0.001)
@@ -136,7 +136,7 @@ def fit(products: Constants, measured: Sequence[Measured]) -> Constants:
 
 
 def in_another_precision(constants: Constants, products: Constants, measured: Sequence[Measured]) -> Constants:
-    """With other products, and what moves slowed down by the factor that fits best what was timed."""
+    """The constants for other matrix products, with data movement slowed by the factor that fits the times best."""
     other = replace(constants, passes=products.passes, probe=products.probe)
     moved = [(other.moving + other.moving_probe * each.probes) * each.held for each in measured]
     rest = [each.seconds * (1 - r) + m for each, r, m in zip(measured, other.ratios(measured), moved, strict=True)]
@@ -146,10 +146,10 @@ def in_another_precision(constants: Constants, products: Constants, measured: Se
 
 
 def fitted(measured: Sequence[Measured]) -> tuple[Constants, Constants]:
-    """Of models in float32 and in bfloat16.
+    """The constants of models in float32 and in bfloat16.
 
-    Of BERT-base's 108 ms, products in full float32 (forward, back, sums) take 42, those with a probe in TF32 16; of the
-    Llama's 350 ms all products take 139 (its profile), of which a quarter are taken to be the probe's.
+    Of BERT-base's 108 ms, matrix products in full float32 (forward, back, sums) take 42, those with a probe in TF32 16.
+    Of the Llama's 350 ms all products take 139 (its profile); a quarter of these are assumed to be the probe's.
     """
     of_bert = Constants(0.042 / BERT_WORK, 0.016 / BERT_WORK)
     of_llama = Constants(0.75 * 0.139 / LLAMA_WORK, 0.25 * 0.139 / LLAMA_WORK)
@@ -169,13 +169,13 @@ class Size:
     Attributes:
         examples: n.
         parameters: P.
-        trained: Of them.
-        layers: Of a transformer.
-        width: Of its layers.
-        positions: Of an example.
-        weight_bytes: Of a weight that is held.
-        batch: Of all processes together.
-        ranks: Processes, one a GPU.
+        trained: How many of them are trained.
+        layers: The transformer's layers.
+        width: The width of its layers.
+        positions: The positions of an example.
+        weight_bytes: The bytes of a stored weight.
+        batch: The batch of all processes together.
+        ranks: The number of processes, one per GPU.
     """
 
     examples: float
@@ -189,19 +189,19 @@ class Size:
     batch: int = 8192
 
     def step_seconds(self, constants: Constants, bandwidth: float) -> float:
-        """One probe; gradients go round a ring at ``bandwidth`` bytes a second, after everything else."""
+        """The time of a step with one probe; then gradients go round a ring at ``bandwidth`` bytes per second."""
         share = self.batch / self.ranks
         work, held = 2 * self.parameters * self.positions * share / TERA, self.example_bytes * share / 1e9
         return constants.seconds(work, held) + self.gradient_bytes / bandwidth
 
     @property
     def gradient_bytes(self) -> float:
-        """That a rank sends for the gradients of a step, in float32."""
+        """The bytes that a rank sends for the gradients of a step, in float32."""
         return 2 * (self.ranks - 1) / self.ranks * 4 * self.trained
 
     @property
     def accounting_bytes(self) -> float:
-        """That a rank receives for the accounting in a step, on average over a pass: answers, norms, η̄ over time."""
+        """The bytes that a rank receives for the accounting, mean per step: answers, norms, η̄ over time."""
         if self.ranks == 1:
             return 0.0
         points_per_step = 8 * self.batch / self.examples
@@ -209,17 +209,17 @@ class Size:
 
     @property
     def model_bytes(self) -> float:
-        """Weights; of what is trained the sum, the gradient with noise, and Adam's two."""
+        """The bytes of the weights and, for trained ones, of the sum, the noisy gradient and Adam's two states."""
         return self.weight_bytes * self.parameters + 4 * 4 * self.trained
 
     @property
     def example_bytes(self) -> float:
-        """That one example's pass holds: no chunk can be smaller."""
+        """The bytes of one example's pass: no chunk can be smaller."""
         return BYTES_PER_ACTIVATION * self.layers * self.width * self.positions
 
     @property
     def ledger_bytes(self) -> float:
-        """Of every process, with nothing tracked but the trace: rows and norm history of all examples."""
+        """The bytes of every process's ledger if only the trace is tracked: rows and norm history of all examples."""
         return self.examples * (Ledger.bytes_needed(1, 1, (), 1) + NormHistory.bytes_needed(1))
 
 
@@ -243,7 +243,7 @@ BANDWIDTHS = {
     1: 1.0,
     8: 300e9,
     64: 40e9,
-}  # bytes a second, not measured: NVLink in a machine, 400 Gb/s between machines
+}  # bytes per second, not measured: NVLink in a machine, 400 Gb/s between machines
 
 
 def tables(float32: Constants, bfloat16: Constants) -> str:
@@ -283,7 +283,7 @@ def _bytes(count: float) -> str:
 
 
 def agreement_seconds(ranks: int = 2, steps: int = 300) -> float:
-    """The median time in which so many gloo processes agree to take a step."""
+    """The median time that this many gloo processes need to agree on a step."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_agree, args=(ranks, steps, folder), nprocs=ranks)
         return float((Path(folder) / "seconds").read_text())
@@ -303,7 +303,7 @@ def _agree(rank: int, ranks: int, steps: int, folder: str) -> None:
 
 
 def booking_seconds(examples: int = 1_000_000, batch: int = 8192, steps: int = 20) -> float:
-    """The median time that entering a batch into ledger and norm history takes, on the CPU."""
+    """The median time to enter a batch into ledger and norm history, on the CPU."""
     ledger, history, taken = Ledger(examples, 1), NormHistory(examples), []
     for _ in range(steps):
         rows, norms = torch.randperm(examples)[:batch], torch.rand(batch)
@@ -317,7 +317,7 @@ def booking_seconds(examples: int = 1_000_000, batch: int = 8192, steps: int = 2
 def main() -> None:
     """Print constants, residuals and tables."""
     parser = argparse.ArgumentParser("python -m benchmarks.scale_model", description=__doc__)
-    parser.add_argument("--measure", action="store_true", help="time messages and ledger on this machine, too")
+    parser.add_argument("--measure", action="store_true", help="also time messages and ledger on this machine")
     options = parser.parse_args()
     measured = measured_in_float32()
     float32, bfloat16 = fitted(measured)

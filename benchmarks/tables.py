@@ -47,7 +47,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A few digits, without an exponent where it is short without; a dash for nothing."""
+    """A few digits, without an exponent if that is short; a dash for None."""
     if value is None:
         return "–"
     text = f"{value:.{digits}g}"
@@ -148,7 +148,7 @@ def _costs(models: dict[str, Any]) -> str:
 
 
 def _coordinates(models: dict[str, Any]) -> Iterable[str]:
-    """What a coordinate costs, a line for each model."""
+    """The cost of a coordinate, one line for each model."""
     for name, model in models.items():
         paper, title = model.get("paper", {}), model.get("title", name)
         if "coordinate_seconds" in paper:

@@ -1,11 +1,11 @@
-"""Does ``make_private_with_bound`` keep its word? Runs over several seeds, each with its pilots.
+"""Does ``make_private_with_bound`` reach its target? Runs over several seeds, each with its pilots.
 
     OMP_NUM_THREADS=1 python -m benchmarks.targets --data digits
     python -m benchmarks.targets --data mnist --device cuda
 
 For each seed: the pilots, whether the run met the target at the stated confidence, test accuracy (training accuracy on
 digits) and time. MNIST is the paper's CNN on 60,000 digits (``TORCHFIL_DATA`` names the folder), batches of 2,048, in
-24 epochs: the fewest in which each of so many examples is drawn five times with near certainty.
+24 epochs: the fewest in which every one of so many examples is drawn five times with near certainty.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Task:
 
 
 def digits_task(count: int) -> Task:
-    """A tanh network on so many of scikit-learn's digits."""
+    """A tanh network on a number of scikit-learn's digits."""
     images, labels = digits()
     data = images[:count].flatten(1), labels[:count]
     network = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
@@ -55,7 +55,7 @@ def digits_task(count: int) -> Task:
 
 
 def mnist_task(count: int) -> Task:
-    """The paper's CNN on so many digits of MNIST."""
+    """The paper's CNN on a number of MNIST digits."""
     images, labels = mnist()
     accounting = Accounting(num_probes=1, extra_probes=8)
     return Task(
@@ -72,13 +72,13 @@ def kept(
     """One run with its pilots, as numbers; both texts are printed.
 
     Args:
-        name: Of the task.
-        seed: Of weights, batches, noise and probes.
-        device: Where to train.
-        examples: How many; None: the task's.
-        epochs: How many; None: the task's.
-        rate: The wanted true-positive rate of "was it in the data" at 1 % false positives; None: none.
-        **options: Of ``make_private_with_bound``.
+        name: The task's name.
+        seed: The seed of weights, batches, noise and probes.
+        device: The device.
+        examples: The number of examples; None: the task's.
+        epochs: The number of epochs; None: the task's.
+        rate: The wanted true-positive rate of "was it in the data" at 1 % false positives; None: no such target.
+        **options: Options of ``make_private_with_bound``.
     """
     make, usual_examples, usual_epochs = TASKS[name]
     epochs = epochs or usual_epochs

@@ -1,9 +1,9 @@
 """Attribute inversion: VKORC1 of warfarin patients (IWPC), marital status (Adult), Hannun et al. 2021, Figures 6 and 7.
 
-White-box and black-box accuracy over the noise, against the prior and an ideal inverter; then white-box accuracy by
-decile of η, before and after reweighting (IRFIL).
+White-box and black-box accuracy at several noise scales, compared with the prior and an ideal inverter; then white-box
+accuracy by decile of η, before and after reweighting (IRFIL).
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/attack_glm_attributes.py --out out
 """
@@ -44,8 +44,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=10, help="of reweighting")
-    parser.add_argument("--logistic", action="store_true", help="Adult by logistic regression too (minutes)")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of reweighting")
+    parser.add_argument("--logistic", action="store_true", help="also Adult by logistic regression (minutes)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     data = real_or_stand_in("iwpc", "adult")

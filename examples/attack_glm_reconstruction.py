@@ -1,10 +1,10 @@
-"""Reconstruction of MNIST digits 0 and 1 from a logistic regression, beside the bounds (Guo et al. 2022, Figures 3, 4).
+"""Reconstruction of MNIST digits 0 and 1 from a logistic regression, and the bounds (Guo et al. 2022, Figures 3, 4).
 
-Output perturbation with λ = 1e-2 and σ = 1e-5, so little noise that some digits can be read off. Every one of the
-12,665 digits is attacked in 1,000 releases, with the label known and without, pixels kept in [0, 1] or not (minutes on
-two cores, seconds on a GPU). Then, for some of them, the bound that applies to the biased ones of these attackers.
+Output perturbation with λ = 1e-2 and σ = 1e-5: so little noise that some digits can be recognised. Each of the 12,665
+digits is attacked in 1,000 releases, with and without knowing the label, with and without keeping pixels in [0, 1]
+(minutes on two cores, seconds on a GPU). For some digits, the bound for biased attackers is also computed.
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/attack_glm_reconstruction.py --out out
 """
@@ -41,10 +41,10 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--sigma", type=float, default=1e-5)
     parser.add_argument("--l2", type=float, default=1e-2)
-    parser.add_argument("--no-intercept", action="store_true", help="a model without one; needs the label")
-    parser.add_argument("--digits", type=int, default=None, help="train on that many of the 12,665 only")
-    parser.add_argument("--sample", type=int, default=100, help="digits for the bound of biased attackers")
-    parser.add_argument("--sample-trials", type=int, default=4000, help="releases for it")
+    parser.add_argument("--no-intercept", action="store_true", help="fit no intercept; the attack then needs the label")
+    parser.add_argument("--digits", type=int, default=None, help="train on this many of the 12,665")
+    parser.add_argument("--sample", type=int, default=100, help="digits for the bound on biased attackers")
+    parser.add_argument("--sample-trials", type=int, default=4000, help="releases for that bound")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -76,7 +76,7 @@ def main() -> None:
         figure = comparison.plot(title=title, blind=blind_guess(X))
         figure.savefig(options.out / f"attack_glm_reconstruction_{label}.png", dpi=80)
 
-    # Some digits, evenly spaced by bound, against the bound that applies to biased guesses.
+    # Some digits, evenly spaced by bound, against the bound for biased guesses.
     order = np.argsort(comparison.predicted)
     sample = order[np.linspace(0, len(order) - 1, min(options.sample, len(order))).round().astype(int)]
     trials, seed = options.sample_trials, options.seed + 1
@@ -92,16 +92,16 @@ def main() -> None:
 
 
 def blind_guess(X: np.ndarray) -> float:
-    """The mean squared error per pixel of guessing the mean digit for everybody."""
+    """The mean squared error per pixel of guessing the mean digit for every digit."""
     return float(X.var(axis=0).mean())
 
 
 def describe(attack: GLMReconstruction, comparison: torchfil.BoundComparison, seconds: float) -> None:
-    """Rank correlation, violations, and what bias has to do with them."""
+    """Rank correlation, violations, and the share of bias in the error."""
     predicted, achieved, bias = comparison.predicted, comparison.attack.achieved, comparison.attack.squared_bias
     ratio, violated = comparison.ratio, comparison.violated
     low = predicted < 1
-    kept = "as it is" if attack.value_range is None else "pixels kept in [0, 1]"
+    kept = "guesses unchanged" if attack.value_range is None else "pixels kept in [0, 1]"
     print(f"label {attack.label}, {kept}: {comparison.attack.trials} releases, {seconds:.1f} s")
     for where, chosen in (("bound below 1", low), ("all", np.ones_like(low))):
         correlation = stats.spearmanr(predicted[chosen], achieved[chosen]).statistic
@@ -121,25 +121,25 @@ def describe(attack: GLMReconstruction, comparison: torchfil.BoundComparison, se
 
 
 def biased(results: dict[LabelIs, tuple[torchfil.BoundComparison, BiasedBound]], folder: Path) -> None:
-    """Some digits against both bounds: that of unbiased attackers, and the one of this attacker's own bias."""
+    """Some digits against both bounds: for unbiased attackers, and for attackers with this attacker's bias."""
     size = (5 * len(results), 4)
     figure, axes = pyplot.subplots(1, len(results), figsize=size, constrained_layout=True, sharey=True, squeeze=False)
     for axis, (label, (unbiased, own)) in zip(axes[0], results.items(), strict=True):
         comparison = torchfil.compare_with_bounds(own.bound, unbiased.attack)
         broken, ratio = unbiased.violated, comparison.ratio
         print(
-            f"label {label}, {len(broken)} digits, {comparison.attack.trials} releases: below the bound of unbiased "
-            f"attackers {broken.sum()}, below that of their own bias {comparison.violated.sum()}; achieved over the "
-            f"latter {ratio.min():.3f} to {ratio.max():.3f}, median {np.median(ratio):.3f}"
+            f"label {label}, {len(broken)} digits, {comparison.attack.trials} releases: {broken.sum()} below the bound "
+            f"for unbiased attackers, {comparison.violated.sum()} below the bound for this bias; error over the latter "
+            f"{ratio.min():.3f} to {ratio.max():.3f}, median {np.median(ratio):.3f}"
         )
         for where, chosen in (("broken", broken), ("held", ~broken)):
             if chosen.any():
                 low, middle, high = np.quantile(own.response[chosen], (0, 0.5, 1))
                 print(f"  {where}: the mean guess follows the digit by {low:.3f} to {high:.3f}, median {middle:.3f}")
-        axis.plot(unbiased.predicted, unbiased.predicted, color="#4D4D4D", label="bound of unbiased attackers")
-        axis.plot(unbiased.predicted, own.bound, "+", color="#D55E00", label="bound at this attacker's bias")
+        axis.plot(unbiased.predicted, unbiased.predicted, color="#4D4D4D", label="bound for unbiased attackers")
+        axis.plot(unbiased.predicted, own.bound, "+", color="#D55E00", label="bound for this attacker's bias")
         axis.plot(unbiased.predicted, comparison.attack.achieved, ".", color="#0072B2", label="achieved")
-        axis.set(xscale="log", yscale="log", ylim=(5e-7, 1e3), xlabel="bound of unbiased attackers")
+        axis.set(xscale="log", yscale="log", ylim=(5e-7, 1e3), xlabel="bound for unbiased attackers")
         axis.set_title(f"label {label}, pixels kept in [0, 1]")
     axes[0, 0].set_ylabel("mean squared error per pixel")
     axes[0, 0].legend(frameon=False, fontsize="small")
@@ -149,7 +149,7 @@ def biased(results: dict[LabelIs, tuple[torchfil.BoundComparison, BiasedBound]],
 def pictures(
     attack: GLMReconstruction, bound: np.ndarray, X: np.ndarray, released: torch.Tensor, folder: Path, number: int = 8
 ) -> None:
-    """The digits of the lowest and of the highest bounds, above what one release gives away about them."""
+    """The digits with the lowest and the highest bounds, above their reconstructions from one release."""
     order = np.argsort(bound)
     figure, axes = pyplot.subplots(4, number, figsize=(number, 4.9), constrained_layout=True)
     for top, rows, label in ((0, order[:number], "lowest bounds"), (2, order[-number:], "highest bounds")):

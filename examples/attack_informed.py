@@ -1,7 +1,7 @@
-"""The attack that the Fisher bound speaks of: one example from all noisy gradients of a private run, all else known.
+"""The attack that the Fisher bound limits: one example from all noisy gradients of a private run, all others known.
 
-A scalar and a five-dimensional example in a tiny network, trained by DP-SGD 2,000 times at each noise scale. Below: the
-error of the most likely guess as a multiple of the bound on unbiased guesses.
+A scalar and a five-dimensional example in a tiny network, trained by DP-SGD 2,000 times at each noise scale. The table
+shows the error of the most likely guess as a multiple of the bound on unbiased guesses.
 
 python examples/attack_informed.py --out out
 """
@@ -23,7 +23,7 @@ EXAMPLES, STEPS, ROW = 20, 10, 0
 
 
 def attack(d: int, sigma: float, runs: int) -> tuple[float, float, float, float]:
-    """The bound on unbiased guesses, that on guesses biased as these are, the achieved error, its standard error."""
+    """The bound on unbiased guesses, the bound for this guess's bias, the achieved error, its standard error."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(d, 6), nn.Tanh(), nn.Linear(6, 1)).double()
     x = torch.randn(EXAMPLES, d, dtype=torch.float64)

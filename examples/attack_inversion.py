@@ -1,16 +1,17 @@
 """From one gradient back to the chest x-ray: gradient inversion on untrained networks, without and with DP noise.
 
-A random sample of x-rays is attacked through several untrained networks (Geiping et al. 2020); are those of high
-subject-level PLIS found better? In each network the x-rays are cut into thirds by PLIS; the mean SSIM of the lowest and
-of the highest third, their difference and Spearman's correlation, each the mean over networks, with 95 % bootstrap
-intervals over x-rays (an x-ray is drawn with its attacks through all networks). They are while the search is under way,
-as after the usual 400 steps; after 4,800 all are found, and the difference is gone (docs/attacks-networks.md).
+A random sample of x-rays is attacked through several untrained networks (Geiping et al. 2020). Are x-rays with a high
+subject-level PLIS reconstructed better? In each network the x-rays are divided into thirds by PLIS. Printed are the
+mean SSIM of the lowest and of the highest third, their difference and Spearman's correlation: means over networks, with
+95 % bootstrap intervals over x-rays (an x-ray is drawn with its attacks through all networks). The answer is yes while
+the search is still running, as after the usual 400 steps. After 4,800 steps all x-rays are found, and the difference is
+gone (docs/attacks-networks.md).
 
-The reading of PLIS that counts is that of one plain gradient, without clipping or noise, because this is what the
-attacker sees: ‖∂‖g‖²/∂x‖ at the attacked weights and the true label. Beside it: ‖g‖² itself, and ‖∂ log ‖g‖²/∂x‖,
-because the attack looks at the gradient's direction only.
+The main reading of PLIS is that of one plain gradient, without clipping or noise, because the attacker sees this
+gradient: ‖∂‖g‖²/∂x‖ at the attacked weights and the true label. Two others are shown for comparison: ‖g‖² itself, and
+‖∂ log ‖g‖²/∂x‖, because the attack uses only the gradient's direction.
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/attack_inversion.py --out out    # two minutes on one CPU core
 """
@@ -42,12 +43,12 @@ MEASURES = {"ssim": ("SSIM", ssim), "haarpsi": ("HaarPSI", haarpsi)}
 SETTINGS = ("images", "noisy_images", "steps", "restarts", "total_variation", "noise_multiplier", "seed", "chunk")
 NUMBERS = "attack_inversion.json"
 SHOWN = 6
-OTHER_DRAWS = 10**6  # noise and starts must not come from the numbers that the weights were drawn from
+OTHER_DRAWS = 10**6  # noise and starts must not use the random numbers of the weights
 Record = dict[str, Any]
 
 
 def observe(model: nn.Module, images: Tensor, labels: Tensor, source: torch.Generator, options: Any) -> Tensor:
-    """The gradient of every x-ray, then those of the first few again with C = 1 and noise, [n + few, p]."""
+    """The gradient of every x-ray, then of the first few again with C = 1 and noise, [n + few, p]."""
     few = options.noisy_images
     private = {"max_grad_norm": 1.0, "noise_multiplier": options.noise_multiplier, "generator": source}
     return torch.cat(
@@ -60,18 +61,18 @@ def observe(model: nn.Module, images: Tensor, labels: Tensor, source: torch.Gene
 
 
 def chunks(a: Tensor, b: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both, so many rows at a time."""
+    """Rows of both tensors, in chunks of this size."""
     return zip(a.split(size), b.split(size), strict=True)
 
 
 def attack(images: Tensor, labels: Tensor, seed: int, options: Any) -> tuple[Record, dict[str, Tensor]]:
-    """Both attacks through the untrained network of this seed: numbers by x-ray, and the images found."""
+    """Both attacks through the untrained network of this seed: numbers by x-ray, and the reconstructed images."""
     torch.manual_seed(seed)
     model = mnist_cnn(2, activation=nn.Tanh).to(images.device)
     plis = PLIS(model, LOSS, cuda_graphs=False)
     subject, signal = plis.subject(images, labels), plis.privacy_loss(images, labels)
 
-    # Both attacks side by side, as one list of gradients.
+    # Both attacks together, as one list of gradients.
     source = torch.Generator(images.device).manual_seed(seed + OTHER_DRAWS)
     seen = observe(model, images, labels, source, options)
     their_labels = torch.cat([labels, labels[: options.noisy_images]])
@@ -158,21 +159,21 @@ def told(by_arm: Record) -> str:
 
 
 def main() -> None:
-    """Invert, compare, save the numbers after every network, and the pictures."""
+    """Invert, compare, save the numbers after every network, then the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--images", type=int, default=90)
-    parser.add_argument("--noisy-images", type=int, default=21, help="the first of them are attacked with noise, too")
+    parser.add_argument("--noisy-images", type=int, default=21, help="how many of them are also attacked with noise")
     parser.add_argument("--networks", type=int, default=1)
-    parser.add_argument("--skip", type=int, default=0, help="so many networks, which were attacked elsewhere")
-    parser.add_argument("--join", type=Path, nargs="+", help="no attack: statistics of these JSON files together")
+    parser.add_argument("--skip", type=int, default=0, help="skip this many networks, attacked elsewhere")
+    parser.add_argument("--join", type=Path, nargs="+", help="do not attack; join the results in these JSON files")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--restarts", type=int, default=1)
     parser.add_argument("--total-variation", type=float, default=1e-4, help="α")
     parser.add_argument("--noise-multiplier", type=float, default=1.0)
-    parser.add_argument("--chunk", type=int, default=37, help="gradients attacked side by side")
-    parser.add_argument("--resamples", type=int, default=1000, help="of the x-rays, for the intervals")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample and the first network; the next follow")
+    parser.add_argument("--chunk", type=int, default=37, help="gradients attacked at once")
+    parser.add_argument("--resamples", type=int, default=1000, help="bootstrap samples for the intervals")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample and the first network; the others follow")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -209,7 +210,7 @@ def main() -> None:
 
 
 def joined(paths: list[Path]) -> Record:
-    """Several runs through different networks as one; they must have attacked the same x-rays alike."""
+    """Several runs through different networks as one; they must have attacked the same x-rays in the same way."""
     runs = [json.loads(path.read_text()) for path in paths]
     networks = [network for run in runs for network in run["networks"]]
     seeds = [network["seed"] for network in networks]
@@ -233,7 +234,7 @@ def finish(everything: Record, options: Any) -> None:
 
 
 def save_images(images: Tensor, guesses: dict[str, Tensor], record: Record, options: Any) -> None:
-    """X-rays of lowest and highest PLIS in one network, among those attacked both ways, above what was found."""
+    """X-rays with the lowest and highest PLIS in one network, of those attacked both ways, above the results."""
     order = np.argsort(record["plis"][: len(guesses["noisy"])])
     half = min(SHOWN // 2, len(order) // 2)
     figure = Figure(figsize=(8, 4.4), layout="constrained")
@@ -253,7 +254,7 @@ def save_images(images: Tensor, guesses: dict[str, Tensor], record: Record, opti
 
 
 def save_tenths(networks: list[Record], path: Path) -> None:
-    """Mean SSIM without noise by tenth of PLIS: a thin line for each network, a thick one for their mean."""
+    """Mean SSIM without noise by decile of PLIS: a thin line for each network, a thick one for their mean."""
     figure = Figure(figsize=(5.2, 3.4), layout="constrained")
     axis = figure.subplots()
     curves = []

@@ -1,10 +1,10 @@
 """Who was trained on? Membership inference on an overfitted network, and on one trained with DP-SGD at σ = 1.
 
-2,000 digits of MNIST, a fifth of them with a wrong label, which only memory can get right; every run trains a small
-network on a random half of them. Each of sixteen runs is attacked with all others as shadows. A table puts FIL,
-individual ε and how often the attack was right side by side, by example.
+2,000 digits of MNIST, a fifth of them with a wrong label, which a network can only memorise. Every run trains a small
+network on a random half of them. Each of sixteen runs is attacked with all others as shadows. A table shows FIL,
+individual ε and how often the attack was right for each example.
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/attack_membership.py --out out
 """
@@ -32,19 +32,19 @@ STYLES = {"loss threshold": "--", "likelihood ratio": "-"}
 
 
 def mislabelled(labels: Tensor, share: float, source: torch.Generator) -> Tensor:
-    """The labels, about this share of them replaced by another digit at random."""
+    """The labels, with about this share replaced by another random digit."""
     wrong = torch.rand(len(labels), generator=source) < share
     return torch.where(wrong, (labels + torch.randint(1, 10, labels.shape, generator=source)) % 10, labels)
 
 
 def network(seed: int, device: torch.device) -> nn.Sequential:
-    """A small dense network with weights of this seed."""
+    """A small dense network with weights drawn from this seed."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 64), nn.Tanh(), nn.Linear(64, 10)).to(device)
 
 
 def overfit(images: Tensor, labels: Tensor, seed: int, steps: int) -> nn.Module:
-    """Full-batch steps of Adam: after 200, nearly every training label is memorised, the wrong ones too."""
+    """Full-batch steps of Adam: after 200, nearly every training label is memorised, including the wrong ones."""
     model = network(seed, images.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(steps):
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=32)
     parser.add_argument("--examples", type=int, default=2000)
     parser.add_argument("--label-noise", type=float, default=0.2, help="share of wrong labels")
-    parser.add_argument("--steps", type=int, default=200, help="of the overfitted network")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the overfitted network")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
@@ -121,7 +121,7 @@ def main() -> None:
                 f"alarms {100 * result.tpr_at(0.01):.1f} %, at 10 % {100 * result.tpr_at(0.1):.1f} %"
             )
 
-    # The first private run once more, measured: its leakage beside how often the attack was right.
+    # Measure the first private run again: its leakage, and how often the attack was right.
     members = private.members[0].nonzero().squeeze(1)
     _, engine = train_privately(images[members], labels[members], first, measured=True)
     print_exposed(engine, members, labels == digits, results)
@@ -133,7 +133,7 @@ def main() -> None:
 def print_exposed(
     engine: FILPrivacyEngine, members: Tensor, right: Tensor, results: dict[str, dict[str, MembershipResult]]
 ) -> None:
-    """The five members of a run that leak most, whether their labels are right, and how often attacks were."""
+    """The five members of a run that leak most, whether their labels are right, and how often attacks were right."""
     print(f"private: ε = {engine.get_epsilon(DELTA):.2f} at δ = {DELTA:g}. The five most exposed of the first run:")
     table = engine.leakage(delta=DELTA)
     fil, epsilon = np.asarray(table["fil"]), np.asarray(table["individual_epsilon"])

@@ -1,10 +1,10 @@
-"""Which layer tells a secret? Property inference in federated learning, with a property planted into MNIST.
+"""Which layer reveals a secret? Property inference in federated learning, with a property planted into MNIST.
 
-Two clients train a network by FedSGD to tell whether a digit is even. Half of the digits carry a grey bar, a column of
-pixels that the task has no use for. One client infers from the other's gradients, layer by layer, whether a batch
-has bars; the AUC stands beside the layer's sensitivity and V-information.
+Two clients train a network by FedSGD to predict whether a digit is even. Half of the digits have a grey bar, a column
+of pixels that is irrelevant to the task. One client infers from the other's gradients, layer by layer, whether a batch
+has bars; the tables compare the AUC with the layer's sensitivity and V-information.
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/attack_property.py --out out
 """
@@ -26,7 +26,7 @@ from torchfil.papers.zoo import small_alexnet
 
 
 def planted(images: torch.Tensor, digits: torch.Tensor, strength: float, seed: int) -> Client:
-    """Even or odd as the task; half of the images, drawn at random, with a bar at the left."""
+    """The task is even or odd; a random half of the images has a bar on the left."""
     images, bars = images.clone(), torch.rand(len(images), generator=torch.Generator().manual_seed(seed)) < 0.5
     images[bars, :, 4:24, 2:4] = (images[bars, :, 4:24, 2:4] + strength).clamp(max=1)
     return Client(images, digits % 2, bars)
@@ -38,8 +38,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--strength", type=float, default=0.5)
-    parser.add_argument("--examples", type=int, default=1000, help="of each client")
-    parser.add_argument("--measured", type=int, default=400, help="of the victim's examples, for V-information")
+    parser.add_argument("--examples", type=int, default=1000, help="examples of each client")
+    parser.add_argument("--measured", type=int, default=400, help="the victim's examples for V-information")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     data = real_or_stand_in("mnist")
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def save(tables: dict[str, LayerTable], path: Path) -> None:
-    """A panel for each table; where it is an AUC, guessing is a line."""
+    """A panel for each table; in panels of AUC, a line marks guessing."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     for axis, (title, table) in zip(figure.subplots(2, 2).flat, tables.items(), strict=True):
         table.plot(axis)

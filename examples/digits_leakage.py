@@ -1,7 +1,7 @@
 """Train a small network privately on handwritten digits, and see whose digit leaks most.
 
-The loop is an ordinary Opacus loop; the engine keeps each example's Fisher information beside ε. `torchfil demo` trains
-the same and writes a report.
+The loop is an ordinary Opacus loop; the engine keeps each example's Fisher information as well as ε. `torchfil demo`
+trains the same network and writes a report.
 """
 
 from __future__ import annotations
@@ -65,21 +65,19 @@ def main() -> None:
     table["digit"] = [int(labels[i]) for i in table.index]
     shown = ["digit", "fil", "fil_error", "sampling_error", "mse_bound", "participations", "individual_epsilon"]
     guess = (images - images.mean()).square().mean().item()
-    print("An attacker who sees every noisy gradient and knows all other digits guesses the pixels (0 to 1) of a digit")
-    print(f"with a mean squared error of at least mse_bound. Guessing mean grey everywhere has one of {guess:.2f}.\n")
+    print("An unbiased attacker who sees every noisy gradient and knows all other digits guesses the pixels (0 to 1)")
+    print(f"of a digit with an MSE of at least mse_bound. The MSE of guessing mean grey everywhere is {guess:.2f}.\n")
     print("most exposed\n" + table[shown].head(5).round(3).to_string(), end="\n\n")
     print("least exposed\n" + table[shown].tail(5).round(3).to_string(), end="\n\n")
     most, least = table.index[0], table.index[-1]
     print(f"most exposed: {most:<10}  least exposed: {least}")
     for left, right in zip(drawn(images[most, 0]), drawn(images[least, 0]), strict=True):
         print(f"{left:<24}  {right}")
-    print(
-        "\nfil_error: of the probes. sampling_error: of chance in which batches drew the digit (averaging runs helps)."
-    )
-    print(f"{never} digits were never drawn in this run, which says nothing about them.")
+    print("\nfil_error: error of the probes. sampling_error: effect of the random choice of batches (average runs).")
+    print(f"{never} digits were never drawn in this run, so it does not show how much they leak.")
     groups = engine.group_leakage(dict(enumerate(labels.tolist())), quantiles=(0.5,))
     print("\nFisher information loss by digit\n" + groups.sort_index().round(3).to_string())
-    print(f"\nThe same for all, from ε alone (Theorem 1): MSE at least {engine.get_rdp_mse_bound(1.0):.2g}")
+    print(f"\nOne bound for all digits, from ε alone (Theorem 1): MSE at least {engine.get_rdp_mse_bound(1.0):.2g}")
     print("These numbers depend on private data and are confidential themselves.")
 
 

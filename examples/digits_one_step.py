@@ -1,6 +1,6 @@
 """How much does one step of DP-SGD leak about each of ten handwritten digits?
 
-Exact Fisher information against a few random probes, and what it means for an attacker.
+Compares exact Fisher information with a few random probes, and shows what it means for an attacker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SIGMA, C, Q = 1.0, 1.0, 0.05
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor) -> None:
-    """A few epochs without privacy, so that the step looks at a model that knows something."""
+    """A few epochs without privacy, so the step is measured on a model that has learned something."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(60):
         optimizer.zero_grad()
@@ -57,7 +57,7 @@ def main() -> None:
     hidden_error = bounds.mse_from_trace(amplified.value * Q, 64).sqrt()  # it takes part with probability Q
 
     order = exact.value.argsort(descending=True)
-    print("          Fisher information (trace)   an attacker's error per pixel is at least")
+    print("          Fisher information (trace)   an unbiased attacker's error per pixel is at least")
     print("digit     exact    8 probes            batch known     batch secret (5 % sampled)")
     for title, rows in (("most exposed", order[:5]), ("least exposed", order[-5:])):
         print(f"-- {title}")
@@ -68,7 +68,7 @@ def main() -> None:
     low, high = probed.interval(0.95)
     covered = ((low <= exact.value) & (exact.value <= high)).float().mean()
     print("\nPixels lie between 0 and 1: an error above about 0.3 is no better than a guess.")
-    print(f"The probes' 95 % intervals hold the exact value for {100 * covered:.0f} % of the {len(batch)} examples.")
+    print(f"The probes' 95 % intervals contain the exact value for {100 * covered:.0f} % of the {len(batch)} examples.")
     print(f"Exact: {exact_seconds:.2f} s; 8 probes: {probed_seconds:.2f} s.")
     print("These numbers depend on private data and are confidential themselves.")
 

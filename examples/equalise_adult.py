@@ -1,7 +1,7 @@
-"""Equal leakage between groups, and a smaller worst decile, at what cost: DP-SGD on UCI Adult.
+"""Equal leakage between groups, a less exposed worst decile, and what both cost: DP-SGD on UCI Adult.
 
 A small network learns from census records who earns above 50,000 dollars. Men leak more than women, and some people's
-marital status can be told better than others'. ``torchfil.equalise`` trains again with clip weights until
+marital status is easier to infer than others'. ``torchfil.equalise`` trains again with clip weights until
 
 1. the mean FIL of the sexes is nearly equal (unbiased attackers);
 2. the same for races;
@@ -10,7 +10,7 @@ marital status can be told better than others'. ``torchfil.equalise`` trains aga
 
 The weights depend on the data and are held fixed in the bounds, as in IRFIL.
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/equalise_adult.py --out out
 TORCHFIL_DATA=/path/to/data python examples/equalise_adult.py --quick --out out    # a minute
@@ -40,13 +40,13 @@ ATTRIBUTE, DELTA = "marital-status", 1e-5
 
 
 class Training:
-    """Private training with given clip weights, another seed at each call; that without weights is trained once."""
+    """Private training with given clip weights, a new seed at each call; the run without weights is trained once."""
 
     def __init__(self, task: TabularTask, options: argparse.Namespace) -> None:
         rows = torch.randperm(len(task.train_targets), generator=torch.Generator().manual_seed(0))[: options.examples]
         self.task, self.options, self.rows, self.calls = task, options, rows, 0
         self.plain: tuple[FILPrivacyEngine, float] | None = None
-        # a few capital gains are 13 deviations from the mean: cut, as inputs that large saturate tanh
+        # a few capital gains are 13 deviations from the mean; inputs that large saturate tanh, so they are cut
         self.inputs = torch.tensor(task.train_inputs[rows]).float().clamp(-4, 4).to(options.device)
         self.targets = torch.tensor(task.train_targets[rows]).long().to(options.device)
         self.test_inputs = torch.tensor(task.test_inputs).float().clamp(-4, 4).to(options.device)
@@ -55,7 +55,7 @@ class Training:
         self.question = OneHot(task.attributes[ATTRIBUTE], names=(unmarried,), dropped=married)
 
     def group(self, attribute: str) -> list[str]:
-        """Every person's level of an attribute; levels of less than 2 % are one group, a mean over few is chance."""
+        """Every person's level of an attribute; levels below 2 % form one group, as a mean over few people is noise."""
         numbers = self.task.level_numbers(attribute, self.task.train_inputs[self.rows])
         shares = np.bincount(numbers, minlength=len(self.task.levels[attribute])) / len(numbers)
         names = [
@@ -124,7 +124,7 @@ def mean_ratio(engine: Any, labels: list[str]) -> float:
 
 
 def summary(result: Equalised, train: Training) -> dict[str, Any]:
-    """What the chosen run is like."""
+    """The chosen run in numbers."""
     return {
         "score": result.chosen.score,
         "sex_ratio": mean_ratio(result.engine, train.group("sex")),
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2.0)
     parser.add_argument("--noise-multiplier", type=float, default=1.0, help="σ")
     parser.add_argument("--threshold", type=float, default=1.0, help="C")
-    parser.add_argument("--rounds", type=int, default=4, help="trainings at most, for each of the three")
+    parser.add_argument("--rounds", type=int, default=4, help="largest number of trainings for each of the three")
     parser.add_argument("--only", choices=("sex", "race", "question"), help="one of the three")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")

@@ -1,10 +1,10 @@
 """Sparing the few who are exposed, on photographs: the CIFAR network of Guo et al. 2022 on a part of CIFAR-10.
 
-``torchfil.equalise`` trains in rounds, each with clip weights from the round before; printed is the smallest MSE bound
-(unbiased attackers, per pixel value in [0, 1]) of all photographs, how many were spared, and the test accuracy.
-The weights depend on the data and are held fixed in the bounds, as in IRFIL.
+``torchfil.equalise`` trains in rounds, each with clip weights from the round before. It prints the smallest MSE bound
+of all photographs (it binds unbiased attackers, per pixel value in [0, 1]), how many photographs were spared, and the
+test accuracy. The weights depend on the data and are held fixed in the bounds, as in IRFIL.
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/equalise_cifar10.py --examples 2000 --device cuda
 """
@@ -24,7 +24,7 @@ from torchfil.papers.zoo import cifar_cnn
 
 
 def balanced(labels: Tensor, count: int) -> Tensor:
-    """Rows with as many of each class: the file has more of some."""
+    """Rows with equally many of each class, because the file has more of some."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     classes = labels.unique()
     return torch.cat([order[labels[order] == label][: count // len(classes)] for label in classes])
@@ -40,9 +40,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1.0)
     parser.add_argument("--noise-multiplier", type=float, default=1.0, help="σ")
     parser.add_argument("--threshold", type=float, default=1.0, help="C")
-    parser.add_argument("--share", type=float, default=0.01, help="of the photographs, to be spared")
+    parser.add_argument("--share", type=float, default=0.01, help="share of photographs to spare")
     parser.add_argument("--margin", type=float, default=1.5)
-    parser.add_argument("--rounds", type=int, default=2, help="trainings at most")
+    parser.add_argument("--rounds", type=int, default=2, help="largest number of trainings")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     data_sets = real_or_stand_in("cifar10")

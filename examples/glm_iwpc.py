@@ -1,9 +1,9 @@
 """Leakage of one attribute: VKORC1 of warfarin patients (IWPC) and marital status (Adult), Hannun et al. 2021, § 6.4.
 
-Figure 6a: the attribute's η for four penalties λ. Figures 7a and 7c: how reweighting makes it alike for everybody,
-the weights held fixed.
+Figure 6a: the attribute's η for four penalties λ. Figures 7a and 7c: how reweighting makes it equal for everybody,
+with the weights held fixed.
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/glm_iwpc.py --out out
 """
@@ -24,14 +24,14 @@ from torchfil.glm import IRFIL, GeneralizedLinearModel, LinearRegression, Logist
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # told apart by colour-blind readers
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # colour-blind readers can distinguish them
 SIGMA = 1e-3  # of figure 7; figure 6a is at σ = 1
 PENALTIES = (1e-5, 1e-3, 1e-1, 1.0)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A model on a task, with the attribute that is to be protected."""
+    """A model on a task, with the attribute to protect."""
 
     title: str
     task: TabularTask
@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def columns(self) -> list[int]:
-        """Of the attribute."""
+        """The attribute's columns."""
         return list(self.task.attributes[self.attribute])
 
     @property
@@ -62,7 +62,7 @@ def main() -> None:
     """Print the table and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"))
-    parser.add_argument("--rounds", type=int, default=10, help="of reweighting")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of reweighting")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     data = real_or_stand_in("iwpc", "adult")
@@ -99,10 +99,10 @@ def main() -> None:
 def reweighted(
     model: GeneralizedLinearModel, X: np.ndarray, y: np.ndarray, columns: Sequence[int], rounds: int
 ) -> IRFIL:
-    """Weights, 100 at most, that make the η of an attribute, given by its columns, alike with the weights held fixed.
+    """Weights of at most 100 that equalise the η of an attribute, given by its columns, with the weights held fixed.
 
-    The bound matters for logistic regression on Adult only: some incomes are so certain that η is 1e-14 at σ = 1, and
-    the first round would give those examples all the weight.
+    The limit of 100 matters only for logistic regression on Adult: some incomes are so certain that η is 1e-14 at
+    σ = 1, and the first round would give those examples all the weight.
     """
     return iteratively_reweighted_fil(model, X, y, rounds=rounds, clamp=(0, 100), attribute=columns)
 

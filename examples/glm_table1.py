@@ -1,6 +1,6 @@
-"""Table 1 of Hannun et al. 2021 beside ours, with figures 2 to 5, on MNIST 0/1 and CIFAR plane/car.
+"""Table 1 of Hannun et al. 2021 next to ours, with figures 2 to 5, on MNIST 0/1 and CIFAR plane/car.
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/glm_table1.py --out out
 """
@@ -26,7 +26,7 @@ PAPER = {
     "CIFAR linear": ("0.26 ± 0.08, 79.8", "0.30 ± 0.00, 80.7"),
     "CIFAR logistic": ("0.32 ± 0.15, 79.9", "0.25 ± 0.00, 79.1"),
 }
-COLOURS = ("#0072B2", "#E69F00")  # told apart by colour-blind readers
+COLOURS = ("#0072B2", "#E69F00")  # colour-blind readers can distinguish them
 CLASSES = {"MNIST": ("digit 0", "digit 1"), "CIFAR": ("plane", "car")}
 
 
@@ -93,7 +93,7 @@ def _histograms(settings: dict[str, Setting], path: Path) -> None:
 
 
 def _extremes(settings: dict[str, Setting], data_sets: Readers, path: Path, count: int = 8) -> None:
-    """The images of smallest and largest η; the loaders keep the order of rows with and without projection."""
+    """The images with the smallest and largest η; rows have the same order with and without projection."""
     pixels = {
         "MNIST": data_sets.mnist_zero_one(components=None, scaled=False).train_inputs.reshape(-1, 28, 28),
         "CIFAR": data_sets.cifar_plane_car(components=None, scaled=False).train_inputs.reshape(-1, 32, 32, 3),
@@ -113,7 +113,7 @@ def _extremes(settings: dict[str, Setting], data_sets: Readers, path: Path, coun
 
 
 def _scatter(setting: Setting, path: Path, count: int = 2000) -> None:
-    """η against ℓ = ½(wᵀx − y)² and ‖∇_w ℓ‖ = |wᵀx − y|‖x‖ of random examples."""
+    """η against ℓ = ½(wᵀx − y)² and ‖∇_w ℓ‖ = |wᵀx − y|‖x‖ for random examples."""
     shown = np.random.default_rng(0).permutation(len(setting.targets))[:count]
     X, eta, classes = setting.inputs[shown], setting.eta[shown], setting.classes[shown]
     residual = setting.model.margin(X) - setting.targets[shown]

@@ -1,8 +1,8 @@
 """A small BERT trained privately by a Hugging Face Trainer, and whose sentence leaks most.
 
-Sentences are made up from ten words; the label tells whether five of them are in the majority. Words are integers and
-count as known: what is measured is the leakage about their embeddings. Needs ``torchfil[huggingface]``; downloads
-nothing.
+Sentences are made up from ten words; the label says whether five of these are in the majority. Words are integers, and
+the attacker is assumed to know them: the run measures the leakage about their embeddings. Needs
+``torchfil[huggingface]``; downloads nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORDS, LENGTH = 10, 9
 
 
 def sentences(count: int, seed: int) -> list[dict[str, Tensor]]:
-    """Examples as a tokenizer gives them."""
+    """Examples in the form that a tokenizer returns."""
     source = torch.Generator().manual_seed(seed)
     words = torch.randint(WORDS, (count, LENGTH), generator=source)
     labels = (words >= WORDS // 2).double().mean(dim=1) > 0.5

@@ -1,9 +1,9 @@
-"""Which layer's gradient leaks? A network learns whether a chest x-ray is mirrored; its gradients know of pneumonia.
+"""Which layer's gradient leaks? A network learns whether a chest x-ray is mirrored; its gradients reveal pneumonia.
 
-The sensitivity of every layer's gradient to the target, before and after training, and what an attacker who sees the
-gradient of one x-ray learns from each layer about a diagnosis the network was never asked for (Mo et al. 2021).
+Shows the sensitivity of every layer's gradient to the target, before and after training, and what an attacker who sees
+the gradient of one x-ray learns from each layer about a diagnosis that is not the network's task (Mo et al. 2021).
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/layer_sensitivity.py --out out
 """

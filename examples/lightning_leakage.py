@@ -1,6 +1,6 @@
 """A Lightning fit on handwritten digits, made private by a callback, and whose digit leaks most.
 
-The module and its ``training_step`` are as Lightning knows them. Needs ``torchfil[lightning]``.
+The module and its ``training_step`` are ordinary Lightning code. Needs ``torchfil[lightning]``.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Figure 5 of Guo et al. 2022, and beyond: every one of 60,000 digits protected, with an accurate network.
 
-The paper's CNN learns MNIST by DP-SGD, one run with ``engine.train_step``; beside ε the engine keeps a lower bound on
+The paper's CNN learns MNIST by DP-SGD, one run with ``engine.train_step``. Besides ε, the engine keeps a lower bound on
 the mean squared error (pixels in [0, 1]) of any unbiased reconstruction, for every training digit. The figure shows
-test accuracy during the run against the smallest and the median bound so far, by the exact Poisson factors, by the
-paper's Theorem 4 and by Rényi DP (Theorem 1). Theorem 4 takes a second run from the same seed.
+test accuracy during the run against the smallest and the median bound so far, from the exact Poisson factors, from the
+paper's Theorem 4 and from Rényi DP (Theorem 1). Theorem 4 needs a second run from the same seed.
 
-The weights may be averaged over steps (``--ema``): that is computed from what was released and costs no privacy.
+The weights may be averaged over steps (``--ema``): the average is computed from released weights and costs no privacy.
 
-``--keep 1`` keeps every digit's bound above 1 in one run: whoever nears it is spared from then on. ``--equalise``
-trains in rounds instead (:func:`torchfil.equalise`): each spares those whom the round before exposed most, by a clip
-weight of their own, until everybody's bound reaches ``--target``. All rounds begin with the same network, and draw
-batches and noise of their own. The curves are those of the first round, without weights, and of the last. Either way
-the weights depend on the data and are held fixed in the bounds.
+``--keep 1`` keeps every digit's bound above 1 in one run: a digit whose bound comes close to 1 is spared from then on.
+``--equalise`` trains in rounds instead (:func:`torchfil.equalise`): each round gives smaller clip weights to the digits
+that the round before exposed most, until every digit's bound reaches ``--target``. All rounds start from the same
+network, with new batches and noise. The curves show the first round, without weights, and the last. In both cases the
+weights depend on the data and are held fixed in the bounds.
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/mnist_dpsgd.py --device cuda --out out
 """
@@ -51,14 +51,14 @@ TITLES = {"poisson": "exact Poisson factors", "theorem4": "Theorem 4", "rdp": "R
 
 
 class Affine(nn.Module):
-    """X ↦ (x − centre) · scale, by constants that do not depend on the data."""
+    """x ↦ (x − centre) · scale, with constants that do not depend on the data."""
 
     def __init__(self, centre: float, scale: float) -> None:
         super().__init__()
         self.centre, self.scale = centre, scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """As said."""
+        """(x − centre) · scale."""
         return (x - self.centre) * self.scale
 
 
@@ -73,17 +73,17 @@ class Recipe:
         steps: T.
         lr: The learning rate at the start.
         schedule: "cosine", to 0 at the last step, or "constant".
-        momentum: Of SGD.
-        weight_decay: Of SGD.
-        ema: The decay of the average of the weights that is tested; 0: the last weights.
-        activation: Of the network.
-        centre: Subtracted from the pixels by the network's first layer.
-        scale: Multiplies them after that.
+        momentum: The momentum of SGD.
+        weight_decay: The weight decay of SGD.
+        ema: The decay of the average of the weights, which is tested; 0: test the last weights.
+        activation: The network's activation.
+        centre: The number that the network's first layer subtracts from the pixels.
+        scale: The number that it then multiplies them by.
         clip: The clip function.
-        probes: Per step.
-        keep: The bound that everybody's is kept above, by sparing whom it nears; 0: nobody is spared.
-        extra_probes: For the few examples that decide the lower end for all together; 0: none.
-        seed: Of everything that is random.
+        probes: The probes per step.
+        keep: Keep every bound above this by sparing digits that come close to it; 0: spare nobody.
+        extra_probes: More probes for the few examples that decide the lower end for all together; 0: none.
+        seed: The seed of everything that is random.
     """
 
     noise_multiplier: float = 3.0
@@ -114,7 +114,7 @@ def network(recipe: Recipe) -> nn.Module:
 
 
 def batches(loader: Any, steps: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(step, images, labels), pass after pass, for so many steps."""
+    """(step, images, labels) for this many steps, pass after pass over the data."""
     step = 0
     while step < steps:
         for x, y in loader:
@@ -126,13 +126,13 @@ def batches(loader: Any, steps: int) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """In percent."""
+    """The accuracy in percent."""
     right = [(model(x).argmax(1) == y).sum() for x, y in zip(images.split(2000), labels.split(2000), strict=True)]
     return 100 * float(torch.stack(right).sum()) / len(labels)
 
 
 def moments(steps: int, count: int) -> set[int]:
-    """When to look: denser at the start, and at the last step."""
+    """The steps at which to evaluate: more at the start, and the last one."""
     return {max(1, round(steps * (k / count) ** 2)) for k in range(1, count + 1)}
 
 
@@ -147,10 +147,10 @@ def train(
     weights: Tensor | None = None,
     draws: int | None = None,
 ) -> tuple[FILPrivacyEngine, dict[str, Any]]:
-    """One private run, with clip weights by example and a seed for batches and noise where given; how it went.
+    """One private run, with clip weights by example and a seed for batches and noise if given.
 
     Returns:
-        The engine, and "curve": step, accuracy and the bounds so far; "result": those at the end, with their intervals,
+        The engine, and "curve": step, accuracy and the bounds so far; "result": the same at the end, with intervals,
         ε and time.
     """
     torch.manual_seed(recipe.seed)
@@ -189,7 +189,7 @@ def train(
     if recipe.schedule == "cosine":
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(plain, recipe.steps)
 
-    # A running mean of the weights is tested; the private weights go on as they are.
+    # A running mean of the weights is tested; training continues with the private weights.
     curve: dict[str, list[float]] = {}
     looked = moments(recipe.steps, looks)
     start, spent_looking = time.perf_counter(), 0.0
@@ -222,7 +222,7 @@ def train(
 
 
 def train_in_rounds(recipe: Recipe, target: float, rounds: int, **given: Any) -> list[dict[str, Any]]:
-    """Rounds that spare the most exposed, until every bound reaches the target; the first and the best run."""
+    """Train in rounds that spare the most exposed until every bound reaches the target; the first and best run."""
     runs: dict[int, dict[str, Any]] = {}
 
     def trained(weights: Tensor | None) -> tuple[FILPrivacyEngine, float]:
@@ -241,7 +241,7 @@ def train_in_rounds(recipe: Recipe, target: float, rounds: int, **given: Any) ->
 
 
 def bounds_so_far(engine: FILPrivacyEngine) -> dict[str, float]:
-    """The smallest and the median bound over examples, and Rényi DP's for all."""
+    """The smallest and the median bound over examples, and Rényi DP's bound for all."""
     bound = engine.get_mse_bound().value
     return {
         "smallest": float(bound.min()),
@@ -252,7 +252,7 @@ def bounds_so_far(engine: FILPrivacyEngine) -> dict[str, float]:
 
 
 def final(engine: FILPrivacyEngine, count: int) -> dict[str, float]:
-    """The bounds at the end, with what the probes' errors leave of them (and all that is random in a run), and ε."""
+    """The final bounds, their lower ends by the probes' errors and by everything that is random in a run, and ε."""
     bound = engine.get_mse_bound()
     each = bound.interval(0.95, "probes")[0]
     every = bound.interval(1 - 0.05 / count, "probes")[0]
@@ -279,9 +279,9 @@ def report(run: dict[str, Any], count: int) -> None:
     print(f"  test accuracy       {result['accuracy']:.2f} %")
     together, smallest = result["smallest_95_together"], result["smallest"]
     print(
-        f"  smallest MSE bound  {smallest:.3g}; by the probes' errors nobody's is below {together:.3g} (95 %, all "
-        f"together; {together / smallest:.2f} of it); {result['smallest_95_every']:.3g} if everybody has an end of "
-        f"their own; by all that is random in a run at least {result['smallest_95_run']:.3g} (95 % for each)"
+        f"  smallest MSE bound  {smallest:.3g}; given the probes' errors, none is below {together:.3g} (95 % for all "
+        f"together; {together / smallest:.2f} of it), or {result['smallest_95_every']:.3g} by Bonferroni intervals; "
+        f"given everything random in a run, at least {result['smallest_95_run']:.3g} (95 % for each)"
     )
     print(f"  median MSE bound    {result['median']:.3g}; at least {result['median_95_each']:.3g}")
     print(f"  bounds below 1      {result['below_1']}; examples never drawn: {result['never_drawn']}")
@@ -290,14 +290,14 @@ def report(run: dict[str, Any], count: int) -> None:
 
 
 def save_curves(runs: list[dict[str, Any]], recipe: Recipe, options: argparse.Namespace) -> None:
-    """As JSON."""
+    """Save the runs as JSON."""
     content = {"recipe": asdict(recipe), "examples": options.examples, "device": options.device, "runs": runs}
     with replaced_when_complete(options.out / "mnist_dpsgd.json") as path:
         Path(path).write_text(json.dumps(content, indent=1))
 
 
 def save_figure(runs: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy against the smallest (solid) and the median (dashed) bound so far; Rényi DP has one bound for all."""
+    """Accuracy against the smallest (solid) and median (dashed) bound so far; Rényi DP has one bound for all."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.6, 5.0), layout="constrained")
@@ -325,19 +325,19 @@ def save_figure(runs: list[dict[str, Any]], path: Path) -> None:
 
 
 def options_and_recipe() -> tuple[argparse.Namespace, Recipe, Readers]:
-    """From the command line, and the data; every field of the recipe is an option."""
+    """The command line's options, the recipe, whose fields are all options, and the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--examples", type=int, default=60_000, help="how many digits to train on")
     parser.add_argument("--amplifications", nargs="+", choices=("poisson", "theorem4"), default=["poisson", "theorem4"])
-    parser.add_argument("--equalise", action="store_true", help="rounds that spare the most exposed; no Theorem 4")
-    parser.add_argument("--target", type=float, default=1.0, help="with --equalise: the bound that all shall reach")
-    parser.add_argument("--rounds", type=int, default=3, help="with --equalise: trainings at most")
+    parser.add_argument("--equalise", action="store_true", help="train in rounds that spare the exposed; no Theorem 4")
+    parser.add_argument("--target", type=float, default=1.0, help="with --equalise: the bound that all must reach")
+    parser.add_argument("--rounds", type=int, default=3, help="with --equalise: largest number of trainings")
     parser.add_argument("--looks", type=int, default=None, help="points of the curve: 40, or 6 with --quick")
     parser.add_argument("--max-memory", type=int, default=None, help="bytes; 32 GiB on a GPU, else 1 GiB")
     parser.add_argument(
-        "--quick", action="store_true", help="2,000 digits, 60 steps: for a look on a CPU, as without files"
+        "--quick", action="store_true", help="2,000 digits, 60 steps: a quick try on a CPU, as without files"
     )
     choices = {"activation": list(ACTIVATIONS), "schedule": ["cosine", "constant"], "clip": ["gelu", "rsqrt", "hard"]}
     for name, default in asdict(Recipe()).items():

@@ -1,14 +1,15 @@
 """Figure 2 of the PLIS paper: which pixels of a digit drive its privacy loss, and does an x-ray among digits stand out?
 
-A network learns MNIST without and with DP-SGD, (ε, δ) = (1, 1e-5). PLIS maps of training digits and of a chest x-ray,
-which the network has never seen, and how well the subject-level PLIS tells 500 x-rays from 500 training digits. The
-paper does not say which digit an x-ray is labelled with. No digit is right, so its PLIS is averaged over all ten;
-beside that, one drawn at random (which is the predicted one in a tenth of the cases), and the predicted one.
+A network learns MNIST without and with DP-SGD, (ε, δ) = (1, 1e-5). The results are PLIS maps of training digits and of
+a chest x-ray, which the network has never seen, and how well the subject-level PLIS distinguishes 500 x-rays from 500
+training digits. The paper does not say which digit it uses as an x-ray's label. No digit is right, so PLIS is averaged
+over all ten; two other choices are shown: a random digit (the predicted one in a tenth of the cases), and the predicted
+one.
 
 In the private model PLIS has two readings: of the norm of the plain gradient, and of the clipped one. An outlier's
-gradient is clipped, what is released no longer depends on its norm, and the second reading is nearly 0 for it.
+gradient is clipped, so the released gradient no longer depends on its norm, and the second reading is nearly 0.
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/plis_mnist.py --out out
 """
@@ -42,14 +43,14 @@ COLUMNS = ("lowest digit", "median digit", "90 % digit", "highest digit", "x-ray
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network and, where it was trained privately, the noise multiplier σ and ε."""
+    """A trained network and, if it was trained privately, the noise multiplier σ and ε."""
 
     model: nn.Module
     noise_multiplier: float | None = None
     epsilon: float | None = None
 
     def plis(self, *, clipped: bool = False) -> PLIS:
-        """Of the plain gradient, or of the clipped one; in units of the noise where there is some."""
+        """PLIS of the plain gradient, or of the clipped one; in units of the noise if there is any."""
         if self.noise_multiplier is None:
             return PLIS(self.model, LOSS)
         noise_std = self.noise_multiplier * MAX_GRAD_NORM
@@ -57,7 +58,7 @@ class Trained:
 
     @torch.no_grad()
     def accuracy(self, images: Tensor, labels: Tensor) -> float:
-        """In percent."""
+        """The accuracy in percent."""
         return 100 * float((self.model(images).argmax(1) == labels).float().mean())
 
 
@@ -75,9 +76,9 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int = 3, 
 def train_privately(
     model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int = 4, batch_size: int = 1000, lr: float = 0.3
 ) -> Trained:
-    """DP-SGD to (1, 1e-5); the decay keeps the noise from blowing up the weights.
+    """DP-SGD to (1, 1e-5); weight decay keeps the noise from inflating the weights.
 
-    The Fisher information is not asked for, so its accounting is paused.
+    The Fisher information is not needed, so its accounting is paused.
     """
     engine = FILPrivacyEngine()
     private, optimizer, loader = engine.make_private_with_epsilon(
@@ -99,12 +100,12 @@ def train_privately(
 
 
 def random_labels(count: int) -> Tensor:
-    """Digits for images that are none."""
+    """Labels for images that are not digits."""
     return torch.randint(10, (count,), generator=torch.Generator().manual_seed(0))
 
 
 def strangers_scores(plis: PLIS, images: Tensor, choice: str) -> tuple[Tensor, Tensor]:
-    """Subject-level PLIS and PL of images that are no digits, labelled "random", "predicted" or by "every" digit.
+    """Subject-level PLIS and PL of images that are not digits, with labels "random", "predicted" or "every" digit.
 
     For "every", the mean over the ten labels.
     """
@@ -120,7 +121,7 @@ def strangers_scores(plis: PLIS, images: Tensor, choice: str) -> tuple[Tensor, T
 
 
 def outlier_auroc(digits: Tensor, others: Tensor) -> AUROC:
-    """How well a score tells x-rays from digits."""
+    """How well a score distinguishes x-rays from digits."""
     is_outlier = torch.arange(len(digits) + len(others)) >= len(digits)
     return auroc(torch.cat([digits, others]), is_outlier)
 
@@ -133,12 +134,12 @@ class Comparison:
     """Both networks of one seed, their readings of PLIS, and what was compared.
 
     Attributes:
-        networks: By name.
-        readings: By name.
-        rows: Numbers of the training digits in MNIST.
-        digits: Training digits that are compared.
+        networks: The networks by name.
+        readings: The readings of PLIS by name.
+        rows: Row numbers of the training digits in MNIST.
+        digits: The training digits that are compared.
         targets: Their labels.
-        strangers: X-rays.
+        strangers: The x-rays.
         scores: Subject-level PLIS and PL by (reading, "digits" or the x-rays' labels).
     """
 
@@ -151,14 +152,14 @@ class Comparison:
     scores: dict[tuple[str, str], tuple[Tensor, Tensor]]
 
     def auroc(self, reading: str, choice: str, measure: int = 0) -> AUROC:
-        """Of x-rays labelled by ``choice`` against digits; measure 0: subject-level PLIS, 1: PL."""
+        """The AUROC of x-rays labelled by ``choice`` against digits; measure 0: subject-level PLIS, 1: PL."""
         return outlier_auroc(self.scores[reading, "digits"][measure], self.scores[reading, choice][measure])
 
 
 def compare(
     seed: int, digits: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], xrays: Tensor, count: int, activation: str
 ) -> Comparison:
-    """Train both networks on ``count`` digits and score digits and x-rays; all that is random follows the seed."""
+    """Train both networks on ``count`` digits and score digits and x-rays; the seed fixes everything random."""
     torch.manual_seed(seed)
     images, labels = digits
     rows = torch.randperm(len(images))[:count]
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--examples", type=int, default=20_000, help="how many digits to train on")
     parser.add_argument("--activation", choices=("gelu", "tanh"), default="gelu")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="trainings; pictures are of the first")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one training each; pictures show the first")
     options = parser.parse_args()
     data = real_or_stand_in("mnist", "pneumoniamnist")
     digits, test, (xrays, _) = data.mnist(), data.mnist("test"), data.chest_xrays()
@@ -242,12 +243,12 @@ def main() -> None:
 
 
 def number(value: float) -> str:
-    """Two or three digits, without an exponent where it is short without."""
+    """Two or three digits, without an exponent if that is short."""
     return f"{value:,.0f}" if 10 <= value < 1e5 else f"{value:.2g}"
 
 
 def save_maps(readings: dict[str, PLIS], digits: Tensor, targets: Tensor, xray: Tensor, path: Path) -> None:
-    """A column per image: digits of low to high PLIS in the non-private network, and an x-ray; a row per reading."""
+    """A column per image: digits from low to high PLIS in the non-private network, and an x-ray; a row per reading."""
     order = readings["non-private"].subject(digits, targets).argsort()
     picked = order[[0, len(order) // 2, 9 * len(order) // 10, -1]]
     shown = torch.cat([digits[picked], xray])
@@ -271,7 +272,7 @@ def save_maps(readings: dict[str, PLIS], digits: Tensor, targets: Tensor, xray: 
 
 
 def save_distribution(comparison: Comparison, path: Path) -> None:
-    """Digits and x-rays under every label, both networks, plain gradients."""
+    """Digits, and x-rays with every label, in both networks, for plain gradients."""
     shown = {
         f"{name}: {who}": comparison.scores[name, key][0]
         for name in ("non-private", "private")

@@ -4,8 +4,8 @@ Twenty columns, three of them informative; DP-SGD to (ε, δ) = (0.2, 1e-3). At 
 
     FIL_j = sqrt(mean of I_jj),      PLIS_j = mean of |∂PL/∂x_j|,
 
-I being the Fisher information of one more step at those weights, batch membership known. The same of the sums over
-the whole run is printed too.
+where I is the Fisher information of one more step at those weights, if the attacker knows the batches. The same
+numbers for the sums over the whole run are also printed.
 
 python examples/plis_regression.py --out out
 """
@@ -41,7 +41,7 @@ class Columns:
 
     @property
     def rank_correlation(self) -> float:
-        """Spearman's, over the columns."""
+        """Spearman's rank correlation over the columns."""
         return float(stats.spearmanr(self.fil, self.plis).statistic)
 
     @property
@@ -89,7 +89,7 @@ def experiment(seed: int, examples: int = 2000, epochs: int = 10, max_grad_norm:
             loss_fn(model(x), y).backward()
             optimizer.step()
 
-    # What the run leaked in all, and what one more step would leak at the final weights.
+    # The leakage of the whole run, and of one more step at the final weights.
     over_run = Columns(engine.get_attribute_fil().value.square().mean(0).sqrt(), engine.get_plis().abs().mean(0))
     plis = engine.plis().abs().mean(0)
     trained = model.to_standard_module()

@@ -1,9 +1,9 @@
 """Figure 3 of the PLIS paper, its maps: which parts of a chest x-ray drive its privacy loss, with and without DP.
 
-A network learns to tell pneumonia, without and with DP-SGD, (ε, δ) = (1, 1e-5). PLIS maps of the x-rays of lowest and
-of highest subject-level PLIS in the non-private network. The paper's reconstructions are not repeated here.
+A network learns to detect pneumonia, without and with DP-SGD, (ε, δ) = (1, 1e-5). The maps show the x-rays with the
+lowest and the highest subject-level PLIS in the non-private network. The paper's reconstructions are not repeated here.
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/plis_xrays.py --out out
 """
@@ -27,7 +27,7 @@ SHOWN = 3  # of each end
 
 
 def concentration(attribution: Tensor) -> Tensor:
-    """The smallest share of pixels that holds half of ‖PLIS‖², of every example; 0.5 for an even map."""
+    """For every example, the smallest share of pixels that holds half of ‖PLIS‖²; 0.5 for an even map."""
     squares = attribution.flatten(1).square().sort(dim=1, descending=True).values
     reached = squares.cumsum(dim=1) < 0.5 * squares.sum(dim=1, keepdim=True)
     return (reached.sum(dim=1) + 1) / squares.shape[1]

@@ -1,11 +1,11 @@
-"""What any attacker can tell about a patient: the VKORC1 genotype from a dose model that was trained by DP-SGD (IWPC).
+"""What any attacker can infer about a patient: the VKORC1 genotype from a dose model trained by DP-SGD (IWPC).
 
-A small network learns warfarin doses privately. For every patient the run keeps D = KL(P ‖ P′) between the laws of all
-that training released with the true genotype and with another. D bounds every attacker, who may know all else: how
-often it names the genotype rightly if it rarely does so wrongly, and how sure a prior of 39 % may become on average.
-With --attacked, the best attacker of all (the likelihood ratio of recorded runs) tries it on some of the patients.
+A small network learns warfarin doses privately. For every patient the run keeps D = KL(P ‖ P′), where P and P′ are the
+laws of everything that training releases with the true genotype and with another. D binds every attacker, even one who
+knows everything else: how often it names the right genotype if it rarely names it wrongly, and how far a prior of 39 %
+can rise on average. With --attacked, the best attacker (the likelihood ratio of recorded runs) attacks some patients.
 
-Without the data's files it runs on a small stand-in and says so (examples/README.md).
+Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/questions_iwpc.py --out out
 TORCHFIL_DATA=/path/to/data python examples/questions_iwpc.py --out out --attacked 4 --runs 1000 --device cuda
@@ -35,7 +35,7 @@ ALPHA = (0.001, 0.01, 0.1)
 
 
 def genotype(task: TabularTask) -> OneHot:
-    """The question: every level of the attribute is an answer, the first has no column."""
+    """The question: every level of the attribute is an answer; the first has no column."""
     columns = task.attributes[ATTRIBUTE]
     first, *others = task.levels[ATTRIBUTE]
     names = tuple(task.columns[column].split("=")[1] for column in columns)
@@ -81,8 +81,8 @@ def main() -> None:
     parser.add_argument("--noise-multiplier", type=float, default=2.0, help="σ")
     parser.add_argument("--rate", type=float, default=1 / 15, help="q")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--attacked", type=int, default=0, help="on how many patients the best attacker tries it")
-    parser.add_argument("--runs", type=int, default=1000, help="of the attacker, with each genotype")
+    parser.add_argument("--attacked", type=int, default=0, help="how many patients the best attacker attacks")
+    parser.add_argument("--runs", type=int, default=1000, help="the attacker's runs with each genotype")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -112,13 +112,13 @@ def main() -> None:
             f"  {100 * np.quantile(rates, level, method='lower'):5.1f} %"
         )
 
-    # on average over patients, and for the most exposed one, if its genotype is named as often as it occurs
+    # on average over patients, and for the most exposed one, if the attacker names its genotype as often as it occurs
     average = float(fano_success(mixture.mean(), prior))
     own = prior[[question.answers.index(order[level]) for level in levels]]
     named = largest_true_positive_rate(mixture, own)
     blind = 100 * float(prior.max())
     print(f"any attacker names the genotype of at most {100 * average:.0f} % of the patients; blindly {blind:.0f} %")
-    print(f"that of the most exposed patient in at most {100 * named.max():.0f} % of such runs")
+    print(f"for the most exposed patient, in at most {100 * named.max():.0f} % of such runs")
     summary: dict[str, Any] = {"divergence": worst.tolist(), "rate": rates.tolist(), "mixture": mixture.tolist()}
 
     if options.attacked:
@@ -173,7 +173,7 @@ def attack(x: Tensor, y: Tensor, question: OneHot, guess: Guess, options: argpar
 
 
 def draw(worst: Tensor, rates: Tensor, attacks: list[dict[str, Any]] | None, path: Path) -> None:
-    """Every patient's bound by its D, and what the best attacker reached."""
+    """Every patient's bound over D, and the rates of the best attacker."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.subplots()
     axis.scatter(worst, 100 * rates, s=5, color="#0072B2", linewidths=0, alpha=0.5, label="bound for every attacker")

@@ -1,8 +1,9 @@
-"""Accuracy against the smallest MSE bound, with and without sparing, over the noise, on small digits.
+"""Accuracy against the smallest MSE bound, with and without sparing, at several noise scales, on small digits.
 
-Each point is one private training. Without sparing, more noise buys a larger smallest bound with accuracy. With
-``min_mse_bound`` set to a multiple of what the same noise gave, examples that near the bound are spared, and the others
-train on. Bounds bind unbiased attackers and are estimates of one run, per pixel value in [0, 1].
+Each point is one private training. Without sparing, more noise raises the smallest bound and lowers accuracy. With
+``min_mse_bound`` set to a multiple of the bound at the same noise, examples that come close to it are spared, and
+training continues with the others. Bounds bind unbiased attackers and are estimates from one run, per pixel value in
+[0, 1].
 
 python examples/sparing_digits.py --out out
 """
@@ -26,7 +27,7 @@ Point = dict[str, float]
 
 
 def trained(images: Tensor, labels: Tensor, sigma: float, steps: int, seed: int, keep: float | None) -> Point:
-    """One private training: its smallest bound, its accuracy on the digits that it has not seen, how many it spared."""
+    """One private training: its smallest bound, its accuracy on unseen digits, and how many digits it spared."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
     loader = DataLoader(TensorDataset(images[:TRAINED], labels[:TRAINED]), BATCH)

@@ -2,10 +2,10 @@
 
 The notes are made by rule: an age, complaints, a diagnosis, a drug. A few diagnoses are rare, and two are nearly
 unique. The label says whether the patient stays in hospital, which follows from the diagnosis. The loop is an ordinary
-one, with dropout and batches padded to their own longest; padding leaks nothing and does not count.
+one, with dropout and with each batch padded to its longest note; padding leaks nothing and does not count.
 
-Words are integers and have no derivative, so that what is measured is the leakage about their embeddings. With
-``track=("diagonal",)`` the run keeps I_jj of every coordinate, and the block of a word, of width w, gives
+Words are integers and have no derivative, so the run measures the leakage about their embeddings. With
+``track=("diagonal",)`` it keeps I_jj of every coordinate; for the block of one word, of width w,
 
     η_t = sqrt(Σ_j I_jj / w).
 
@@ -50,7 +50,7 @@ def note(source: random.Random) -> tuple[list[str], int]:
 
 
 class Reader(nn.Module):
-    """A transformer of one layer with dropout, read by the mean over a note's own words."""
+    """A one-layer transformer with dropout; its output is a mean over a note's own words."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Reader(nn.Module):
 
 
 def collate(items: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    """A batch, padded to its own longest note."""
+    """A batch, padded to its longest note."""
     tokens = nn.utils.rnn.pad_sequence([tokens for tokens, _ in items], batch_first=True)
     return {
         "input_ids": tokens,
@@ -79,17 +79,17 @@ def collate(items: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
 
 
 def leakage_by_word(engine: FILPrivacyEngine) -> tuple[Tensor, Tensor]:
-    """η of every word of every note, [notes, words], and at most how large its standard error from the probes is."""
+    """η of every word of every note, [notes, words], and an upper bound on its standard error from the probes."""
     by_coordinate = engine.get_attribute_fil()
     blocks = by_coordinate.value.square().unflatten(1, (-1, WIDTH))
     errors = (2 * by_coordinate.value * by_coordinate.standard_error).unflatten(1, (-1, WIDTH))
     eta = blocks.mean(dim=2).sqrt()
-    # coordinates share their probes, so that errors may add up
+    # coordinates share their probes, so errors may add up
     return eta, errors.mean(dim=2) / (2 * eta).clamp(min=1e-12)
 
 
 def trained(notes: list[tuple[list[str], int]], options: Any) -> tuple[FILPrivacyEngine, float]:
-    """An ordinary loop under the engine; the accuracy on the notes themselves."""
+    """Train in an ordinary loop with the engine; return it and the accuracy on the training notes."""
     vocabulary = {word: k for k, word in enumerate(sorted({word for words, _ in notes for word in words}), start=1)}
     items = [(torch.tensor([vocabulary[word] for word in words]), label) for words, label in notes]
     model: Any = Reader(len(vocabulary) + 1)
@@ -123,7 +123,7 @@ def trained(notes: list[tuple[list[str], int]], options: Any) -> tuple[FILPrivac
 
 
 def show(notes: list[tuple[list[str], int]], engine: FILPrivacyEngine) -> None:
-    """Print the most exposed notes with their most exposed words, and which words are exposed most on average."""
+    """Print the most exposed notes with their most exposed words, and the words that are most exposed on average."""
     eta, error = leakage_by_word(engine)
     table = engine.leakage(delta=DELTA).sort_values("fil", ascending=False)
     print("\nThe most exposed notes; η of their three most exposed words (± at most, of the probes alone)\n")

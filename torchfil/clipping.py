@@ -203,7 +203,7 @@ def register_clip(
     """Register c(t) under a name, after checking its norm bound and its derivative numerically.
 
     Args:
-        name: How callers will ask for it.
+        name: The name by which functions take it.
         c: t ↦ c(t) > 0, elementwise on tensors of t ≥ 0; g̃ = g / c(n / C′).
         derivative: t ↦ c′(t); None: computed by autograd.
         norm_bound: A claimed K ≥ sup t / c(t), which is checked; None: the supremum found numerically,

@@ -4,5 +4,5 @@ import sys
 from pathlib import Path
 
 _EXAMPLES = str(Path(__file__).parents[2] / "examples")
-if _EXAMPLES not in sys.path:  # the examples compute most of the figures; they are scripts, no package
+if _EXAMPLES not in sys.path:  # the examples compute most of the figures; they are scripts, not a package
     sys.path.append(_EXAMPLES)

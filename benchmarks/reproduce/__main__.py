@@ -1,11 +1,11 @@
 """Measure every table and figure of the four papers, and write the page.
 
-    python -m benchmarks.reproduce                    # what two cores do in an hour: make reproduce
+    python -m benchmarks.reproduce                    # the rows that take two cores an hour: make reproduce
     python -m benchmarks.reproduce --gpu              # the rest: make reproduce-gpu
     python -m benchmarks.reproduce --only plis-figure1,guo-figure2
     python -m benchmarks.reproduce --write-page       # also docs/reproduction.md and docs/reproduction.json
 
-A row's record is written as soon as it is done; what has a record is not measured again, unless --again says so.
+A row's record is written as soon as it is done. Rows with a record are not measured again, except with --again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def main() -> None:
-    """Run what is asked for, then write the page from the records."""
+    """Run the chosen rows, then write the page from the records."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="rows, with commas between them")
+    parser.add_argument("--only", default="", help="rows, separated by commas")
     parser.add_argument("--gpu", action="store_true", help="the rows that need a GPU")
     parser.add_argument("--device", help="cuda with --gpu, else cpu")
     parser.add_argument("--out", type=Path, default=Path("build/reproduction"))
-    parser.add_argument("--again", action="store_true", help="measure what has a record, too")
+    parser.add_argument("--again", action="store_true", help="also measure rows that have a record")
     parser.add_argument("--list", action="store_true", help="name the rows and run nothing")
     parser.add_argument("--no-run", action="store_true", help="only write the page from the records")
     parser.add_argument("--write-page", action="store_true", help="write docs/reproduction.* and its pictures")
@@ -57,11 +57,11 @@ def main() -> None:
     if not options.no_run:
         run_rows(rows, Run(options.out, device=device), again=options.again)
 
-    # One's own page holds what was measured here; that of the documentation keeps what other machines measured.
+    # The page in the output folder holds what was measured here; the documentation's also keeps other machines' rows.
     records = read_records(options.out, ROWS)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "reproduction.md").write_text(page(ROWS, records, pictures=""))
-    print(f"{options.out / 'reproduction.md'}, with pictures beside it")
+    print(f"{options.out / 'reproduction.md'}, with pictures next to it")
     if options.write_page:
         write_page(records, options.out)
 

@@ -14,8 +14,8 @@ from torchfil.datasets import ResidentDataset
 
 __all__ = ["ROWS"]
 
-# A point of the paper's grid (Table 3), cut at 400 of its 1,000 steps. C = 1 was begun first and left at step 444 with
-# 75 % right: too slow for so few steps. The paper's clipping, no averaging.
+# A point of the paper's grid (Table 3), stopped after 400 of its 1,000 steps. C = 1 was tried first and stopped at step
+# 444 with 75 % right: too slow for so few steps. The paper's clipping, no averaging.
 GRID_POINT = mnist_dpsgd.Recipe(
     noise_multiplier=1.0,
     max_grad_norm=4.0,
@@ -49,7 +49,7 @@ def private_digits(run: Run, recipe: mnist_dpsgd.Recipe, amplification: str, gpu
 
 
 def figure_5_point(run: Run, amplification: str) -> Outcome:
-    """A point of the grid: accuracy against the smallest and the median bound, and Rényi DP's."""
+    """A point of the grid: accuracy against the smallest and the median bound, and Rényi DP's bound."""
     trained = private_digits(run, GRID_POINT, amplification, False)
     result = trained["result"]
     name = f"repro_guo_figure5_{amplification}.png"
@@ -75,7 +75,7 @@ def figure_5_point(run: Run, amplification: str) -> Outcome:
 
 
 def accuracy_against_bounds(runs: list[dict[str, Any]], path: Any) -> None:
-    """The paper's axes: test accuracy to the right, lower bounds on the MSE upwards, on a logarithmic scale."""
+    """The paper's axes: test accuracy on the horizontal axis, lower bounds on the MSE on a logarithmic vertical one."""
     figure = Figure(figsize=(5.2, 3.6), layout="constrained")
     axis = figure.subplots()
     for trained, marker in zip(runs, "os", strict=False):
@@ -109,7 +109,7 @@ def figure_5_best(run: Run) -> Outcome:
 
 
 def best_checks(accuracy: float, smallest: float, renyi: float | None) -> tuple[Check, ...]:
-    """Does the accuracy with every bound above 1 reach the paper's?"""
+    """Does the accuracy with every bound above 1 reach the paper's accuracy?"""
     told = f"{accuracy:.1f} % at {smallest:.2g}"
     checks = [
         check_that(

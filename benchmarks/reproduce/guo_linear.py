@@ -35,7 +35,7 @@ def fitted(run: Run, intercept: bool) -> tuple[BinaryTask, LogisticRegression]:
 
 
 def figure_1(run: Run) -> Outcome:
-    """What § 2 to 4 compute beside the picture of both games."""
+    """The numbers of §§ 2 to 4, besides the picture of both games."""
     advantage = [(math.exp(epsilon) - 1) / (math.exp(epsilon) + 1) for epsilon in (0.1, 2.0)]
     right = [100 * (value + 1) / 2 for value in advantage]
     bound = mse_from_rdp(2.0, [100.0])
@@ -50,7 +50,7 @@ def figure_1(run: Run) -> Outcome:
 
 
 def figure_2(run: Run) -> Outcome:
-    """The bound of every digit at σ = 1e-2, beside Rényi DP's for all."""
+    """The bound of every digit at σ = 1e-2, and Rényi DP's bound for all."""
     task, model = fitted(run, False)
     X, y = task.train_inputs, task.train_targets
     bound = model.mse_bound(X, y, sigma=FIGURE_2_SIGMA, private_target=False)
@@ -89,7 +89,7 @@ def figure_2(run: Run) -> Outcome:
 
 @lru_cache(maxsize=2)
 def attacked(run: Run, in_range: bool) -> tuple[GLMReconstruction, torchfil.BoundComparison]:
-    """Every digit attacked at σ = 1e-5, its label known, pixels kept in [0, 1] or guesses as they are."""
+    """Attacks on every digit at σ = 1e-5 with a known label, with and without keeping pixels in [0, 1]."""
     task, model = fitted(run, True)
     X, y = task.train_inputs, task.train_targets
     attack = GLMReconstruction(model, X, y, label="known", value_range=RANGE if in_range else None)
@@ -105,7 +105,7 @@ def figure_3(run: Run) -> Outcome:
     correlation = float(stats.spearmanr(predicted, achieved).statistic)
     lower_end = float(stats.spearmanr(predicted[low], achieved[low]).statistic) if low.sum() > 2 else math.nan
 
-    # The line is where the attack meets the bound; what lies below it, beyond chance, is coloured.
+    # On the line, the attack meets the bound; digits below it beyond chance are coloured.
     figure = Figure(figsize=(4.6, 4), layout="constrained")
     axis = figure.subplots()
     for chosen, colour, label in ((~violated, "#0072B2", "above the bound"), (violated, "#D55E00", "below it")):
@@ -117,7 +117,7 @@ def figure_3(run: Run) -> Outcome:
     axis.legend(frameon=False, markerscale=4)
     figure.savefig(run.out / "repro_guo_figure3.png", dpi=80)
 
-    # Bounds above 1 say that nothing is learnt; those below have to hold, for the attacker whom they speak of.
+    # Bounds above 1 say that nothing is learnt; bounds below 1 must hold for the attackers that they bind.
     as_it_is = attacked(run, False)[1].violated
     shares = {
         name: 100 * float(v[low].mean()) if low.any() else math.nan
@@ -159,7 +159,7 @@ def figure_3(run: Run) -> Outcome:
 
 
 def figure_4(run: Run, shown: int = 8) -> Outcome:
-    """Digits of highest and lowest dFIL and what one release gives away about them."""
+    """Digits with the highest and lowest dFIL, and their reconstructions from one release."""
     attack, comparison = attacked(run, True)
     task, model = fitted(run, True)
     released = model.release(FIGURE_3_SIGMA, torch.Generator().manual_seed(0))
@@ -179,7 +179,7 @@ def figure_4(run: Run, shown: int = 8) -> Outcome:
     figure.suptitle("highest dFIL to the left, lowest to the right", fontsize=9)
     figure.savefig(run.out / "repro_guo_figure4.png", dpi=80)
 
-    # A guess counts where it beats the mean digit, which needs no model.
+    # A guess counts if it beats the mean digit, which needs no model.
     errors = np.square(guesses - truth).mean(axis=1)
     blind = blind_guess(task.train_inputs)
     top, bottom = float(errors[:shown].max()), float(errors[shown:].min())

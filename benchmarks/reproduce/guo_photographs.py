@@ -92,7 +92,7 @@ def private_photographs(run: Run, setting: Photographs, gpu: bool) -> dict[str, 
 
 @torch.no_grad()
 def losses(model: nn.Module, images: Tensor, labels: Tensor) -> np.ndarray:
-    """Of every photograph, [n]."""
+    """The loss of every photograph, [n]."""
     parts = [
         nn.functional.cross_entropy(model(x), y, reduction="none")
         for x, y in zip(images.split(500), labels.split(500), strict=True)
@@ -101,7 +101,7 @@ def losses(model: nn.Module, images: Tensor, labels: Tensor) -> np.ndarray:
 
 
 def figure_6(run: Run, setting: Photographs, gpu: bool) -> Outcome:
-    """Who leaks most and least, and are the former harder to classify?"""
+    """Which photographs leak most and least, and are those that leak most harder to classify?"""
     trained = private_photographs(run, setting, gpu)
     bound, loss = trained["bound"], trained["loss"]
     order = np.argsort(bound)  # the smallest bound leaks most
@@ -109,7 +109,7 @@ def figure_6(run: Run, setting: Photographs, gpu: bool) -> Outcome:
     most, least = float(loss[order[:tenth]].mean()), float(loss[order[-tenth:]].mean())
     correlation = float(stats.spearmanr(1 / bound, loss).statistic)
 
-    # Above, who leaks most; below, who leaks least of those that were drawn at all: of the others nothing is known.
+    # Above, those that leak most; below, those that leak least among drawn ones: nothing is known about the others.
     order = order[np.isfinite(bound[order])]
     shown = min(8, max(1, len(order) // 2))
     figure = Figure(figsize=(8, 2.6), layout="constrained")
@@ -148,7 +148,7 @@ def figure_6(run: Run, setting: Photographs, gpu: bool) -> Outcome:
 
 
 def figure_5_photographs(run: Run) -> Outcome:
-    """A point of the CIFAR-10 grid, on the part of CIFAR-10 at hand."""
+    """A point of the CIFAR-10 grid, on the available part of CIFAR-10."""
     trained = private_photographs(run, FIGURE_5, True)
     smallest = float(trained["bound"].min())
     here = (

@@ -13,7 +13,7 @@ __all__ = ["ROWS"]
 
 
 def architecture(model: nn.Module, size: tuple[int, ...], layers: list[str], theirs: list[str]) -> Outcome:
-    """Is the network that of the table?"""
+    """Does the network match the table?"""
     output = tuple(model(torch.zeros(1, *size)).shape)
     count = sum(p.numel() for p in model.parameters())
     checks = (

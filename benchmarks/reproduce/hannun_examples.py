@@ -82,7 +82,7 @@ def figure_2(run: Run, data: str) -> Outcome:
 
 
 def figure_3(run: Run, data: str, count: int = 8) -> Outcome:
-    """Images of smallest and largest η; how many of the hundred largest both models share."""
+    """Images with the smallest and largest η, and how many of the hundred largest both models share."""
     settings = {kind: trained(run, f"{data} {kind}") for kind in ("linear", "logistic")}
     readers = run.data(*NEEDS[data])
     pixels: np.ndarray
@@ -104,7 +104,7 @@ def figure_3(run: Run, data: str, count: int = 8) -> Outcome:
     name = f"repro_hannun_figure3_{data.lower()}.png"
     figure.savefig(run.out / name, dpi=70)
 
-    # The smallest are typical ones of one class; the overlap is a number of the text.
+    # The smallest are typical images of one class; the paper's text has the overlap.
     usual = 1 if data == "MNIST" else 0
     shares = [float((s.classes[np.argsort(s.eta)[:100]] == usual).mean()) for s in settings.values()]
     largest = [set(np.argsort(setting.eta)[-100:].tolist()) for setting in settings.values()]
@@ -141,7 +141,7 @@ def figure_4(run: Run, count: int = 2000) -> Outcome:
     figure.axes[1].legend(frameon=False)
     figure.savefig(run.out / "repro_hannun_figure4.png", dpi=70)
 
-    # "A low η invariably implies a low loss": the losses of the fifth of lowest η, among all losses.
+    # "A low η invariably implies a low loss": where the losses of the fifth with the lowest η lie among all losses.
     loss = alternatives["loss ℓ"]
     low = eta <= np.quantile(eta, 0.2)
     highest = float((loss <= loss[low].max()).mean())

@@ -29,7 +29,7 @@ STYLES = ("-", "--", "-.", ":")
 
 @dataclass(frozen=True)
 class Curves:
-    """One penalty λ, over the noise: [sigmas] each but ``eta``, [n] at σ = 1."""
+    """One penalty λ at all noise scales: [sigmas] each, except ``eta``, [n] at σ = 1."""
 
     eta: np.ndarray
     mse: np.ndarray
@@ -42,7 +42,7 @@ class Curves:
         return self.eta.mean() / SIGMAS
 
     def at(self, mean_eta: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Values where η̄ has these sizes."""
+        """Values at these η̄."""
         return np.interp(np.log(mean_eta), np.log(self.mean_eta[::-1]), values[::-1])
 
 
@@ -88,7 +88,7 @@ def figure_6a(run: Run) -> Outcome:
 
 
 def _draw_over_eta(run: Run, name: str, label: str, values: dict[float, np.ndarray], line: float | None = None) -> str:
-    """A curve for each λ over η̄, as in Figure 6b to d."""
+    """A curve over η̄ for each λ, as in Figures 6b to 6d."""
     curves, _ = over_penalties(run)
     figure = Figure(figsize=(4.6, 3.2), layout="constrained")
     axis = figure.subplots()
@@ -120,9 +120,10 @@ def figure_6b(run: Run) -> Outcome:
 
 
 def spread_between_penalties(curves: dict[float, Curves], which: str) -> float:
-    """How far accuracies at the same η̄ differ between penalties, on average over η̄, relative to their whole range.
+    """How much accuracies at the same η̄ differ between penalties, on average over η̄, relative to their whole range.
 
-    Relative, because the black box moves little over most of the noise: in units of accuracy it cannot differ much.
+    Relative, because black-box accuracy changes little over most noise scales: in units of accuracy it cannot differ
+    much.
     """
     ends = [c.mean_eta for c in curves.values()]
     common = np.geomspace(max(e.min() for e in ends), min(e.max() for e in ends), 60)
@@ -137,7 +138,7 @@ def figure_6c(run: Run) -> Outcome:
         run, "repro_hannun_figure6c.png", "white-box accuracy", {k: c.white_box for k, c in curves.items()}, prior
     )
 
-    # Does one curve serve all penalties? More so for the white box, says the paper.
+    # Does one curve fit all penalties? The paper says: more so for the white box.
     white, black = (spread_between_penalties(curves, which) for which in ("white_box", "black_box"))
     first = curves[PENALTIES[1]]
     told = f"{100 * white:.0f} % of its range, the black box by {100 * black:.0f} % of its own"
@@ -166,16 +167,16 @@ def figure_6c(run: Run) -> Outcome:
 
 
 def figure_6d(run: Run) -> Outcome:
-    """Black-box accuracy over η̄, and the noise that protects against both."""
+    """Black-box accuracy over η̄, and the noise that protects against both attacks."""
     curves, prior = over_penalties(run)
     name = _draw_over_eta(
         run, "repro_hannun_figure6d.png", "black-box accuracy", {k: c.black_box for k, c in curves.items()}, prior
     )
-    # Does it track the test error? Its fall and the error's rise, over σ, rank alike.
+    # Does it track the test error? Compare its fall with the error's rise over σ.
     pairs = [(c.black_box, -np.log(c.mse)) for c in curves.values()]
     tracked = [float(np.corrcoef(black, mse)[0, 1]) for black, mse in pairs]
 
-    # The noise at which the white box is down to the prior, and the paper's advice, η̄ = 1e-3, for every λ.
+    # The noise at which white-box accuracy falls to the prior, and the paper's advice, η̄ = 1e-3, for every λ.
     chosen = curves[PENALTIES[1]]
     protected = int(np.argmax(chosen.white_box <= prior + 0.02))
     cost = chosen.mse[protected] / chosen.mse[0] - 1
@@ -219,7 +220,7 @@ def figure_6d(run: Run) -> Outcome:
 
 
 def attack_table(run: Run) -> Outcome:
-    """Both attacks at four noise scales, λ = 1e-2: what the authors' code gives on this data."""
+    """Both attacks at four noise scales, λ = 1e-2, compared with the authors' code on this data."""
     task = task_of(run, "IWPC")
     X, y = task.train_inputs, task.train_targets
     attribute = NominalAttribute.of_task(task, "vkorc1")

@@ -1,4 +1,4 @@
-"""Hannun et al. 2021, § 6.4: IRFIL makes one attribute leak alike (Figure 7), on IWPC and UCI Adult."""
+"""Hannun et al. 2021, § 6.4: IRFIL equalises the leakage of one attribute (Figure 7), on IWPC and UCI Adult."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def figure_7_eta(run: Run, data: str) -> Outcome:
     name = f"repro_hannun_figure7_{data.lower()}.png"
     figure.savefig(run.out / name, dpi=80)
 
-    # Relative to the mean, which IRFIL moves too.
+    # Relative to the mean, which IRFIL also changes.
     ratio = [float(row.std() / row.mean()) for row in eta]
     last, two = ratio[-1], ratio[min(2, len(ratio) - 1)]
     told = f"{ratio[0]:.2f}, {two:.3f}, {last:.1e}"
@@ -97,7 +97,7 @@ def figure_7_deciles(run: Run, data: str) -> Outcome:
     name = f"repro_hannun_figure7_{data.lower()}_deciles.png"
     figure.savefig(run.out / name, dpi=80)
 
-    # How far the luckiest and the unluckiest decile are apart.
+    # The difference between the highest and the lowest accuracy of a decile.
     ranges = {rounds: float(np.ptp(values)) for rounds, values in deciles.items()}
     first, second, last = (ranges[key] for key in (0, 2, max(ranges)))
     checks = (

@@ -19,7 +19,7 @@ from torchfil.papers.zoo import fcnet, small_alexnet, vgg11
 
 __all__ = ["ROWS"]
 
-# ReLU and max pooling, as in the paper; names by their papers' numbers of layers with the highest risk
+# ReLU and max pooling, as in the paper; with each name, the paper's layers of highest risk
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "AlexNet": (lambda: small_alexnet(2, 1, 28, activation=nn.ReLU, pool="max"), (4,)),
     "VGG11Net": (lambda: vgg11(2, 1, 28, activation=nn.ReLU, pool="max"), (9, 10)),
@@ -36,7 +36,7 @@ CLIENT, PRETRAINED, ROUNDS = 1000, 3000, 60
 
 
 def with_property(images: Tensor, targets: Tensor, name: str, seed: int) -> Client:
-    """Half of the images, drawn at random, with something that the task has no use for."""
+    """The images, a random half of them with something that is irrelevant to the task."""
     if name == "bar at the left":
         client = planted(images, targets, 0.5, seed)
         return Client(client.inputs, targets, client.property)
@@ -88,19 +88,19 @@ def pretrain(model: nn.Module, images: Tensor, targets: Tensor, epochs: int) -> 
 
 
 def most_exposed(table: LayerTable) -> int:
-    """The layer of the highest value, counted from 1."""
+    """The layer with the highest value, counted from 1."""
     return int(np.argmax(table.value)) + 1
 
 
 def correlation(a: LayerTable, b: LayerTable) -> float:
-    """Pearson's, over layers; 0 where one of both does not move."""
+    """Pearson's correlation over layers; 0 if one of them is constant."""
     if np.ptp(a.value) == 0 or np.ptp(b.value) == 0:
         return 0.0
     return float(np.corrcoef(a.value, b.value)[0, 1])
 
 
 def draw_by_layer(axis: Any, table: LayerTable) -> None:
-    """Values with their intervals over the number of the layer, as in the paper."""
+    """Values with their intervals, by layer number as in the paper."""
     numbers = np.arange(1, len(table) + 1)
     ends = np.stack([table.value - table.low, table.high - table.value]).clip(min=0)  # an interval may lie beside it
     axis.errorbar(numbers, table.value, ends, fmt="o-", capsize=2, color="#0072B2")
@@ -135,7 +135,7 @@ def figure_1(run: Run, network: str) -> Outcome:
 
 
 def figure_2(run: Run) -> Outcome:
-    """Three properties, one task, VGG11Net: which layer tells them, and which measure foresees it?"""
+    """Three properties, one task, VGG11Net: which layer reveals them, and which measure predicts it?"""
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     checks, told = [], []
     for axis, secret in zip(figure.subplots(1, 3, sharey=True), PROPERTIES, strict=True):
@@ -143,7 +143,7 @@ def figure_2(run: Run) -> Outcome:
         table = tables["AUC"]
         draw_by_layer(axis, table)
 
-        # Which layer tells most, and do the two measures foresee the attack's success over the layers?
+        # Which layer reveals most, and do the two measures predict the attack's success over the layers?
         top = most_exposed(table)
         both = [correlation(tables[key], table) for key in ("V-information", "sensitivity")]
         axis.set(title=f"{secret}\nR = {both[0]:.2f} (V-inf.), {both[1]:.2f} (sens.)")

@@ -13,7 +13,7 @@ from benchmarks.reproduce.rows import PAPERS, Row
 
 __all__ = ["PICTURES", "joined", "page", "with_earlier"]
 
-# Those shown on the page, with what the paper's own figure shows in words.
+# The pictures on the page, with a description of the paper's own figure.
 PICTURES = {
     "repro_hannun_figure2_mnist.png": "Hannun et al., Figure 2, MNIST: histograms of η by class. Theirs has two "
     "modes as well, the digit 0 to the right.",
@@ -52,13 +52,13 @@ ORDER = ("agrees", "agrees in part", "differs")
 
 
 def joined(path: Path, fresh: Mapping[str, Record]) -> dict[str, Record]:
-    """Records of a file, replaced by those that were measured since."""
+    """The records of a file, replaced by newer measurements."""
     before: dict[str, Record] = json.loads(path.read_text()) if path.exists() else {}
     return dict(sorted((before | dict(fresh)).items()))
 
 
 def with_earlier(rows: Sequence[Row], records: Mapping[str, Record]) -> dict[str, Record]:
-    """The records of rows of the registry, and results from before where there is nothing newer."""
+    """The records of the registry's rows, and earlier results if there is nothing newer."""
     found = {}
     for row in rows:
         if row.id in records:
@@ -181,7 +181,7 @@ def _link(source: str) -> str:
 
 
 def _reasons(rows: Sequence[Row], found: Mapping[str, Record]) -> str:
-    """What differs from the paper's setting, and why results do."""
+    """What differs from the paper's setting, and why results differ."""
     lines = []
     for row in rows:
         record = found.get(row.id)

@@ -67,7 +67,7 @@ def figure_1(run: Run) -> Outcome:
 
 @lru_cache(maxsize=1)
 def compared(run: Run) -> plis_mnist.Comparison:
-    """Both networks on digits, with x-rays beside them."""
+    """Both networks, trained on digits, with digits and x-rays to compare."""
     data = run.data("mnist", "pneumoniamnist")
     (images, labels), test, (xrays, _) = data.mnist(), data.mnist("test"), data.chest_xrays()
     count = 150 if run.tiny else DIGITS
@@ -75,7 +75,7 @@ def compared(run: Run) -> plis_mnist.Comparison:
 
 
 def figure_2_atypical(run: Run) -> Outcome:
-    """Are the digits of highest PLIS atypical? Judged by whether the network tells them right."""
+    """Are the digits with the highest PLIS atypical? Judged by whether the network classifies them correctly."""
     comparison = compared(run)
     plis_mnist.save_maps(
         comparison.readings,
@@ -85,7 +85,7 @@ def figure_2_atypical(run: Run) -> Outcome:
         run.out / "repro_plis_figure2.png",
     )
 
-    # Whom the network itself gets wrong is atypical: the share told right at both ends of PLIS.
+    # A digit that the network gets wrong is atypical: compare the accuracy at both ends of PLIS.
     checks, told = [], []
     for name in ("non-private", "private"):
         score = comparison.scores[name, "digits"][0]
@@ -141,7 +141,7 @@ def figure_3_maps(run: Run) -> Outcome:
     )
     maps = {"non-DP": plain.plis().attribute(images, labels), "DP": private.plis().attribute(images, labels)}
 
-    # How few pixels hold half of a map, beside a map of white noise, which is what "random" would be.
+    # How few pixels hold half of a map, compared with a map of white noise ("random").
     shares = {name: 100 * float(concentration(heat).median()) for name, heat in maps.items()}
     random = 100 * float(concentration(torch.randn(50, 784, generator=torch.Generator().manual_seed(0))).median())
     test_images, _ = data.chest_xrays("test")
@@ -173,7 +173,7 @@ def figure_3_maps(run: Run) -> Outcome:
 
 
 def _draw_xrays(run: Run, images: Tensor, maps: dict[str, Tensor]) -> None:
-    """Image, non-DP map and DP map of the x-rays of lowest and highest PLIS."""
+    """Image, non-DP map and DP map of the x-rays with the lowest and highest PLIS."""
     order = maps["non-DP"].flatten(1).norm(dim=1).argsort()
     figure = Figure(figsize=(5, 3.4), layout="constrained")
     axes = figure.subplots(2, 3)

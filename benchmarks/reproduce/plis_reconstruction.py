@@ -22,7 +22,7 @@ XRAYS = "PneumoniaMNIST: 3,882 chest x-rays, 28 × 28"
 
 @lru_cache(maxsize=1)
 def inverted(run: Run) -> tuple[Tensor, Tensor, dict[str, Any], dict[str, Tensor]]:
-    """90 x-rays attacked through one untrained network (Geiping et al. 2020), 21 of them with DP noise too."""
+    """Attacks on 90 x-rays through one untrained network (Geiping et al. 2020), on 21 of them also with DP noise."""
     images, labels = run.data("pneumoniamnist").chest_xrays()
     count, steps, few = (6, 2, 3) if run.tiny else (90, 400, 21)
     rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count]
@@ -34,7 +34,7 @@ def inverted(run: Run) -> tuple[Tensor, Tensor, dict[str, Any], dict[str, Tensor
 
 
 def table_1(run: Run, measure: str, theirs: tuple[float, float]) -> Outcome:
-    """The similarity of guesses, x-rays of low and of high PLIS."""
+    """The similarity of guesses for x-rays with low and with high PLIS."""
     _, _, record, _ = inverted(run)
     values, exposure = np.array(record["plain"][measure]), np.array(record["plis"])
     found = attack_inversion.statistics(exposure[None], values[None], 20 if run.tiny else 1000)
@@ -66,7 +66,7 @@ def figure_3_where(run: Run) -> Outcome:
     model = mnist_cnn(2, activation=nn.Tanh)
     maps = PLIS(model, nn.CrossEntropyLoss(), cuda_graphs=False).attribute(images, labels).abs()
     errors = (guesses["plain"] - images).abs()
-    # Both as means over squares of 7 × 7 pixels, 16 of them: single pixels are noise.
+    # Both as means over 16 squares of 7 × 7 pixels: single pixels are noisy.
     coarse = [nn.functional.avg_pool2d(part, 7).flatten(1) for part in (maps, errors)]
     ranks = [part.argsort(dim=1).argsort(dim=1).double() for part in coarse]
     centred = [part - part.mean(dim=1, keepdim=True) for part in ranks]
@@ -87,7 +87,7 @@ def figure_3_where(run: Run) -> Outcome:
 
 
 def figure_3_private(run: Run) -> Outcome:
-    """With C = 1 and σ = 1: is anything found?"""
+    """With C = 1 and σ = 1: is anything reconstructed?"""
     images, _, record, guesses = inverted(run)
     attack_inversion.save_images(images, guesses, record, argparse.Namespace(out=run.out, noise_multiplier=1.0))
     (run.out / "attack_inversion.png").replace(run.out / "repro_plis_table1.png")

@@ -1,4 +1,4 @@
-"""Measure a row and keep its record: one JSON file a row, written when the row is done."""
+"""Measure a row and keep its record: one JSON file per row, written when the row is done."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PACKAGES = ("torch", "opacus", "numpy", "scikit-learn", "torchmetrics")
 
 
 def run_rows(rows: Sequence[Row], run: Run, *, again: bool = False) -> list[Record]:
-    """Measure those without a record, one after the other; a row that fails leaves its reason and is tried next time.
+    """Measure rows without a record, one after the other; a failed row keeps its reason and is tried again next time.
 
     Args:
-        rows: In this order.
+        rows: The rows, in this order.
         run: The setting; records go to ``run.out / "rows"``.
-        again: Measure those with a record, too.
+        again: Whether to measure rows with a record again.
     """
     records = []
     for row in rows:
@@ -52,12 +52,12 @@ def run_rows(rows: Sequence[Row], run: Run, *, again: bool = False) -> list[Reco
 
 
 def measured(row: Row, run: Run) -> Record:
-    """Run one row; what it gave, how long it took, where and when."""
+    """Run one row; return its result, time, machine and date."""
     measure = row.measure
     if measure is None:
         raise ValueError(f"row {row.id!r} has nothing to measure; {row.reason}")
 
-    # Both clocks: on a busy machine the processor's is the one to compare.
+    # Both clocks: on a busy machine, compare processor time.
     run.out.mkdir(parents=True, exist_ok=True)
     missing = run.missing(row.needs)
     began, processor = time.perf_counter(), time.process_time()
@@ -85,7 +85,7 @@ def measured(row: Row, run: Run) -> Record:
 
 
 def earlier_record(row: Row) -> Record:
-    """The record of a result from before: no time of our own, and where it is documented."""
+    """The record of an earlier result: without a time, but with the page that documents it."""
     earlier = row.earlier
     if earlier is None:
         raise ValueError(f"row {row.id!r} has no earlier result")
@@ -102,7 +102,7 @@ def earlier_record(row: Row) -> Record:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Where and with what it was measured."""
+    """The machine and the versions of the measurement."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{platform.machine()} CPU"
     return {
         "device": name,
@@ -120,13 +120,13 @@ def record_path(out: Path, row_id: str) -> Path:
 
 
 def read_records(out: Path, rows: Iterable[Row]) -> dict[str, Record]:
-    """What was measured so far, without rows that failed."""
+    """The records so far, without failed rows."""
     found = {row.id: _read(record_path(out, row.id)) for row in rows}
     return {name: record for name, record in found.items() if record and "failed" not in record}
 
 
 def write_json(content: Mapping[str, Any], path: Path) -> None:
-    """Replaced only when complete."""
+    """Write a record; the file is replaced only when complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_when_complete(path) as temporary:
         Path(temporary).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -37,10 +37,10 @@ ROWS: tuple[Row, ...] = (
 
 
 def chosen(only: Sequence[str], *, gpu: bool) -> list[Row]:
-    """The rows to run: those named, else all that fit two cores, or all that are left to a GPU.
+    """The rows to run: the named ones, else all that two cores can run, or all that need a GPU.
 
     Raises:
-        ValueError: A name is not in the registry, or has nothing to measure.
+        ValueError: A name is not in the registry, or its row has nothing to measure.
     """
     by_id = {row.id: row for row in ROWS}
     if unknown := [name for name in only if name not in by_id]:

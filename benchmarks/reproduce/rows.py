@@ -1,4 +1,4 @@
-"""What a row of the reproduction page is: what a paper reports, how it is measured here, how agreement is judged."""
+"""A row of the reproduction page: what a paper reports, how it is measured here, and how agreement is judged."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PAPERS = {
 
 @dataclass(frozen=True)
 class Check:
-    """One number or statement of the paper beside ours.
+    """One number or statement of the paper, compared with ours.
 
     Attributes:
-        what: Is compared.
-        theirs: As the paper says.
-        ours: As measured.
+        what: What is compared.
+        theirs: The paper's value.
+        ours: The measured value.
         rule: When both count as the same.
-        holds: Whether they are.
+        holds: Whether they count as the same.
     """
 
     what: str
@@ -58,12 +58,12 @@ def check_that(what: str, theirs: str, ours: str, rule: str, holds: bool) -> Che
 
 @dataclass(frozen=True)
 class Outcome:
-    """What measuring a row gave.
+    """The result of measuring a row.
 
     Attributes:
         here: Our result in a sentence or two, made from the numbers.
-        checks: What was compared.
-        values: Numbers behind it, for the JSON file.
+        checks: The comparisons.
+        values: The numbers behind it, for the JSON file.
         pictures: Names of the pictures in the output folder.
     """
 
@@ -75,15 +75,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Earlier:
-    """A result measured before on a machine that is not at hand, taken from where it is documented.
+    """An earlier result from another machine, taken from the page that documents it.
 
     Attributes:
         here: The result in words.
         checks: As in an outcome.
         device: The machine.
         source: The page of the documentation that has the numbers.
-        quotes: Pieces of text that this page or README.md must hold; a test looks for them.
-        command: What ran.
+        quotes: Pieces of text that this page or README.md must contain; a test looks for them.
+        command: The command.
     """
 
     here: str
@@ -99,9 +99,9 @@ class Run:
     """How rows are measured.
 
     Attributes:
-        out: Where pictures go.
-        tiny: Made-up data and a few steps: to see that a row runs, not to measure.
-        device: For rows that need a GPU.
+        out: The folder for pictures.
+        tiny: Whether to use made-up data and a few steps, to check that a row runs, not to measure.
+        device: The device for rows that need a GPU.
     """
 
     out: Path
@@ -109,7 +109,7 @@ class Run:
     device: str = "cpu"
 
     def data(self, *names: str) -> Readers:
-        """Readers of these data sets: the real ones where they are at hand, else stand-ins."""
+        """Readers of these data sets: the real ones if they are on this machine, else stand-ins."""
         return real_or_stand_in(*names, folder=self.out / "no data" if self.tiny else None, say=_say)
 
     def missing(self, names: tuple[str, ...]) -> list[str]:
@@ -124,16 +124,16 @@ class Row:
     Attributes:
         id: Unique; the name of its file.
         paper: A key of :data:`PAPERS`.
-        item: Which table or figure.
+        item: The table or figure.
         theirs: What the paper reports, read from its text.
-        data: What is used here.
-        measure: Measures it; None for an illustration, or where it cannot be done.
-        minutes: Expected, on two cores (on one GPU where ``gpu``).
+        data: The data used here.
+        measure: The function that measures it; None for an illustration, or if it cannot be done.
+        minutes: The expected minutes on two cores (on one GPU if ``gpu``).
         needs: Data sets, by their names in torchfil.datasets.
-        gpu: Whether it is left to ``make reproduce-gpu``.
-        stand_in: What is not the paper's setting: other data, a smaller run. Empty: the paper's own.
-        reason: Why it differs, cannot be done, or what to know of a result that agrees.
-        earlier: A result from before, shown until the row is measured again.
+        gpu: Whether only ``make reproduce-gpu`` runs it.
+        stand_in: What differs from the paper's setting: other data, a smaller run. Empty: nothing.
+        reason: Why it differs or cannot be done, or what to know about a result that agrees.
+        earlier: An earlier result, shown until the row is measured again.
     """
 
     id: str
@@ -151,7 +151,7 @@ class Row:
 
 
 def verdict_of(checks: tuple[Check, ...], *, stand_in: bool) -> str:
-    """All, some or none of the checks hold; with other data or a smaller run that is said first.
+    """Whether all, some or no checks hold; the text starts with "stand-in" for other data or a smaller run.
 
     Example:
         >>> verdict_of((check_near("η", 1, 1, 0), check_near("η", 1, 2, 0)), stand_in=False)
@@ -165,4 +165,4 @@ def verdict_of(checks: tuple[Check, ...], *, stand_in: bool) -> str:
 
 
 def _say(line: str) -> None:
-    """Which data are read is in the records; the lines are not printed."""
+    """Print nothing: the records say which data were read."""

@@ -85,7 +85,7 @@ def test_real_files_count_where_they_are(tmp_path: Path) -> None:
     assert isinstance(readers, Readers)
     assert readers.made == {"adult"}
     assert said[0] == f"Data: IWPC (warfarin doses), from {tmp_path}."
-    assert said[1].startswith("Data: a stand-in for Adult (UCI): 1,500 people made up by rule. Its numbers are not")
+    assert said[1].startswith("Data: a stand-in for Adult (UCI): 1,500 people made up by rule. Results will differ")
     assert len(readers.iwpc(seed=1).train_targets) == 4
     assert len(readers.adult().train_targets) == 1000
     assert [name for name in SOURCES if is_at_hand(name, tmp_path)] == ["iwpc"]

@@ -206,5 +206,5 @@ def _normal_points(dimensions: int) -> Tensor:
         torch.quasirandom.SobolEngine(dimensions, scramble=True, seed=seed).draw(_POINTS, dtype=torch.float64)
         for seed in range(_SCRAMBLES)
     ]
-    # the middle of a point's cell, so that none lies at 0
+    # the middle of a point's cell, so none is 0
     return torch.special.ndtri((torch.stack(drawn) + 2.0**-33).clamp(max=1 - 2.0**-33))

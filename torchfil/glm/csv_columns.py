@@ -143,7 +143,7 @@ def read_table(
     Args:
         path: The file.
         ignore: Columns to leave out.
-        id_column: The column that names the rows; it is left out, too.
+        id_column: The column that names the rows; it is also left out.
         encoding: The encoding; None: detected from the content, like the next two.
         separator: The separator between columns.
         decimal: "." or ",".

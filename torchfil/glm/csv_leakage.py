@@ -51,7 +51,7 @@ class LeakageTable:
         score: The score of the fitted model on the table: R², accuracy or D².
         released_score: The same for the released model: the median over draws of the noise.
         blind_score: The same for a model without inputs.
-        guesses: What any attacker can tell, by question.
+        guesses: What any attacker can infer, by question.
         model: The fitted model.
         targets: The targets of the fit, [n].
     """
@@ -66,7 +66,7 @@ class LeakageTable:
 
 
 class _NamedColumns(np.ndarray):
-    """An array with named columns, so that a model's errors can name them."""
+    """An array with named columns, so a model's errors can name them."""
 
     columns: list[str]
 
@@ -85,9 +85,9 @@ def leakage_table(
 
     Args:
         table: From :func:`encode`.
-        private: The attributes that the attacker wants, who knows everything else; none: everything, including the
+        private: The attributes that an attacker wants who knows everything else; none: everything, including the
             target.
-        questions: What the attacker asks, who knows everything else; see :func:`question_about`.
+        questions: The questions of an attacker who knows everything else; see :func:`question_about`.
         model: "linear", "logistic" (two labels), "softmax" or "poisson".
         l2: λ, the penalty.
         sigma: σ.

@@ -113,7 +113,7 @@ def _is_text(table: CsvTable, name: str) -> bool:
     """Whether a column holds categories; raises if it holds numbers and a few entries that are not.
 
     One entry that cannot be read would turn a column of numbers into as many categories as it has values. Texts of
-    digits, such as 1,234 with a decimal point, are meant as numbers, too.
+    digits, such as 1,234 with a decimal point, are also meant as numbers.
     """
     wrong, first = table.columns[name].wrong_entries()
     if wrong and (2 * wrong < len(table) or all(map(_LIKE_NUMBERS.fullmatch, first.values()))):

@@ -1,4 +1,4 @@
-r"""What any attacker can tell from a released linear model: questions with finitely many answers, in closed form.
+r"""What any attacker can infer from a released linear model: questions with finitely many answers, in closed form.
 
 With answer a, the minimiser is w*_a (see :mod:`torchfil.glm.refits`) and the release is N(w*_a, σ²I). The attacker sees
 the release and knows everything except the answer, including the other records. Telling normal distributions apart has
@@ -68,9 +68,9 @@ class Guess:
         Φ(Φ⁻¹(FPR) + Δ/σ): exact, and attained by the likelihood ratio.
 
         Args:
-            false_positive_rate: In (0, 1).
+            false_positive_rate: A number in (0, 1).
             answer: The other answer, by number or name (FPR for the records whose own it is); None: for each record
-                the one that is easiest to tell from its own.
+                the one that is easiest to distinguish from its own.
         """
         if not 0 < false_positive_rate < 1:
             raise ValueError(f"false_positive_rate={false_positive_rate} must lie between 0 and 1")
@@ -81,7 +81,7 @@ class Guess:
     def table(self, false_positive_rate: float = 0.01) -> dict[str, np.ndarray]:
         """One column [n] each: ``prior_accuracy``, ``accuracy``, ``divergence``, ``true_positive_rate``.
 
-        The last two are for the answer that is easiest to tell from the record's own. Pass the table to
+        The last two are for the answer that is easiest to distinguish from the record's own. Pass the table to
         ``pandas.DataFrame``.
         """
         return {

@@ -71,7 +71,7 @@ class Objective:
     def gradient_terms(self, weights: Tensor) -> Tensor:
         """The total size of the terms of each gradient entry, [p, K]; rounding leaves a share of it.
 
-        A margin's own terms count, too: through the curvature, their rounding affects the residual.
+        A margin's own terms also count: through the curvature, their rounding affects the residual.
         """
         margin, sizes = self.X @ weights, self.X.abs()
         curvature = self.loss.curvature(margin, self.y).abs()
@@ -121,14 +121,14 @@ def minimise(
     """The minimiser, by Newton's method with backtracking.
 
     It counts as found when the gradient is below the tolerance and the next Newton step would not matter: on separable
-    data the gradient vanishes, too, but the steps do not.
+    data the gradient also vanishes, but the steps do not.
 
     Args:
         objective: What to minimise.
         tolerance: Stop if the gradient's entries over n are below this, or below this share of the size of their terms
             if that exceeds 1 (columns in metres and dollars).
         max_iterations: The largest number of Newton steps.
-        solver: "newton"; "lbfgs" runs L-BFGS first, so that only the last few steps need a Hessian (many columns).
+        solver: "newton"; "lbfgs" runs L-BFGS first, so only the last few steps need a Hessian (many columns).
         names: The columns' names, for messages.
 
     Raises:
@@ -176,7 +176,7 @@ def _why_not_converged(
     if size <= tolerance or not float(objective.margins_over_targets(weights)) <= _LARGEST_MARGIN:
         remedy = "Set l2 > 0" if objective.l2 == 0 else "The intercept has no penalty: leave it out, or raise l2"
         return (
-            f"{what} the largest weight is {largest:.2g} and still moves by {float(step.abs().max()):.2g} a step "
+            f"{what} the largest weight is {largest:.2g} and still moves by {float(step.abs().max()):.2g} per step "
             f"while the gradient is {size:.2g}: the weights diverge, as on separable data, where l2={objective.l2:g} "
             f"leaves no minimum. {remedy}; raise max_iterations only if the classes overlap."
         )
@@ -188,8 +188,8 @@ def _why_not_converged(
         else ""
     )
     return (
-        f"{what} the gradient is {size:.2g} (where its terms exceed 1, as a share of them), above "
-        f"tolerance={tolerance:g}. {no_minimum}Raise max_iterations or, where rounding keeps the gradient up (columns "
+        f"{what} the gradient is {size:.2g} (relative to its terms if these exceed 1), above "
+        f"tolerance={tolerance:g}. {no_minimum}Raise max_iterations; if rounding keeps the gradient large (columns "
         "or targets of very different size), scale them, or raise tolerance."
     )
 

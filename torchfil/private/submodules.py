@@ -121,7 +121,7 @@ def _of_calls(
 def _output(
     model: nn.Module, name: str, key: str, module: nn.Module, taken: Any, output: Tensor, given: dict[int, Given]
 ) -> Output:
-    """One call's output, with where its tokens come from."""
+    """One call's output, with the source of its tokens."""
     shape = output.shape[1:] if output.shape[0] <= 1 else output.shape
     if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return Output(name, key, shape, output.dtype, positions=len(shape) >= 2)

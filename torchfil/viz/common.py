@@ -60,7 +60,7 @@ def as_finite(values: Any, name: str) -> np.ndarray:
 
 
 def as_vector(values: Any, name: str, length: int | None = None, *, infinite: bool = False) -> np.ndarray:
-    """Values as float64 of shape [length], at least one; NaN is refused, infinity unless ``infinite``."""
+    """Values as float64 of shape [length], at least one; NaN is refused, and so is infinity unless ``infinite``."""
     array = as_array(values).astype(np.float64)
     if array.ndim != 1 or array.size == 0:
         raise ValueError(f"{name} must be one number per entry, [n] with n ≥ 1, got shape {list(array.shape)}")
@@ -82,7 +82,7 @@ def plain_number(value: float) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Text in lines of at most ``width`` characters, broken after spaces and ``_ - . / :`` where there are any.
+    """Text in lines of at most ``width`` characters, broken after spaces and ``_ - . / :`` if there are any.
 
     Example:
         >>> wrapped("patient_000123_scan_2.png", 15).splitlines()
