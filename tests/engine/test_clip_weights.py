@@ -4,110 +4,37 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from opacus.accountants import RDPAccountant
-from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 
 from tests.cases import DEVICE, grouped, relative_error
-from tests.engine.brute_force import C, Run, assert_released, begin, make, train
+from tests.engine.brute_force import C, Run, assert_released, begin
 from tests.engine.loops import data, loader, network
-from torchfil import Accounting, FILPrivacyEngine
+from tests.engine.weighted_runs import (
+    DELTA,
+    QUESTIONS,
+    SIGMA,
+    WEIGHTS,
+    N,
+    Truth,
+    assert_equal,
+    epsilon_by_hand,
+    rate_of,
+    weighted,
+)
+from torchfil import FILPrivacyEngine
 from torchfil.attribution import PLIS
 from torchfil.clipping import get_clip
 from torchfil.fisher import reference
 from torchfil.fisher.divergence import step_divergence
-from torchfil.questions import Absent, Label, Question
-from torchfil.report import load
+from torchfil.questions import Absent
 
-SIGMA, N, DELTA = 0.9, 20, 1e-5
-ORDER = torch.randperm(N, generator=torch.Generator().manual_seed(1))
-WEIGHTS = torch.linspace(0.3, 1.0, N, dtype=torch.float64)[ORDER]
-QUESTIONS: dict[str, Question] = {"member": Absent(), "label": Label(3)}
 WAYS = ["auto", "hooks", "train_step", "physical", "hooks, physical"]
-
-
-def weighted(way: str = "auto", steps: int = 3, weights: Any = WEIGHTS, **options: Any) -> Run:
-    """A run of so many steps with weights, taken in that way."""
-    options = {"criterion": nn.CrossEntropyLoss(), "clip_weights": weights, **options}
-    if "hooks" in way:
-        options["grad_sample_mode"] = "hooks"
-    run = make(network(), data(N), batch_size=6, **options)
-    return train(run, steps=steps, way=way, physical=2 if "physical" in way else None)
-
-
-class Truth:
-    """Sums over a run by jacrev of ωφ(‖g‖) g in float64, example by example.
-
-    Attributes:
-        fim: Σ I_t, [n, d, d].
-        plis: Σ ∂(‖g̃‖/s)²/∂z, [n, d].
-        squared_norm: Σ ‖g̃‖², [n].
-        divergences: By question, Σ KL_t, [n, answers].
-        sums: Σ_i g̃_i of every step, [p].
-        ratios: ‖g̃‖/C as last seen after every step, ω before it was seen, [n] each.
-    """
-
-    def __init__(self, run: Run, weights: Tensor, sigma: float, q: float | None, clip: str = "smooth") -> None:
-        n, d, s = len(weights), 5, sigma * C
-        self.fim, self.plis = torch.zeros(n, d, d).double(), torch.zeros(n, d).double()
-        self.squared_norm = torch.zeros(n).double()
-        self.divergences = {name: torch.zeros(n, len(ask.answers)).double() for name, ask in QUESTIONS.items()}
-        self.sums: list[Tensor] = []
-        self.ratios: list[Tensor] = []
-        ratio = weights.clone()
-        for passes in run.passes:
-            total: Any = 0.0
-            for begun in passes:
-                if not begun.ids:
-                    continue
-                at = copy.deepcopy(run.plain)
-                at.load_state_dict(begun.weights)
-                told = {"max_grad_norm": C, "clip": clip, "clip_weights": weights[begun.ids]}
-                loss = nn.CrossEntropyLoss()
-                g = reference.clipped_gradients(at, loss, begun.x, begun.y, **told)
-                jacobian = reference.exact_jacobian(at, loss, begun.x, begun.y, **told)
-                fim = jacobian.mT @ jacobian / s**2 if q is None else reference.poisson_fim(jacobian, g, s, q)
-                self.fim[begun.ids] += fim.cpu()
-                self.plis[begun.ids] += 2 * torch.einsum("bpd,bp->bd", jacobian, g).cpu() / s**2
-                self.squared_norm[begun.ids] += g.square().sum(dim=1).cpu()
-                ratio[begun.ids] = g.norm(dim=1).cpu() / C
-                total = total + g.sum(dim=0)
-
-                for name, question in QUESTIONS.items():
-                    for k, other in enumerate(question.alternatives(begun.x, begun.y)):
-                        v = torch.zeros_like(g)
-                        if other is not None:
-                            v = reference.clipped_gradients(at, loss, other.inputs, other.targets, **told)
-                        products = [(a * b).sum(dim=1) / s**2 for a, b in ((g, g), (v, v), (g, v))]
-                        self.divergences[name][begun.ids, k] += (step_divergence(*products, q) / (q or 1)).cpu()
-            self.sums.append(total if isinstance(total, Tensor) else torch.zeros_like(run.released[0]))
-            self.ratios.append(ratio.clone())
-
-
-def epsilon_by_hand(ratios: list[float], sigma: float, q: float) -> float:
-    """ε of one example from its ‖g̃‖/C at every step; σC/‖g̃‖ is rounded down to the grid, as documented."""
-    rdp = sum(_rdp(sigma, math.floor(math.log(1 / ratio) / math.log(1.05) + 1e-5), q) for ratio in ratios)
-    return float(get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=rdp, delta=DELTA)[0])
-
-
-@cache
-def _rdp(sigma: float, level: int, q: float) -> Any:
-    orders = RDPAccountant.DEFAULT_ALPHAS
-    return compute_rdp(q=q, noise_multiplier=sigma * 1.05**level, steps=1, orders=orders)
-
-
-def rate_of(run: Run) -> float:
-    rate = run.engine._training.run.options.sample_rate
-    assert rate is not None
-    return rate
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -338,21 +265,6 @@ def test_a_trace_scales_with_the_squared_weight(module: Any, passes: int, option
     assert relative_error(traces[1], WEIGHTS.square() * traces[0]) < 1e-9
 
 
-def assert_equal(run: Run, other: Run) -> None:
-    """Weights, ledger and ε, bit for bit."""
-    for ours, theirs in zip(run.module.parameters(), other.module.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    ours, theirs = (each.engine.ledger for each in (run, other))
-    assert ours is not None
-    assert theirs is not None
-    assert ours.sums.keys() == theirs.sums.keys()
-    for name, value in theirs.sums.items():
-        assert torch.equal(ours.sums[name], value), name
-    own = [each.engine.get_individual_epsilon([0, 4], delta=DELTA).value for each in (run, other)]
-    assert torch.equal(*own)
-    assert run.engine.get_epsilon(DELTA) == other.engine.get_epsilon(DELTA)
-
-
 @pytest.mark.parametrize("way", ["auto", "hooks", "train_step"])
 def test_weights_of_one_change_nothing(way: str) -> None:
     """Bit for bit: weights, ledger, ε."""
@@ -363,156 +275,3 @@ def test_weights_of_one_change_nothing(way: str) -> None:
     )
     assert_equal(ones, plain)
     FILPrivacyEngine.merge([plain.engine, ones.engine])  # the same mechanism
-
-
-class TestGiven:
-    """What may be said, and how it is read."""
-
-    def made(self, weights: Any, **options: Any) -> FILPrivacyEngine:
-        engine, module = FILPrivacyEngine(), network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        if weights is not None:
-            options["clip_weights"] = weights
-        engine.make_private(module, optimizer, loader(data(N), 6), **options)
-        return engine
-
-    def test_by_order_and_by_id(self) -> None:
-        names = [f"person {i}" for i in range(N)]
-        expected = torch.ones(N, dtype=torch.float64)
-        expected[3] = 0.25
-        for given, options in (
-            (expected, {}),
-            (expected.numpy(), {}),
-            (expected.tolist(), {}),
-            (expected.float(), {}),
-            ({3: 0.25}, {}),
-            ({"person 3": torch.tensor(0.25)}, {"id_of": names}),
-        ):
-            weights = self.made(given, **options).clip_weights
-            assert weights is not None
-            assert weights.dtype == torch.float64
-            assert torch.equal(weights.cpu(), expected)
-        assert self.made(None).clip_weights is None
-
-    def test_what_was_given_may_change_afterwards(self) -> None:
-        given = WEIGHTS.clone()
-        engine = self.made(given)
-        given.zero_()
-        weights = engine.clip_weights
-        assert weights is not None
-        weights.zero_()
-        assert torch.equal(engine.clip_weights.cpu(), WEIGHTS)  # type: ignore[union-attr]
-
-    @pytest.mark.parametrize(
-        ("given", "error", "message"),
-        [
-            ({4: 1.5}, ValueError, r"of example 4 is 1.5, not in \(0, 1\]: .*ε would be too small; give at most 1"),
-            ({4: 0.0}, ValueError, "of example 4 is 0, not in .*leave it out, or give a small weight"),
-            ({4: -1.0, 5: 2.0}, ValueError, r"of example 4 is -1 \(and 1 more\), .*above 0 and at most 1"),
-            ({4: math.nan}, ValueError, "of example 4 is nan, .*give a number above 0"),
-            ({99: 0.5}, KeyError, "clip_weights: unknown example ids .99.; ids are 0 to 19"),
-            ([0.5] * 3, ValueError, r"clip_weights has shape \[3\] for 20 examples; give one weight for each"),
-            (0.5, ValueError, r"clip_weights has shape \[\] for 20 examples"),
-            (["a"] * N, TypeError, r"does not hold numbers .*give a tensor or an array \[n\], or a dict"),
-        ],
-    )
-    def test_what_does_not_fit_is_refused(self, given: Any, error: Any, message: str) -> None:
-        """And nothing has changed: the same parts can be made private afterwards."""
-        engine, module = FILPrivacyEngine(), network()
-        parts = (module, torch.optim.SGD(module.parameters(), lr=0.1), loader(data(N), 6))
-        with pytest.raises(error, match=message):
-            engine.make_private(*parts, clip_weights=given)
-        engine.make_private(*parts, clip_weights=WEIGHTS)
-
-    def test_the_id_is_named(self) -> None:
-        with pytest.raises(ValueError, match="of example 'person 3' is 2, not in"):
-            self.made({"person 3": 2.0}, id_of=[f"person {i}" for i in range(N)])
-
-    def test_in_the_accounting(self) -> None:
-        weights = self.made(None, accounting=Accounting(clip_weights=WEIGHTS.numpy())).clip_weights
-        assert weights is not None
-        assert torch.equal(weights.cpu(), WEIGHTS)
-        with pytest.raises(ValueError, match="clip_weights is given twice"):
-            self.made(WEIGHTS, accounting=Accounting(clip_weights=WEIGHTS.numpy()))
-
-    def test_with_epsilon(self) -> None:
-        engine, module = FILPrivacyEngine(), network()
-        engine.make_private_with_epsilon(
-            module, torch.optim.SGD(module.parameters(), lr=0.1), loader(data(N), 6), target_epsilon=5.0,
-            target_delta=1e-3, epochs=2, epsilon_tolerance=1.0, max_grad_norm=1.0, clip_weights={0: 0.5},
-        )  # fmt: skip
-        assert engine.clip_weights is not None
-        assert float(engine.clip_weights[0]) == 0.5
-
-
-class TestKept:
-    """Checkpoints, repetitions and run files."""
-
-    def start(self, weights: Any = WEIGHTS) -> Run:
-        return make(
-            network(), data(N), batch_size=6, criterion=nn.CrossEntropyLoss(), clip_weights=weights,
-            noise_multiplier=SIGMA, amplification="poisson", track=("fim",),
-        )  # fmt: skip
-
-    def epochs(self, run: Run, count: int) -> Run:
-        for _ in range(count):
-            train(run, steps=len(run.passes) + len(run.private))
-        return run
-
-    def test_a_resumed_run_is_the_truth(self, tmp_path: Path) -> None:
-        whole = self.epochs(self.start(), 2)
-        first = self.epochs(self.start(), 1)
-        path = tmp_path / "checkpoint.pt"
-        first.engine.save_checkpoint(path=path, module=first.model, optimizer=first.optimizer)
-        second = self.start({i: float(w) for i, w in enumerate(WEIGHTS)})
-        second.engine.load_checkpoint(path=path, module=second.model, optimizer=second.optimizer)
-        self.epochs(second, 1)
-        assert_equal(second, whole)
-
-        first.passes += second.passes
-        truth = Truth(first, WEIGHTS, SIGMA, rate_of(second))
-        assert second.engine.ledger is not None
-        assert relative_error(second.engine.ledger.sums["fim"], truth.fim) < 1e-6
-        assert relative_error(second.engine.ledger.sums["squared_norm"], truth.squared_norm) < 1e-6
-
-    def test_other_weights_are_refused(self) -> None:
-        state = self.epochs(self.start(), 1).engine.state_dict()
-        changed = WEIGHTS.clone()
-        changed[4] = 0.125
-        for other, match in (
-            (changed, rf"for 1 of 20 examples: 4 had {float(WEIGHTS[4])} and has 0.125 now.*started with"),
-            (None, "other clip_weights for 19 of 20 examples: 0 had"),
-        ):
-            run = self.start(other)
-            with pytest.raises(ValueError, match=match):
-                run.engine.load_state_dict(state)
-            assert run.engine.ledger is None
-
-    def test_a_state_of_before_there_were_weights(self) -> None:
-        state = self.epochs(self.start(None), 1).engine.state_dict()
-        del state["run"]["clip_weights"]
-        self.start(None).engine.load_state_dict(state)
-        self.start(torch.ones(N)).engine.load_state_dict(state)
-        with pytest.raises(ValueError, match="other clip_weights for 19 of 20 examples"):
-            self.start().engine.load_state_dict(state)
-
-    def test_only_repetitions_are_averaged(self) -> None:
-        engines = [self.epochs(self.start(w), 1).engine for w in (WEIGHTS, WEIGHTS, WEIGHTS / 2, None)]
-        FILPrivacyEngine.merge(engines[:2])
-        for other in engines[2:]:
-            with pytest.raises(ValueError, match=r"clipping \(and clip_weights\).*clip_weights below 1 for \d+ of 20"):
-                FILPrivacyEngine.merge([engines[0], other])
-
-    def test_tables_and_run_files(self, tmp_path: Path) -> None:
-        engine = self.epochs(self.start(), 1).engine
-        names, columns = engine.leakage_columns([5, 2])
-        assert names == [5, 2]
-        assert columns["clip_weight"] == WEIGHTS[[5, 2]].tolist()
-        saved = load(engine.save_run(tmp_path / "run.fil", delta=DELTA, pictures=0))
-        assert saved.columns["clip_weight"].tolist() == WEIGHTS.tolist() == saved.clip_weights.tolist()
-
-        plain = self.epochs(self.start(None), 1).engine
-        assert "clip_weight" not in plain.leakage_columns()[1]
-        saved = load(plain.save_run(tmp_path / "plain.fil", delta=DELTA, pictures=0))
-        assert "clip_weight" not in saved.columns
-        assert saved.clip_weights.tolist() == [1.0] * N

@@ -1,4 +1,4 @@
-"""One browser for all tests of pages."""
+"""One browser for all tests of pages; reports without pictures."""
 
 from __future__ import annotations
 
@@ -33,3 +33,9 @@ def dark(browser: Any) -> Iterator[Any]:
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     yield browser
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.fixture
+def no_png(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing PNGs takes most of a report's time."""
+    monkeypatch.setattr("torchfil.report.figures.find_spec", lambda name: None)

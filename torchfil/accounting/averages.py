@@ -17,12 +17,7 @@ __all__ = ["check_repetitions", "mean_conditions", "mean_ledger"]
 
 
 def check_repetitions(ids: Sequence[ExampleIds], ledgers: Sequence[Ledger]) -> None:
-    """Raise unless all runs are about the same examples and keep the same quantities.
-
-    Args:
-        ids: The examples' names, run by run.
-        ledgers: The sums, run by run.
-    """
+    """Raise unless all runs are about the same examples and keep the same quantities."""
     first = ledgers[0]
     for names, ledger in zip(ids[1:], ledgers[1:], strict=True):
         same_data = names.all() == ids[0].all() and _same_coordinates(ledger, first)

@@ -45,16 +45,10 @@ class Conditions:
 
 
 class RowReading:
-    """Reads the sums of examples by their position in the data set.
-
-    Args:
-        ledger: The sums.
-        conditions: How the sums were made.
-    """
+    """Reads a ledger's sums, made under these conditions, for examples by their position in the data set."""
 
     def __init__(self, ledger: Ledger, conditions: Conditions) -> None:
-        self._ledger = ledger
-        self._conditions = conditions
+        self._ledger, self._conditions = ledger, conditions
 
     @property
     def kind_when_complete(self) -> Kind:
@@ -140,11 +134,6 @@ class RowReading:
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, and 0 if b is 0 or infinite: nothing was measured, or all is known, so nothing is uncertain.
-
-    Example:
-        >>> divide(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0]))
-        tensor([0.5000, 0.0000])
-    """
+    """a / b, and 0 if b is 0 or infinite: nothing was measured, or all is known, so nothing is uncertain."""
     usual = (b > 0) & b.isfinite()
     return torch.where(usual, a / b.where(usual, torch.ones_like(b)), 0.0)

@@ -50,7 +50,7 @@ class Run:
         options: How to account.
         loss: The loss; None: to be identified at the first step.
         ids: The examples' names; in a stream, those that took part so far.
-        device: The device on which steps are computed.
+        device: The device on which steps are computed; the sums may be elsewhere (``Accounting.rows_at``).
         generator: Source of the probes.
         accounted_rate: Returns the sampling rate of the DP accountant's last step.
         expected_batch: The mean batch size, of all ranks together.
@@ -69,7 +69,7 @@ class Run:
         ranks: Ranks | None = None,
     ) -> None:
         self.options = options
-        self._device = device
+        self.device = device
         self._place = options.accounting.rows_place(device)
         self.ranks = ranks
         self.loss = loss
@@ -146,11 +146,6 @@ class Run:
             test_matrix=test_matrix if test_matrix is None else test_matrix.to(ledger.device),
         )
         return Leakage(ledger, self.ids, conditions)
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which steps are computed; the sums may be elsewhere (``Accounting.rows_at``)."""
-        return self._device
 
     @property
     def timeline(self) -> Timeline:

@@ -19,6 +19,7 @@ from torchfil.engine.reading import LeakageReading
 from torchfil.engine.run_view import RunView
 from torchfil.engine.saving import Labels, build_saved_run
 from torchfil.report.run_file import save
+from torchfil.report.saved_run import SavedRun
 
 __all__ = ["RunFiles"]
 
@@ -79,27 +80,23 @@ class RunFiles(LeakageReading):
             equalised: The result of :func:`torchfil.equalise` with this ``engine``: the report then shows what each
                 round did, and how groups compared before.
         """
-        view = self._view(delta)
-        with self._training.replica.gathered():  # pictures are shown with their PLIS
-            if not self._writes:
-                return Path(path)
-            run = build_saved_run(
-                view,
-                title=title,
-                attribute_names=attribute_names,
-                attribute_units=attribute_units,
-                attribute_scales=attribute_scales,
-                attribute_groups=attribute_groups,
-                unit_of_inputs=unit_of_inputs,
-                input_range=input_range,
-                groups=groups,
-                pictures=pictures,
-                texts=texts,
-                attacks=attacks,
-                hash_data=hash_data,
-                equalised=equalised,
-            )
-        return save(run, path)
+        run = self._built(
+            self._view(delta),
+            title=title,
+            attribute_names=attribute_names,
+            attribute_units=attribute_units,
+            attribute_scales=attribute_scales,
+            attribute_groups=attribute_groups,
+            unit_of_inputs=unit_of_inputs,
+            input_range=input_range,
+            groups=groups,
+            pictures=pictures,
+            texts=texts,
+            attacks=attacks,
+            hash_data=hash_data,
+            equalised=equalised,
+        )
+        return Path(path) if run is None else save(run, path)
 
     def report(
         self, directory: str | os.PathLike[str], *, delta: float, redacted: bool = False, **options: Any
@@ -115,12 +112,8 @@ class RunFiles(LeakageReading):
         from torchfil.report.writer import PAGE, write_report
 
         writing = {name: options.pop(name) for name in ("min_group", "policy") if name in options}
-        view = self._view(delta)
-        with self._training.replica.gathered():
-            if not self._writes:
-                return Path(directory) / PAGE
-            run = build_saved_run(view, **options)
-        return write_report(run, directory, redacted=redacted, **writing)
+        run = self._built(self._view(delta), **options)
+        return Path(directory) / PAGE if run is None else write_report(run, directory, redacted=redacted, **writing)
 
     @classmethod
     def save_merged(
@@ -140,11 +133,9 @@ class RunFiles(LeakageReading):
         if len(engines) < 2:
             raise ValueError(f"save_merged got {len(engines)} engines; use save_run for a single run")
         first = engines[0]
-        view = replace(first._view(delta), leakage=cls.merge(engines))
-        with first._training.replica.gathered():
-            if not first._writes:
-                return Path(path)
-            run = build_saved_run(view, **options)
+        run = first._built(replace(first._view(delta), leakage=cls.merge(engines)), **options)
+        if run is None:
+            return Path(path)
         together = epsilon_of_all(first.accountant, len(engines), delta)
         return save(as_merged(run, len(engines), together), path)
 
@@ -153,6 +144,11 @@ class RunFiles(LeakageReading):
         """Whether this process writes files."""
         ranks = self._training.run.ranks
         return ranks is None or ranks.rank == 0
+
+    def _built(self, view: RunView, **options: Any) -> SavedRun | None:
+        """The run as it is saved; None if another process writes it."""
+        with self._training.replica.gathered():  # pictures are shown with their PLIS
+            return build_saved_run(view, **options) if self._writes else None
 
     def _view(self, delta: float) -> RunView:
         """The run so far, for saving."""

@@ -24,14 +24,7 @@ _NEEDED = ("ledger", "history", "timeline", "test_matrix", "generator", "pace")
 def check_same_run(
     state: Mapping[str, Any], accounting: Accounting, clip_weights: Tensor | None, ids: ExampleIds
 ) -> None:
-    """Raise unless a state is complete, and has this run's weights and bound to keep.
-
-    Args:
-        state: From :meth:`torchfil.engine.run.Run.state_dict`.
-        accounting: How this run is accounted for.
-        clip_weights: ω as given to this run, [n].
-        ids: The examples' names.
-    """
+    """Raise unless a state is complete, and has this run's weights (as given, [n]) and bound to keep."""
     missing = [key for key in _NEEDED if key not in state]
     if missing:
         raise ValueError(f"the run's state lacks {missing}; was it saved by another version?")
@@ -48,17 +41,9 @@ def loaded_ledger(
     ids: ExampleIds,
     chosen: Mapping[str, Tensor],
 ) -> Ledger:
-    """The ledger of a saved run.
+    """The ledger of a saved run, if it is of the same data set and keeps what this run keeps.
 
-    Args:
-        state: Its state.
-        place: Where the sums are to be.
-        accounting: How this run is accounted for.
-        ids: The examples' names.
-        chosen: By tracked quantity, the rows for which this run keeps it, ascending, if these are not all.
-
-    Raises:
-        ValueError: It is of another data set, or keeps something else than this run.
+    ``chosen``: by tracked quantity, the rows for which this run keeps it, ascending, if these are not all.
     """
     ledger, track = Ledger.from_state_dict(state, place), tuple(accounting.track)
     if not isinstance(ids, GrowingIds) and ledger.num_examples != ids.num_examples:

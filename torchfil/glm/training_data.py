@@ -16,15 +16,7 @@ __all__ = ["check_minimum", "check_names", "column_numbers"]
 
 
 def column_numbers(columns: Sequence[Any] | slice, num_inputs: int, names: Sequence[Any]) -> list[int]:
-    """The numbers of columns given by number, by name or as a slice.
-
-    Args:
-        columns: The columns.
-        num_inputs: d, their number in the fit.
-        names: Their names in the fit; empty if they have none.
-
-    Raises:
-        ValueError: A column is unknown, or occurs twice.
+    """The numbers of columns given by number, by name or as a slice; a fit's d columns may have names.
 
     Example:
         >>> column_numbers(["dose", 0], 3, ["age", "weight", "dose"])
@@ -65,15 +57,7 @@ def check_minimum(loss: Loss, fit: Fit, ridge: Tensor, inputs: Tensor, targets: 
 
     The gradient may be as large as at the fit, plus a millionth of the sum of its terms' sizes: rounding the inputs
     to float32 changes them by 6e-8. The Hessian's diagonal may change ten times as much, assuming that the third
-    derivative is about as large as the second.
-
-    Args:
-        loss: ℓ.
-        fit: w* with its Hessian.
-        ridge: nλ, and 0 for an intercept, [p, 1].
-        inputs: [n, p].
-        targets: One row each.
-        weights: ω, [n].
+    derivative is about as large as the second. ``ridge`` is nλ, and 0 for an intercept, [p, 1].
     """
     u = fit.weights
     margin = inputs @ u

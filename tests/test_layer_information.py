@@ -1,0 +1,201 @@
+"""What classifiers learn from a layer's gradients: nothing from noise, the entropy from a copy; their intervals."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchfil.attribution import v_information
+
+
+def _noise(seed: int, n: int = 120, features: int = 10) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return generator.normal(size=(n, features)), generator.integers(2, size=n)
+
+
+@pytest.mark.parametrize(("seeds", "largest"), [(8, 0.04), pytest.param(30, 0.02, marks=pytest.mark.slow)])
+def test_an_independent_property_gives_nothing(seeds: int, largest: float) -> None:
+    covered, values = [], []
+    for seed in range(seeds):
+        X, p = _noise(seed)
+        table = v_information({"layer": X}, p, seed=seed)
+        covered.append(table.low[0] <= 0 <= table.high[0])
+        values.append(table.value[0])
+    assert np.mean(covered) >= 0.85  # nominal 0.95; the training half's chance is not in the interval
+    assert abs(np.mean(values)) < largest
+    X, p = _noise(0, features=400)  # far more features than examples
+    assert abs(v_information({"layer": X}, p).value[0]) < 0.05
+
+
+@pytest.mark.parametrize("labels", [(0, 1), ("man", "woman"), (False, True)])
+def test_a_copied_property_gives_its_entropy(labels: tuple[Any, Any]) -> None:
+    X, p = _noise(1, n=200)
+    X[:, 3] = p
+    layers = {"noise": X[:, :3], "copy": X, "alone": X[:, 3:4]}
+    table = v_information(layers, [labels[i] for i in p], width=None)
+    assert table.layers == ("noise", "copy", "alone")
+    assert table.unit == "nats"
+    assert table.low[0] <= 0 <= table.high[0]
+    entropy = -sum(q * math.log(q) for q in (p.mean(), 1 - p.mean()))
+    np.testing.assert_allclose(table.value[1:], entropy, atol=0.03)
+    assert (table.high - table.low < 0.1)[1:].all()
+
+
+def _as_wide_as(rng: np.random.Generator, p: np.ndarray, features: int, noise: float) -> np.ndarray:
+    """Two normal laws 1.499 apart in the first feature: 0.221 nats; the first ten vary by 1, the rest by ``noise``."""
+    X = rng.normal(size=(len(p), features))
+    X[:, 10:] *= noise
+    X[:, 0] += 1.4993 * p
+    return X
+
+
+@pytest.mark.parametrize(("runs", "paired"), [(4, True), pytest.param(24, False, marks=pytest.mark.long)])
+def test_layers_of_any_width_compare_where_noise_varies_less(runs: int, paired: bool) -> None:
+    """0.221 nats in 10 and in 100 features: projected to one width they agree, as they are they do not."""
+    truth, p = 0.221, np.arange(200) % 2
+    projected, plain, errors = [], [], []
+    for seed in range(runs):
+        rng = np.random.default_rng(seed)
+        wide = _as_wide_as(rng, p, 100, noise=0.1)
+        rotation = np.linalg.qr(rng.normal(size=(100, 100)))[0]
+        narrow_layer = wide[:, :10] if paired else _as_wide_as(rng, p, 10, noise=1.0)
+        layers = {"narrow": narrow_layer, "wide": wide, "turned": wide @ rotation}
+        table = v_information(layers, p, seed=seed)
+        projected.append(table.value)
+        errors.append(table.standard_error)
+        plain.append(v_information({name: layers[name] for name in ("narrow", "wide")}, p, seed=seed, width=None).value)
+
+    narrow, wide, turned = np.mean(projected, axis=0)
+    error = np.sqrt(np.square(errors).mean(axis=0) / runs)
+    assert abs(wide - narrow) < 3 * math.hypot(error[0], error[1])
+    assert turned == pytest.approx(wide, abs=1e-3)
+    assert truth / 3 < narrow < truth, "biased down"
+    assert truth / 3 < wide < truth
+    differences = np.asarray(plain)[:, 0] - np.asarray(plain)[:, 1]
+    assert differences.mean() > 3 * differences.std(ddof=1) / math.sqrt(runs)
+
+
+def test_what_components_do_not_hold_is_lost() -> None:
+    """Where all features vary alike, no projection brings the information back; the estimate stays below the truth."""
+    p = np.arange(200) % 2
+    for width in (10, None):
+        found = [
+            v_information(
+                {"wide": _as_wide_as(np.random.default_rng(seed), p, 100, noise=1.0)}, p, seed=seed, width=width
+            ).value[0]
+            for seed in range(6)
+        ]
+        assert np.mean(found) < 0.12
+
+
+def test_one_width_for_all_is_that_of_the_narrowest() -> None:
+    X, p = _noise(5, features=50)
+    X[:, 0] += 2 * p
+    table = v_information({"narrow": X[:, :4], "wide": X}, p)
+    assert table.value[0] == v_information({"narrow": X[:, :4]}, p, width=4).value[0]
+    assert table.value[1] == v_information({"wide": X}, p, width=4).value[0]
+    assert table.measure == "V-information (logistic, 4 components), lower estimate"
+    flat = np.repeat(X[:, :1], 6, axis=1)  # of rank one
+    np.testing.assert_allclose(
+        v_information({"flat": flat}, p).value, v_information({"one": X[:, :1]}, p).value, rtol=1e-6
+    )
+
+
+def test_forests_see_what_lines_do_not() -> None:
+    X, p = _noise(2, n=200, features=1)
+    X[:, 0] += np.where(X[:, 0] > 0, 1, -1)
+    p = (np.abs(X[:, 0]) > np.median(np.abs(X[:, 0]))).astype(int)
+    assert v_information({"layer": X}, p).high[0] < 0.1
+    table = v_information({"layer": X}, p, "forest")
+    assert table.value[0] > 0.55
+    assert np.isfinite(table.low).all()
+
+
+def test_any_classifier_and_several_classes() -> None:
+    from sklearn.naive_bayes import GaussianNB
+    from sklearn.svm import LinearSVC
+
+    generator = np.random.default_rng(0)
+    p = generator.integers(3, size=240)
+    X = np.eye(3)[p] + 0.05 * generator.normal(size=(240, 3))
+    table = v_information({"layer": torch.tensor(X)}, torch.tensor(p), GaussianNB())
+    assert table.measure == "V-information (GaussianNB, all features), lower estimate"
+    np.testing.assert_allclose(table.value, math.log(3), atol=0.05)
+    with pytest.raises(TypeError, match="LinearSVC has no fit and predict_proba"):
+        v_information({"layer": X}, p, LinearSVC())
+
+
+def test_wide_gradients() -> None:
+    X, p = _noise(3, n=120, features=600)
+    X[:, :60] += 2 * p[:, None]
+    whole, few = v_information({"l": X}, p, width=None), v_information({"l": X}, p, width=5)
+    assert whole.value[0] > 0.4
+    assert few.value[0] > 0.5
+    from torchfil.attribution.layer_information import _features
+
+    inside, outside = _features(X[:60], X[60:], None, True)  # the rotation keeps every inner product
+    mean, deviation = X[:60].mean(axis=0), X[:60].std(axis=0)
+    Z, new = (X[:60] - mean) / deviation, (X[60:] - mean) / deviation
+    scale = (Z**2).sum() / 60
+    np.testing.assert_allclose(inside @ inside.T, Z @ Z.T / scale, atol=1e-10)
+    np.testing.assert_allclose(outside @ inside.T, new @ Z.T / scale, atol=1e-10)
+    for columns in (4, 600):  # more rows than columns, or fewer
+        projected, _ = _features(X[:, :columns], X[:, :columns], 2, False)
+        left = np.linalg.svd(X[:, :columns] - X[:, :columns].mean(axis=0), full_matrices=False)[0]
+        np.testing.assert_allclose(np.abs(projected), np.abs(left[:, :2]) * math.sqrt(len(X)), atol=1e-8)
+
+
+def test_the_split_can_be_given_and_seeds_are_kept() -> None:
+    X, p = _noise(4)
+    rows = np.arange(0, 120, 3)
+    table = v_information({"l": X}, p, test_rows=rows)
+    mask = np.zeros(120, dtype=bool)
+    mask[rows] = True
+    assert table.value == v_information({"l": X}, p, test_rows=mask).value
+    X[:, 0] = p
+    X[:20, 0] = 0.5
+    first, again, other = (v_information({"l": X}, p, seed=seed) for seed in (5, 5, 6))
+    assert (first.value, first.low, first.high) == (again.value, again.low, again.high)
+    assert first.value != other.value
+
+
+def test_the_interval_is_calibrated_for_a_fixed_predictor() -> None:
+    """Where the training half is large, the interval covers the gain of its predictor on the population."""
+    X, p = _noise(6, n=20_000, features=2)
+    X[:, 0] += 0.5 * p
+    population = v_information({"l": X}, p).value[0]
+    covered = []
+    for seed in range(20):
+        rows = np.random.default_rng(seed).choice(20_000, 2200, replace=False)
+        table = v_information({"l": X[rows]}, p[rows], test_rows=np.arange(300), seed=seed)
+        covered.append(table.low[0] <= population <= table.high[0])
+    assert np.mean(covered) >= 0.8
+
+
+def test_v_information_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    X, p = _noise(0, n=20)
+    with pytest.raises(ValueError, match="constant property"):
+        v_information({"l": X}, np.ones(20))
+    with pytest.raises(ValueError, match="cut a continuous property"):
+        v_information({"l": X}, X[:, 0])
+    with pytest.raises(ValueError, match="0 held-out examples"):
+        v_information({"l": X}, p, test_rows=np.flatnonzero(p == 0)[:3])
+    with pytest.raises(ValueError, match=r"gradients\['l'\] has shape \(19, 10\)"):
+        v_information({"l": X[:19]}, p)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        v_information({"l": np.where(X > 1, np.nan, X)}, p)
+    with pytest.raises(TypeError, match="dict"):
+        v_information(X, p)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="family='linear'"):
+        v_information({"l": X}, p, "linear")
+    for bad in ({"test_share": 1.0}, {"smoothing": 0.0}, {"bootstrap": 0}, {"width": 0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            v_information({"l": X}, p, **bad)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ImportError, match=r"pip install 'torchfil\[glm\]'"):
+        v_information({"l": X}, p)

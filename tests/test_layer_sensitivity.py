@@ -1,0 +1,222 @@
+"""How each layer's gradient moves with the input: against the full Jacobian."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.layer_cases import own_parameters, small_case
+from torchfil import Private
+from torchfil.attribution import jacobian_sensitivity, layer_gradients
+from torchfil.utils.errors import UnsupportedModuleError
+
+NORMS = ("fro", 1, math.inf)
+
+
+def _forward_mode(model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor, wrt: str, norm: Any) -> dict[str, float]:
+    """The normalised mean by layer from forward-mode Jacobians, for networks too wide for row by row."""
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    totals: dict[str, float] = {}
+    for i in range(len(x)):
+        point = (x[i : i + 1], nn.functional.one_hot(y[i : i + 1], 3).double())
+
+        def gradient(inputs: Tensor, target: Tensor) -> dict[str, Tensor]:
+            return torch.func.grad(lambda w: loss_fn(torch.func.functional_call(model, w, (inputs,)), target))(weights)
+
+        jacobians = torch.func.jacfwd(gradient, argnums=1 if wrt == "target" else 0)(*point)
+        gradients = gradient(*point)
+        for layer in own_parameters(model, bias=True):
+            names = [name for name in weights if name.rpartition(".")[0] == layer]
+            g = torch.cat([gradients[name].flatten() for name in names]).numpy()
+            J = np.concatenate([jacobians[name].reshape(weights[name].numel(), -1).numpy() for name in names])
+            value = {
+                "fro": np.linalg.norm(J) / len(g) ** 0.5,
+                1: np.abs(J).mean(axis=0).sum(),
+                math.inf: np.abs(J).max(),
+            }
+            totals[layer] = totals.get(layer, 0.0) + value[norm] / (g.max() - g.min()) / len(x)
+    return totals
+
+
+def _brute_force(
+    model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor, wrt: str, norm: Any, normalised: bool, bias: bool = True
+) -> dict[str, np.ndarray]:
+    """{layer: [n]} from one full Jacobian per example and layer."""
+    result: dict[str, np.ndarray] = {}
+    for layer, own in own_parameters(model, bias).items():
+        values = []
+        for i in range(len(x)):
+            target = y[i : i + 1]
+            if not target.is_floating_point():
+                target = nn.functional.one_hot(target, 3).double()
+
+            def gradient(t: Tensor, own: list[nn.Parameter] = own, i: int = i, target: Tensor = target) -> Tensor:
+                inputs, truth = (x[i : i + 1], t) if wrt == "target" else (t, target)
+                parts = torch.autograd.grad(loss_fn(model(inputs), truth), own, create_graph=True)
+                return torch.cat([part.flatten() for part in parts])
+
+            t = target if wrt == "target" else x[i : i + 1]
+            g = gradient(t.clone().requires_grad_()).detach().numpy()
+            jacobian = torch.autograd.functional.jacobian(gradient, t).reshape(len(g), -1).numpy()
+            value = {"fro": np.linalg.norm(jacobian), 1: np.abs(jacobian).sum(), math.inf: np.abs(jacobian).max()}[norm]
+            if normalised:
+                value /= {"fro": len(g) ** 0.5, 1: len(g), math.inf: 1}[norm] * (g.max() - g.min())
+            values.append(value)
+        result[layer] = np.array(values)
+    return result
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("wrt", ["target", "input"])
+@pytest.mark.parametrize("name", ["fcnet", "regression"])
+def test_sensitivity_is_that_of_the_full_jacobian(name: str, wrt: Any, norm: Any, normalised: bool) -> None:
+    case = small_case(name)
+    truth = _brute_force(*case, wrt, norm, normalised)
+    table = jacobian_sensitivity(*case, wrt, norm, normalised)
+    assert table.layers == tuple(truth)
+    values = np.stack(list(truth.values()))
+    np.testing.assert_allclose(table.value, values.mean(axis=1), rtol=1e-8)
+    np.testing.assert_allclose(table.standard_error, values.std(axis=1, ddof=1) / 3**0.5, rtol=1e-7)
+    assert (table.low <= table.value).all()
+    assert (table.value <= table.high).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrt", "norm"),
+    [
+        ("small_alexnet", "target", "fro"),
+        ("vgg11", "target", 1),
+        ("vit_tiny", "target", math.inf),
+        ("vit_tiny", "input", "fro"),
+        ("token_transformer", "target", "fro"),
+        ("token_transformer", "target", 1),
+    ],
+)
+def test_sensitivity_of_the_zoo(name: str, wrt: Any, norm: Any) -> None:
+    case = small_case(name, n=2)
+    truth = _forward_mode(*case, wrt, norm)
+    table = jacobian_sensitivity(*case, wrt, norm)
+    assert table.layers == tuple(truth)
+    np.testing.assert_allclose(table.value, list(truth.values()), rtol=1e-8)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 7, 1000])
+def test_chunks_change_nothing(chunk_size: int) -> None:
+    case = small_case("fcnet", n=5)
+    for wrt in ("target", "input"):
+        whole = jacobian_sensitivity(*case, wrt)  # type: ignore[arg-type]
+        pieces = jacobian_sensitivity(*case, wrt, chunk_size=chunk_size)  # type: ignore[arg-type]
+        np.testing.assert_allclose(pieces.value, whole.value, rtol=1e-12)
+        np.testing.assert_allclose(pieces.standard_error, whole.standard_error, rtol=1e-10)
+
+
+def test_weights_alone() -> None:
+    case = small_case("fcnet")
+    truth = _brute_force(*case, "target", "fro", True, bias=False)
+    table = jacobian_sensitivity(*case, bias=False)
+    np.testing.assert_allclose(table.value, [value.mean() for value in truth.values()], rtol=1e-8)
+
+
+def test_one_hot_targets_and_the_reduction_change_nothing() -> None:
+    model, loss_fn, x, y = small_case("fcnet")
+    table = jacobian_sensitivity(model, loss_fn, x, y)
+    one_hot = nn.functional.one_hot(y, 3).double()
+    np.testing.assert_allclose(jacobian_sensitivity(model, loss_fn, x, one_hot).value, table.value)
+    summed = jacobian_sensitivity(model, nn.CrossEntropyLoss(reduction="sum"), x, y)
+    np.testing.assert_allclose(summed.value, table.value)
+    functional = jacobian_sensitivity(model, nn.functional.cross_entropy, x, y)
+    np.testing.assert_allclose(functional.value, table.value)
+
+
+def test_maps_of_class_numbers() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(1, 3, 1).double()
+    x, y = torch.rand(2, 1, 2, 2).double(), torch.randint(3, (2, 2, 2))
+    numbers = jacobian_sensitivity(model, nn.CrossEntropyLoss(), x, y)
+    probabilities = nn.functional.one_hot(y, 3).movedim(-1, 1).double()
+    np.testing.assert_allclose(
+        numbers.value, jacobian_sensitivity(model, nn.CrossEntropyLoss(), x, probabilities).value
+    )
+
+
+def test_an_embedding_can_be_what_moves() -> None:
+    model, loss_fn, tokens, y = small_case("token_transformer", n=2)
+    embedded = model.get_submodule("embedding")(tokens).detach()
+    after = nn.Sequential(model.get_submodule("encoder"), model.get_submodule("head"))
+    truth = _brute_force(after, loss_fn, embedded, y, "input", "fro", False)
+    table = jacobian_sensitivity(model, loss_fn, tokens, y, Private(submodule="embedding"), normalised=False)
+    assert table.measure == "sensitivity of gradients to the output of embedding"
+    got = dict(zip(table.layers, table.value, strict=True))
+    np.testing.assert_allclose(got["head"], truth["1"].mean(), rtol=1e-8)
+    np.testing.assert_allclose(got["encoder.layers.0.mlp.0"], truth["0.layers.0.mlp.0"].mean(), rtol=1e-8)
+
+
+def test_frozen_layers_are_left_out_and_shared_ones_counted_once() -> None:
+    model, loss_fn, x, y = small_case("fcnet")
+    model.get_submodule("fc2").requires_grad_(False)
+    model.get_submodule("fc4").bias.requires_grad_(False)  # type: ignore[union-attr]
+    truth = _brute_force(model, loss_fn, x, y, "target", "fro", True)
+    table = jacobian_sensitivity(model, loss_fn, x, y)
+    assert table.layers == tuple(f"fc{i}" for i in (1, 3, 4, 5, 6, 7, 8, 9)) == tuple(truth)
+    np.testing.assert_allclose(table.value, [value.mean() for value in truth.values()], rtol=1e-8)
+
+    torch.manual_seed(0)
+    shared = nn.Linear(3, 3)
+    tied = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(3, 3)).double()
+    tied[4].weight = shared.weight
+    args = (tied, loss_fn, torch.randn(2, 3).double(), torch.tensor([0, 2]))
+    table = jacobian_sensitivity(*args)
+    assert table.layers == ("0", "4")
+    assert layer_gradients(*args)["4"].shape == (2, 3)  # its bias; the weight counts for the first that holds it
+    np.testing.assert_allclose(table.value[0], _brute_force(*args, "target", "fro", True)["0"].mean(), rtol=1e-8)
+    assert tied[4].weight is tied[0].weight is shared.weight
+
+
+def test_a_dead_layer_has_no_sensitivity() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    nn.init.constant_(model[0].bias, -100.0)
+    table = jacobian_sensitivity(model, nn.CrossEntropyLoss(), torch.rand(3, 2), torch.tensor([0, 1, 0]))
+    assert table.value[0] == 0
+    assert table.value[1] > 0
+
+
+def test_one_example_has_no_standard_error() -> None:
+    table = jacobian_sensitivity(*small_case("fcnet", n=1))
+    assert np.isfinite(table.value).all()
+    assert np.isnan(table.standard_error).all()
+    assert "nan" in str(table)
+    table.plot()
+
+
+def test_sensitivity_refuses() -> None:
+    model, loss_fn, x, y = small_case("fcnet")
+    with pytest.raises(TypeError, match="Private.submodule"):
+        jacobian_sensitivity(*small_case("token_transformer"), "input")
+    with pytest.raises(ValueError, match="wrt='label'"):
+        jacobian_sensitivity(model, loss_fn, x, y, "label")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="norm=2"):
+        jacobian_sensitivity(model, loss_fn, x, y, norm=2)
+    with pytest.raises(ValueError, match="chunk_size=0"):
+        jacobian_sensitivity(model, loss_fn, x, y, chunk_size=0)
+    with pytest.raises(ValueError, match="run from 0 to 3.*3 outputs"):
+        jacobian_sensitivity(model, loss_fn, x, torch.tensor([0, 3, 1]))
+    with pytest.raises(TypeError, match="does not take class probabilities"):
+        jacobian_sensitivity(model, nn.NLLLoss(), x, y)
+    with pytest.raises(ValueError, match="not class numbers"):
+        jacobian_sensitivity(model, loss_fn, x, y[:, None])
+    with pytest.raises(TypeError, match="tensor of targets, got list"):
+        jacobian_sensitivity(model, loss_fn, x, [0, 1, 2])
+    with pytest.raises(ValueError, match="no example"):
+        jacobian_sensitivity(model, loss_fn, x[:0], y[:0].double()[:, None].expand(0, 3))
+    normalised = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+    with pytest.raises(UnsupportedModuleError, match="GroupNorm"):
+        jacobian_sensitivity(normalised, loss_fn, x, y)
+    assert normalised[1].num_batches_tracked == 0
+    with pytest.raises(UnsupportedModuleError, match="dropout"):
+        layer_gradients(nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.1)).double(), loss_fn, x, y)
