@@ -253,7 +253,9 @@ class TestNoise:
         assert data["released_score"] == pytest.approx(np.median(noisy), rel=0.25)
         shown = glm(path, "--target", "y", "--sigma", "2").stdout
         assert f"score without noise {data['score']:.3f}, as released -" in shown
-        assert "no better than a model that knows no column (0); σ = 2 is too much" in shown
+        assert (
+            "(median over the noise; R²): no better than a model that knows no column (0); σ = 2 is too much" in shown
+        )
         quiet = json.loads(glm(path, "--target", "y", "--sigma", "1e-6", "--json").stdout)
         assert quiet["released_score"] == pytest.approx(quiet["score"], abs=1e-4)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["glm"]
 
+SCORES = {"linear": "R²", "logistic": "accuracy", "softmax": "accuracy", "poisson": "D²"}  # what a score is
 OFTEN = 0.9  # rows whose answer is guessed rightly at least so often are counted
 
 
@@ -238,7 +239,8 @@ def _scores(leakage: LeakageTable, model: str, l2: float, sigma: float) -> str:
     """The model's score without noise, and with it: who releases the one must not read the other."""
     text = (
         f"{model} model, λ = {l2:g}; released are the weights plus noise of σ = {sigma:g}\n"
-        f"score without noise {leakage.score:.3f}, as released {number(leakage.released_score)} (median over the noise)"
+        f"score without noise {leakage.score:.3f}, as released {number(leakage.released_score)} "
+        f"(median over the noise; {SCORES[model]})"
     )
     if not leakage.released_score > leakage.blind_score:
         text += f": no better than a model that knows no column ({leakage.blind_score:.3g}); σ = {sigma:g} is too much"
@@ -247,7 +249,10 @@ def _scores(leakage: LeakageTable, model: str, l2: float, sigma: float) -> str:
 
 def _legend(leakage: LeakageTable) -> str:
     """What the columns mean, and whom they bind."""
-    text = "fil: η of all that is private together; mse_bound, _error: least error of an unbiased attacker\n"
+    text = (
+        "fil: η of all that is private together; mse_bound, _error: least error of an unbiased attacker; all in the "
+        "columns' own units\n(a saved run and its page take standard deviations for fil and mse_bound)\n"
+    )
     if leakage.guesses:
         text += (
             "_guess: how often the best attacker is right, who knows all else and how common each answer is; no "

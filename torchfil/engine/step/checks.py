@@ -386,7 +386,8 @@ class StepChecks(BatchChecks):
             warnings.warn(
                 f"the model calls {', '.join(sorted(operators))}, whose derivative jumps: its Fisher information "
                 "misses the jumps, and error bounds made from it are not guarantees. "
-                "torchfil.SmoothnessValidator.fix(model) replaces such layers.",
+                "torchfil.SmoothnessValidator.fix(model) replaces layers (nn.ReLU, nn.MaxPool2d); calls in forward "
+                "(F.relu, F.max_pool2d) are for you to replace, e.g. by torch.tanh and F.avg_pool2d.",
                 stacklevel=2,
             )
 
