@@ -13,7 +13,7 @@ SLOWEST ?= 15
 PYTEST = $(PYTEST_ENV) $(VENV)/bin/python -m pytest $(PARALLEL) --durations $(SLOWEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-long test-all coverage bench reproduce reproduce-gpu lint test-vision test-opacus test-integrations models docs linkcheck wheel format clean
+.PHONY: help demo test test-slow test-long test-all coverage bench reproduce reproduce-gpu lint static test-vision test-opacus test-integrations models docs linkcheck wheel format clean
 
 help:
 	@echo "make demo         train privately on handwritten digits and write the leakage report"
@@ -71,7 +71,7 @@ $(VENV)/.docs-installed: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(VENV)/bin/python -m torchfil demo
 
-test: lint
+test: static
 	$(PYTEST) -m "not slow and not long"
 
 test-slow: $(VENV)/.installed
@@ -80,7 +80,7 @@ test-slow: $(VENV)/.installed
 test-long: $(VENV)/.installed
 	TORCHFIL_LONG=1 $(PYTEST) -m long
 
-test-all: lint
+test-all: static
 	TORCHFIL_LONG=1 $(PYTEST)
 
 coverage: $(VENV)/.installed
@@ -96,12 +96,15 @@ reproduce: $(VENV)/.installed
 reproduce-gpu: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.reproduce --gpu $(REPRODUCE)
 
-lint: $(VENV)/.installed
+# the links' tests are among all the tests, too
+lint: static
+	$(VENV)/bin/python -m pytest -q -p no:cacheprovider tests/test_docs.py -k links
+
+static: $(VENV)/.installed
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy
 	git ls-files -z --cached --others --exclude-standard | xargs -0 $(VENV)/bin/python -m codespell_lib
-	$(VENV)/bin/python -m pytest -q -p no:cacheprovider tests/test_docs.py -k links
 
 test-vision: $(VISION_VENV)/.installed
 	$(PYTEST_ENV) $(VISION_VENV)/bin/python -m pytest $(PARALLEL) -m "vision or torch_versions"
