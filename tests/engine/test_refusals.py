@@ -439,3 +439,9 @@ class TestMistakesOfOpacusUsers:
         (criterion(model(x), y) / len(y)).backward()
         optimizer.step()
         assert engine.get_fil().value.max() > 0
+
+    def test_an_empty_data_set(self) -> None:
+        with pytest.raises(ValueError, match="the loader's data set is empty"):
+            make(DataLoader(TensorDataset(torch.zeros(0, 5), torch.zeros(0)), batch_size=4))
+        with pytest.raises(ValueError, match="Give the DataLoader a batch_size"):
+            make(DataLoader(data(40), batch_size=None))

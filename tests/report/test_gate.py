@@ -12,11 +12,12 @@ import pytest
 
 from tests.report.run_cases import made_up, worrying
 from torchfil.guessing import largest_true_positive_rate
-from torchfil.report.gate import check
+from torchfil.report.gate import check, notes
 from torchfil.report.policy import TEMPLATE, Policy, PolicyError, load_policy, parse_policy
 from torchfil.report.run_file import load, save
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.verdict import Verdict, told_apart
+from torchfil.report.writer import write_report
 
 
 def run_with(**columns: Any) -> SavedRun:
@@ -335,3 +336,13 @@ class TestPolicies:
         for name, value in numbers.items():
             (beside,) = [part for part in TEMPLATE.split("\n\n") if re.search(rf"^{name} = ", part, flags=re.MULTILINE)]
             assert f"left out, it is {value:g}" in beside.lower(), name
+
+
+def test_a_delta_that_promises_little_is_noted(tmp_path: Path) -> None:
+    run = made_up(20)
+    large = dataclasses.replace(run, about={**run.about, "delta": 0.05})
+    assert any("δ = 0.05 is not below 1/20" in note for note in notes(large))
+    assert not any("δ" in note for note in notes(dataclasses.replace(run, about={**run.about, "delta": 0.049})))
+    for redacted in (False, True):
+        page = write_report(large, tmp_path / str(redacted), redacted=redacted, min_group=2).read_text()
+        assert "δ = 0.05 is not below 1/20" in page

@@ -270,9 +270,11 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         raise ValueError(
             "the loader must draw batches from a data set with numbered examples; an IterableDataset, or "
-            "batch_size=None, has none. For an IterableDataset pass make_private(poisson_sampling=False, id_of=…), "
-            "which accounts by the ids in its batches."
+            "batch_size=None, has none. Give the DataLoader a batch_size; for an IterableDataset pass "
+            "make_private(poisson_sampling=False, id_of=…), which accounts by the ids in its batches."
         )
+    if len(loader.dataset) == 0:  # type: ignore[arg-type]
+        raise ValueError("the loader's data set is empty: there is nobody to train on. Were its files found?")
 
     # Poisson sampling replaces a sampler, whose choice of examples would be lost.
     inner = getattr(loader.batch_sampler, "sampler", None)

@@ -23,7 +23,7 @@ from torchfil.report.saved_run import SavedRun
 from torchfil.report.spared import is_spared
 from torchfil.report.verdict import Verdict, everybody, measured, nobody
 
-__all__ = ["check", "notes"]
+__all__ = ["check", "large_delta", "notes"]
 
 
 def check(run: SavedRun, policy: Policy) -> list[Verdict]:
@@ -44,6 +44,8 @@ def notes(run: SavedRun) -> list[str]:
         ['1 example was trained with a smaller weight, of 3: bounds and ε take the weights as fixed']
     """
     found, count = [], int(is_spared(run).sum())
+    if delta := large_delta(run.about.get("delta"), len(run)):
+        found.append(delta)
     if count:
         were = "example was" if count == 1 else "examples were"
         found.append(
@@ -59,6 +61,23 @@ def notes(run: SavedRun) -> list[str]:
     if choice is not None:
         found.append(f"σ was chosen by pilots, for this target: {choice.get('target')}; bounds and ε take σ as given")
     return found
+
+
+def large_delta(delta: float | None, examples: int) -> str:
+    """What is wrong with a δ of 1/n or more; "" for a smaller one, or where none is known.
+
+    Who publishes one of n records, drawn at random, keeps to (0, 1/n)-differential privacy.
+
+    Example:
+        >>> large_delta(1e-5, 100), large_delta(0.1, 100)[:40]
+        ('', 'δ = 0.1 is not below 1/100: publishing o')
+    """
+    if delta is None or delta * examples < 1:
+        return ""
+    return (
+        f"δ = {delta:g} is not below 1/{examples}: publishing one record at random would keep to it, so ε says little. "
+        "Save the run with a smaller δ"
+    )
 
 
 def _smallest_bound(run: SavedRun, policy: Policy) -> list[Verdict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from torchfil.report.gate import large_delta
 from torchfil.report.page.context import Report
 from torchfil.report.page.html import Markup, count, join, number, percent, tag
 from torchfil.report.page.sections.groups import headline
@@ -36,7 +37,8 @@ def _budget(report: Report) -> list[Markup]:
         text = join(
             text, f" with differential privacy of ε\u00a0=\u00a0{number(epsilon)} at δ\u00a0=\u00a0{number(delta)}"
         )
-    return [join(text, ".")]
+    delta_is_large = large_delta(delta, report.summary.examples)
+    return [join(text, "."), *([tag("b", f"{delta_is_large}.", class_="warn")] if delta_is_large else [])]
 
 
 def _exposure(report: Report) -> list[Markup]:
