@@ -23,7 +23,7 @@ def main() -> None:
       torchfil demo                                     # trains on digits, ends with a report
       torchfil inspect run.fil                          # a saved run in the terminal
       torchfil report run.fil -o report                 # its report; --redacted for one to share
-      torchfil gate run.fil --policy policy.toml        # exit code 1 where a threshold is broken
+      torchfil gate run.fil --policy policy.toml        # exit code 1 if a threshold is broken
       torchfil compare before.fil after.fil             # two runs: what a change did, and who moved
       torchfil bench --model my_package.training:job    # does my model run, and what does a step cost?
       torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1,age

@@ -47,13 +47,13 @@ def gate(
 ) -> None:
     """Check a saved run against a policy. Exit code 0: passed, 1: failed, 2: bad input.
 
-    Files are written for their owner only, and replaced when complete; ids stand in that of --list alone. Where
+    Files are readable by their owner only, and replaced when complete. Only the file of --list names examples. If
     GITHUB_STEP_SUMMARY names a file, as on GitHub, the verdicts are added to it.
 
     \b
     Examples:
       torchfil gate --init                        # writes policy.toml
-      torchfil gate run.fil --policy policy.toml  # in a pipeline: stops it where a threshold is broken
+      torchfil gate run.fil --policy policy.toml  # stops a pipeline if a threshold is broken
       torchfil gate run.fil --list who.csv        # whom to look at
       torchfil gate run.fil --junit gate.xml --json-file gate.json --quiet
     """

@@ -46,14 +46,14 @@ def _names(_ctx: click.Context, option: click.Parameter, text: str) -> list[str]
     "--quantity", callback=_names, default="", help="Columns of numbers that only look like codes or indices."
 )
 @click.option("--ignore", callback=_names, default="", help="Columns to leave out.")
-@click.option("--id", "id_column", help="The column that names the rows; their number (from 0) otherwise.")
+@click.option("--id", "id_column", help="The column that names the rows; without it, rows are numbered from 0.")
 @click.option("--drop-missing", is_flag=True, help="Leave out rows that miss an entry in a used column.")
 @click.option("--model", type=click.Choice(["linear", "logistic", "softmax", "poisson"]), default="linear")
 @click.option("--l2", default=1e-2, show_default=True, help="Penalty λ.")
 @click.option("--intercept/--no-intercept", default=True, show_default=True)
-@click.option("--separator", help="Between columns, one character; told from the file otherwise.")
-@click.option("--decimal", type=click.Choice([".", ","]), help="The decimal sign; told from the file otherwise.")
-@click.option("--encoding", help="Of the file, e.g. cp1252; told from it otherwise.")
+@click.option("--separator", help="One character between columns; detected if not given.")
+@click.option("--decimal", type=click.Choice([".", ","]), help="The decimal sign; detected if not given.")
+@click.option("--encoding", help="Of the file, e.g. cp1252; detected if not given.")
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="How many rows to print.")
 @click.option("--out", "out_file", type=click.Path(path_type=Path), help="Write all rows to this CSV file.")
 @click.option("--group", callback=_names, default="", help="Columns by which the page compares rows, e.g. sex,site.")
@@ -84,13 +84,13 @@ def glm(
 ) -> None:
     """How much a linear model, released with noise, leaks about every row of a CSV file.
 
-    Text columns are one-hot encoded, and leak as one attribute. For each private column: its Fisher information loss η,
-    and the least error of an unbiased attacker who knows everything else, in the column's own unit.
+    A text column is one-hot encoded and counts as one attribute. For each private column you get its Fisher information
+    loss η and the smallest error of an unbiased attacker who knows everything else, in the column's own unit.
 
-    For each question, how often the best attacker who knows everything else answers rightly; no attacker, biased or
-    not, does better. "vkorc1": which value has the column; "age+10": is it what it is, or 10 more; "absent": is the row
-    there at all. The noise must not be chosen by a look at the data: what it costs is printed as the score of the model
-    as it is released.
+    For each question you get how often the best attacker who knows everything else answers correctly; no attacker,
+    biased or not, does better. "vkorc1" asks which value the column has, "age+10" whether it is as recorded or 10 more,
+    "absent" whether the row is there at all. Choose σ without looking at the data; what the noise costs is printed as
+    the score of the released model.
 
     \b
     Examples:
