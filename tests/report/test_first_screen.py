@@ -375,3 +375,15 @@ def test_one_remedy_for_two_rules_is_told_once(tmp_path: Path) -> None:
     policy = Policy(min_error_share=0.5, min_attribute_error_share=0.5)
     assert sum(not verdict.passed for verdict in check(run, policy)) == 2
     assert written(run, tmp_path, policy)["first"].count("Measure more") == 1
+
+
+def test_the_worst_of_several_is_not_said_of_all() -> None:
+    """400 examples break a rule, and one of them by far: the number in the sentence is that one's."""
+    several = Verdict("min_error_share", False, 0.5, 0.0893, np.arange(400), "")
+    assert "no more than 8.93 % of what a blind guess is off by, in the worst case; the policy" in in_words(several)
+    assert "worst case" not in in_words(dataclasses.replace(several, rows=np.arange(1)))
+
+
+def test_only_what_the_page_shows_is_to_be_kept_private(tmp_path: Path) -> None:
+    page = write_report(of_kind("linear", safe=True), tmp_path / "report").read_text()
+    assert "who knows the seed" not in page

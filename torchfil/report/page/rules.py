@@ -61,11 +61,16 @@ def _untold(verdict: Verdict) -> str:
     return " (a low end of 0: one run does not tell how close)" if verdict.found == 0 else ""
 
 
+def _of_several(verdict: Verdict) -> str:
+    """That a number is the worst of several examples', not everybody's."""
+    return ", in the worst case" if verdict.offending > 1 else ""
+
+
 def _error_share(verdict: Verdict, subject: str) -> str:
     limit, found = _shares(verdict)
     return (
         f"An unbiased guess of {_who(verdict)} may be off by no more than {found} of what a blind guess is off by"
-        f"{_untold(verdict)}; the policy asks for {limit}."
+        f"{_of_several(verdict)}{_untold(verdict)}; the policy asks for {limit}."
     )
 
 
@@ -94,15 +99,15 @@ def _attribute_share(verdict: Verdict, subject: str) -> str:
     worst = verdict.detail.rpartition("; ")[2]
     return (
         f"An unbiased guess of an attribute of {_who(verdict)} may be off by no more than {found} of what a blind "
-        f"guess is off by ({worst}); the policy asks for {limit}."
+        f"guess is off by{_of_several(verdict)} ({worst}); the policy asks for {limit}."
     )
 
 
 def _attribute_error(verdict: Verdict, subject: str) -> str:
     limit, found = told_apart(verdict.limit, verdict.found)
     return (
-        f"An unbiased guess of “{subject}” of {_who(verdict)} may be off by no more than {found}; the policy asks for "
-        f"{limit}."
+        f"An unbiased guess of “{subject}” of {_who(verdict)} may be off by no more than {found}"
+        f"{_of_several(verdict)}; the policy asks for {limit}."
     )
 
 

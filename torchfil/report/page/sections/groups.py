@@ -83,7 +83,7 @@ def _grouping(grouping: Grouping, report: Report) -> Markup:
             lambda width: svg.intervals(
                 rows,
                 width=width,
-                axis="Fisher information loss η̄ (further right: more exposed)",
+                axis="Fisher information loss η̄ (right: more exposed)",
                 mark=svg.Mark(grouping.fil, "all examples"),
             ),
             join(verdict, hidden),

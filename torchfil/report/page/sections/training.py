@@ -38,11 +38,11 @@ def render(report: Report) -> Markup | None:
 
     private = None
     if not report.summary.redacted and (seed is not None or digest):
-        private = paragraph(
-            "Keep seed and hash private. Somebody who knows all examples but one can try values of that one until the "
-            "hash fits; somebody who knows the seed can compute the noise, unless the run drew it in secure mode.",
-            class_="note",
-        )
+        hashed = "Somebody who knows all examples but one can try values of that one until the hash fits."
+        seeded = "Somebody who knows the seed can compute the noise, unless the run drew it in secure mode."
+        kept = " and ".join(["seed"] * (seed is not None) + ["hash"] * bool(digest))
+        reasons = [seeded] * (seed is not None) + [hashed] * bool(digest)
+        private = paragraph(" ".join([f"Keep the {kept} private.", *reasons]), class_="note")
     return join(table([], shown, class_="facts"), private)
 
 
