@@ -127,8 +127,22 @@ class TestReport:
         assert (tmp_path / "mine" / "thesis.txt").read_text() == "keep"
         assert "no file" in refused("report", tmp_path / "none.fil", "-o", tmp_path / "page")
 
+    def test_a_smallest_group_means_something_on_public_pages_alone(self, tmp_path: Path) -> None:
+        run = run_file(tmp_path / "run.fil")
+        told = refused("report", run, "-o", tmp_path / "page", "--min-group", 20)
+        assert "--min-group 20 has no effect without --redacted; add --redacted, or leave it out" in told
+        assert not (tmp_path / "page").exists()
+        assert "--min-group 20 has no effect" in refused("compare", run, run, "--min-group", 20)
+        assert call("report", run, "-o", tmp_path / "page", "--redacted", "--min-group", 20).exit_code == 0
+
 
 class TestDemo:
+    def test_another_folder_called_report_is_refused_before_training(self, tmp_path: Path) -> None:
+        (tmp_path / "report").mkdir()
+        (tmp_path / "report" / "thesis.txt").write_text("years of work")
+        assert "thesis.txt" in refused("demo", "-o", tmp_path)
+        assert not (tmp_path / "digits.fil").exists()
+
     def test_ends_with_a_report(self, tmp_path: Path) -> None:
         found = call("demo", "--epochs", 1, "-o", tmp_path / "demo")
         assert found.exit_code == 0, found.output

@@ -44,6 +44,7 @@ QUICK = {
 }
 SLOW = {"attack_glm_reconstruction", "glm_table1", "plis_mnist"}  # they draw many pictures
 SLOW |= {"attack_membership", "attack_property", "layer_sensitivity", "text_leakage"}  # they train many models
+SLOW |= {"plis_regression", "plis_xrays"}
 NEEDS = {"attack_inversion": "torchmetrics", "huggingface_leakage": "transformers", "lightning_leakage": "lightning"}
 
 

@@ -48,6 +48,7 @@ def test_a_sharded_model_trains_as_in_one_process(two_ranks: RankPool, tmp_path:
     compare(two_ranks, tmp_path, **RUNS[name])
 
 
+@pytest.mark.slow
 def test_batches_in_unlike_numbers_of_pieces(two_ranks: RankPool, tmp_path: Path) -> None:
     parts = scattered(2)
     run: dict[str, Any] = {"case": "digits", "passes": 2, "folder": str(tmp_path)}

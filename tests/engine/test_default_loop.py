@@ -160,6 +160,7 @@ class TestDropout:
         assert_true(train(run, physical=2))
         assert max(map(len, run.passes)) > 1
 
+    @pytest.mark.product
     @pytest.mark.parametrize("way", WAYS)
     @pytest.mark.parametrize("build", [Perceptron, lambda: Behind()], ids=["recorded", "mapped"])
     def test_in_chunks(self, way: str, build: Callable[[], nn.Module]) -> None:

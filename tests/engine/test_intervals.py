@@ -88,6 +88,7 @@ def test_intervals_of_a_single_step_cover(probes: int, known: float) -> None:
     assert coverage(2, probes, steps=1, known=known) >= 0.92
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("rate", [0.15, 0.4, 0.8])
 @pytest.mark.parametrize("probes", [1, 2, 6])
 def test_intervals_cover_where_steps_are_skipped(probes: int, rate: float) -> None:

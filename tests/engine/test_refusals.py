@@ -445,3 +445,35 @@ class TestMistakesOfOpacusUsers:
             make(DataLoader(TensorDataset(torch.zeros(0, 5), torch.zeros(0)), batch_size=4))
         with pytest.raises(ValueError, match="Give the DataLoader a batch_size"):
             make(DataLoader(data(40), batch_size=None))
+
+
+def test_an_unknown_accountant_names_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"accountant='rpd' is not an accountant of Opacus: 'rdp', 'gdp', 'prv'"):
+        FILPrivacyEngine(accountant="rpd")
+
+
+def test_a_model_in_eval_mode_says_what_to_call() -> None:
+    module = network().eval()
+    with pytest.raises(ValueError, match=r"in eval mode; call model\.train\(\) before make_private"):
+        make(module=module)
+
+
+def test_a_loop_that_steps_the_optimizer_it_passed_is_told_at_the_next_pass() -> None:
+    """That optimizer trains nothing, and nothing else would say so; with "hooks" Opacus refuses the second batch."""
+    module, engine = network(), FILPrivacyEngine()
+    passed = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, returned, private = engine.make_private(module, passed, loader(data(40)))
+    for batch in private:
+        step(model, passed, batch)
+    with pytest.raises(RuntimeError, match=r"no step of the optimizer that make_private returned\. Does the loop step"):
+        next(iter(private))
+    returned.zero_grad()
+    step(model, returned, next(iter(private)))
+    assert engine.get_fil().value.max() > 0
+
+
+def test_batches_that_are_only_looked_at_are_no_mistake() -> None:
+    _, _, model, _, private = make()
+    for _ in range(2):
+        for x, _ in private:
+            model(x.to(DEVICE))  # in training mode, without a backward pass

@@ -72,7 +72,7 @@ def squares_of(model: GeneralizedLinearModel, X: np.ndarray, y: np.ndarray, **op
     ("name", "asked"),
     [
         *(("linear with intercept", asked) for asked in OPTIONS),
-        *(("poisson", asked) for asked in OPTIONS),
+        *(pytest.param("poisson", asked, marks=[pytest.mark.slow] * (asked != "groups")) for asked in OPTIONS),
         ("linear", "largest"),
         ("pseudo-huber", "largest"),
     ],

@@ -123,7 +123,7 @@ class TestOneRule:
         page = summarise(run).exposed
         assert isinstance(page, int)
         text, data = inspected(run, 0)
-        assert re.search(rf"exposed +{data['examples']['exposed']:,} examples: an unbiased guess", text)
+        assert re.search(rf"exposed +{data['examples']['exposed']:,} examples \(an unbiased guess", text)
         return int(exposed.sum()), verdict.offending, page, data["examples"]["exposed"]
 
     @pytest.mark.parametrize("seed", range(5))

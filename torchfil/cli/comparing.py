@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from torchfil.cli.output import Output, number, table, with_output
+from torchfil.cli.output import Output, checked_min_group, min_group_option, number, table, with_output
 from torchfil.report.comparison import Comparison, compare_runs
 from torchfil.report.page.compared import changes, in_short, render_comparison
 from torchfil.report.run_file import load
@@ -24,9 +24,9 @@ FILE = click.Path(path_type=Path)
 @click.argument("after", type=FILE)
 @click.option("-o", "--out", "page", type=FILE, help="Write a page, an HTML file; replaced when complete.")
 @click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
-@click.option("--min-group", default=10, show_default=True, help="Smallest group behind a number, when redacted.")
+@min_group_option
 @with_output
-def compare(before: Path, after: Path, page: Path | None, redacted: bool, min_group: int, out: Output) -> None:
+def compare(before: Path, after: Path, page: Path | None, redacted: bool, min_group: int | None, out: Output) -> None:
     """Compare two saved runs on the same examples: what a change did, and who moved.
 
     Examples are matched by their ids. Runs that share none, protect other inputs or ask other questions are refused.
@@ -39,7 +39,8 @@ def compare(before: Path, after: Path, page: Path | None, redacted: bool, min_gr
     """
     if page is not None and page.resolve() in (before.resolve(), after.resolve()):
         raise ValueError(f"-o {page} is one of the runs, which would be lost; write to another file")
-    comparison = compare_runs(load(before), load(after), redacted=redacted, min_group=min_group)
+    smallest = checked_min_group(min_group, redacted=redacted)
+    comparison = compare_runs(load(before), load(after), redacted=redacted, min_group=smallest)
     if page is not None:
         write_bytes(page, render_comparison(comparison).encode("utf-8", "replace"))
 

@@ -14,10 +14,32 @@ import click
 import numpy as np
 from tqdm import tqdm
 
-__all__ = ["BAD_INPUT", "FAILED", "BadInputError", "OneLineGroup", "Output", "number", "plain", "table", "with_output"]
+__all__ = [
+    "BAD_INPUT",
+    "FAILED",
+    "BadInputError",
+    "OneLineGroup",
+    "Output",
+    "checked_min_group",
+    "min_group_option",
+    "number",
+    "plain",
+    "table",
+    "with_output",
+]
 
 FAILED, BAD_INPUT = 1, 2
 T = TypeVar("T")
+min_group_option = click.option(
+    "--min-group", type=int, help="Smallest group behind a number, with --redacted (10 if not given)."
+)
+
+
+def checked_min_group(given: int | None, *, redacted: bool) -> int:
+    """The smallest group of a redacted page; refused on a page that is not, where it would mean nothing."""
+    if given is not None and not redacted:
+        raise ValueError(f"--min-group {given} has no effect without --redacted; add --redacted, or leave it out")
+    return 10 if given is None else given
 
 
 class BadInputError(click.ClickException):

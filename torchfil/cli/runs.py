@@ -8,7 +8,7 @@ from typing import Any
 import click
 import numpy as np
 
-from torchfil.cli.output import Output, number, table, with_output
+from torchfil.cli.output import Output, checked_min_group, min_group_option, number, table, with_output
 from torchfil.report.run_file import load
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.spared import is_spared
@@ -24,10 +24,10 @@ RUN = click.Path(path_type=Path)
 @click.argument("run", type=RUN)
 @click.option("-o", "--out", "directory", type=RUN, required=True, help="Folder to write; replaced when complete.")
 @click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
-@click.option("--min-group", default=10, show_default=True, help="Smallest group behind a number, when redacted.")
+@min_group_option
 @click.option("--policy", type=RUN, help="Thresholds, a TOML file (gate --init): the page begins with the verdict.")
 @with_output
-def report(run: Path, directory: Path, redacted: bool, min_group: int, policy: Path | None, out: Output) -> None:
+def report(run: Path, directory: Path, redacted: bool, min_group: int | None, policy: Path | None, out: Output) -> None:
     """Write the report of a saved run: a page that opens in any browser, with tables beside it.
 
     \b
@@ -39,8 +39,9 @@ def report(run: Path, directory: Path, redacted: bool, min_group: int, policy: P
     from torchfil.report.policy import load_policy
     from torchfil.report.writer import write_report
 
+    smallest = checked_min_group(min_group, redacted=redacted)
     thresholds = None if policy is None else load_policy(policy)
-    page = write_report(load(run), directory, redacted=redacted, min_group=min_group, policy=thresholds)
+    page = write_report(load(run), directory, redacted=redacted, min_group=smallest, policy=thresholds)
     if not redacted:
         out.say("The report depends on private data: keep it confidential (--redacted makes one to share).")
     out.result(str(page), {"page": str(page), "redacted": redacted})

@@ -43,11 +43,12 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
     from torchfil.cli.digits import DELTA, train_on_digits
     from torchfil.datasets.stand_ins import small_digits_in_words
     from torchfil.report.run_file import load
-    from torchfil.report.writer import write_report
+    from torchfil.report.writer import check_replaceable, write_report
 
     _check_device(device)
     if directory.is_file():
         raise ValueError(f"{directory} is a file; name a folder for run and report")
+    check_replaceable(directory / "report")
     directory.mkdir(parents=True, exist_ok=True)
     out.say(f"Data: {small_digits_in_words()}; nothing is downloaded.")
 

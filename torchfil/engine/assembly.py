@@ -147,6 +147,7 @@ def assemble(
     )
 
     def begin_pass() -> None:
+        observer.check_stepped(run.history.steps)
         tracker.begin_pass()
         _check_pass(run, private_optimizer, None if stream else len(prepared.dataset))  # type: ignore[arg-type]
 

@@ -86,7 +86,11 @@ class FILPrivacyEngine(Resuming):
     def __init__(self, *, accountant: str = "rdp", secure_mode: bool = False) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
-            super().__init__(accountant=accountant, secure_mode=secure_mode)
+            try:
+                super().__init__(accountant=accountant, secure_mode=secure_mode)
+            except ValueError as error:
+                known = "'rdp', 'gdp', 'prv', or one registered with opacus.accountants.registry.register_accountant"
+                raise ValueError(f"accountant={accountant!r} is not an accountant of Opacus: {known}") from error
         self._made: PrivateTraining | None = None
         self._choice: NoiseChoice | None = None
 
@@ -451,7 +455,8 @@ class FILPrivacyEngine(Resuming):
         Raises:
             UnsupportedModuleError: The model is not in training mode, or a module mixes examples.
         """
-        errors = [] if module.training else [IllegalModuleConfigurationError("Model needs to be in training mode")]
+        in_eval_mode = "the model is in eval mode; call model.train() before make_private"
+        errors = [] if module.training else [IllegalModuleConfigurationError(in_eval_mode)]
         for _, part in trainable_modules(module):
             if type(part) in ModuleValidator.VALIDATORS and not isinstance(part, nn.RNNBase | nn.MultiheadAttention):
                 errors += ModuleValidator.VALIDATORS[type(part)](part)

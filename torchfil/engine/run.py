@@ -135,7 +135,8 @@ class Run:
         ledger, test_matrix = self.whole_ledger
         if ledger is None:
             raise RuntimeError(
-                "no private step has been taken yet, so there is nothing to report; train first (optimizer.step())"
+                "no private step has been taken yet, so there is nothing to report; train first "
+                "(optimizer.step() of the optimizer that make_private returned)"
             )
         accounting = self.options.accounting
         rate = self.options.sample_rate if self.options.amplification.secret_batches else None

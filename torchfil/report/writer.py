@@ -23,7 +23,7 @@ from torchfil.report.summary import summarise
 from torchfil.report.tables import write_leakage_csv, write_parquet
 from torchfil.utils.files import flush, lack_of_space_told, sha256, temporary_beside
 
-__all__ = ["write_report"]
+__all__ = ["check_replaceable", "write_report"]
 
 PAGE, SUMMARY, MARKER = "index.html", "summary.json", "torchfil-report"
 
@@ -108,7 +108,7 @@ def _replaced_folder(target: Path) -> Iterator[Path]:
     target = target.resolve()
     if not target.parent.is_dir():
         raise FileNotFoundError(f"the folder {target.parent} does not exist; create it or choose another place")
-    _check_replaceable(target)
+    check_replaceable(target)
     with lack_of_space_told(target), temporary_beside(target, folder=True) as temporary:
         beside = Path(temporary)
         new = beside / "new"
@@ -119,7 +119,7 @@ def _replaced_folder(target: Path) -> Iterator[Path]:
             flush(path)
 
         # writing took its time: somebody may have put a file into the folder meanwhile
-        _check_replaceable(target)
+        check_replaceable(target)
         if target.exists():
             target.rename(beside / "old")
         try:
@@ -130,7 +130,7 @@ def _replaced_folder(target: Path) -> Iterator[Path]:
             raise
 
 
-def _check_replaceable(target: Path) -> None:
+def check_replaceable(target: Path) -> None:
     """Refuse to replace anything but nothing, an empty folder or a report."""
     if not target.exists():
         return

@@ -150,6 +150,16 @@ class Observer:
         """The forward passes that went backward and are still kept."""
         return [forward for forward in self.pending if forward.went_backward]
 
+    def check_stepped(self, steps: int) -> None:
+        """At the start of a pass over the loader: raise if the loop went backward before, but took no private step."""
+        backward_passes = len(self.finished())
+        if steps == 0 and backward_passes > 1:
+            raise RuntimeError(
+                f"{backward_passes} backward passes, and no step of the optimizer that make_private returned. Does the "
+                "loop step the optimizer that you passed? It trains nothing here. Write model, "
+                "optimizer, loader = engine.make_private(…) and step that one; its zero_grad() drops these passes."
+            )
+
     def check_ready(self) -> None:
         """Raise unless the backward passes since the last step ended at the outputs, and there are not too many."""
         if self.touched and not self.finished():
