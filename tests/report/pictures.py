@@ -111,7 +111,7 @@ def main() -> None:
         (folder / "policy.toml").write_text(TEMPLATE)
         policy = load_policy(folder / "policy.toml")
         fails = write_report(patients(), folder / "fails", policy=policy)
-        passes = write_report(patients(2.8), folder / "passes", policy=policy)
+        passes = write_report(patients(3.5), folder / "passes", policy=policy)
         browser = started(folder / "profile")
         try:
             shots(browser, fails, passes, folder)
@@ -135,7 +135,7 @@ def shots(browser: Any, fails: Path, passes: Path, folder: Path) -> None:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", settings)
 
     browser.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
-    page(fails, 1200, 1190)
+    page(fails, 1200, 1215)
     browser.save_screenshot(str(folder / "report.png"))
     media(features=[{"name": "prefers-color-scheme", "value": "dark"}])
     page(passes, 1200, 720)

@@ -147,9 +147,8 @@ def assemble(
     )
 
     def begin_pass() -> None:
-        observer.check_stepped(run.history.steps)
         tracker.begin_pass()
-        _check_pass(run, private_optimizer, None if stream else len(prepared.dataset))  # type: ignore[arg-type]
+        _check_pass(run, observer, private_optimizer, None if stream else len(prepared.dataset))  # type: ignore[arg-type]
 
     if hasattr(prepared.collate_fn, "first_batch"):
         with generators_kept():  # it learns what batches look like: the first may be empty
@@ -166,8 +165,9 @@ class UnfinishedBatchError(RuntimeError, ValueError):
     """A pass over the loader ended in the middle of a logical batch; also a ValueError, as in Opacus."""
 
 
-def _check_pass(run: Run, optimizer: FILOptimizer, dataset_length: int | None) -> None:
+def _check_pass(run: Run, observer: Observer, optimizer: FILOptimizer, dataset_length: int | None) -> None:
     """At the start of a pass over the loader, refuse leftovers of the last pass and a changed length of the data."""
+    observer.check_stepped(run.history.steps)
     if dataset_length is not None and dataset_length != run.ids.num_examples:
         raise ValueError(
             f"the data set had {run.ids.num_examples} examples when make_private was called and has "
