@@ -473,7 +473,9 @@ def test_a_loop_that_steps_the_optimizer_it_passed_is_told_at_the_next_pass() ->
 
 
 def test_batches_that_are_only_looked_at_are_no_mistake() -> None:
-    _, _, model, _, private = make()
+    engine, _, model, optimizer, private = make()
     for _ in range(2):
         for x, _ in private:
             model(x.to(DEVICE))  # in training mode, without a backward pass
+    step(model, optimizer, next(iter(private)))
+    assert engine.leakage()["participations"].sum() > 0

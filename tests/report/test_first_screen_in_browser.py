@@ -171,12 +171,13 @@ def test_column_help_with_the_keyboard(browser: Any, pages: dict[str, Path]) -> 
 def test_chapters_are_marked_while_reading(browser: Any, pages: dict[str, Path]) -> None:
     opened(browser, pages["full"])
     browser.execute_script("document.getElementById('groups').scrollIntoView({behavior: 'instant'})")
-    WebDriverWait(browser, 5).until(
-        lambda d: (
-            [link.text for link in d.find_elements("css selector", "#contents a[aria-current]")]
-            == ["Who is exposed more than others"]
-        )
-    )
+
+    def marked() -> list[str]:
+        return [link.text for link in browser.find_elements("css selector", "#contents a[aria-current]")]
+
+    wanted = ["Who is exposed more than others"]
+    WebDriverWait(browser, 5).until(lambda _: marked() == wanted)
+    assert marked() == wanted
 
 
 def test_the_contents_are_not_printed_and_the_signature_has_a_page_with_verdict_and_findings(

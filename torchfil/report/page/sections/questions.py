@@ -63,6 +63,8 @@ def _beside_shares(report: Report) -> Markup | None:
     """The same beside the answers' own shares, which are the data's: not in the public version."""
     if report.run is None:
         return None
+
+    # a question without all answers has no prior, and no row
     measured = status_of(report.run) != NOT_MEASURED
     found = [(question.name, prior_guess(question, measured)) for question in report.run.questions]
     rows = [
@@ -72,6 +74,8 @@ def _beside_shares(report: Report) -> Markup | None:
     ]
     if not rows:
         return None
+
+    # a mean hides rare answers, which the last paragraph says
     return join(
         tag("h3", "Beside what is common"),
         paragraph(
