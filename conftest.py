@@ -81,6 +81,23 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def repeatable_noise() -> None:
+    """Runs of the tests can be repeated; tests of the noise, and of what users see, take ``noise_of_users``."""
+    from tests.repeatable import inject
+
+    inject()
+
+
+@pytest.fixture
+def noise_of_users() -> Iterator[None]:
+    """Noise and draws as users have them."""
+    from tests.repeatable import not_injected
+
+    with not_injected():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def renyi_divergences_once() -> Iterator[None]:
     """Opacus's RDP of one step at one order is computed once for the same q, σ and α: the tests ask for few of them.
 

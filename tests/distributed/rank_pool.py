@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from opacus.accountants.analysis import rdp
 
+from tests.repeatable import inject
+
 TIMEOUT = 240
 PRELOADED = [  # and with them torchfil
     f"tests.distributed.{part}" for part in ("rank_checkpoints", "rank_faults", "rank_sharded", "killed_runs")
@@ -85,6 +87,7 @@ def serve(rank: int, size: int, store: Path, end: Connection, backend: str) -> N
     """One of the processes."""
     torch.set_num_threads(1)
     rdp._compute_rdp = cache(rdp._compute_rdp)  # as in conftest.py
+    inject()
     timeout = datetime.timedelta(seconds=TIMEOUT)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -27,6 +28,7 @@ class ExampleIds:
         given = keys.tolist() if isinstance(keys, Tensor) else keys
         self.keys = [plain_key(key) for key in given] if given is not None else None
         self._row_of: dict[Hashable, int] = {}
+        self._fingerprint: str | None = None
         if self.keys is not None:
             if len(self.keys) != num_examples:
                 raise ValueError(
@@ -44,6 +46,13 @@ class ExampleIds:
     def all(self) -> list[Hashable]:
         """Every id, in the order of the data set."""
         return list(self.keys) if self.keys is not None else list(range(self.num_examples))
+
+    def fingerprint(self) -> str:
+        """A checksum of the keys in their order; of their number, if they are 0 … n−1."""
+        if self._fingerprint is None:
+            keys = f"{self.num_examples}" if self.keys is None else "\0".join(map(repr, self.keys))
+            self._fingerprint = hashlib.sha256(keys.encode()).hexdigest()
+        return self._fingerprint
 
     def as_array(self) -> np.ndarray:
         """Every id, [n]: numbers as int64; anything else as text, with repr() if two texts would be the same.

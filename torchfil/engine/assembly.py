@@ -29,6 +29,7 @@ from torchfil.engine.step.evaluation import Evaluator
 from torchfil.engine.step.forwards import HookedForward, LoopForward, Observer
 from torchfil.engine.step.pipeline import StepPipeline
 from torchfil.engine.streams import FILStreamLoader
+from torchfil.utils.noise import NoiseSource
 
 __all__ = ["PrivateTraining", "assemble"]
 
@@ -79,6 +80,7 @@ def assemble(
     with_hooks: Callable[[], Any] | None,
     wrapper_settings: dict[str, Any],
     optimizer_settings: dict[str, Any],
+    noise: NoiseSource,
     ranks: Ranks | None = None,
     id_of: Any = None,
 ) -> PrivateTraining:
@@ -96,6 +98,7 @@ def assemble(
         with_hooks: Returns the module with Opacus's hooks; None: mode "auto", which needs none.
         wrapper_settings: Settings of the private model in mode "auto".
         optimizer_settings: Settings of Opacus's optimizer; ``expected_batch_size`` is that of all ranks together.
+        noise: The source of noise and Poisson draws.
         ranks: The processes that train together; None: a single one.
         id_of: Where to find the ids in a batch of a stream.
     """
@@ -141,6 +144,7 @@ def assemble(
         clip=options.clip,
         source=pipeline,
         names=names,
+        noise=noise,
         shares=options.shares,
         ranks=ranks,
         **optimizer_settings,
@@ -157,7 +161,7 @@ def assemble(
     if stream:
         loader = FILStreamLoader(prepared, tracker, begin_pass, id_of, ranks)
     else:
-        loader = FILDataLoader(prepared, tracker, begin_pass, ranks)
+        loader = FILDataLoader(prepared, tracker, begin_pass, noise)
     return PrivateTraining(run, replica, checks, pipeline, looks, private_module, private_optimizer, loader, watcher)
 
 

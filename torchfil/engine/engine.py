@@ -33,10 +33,10 @@ from torchfil.engine.options import SHORTCUTS, Accounting, BatchToInputs
 from torchfil.engine.pilots import Pilots, Train
 from torchfil.engine.preparing import (
     asked_question,
-    check_noise,
     checked_options,
     drawn_by_a_step,
     names_of,
+    warn_without_noise,
     with_rate,
 )
 from torchfil.engine.ranks import Ranks, check_ranks
@@ -50,6 +50,7 @@ from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.results import Part
 from torchfil.private import Private
+from torchfil.utils.noise import log_line, noise_source
 
 __all__ = ["FILPrivacyEngine"]
 
@@ -80,17 +81,20 @@ class FILPrivacyEngine(Resuming):
 
     Args:
         accountant: "rdp" (default), "prv" or "gdp", as in Opacus.
-        secure_mode: As in Opacus.
+        secure_mode: Whether noise and Poisson draws come from the operating system's cryptographic generator. It takes
+            no package, unlike Opacus's; the numbers are made on the CPU and copied to the model's device. False:
+            torch's generators, seeded by the operating system (:mod:`torchfil.utils.noise`).
     """
 
     def __init__(self, *, accountant: str = "rdp", secure_mode: bool = False) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
             try:
-                super().__init__(accountant=accountant, secure_mode=secure_mode)
+                super().__init__(accountant=accountant, secure_mode=False)  # torchcsprng, which no longer builds
             except ValueError as error:
                 known = "'rdp', 'gdp', 'prv', or one registered with opacus.accountants.registry.register_accountant"
                 raise ValueError(f"accountant={accountant!r} is not an accountant of Opacus: {known}") from error
+        self.secure_mode = secure_mode
         self._made: PrivateTraining | None = None
         self._choice: NoiseChoice | None = None
 
@@ -108,6 +112,7 @@ class FILPrivacyEngine(Resuming):
         poisson_sampling: bool = True,
         clipping: str = "flat",
         noise_generator: torch.Generator | None = None,
+        noise_seed: int | None = None,
         grad_sample_mode: str = "auto",
         wrap_model: bool = True,
         rand_on_empty: bool = False,
@@ -136,7 +141,11 @@ class FILPrivacyEngine(Resuming):
                 part, and subsampling gets no credit (:mod:`torchfil.engine.streams`).
             clipping: "flat", or "per_layer" as in Opacus: each parameter's gradient is clipped separately, noise is
                 σ‖C‖, and the accounting differentiates exactly that (:mod:`torchfil.fisher.layerwise`), by ``vmap``.
-            noise_generator: As in Opacus.
+            noise_generator: For tests: the noise's generator, as in Opacus; Poisson draws then come from the loader's
+                generator, else from torch's. None: noise and draws come from generators of their own, which the
+                operating system seeds at every start, load and fork; ``torch.manual_seed`` does not reach them.
+            noise_seed: For tests: seeds both, so that a run can be repeated and resumed bit for bit. Whoever has the
+                seed or a checkpoint can subtract the noise: the run file says so, and the gate fails such a run.
             grad_sample_mode: "auto": the loop's ``backward()`` ends at the model's outputs. The recorded pass computes
                 clipped sums and accounting if a trial shows that it reproduces plain autograd's per-example gradients,
                 else ``vmap`` does. ``p.grad_sample`` stays empty. "hooks", "functorch" and "ew", as in Opacus, are for
@@ -190,7 +199,16 @@ class FILPrivacyEngine(Resuming):
             loss_reduction=loss_reduction,
             batch_to_inputs=batch_to_inputs,
         )
-        check_noise(noise_multiplier, noise_generator, secure_mode=self.secure_mode)
+        warn_without_noise(noise_multiplier)
+        noise = partial(
+            noise_source,
+            secure=self.secure_mode,
+            seed=noise_seed,
+            noise=noise_generator,
+            draws=data_loader.generator,
+            device=next(module.parameters()).device,
+        )
+        noise()  # raises if they contradict each other
         self._check_model(module, criterion)
 
         prepared = self._prepare_data_loader(
@@ -199,7 +217,7 @@ class FILPrivacyEngine(Resuming):
         options = with_rate(options, prepared)
         options.mechanism(noise_multiplier, limit)  # raises for invalid numbers
         ids, seed = names_of(data_loader, id_of), accounting.generator().initial_seed()
-        ranks = Ranks(seed, ids.num_examples, secure=self.secure_mode) if distributed else None
+        ranks = Ranks(seed, ids.num_examples) if distributed else None
         sample_rate, expected_batch = drawn_by_a_step(prepared, ids.num_examples, ranks)
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         with_hooks = partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
@@ -219,9 +237,8 @@ class FILPrivacyEngine(Resuming):
                 "max_grad_norm": limit,
                 "expected_batch_size": expected_batch,
                 "loss_reduction": loss_reduction,
-                "generator": self.secure_rng if self.secure_mode else noise_generator,
-                "secure_mode": self.secure_mode,
             },
+            noise(rank=None if ranks is None else ranks.rank),
             ranks,
             id_of,
         )
@@ -412,6 +429,7 @@ class FILPrivacyEngine(Resuming):
         options = training.run.options
         parts = "" if options.shares is None else ", each parameter's separately"
         logger.info("gradients are clipped to %g by the clip function %r%s", limit, options.clip.name, parts)
+        logger.log(*log_line(training.optimizer.noise))
         if poisson_sampling:
             training.module.forbid_grad_accumulation()
         hook = self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate)
@@ -468,10 +486,14 @@ class FILPrivacyEngine(Resuming):
         super().validate(module=module, optimizer=None, data_loader=None)
         return super()._prepare_model(module, **options_known_to(super()._prepare_model, options))
 
-    def _prepare_data_loader(self, data_loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
-        """Opacus's loader, which draws the batches."""
+    def _prepare_data_loader(
+        self, data_loader: DataLoader[Any], *, poisson_sampling: bool, **options: Any
+    ) -> DataLoader[Any]:
+        """Opacus's loader, which draws the batches; without Poisson sampling, the user's."""
+        if not poisson_sampling:
+            return data_loader
         known = options_known_to(super()._prepare_data_loader, options)
-        return super()._prepare_data_loader(data_loader, **known)
+        return super()._prepare_data_loader(data_loader, poisson_sampling=True, **known)
 
     # ------------------------------------------------------------------ control
 

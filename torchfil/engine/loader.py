@@ -31,7 +31,7 @@ from torch.utils.data import (
 from torch.utils.data import WeightedRandomSampler as _Weighted
 
 from torchfil.engine.batches import BatchTracker, can_remember, remembering, tracker_of, worker_options
-from torchfil.engine.ranks import Ranks
+from torchfil.utils.noise import NoiseSource
 
 __all__ = ["FILDataLoader", "check_sampler", "is_target_name", "split_batch"]
 
@@ -101,30 +101,35 @@ class FILPoissonSampler(UniformWithReplacementSampler):
     """
 
     def __init__(
-        self, sampler: UniformWithReplacementSampler, on_start: Callable[[], None], tracker: BatchTracker
+        self,
+        sampler: UniformWithReplacementSampler,
+        on_start: Callable[[], None],
+        tracker: BatchTracker,
+        source: NoiseSource,
     ) -> None:
         super().__init__(
             num_samples=sampler.num_samples,
             sample_rate=tracker.parts * sampler.sample_rate,
-            generator=sampler.generator,
             steps=max(1, sampler.steps // tracker.parts),
         )
-        self._on_start, self._tracker = on_start, tracker
+        self._on_start, self._tracker, self._source = on_start, tracker, source
 
     def __len__(self) -> int:
         return int(self.steps) * self._tracker.parts
 
     def __iter__(self) -> Iterator[list[int]]:
         self._on_start()
-        for drawn in super().__iter__():
-            yield from self._tracker.in_parts(drawn)
+        for _ in range(int(self.steps)):
+            drawn = self._source.uniform(self.num_samples) < self.sample_rate
+            yield from self._tracker.in_parts(drawn.nonzero().view(-1).tolist())
 
 
 class FILRankSampler(DistributedUniformWithReplacementSampler):
     """The same on each of several ranks, as in Opacus: a rank draws from its part of the data.
 
     Unlike Opacus's sampler, it does not leave out empty batches: ranks with fewer steps would make the others wait
-    forever. And ranks whose generators have the same seed draw independently of each other.
+    forever. Each rank has its own source: if ranks drew the same places, an attacker who saw one example in a batch
+    would know about those at the same place in the other parts.
     """
 
     def __init__(
@@ -132,7 +137,7 @@ class FILRankSampler(DistributedUniformWithReplacementSampler):
         sampler: DistributedUniformWithReplacementSampler,
         on_start: Callable[[], None],
         tracker: BatchTracker,
-        ranks: Ranks,
+        source: NoiseSource,
     ) -> None:
         super().__init__(
             total_size=sampler.total_size,
@@ -140,9 +145,8 @@ class FILRankSampler(DistributedUniformWithReplacementSampler):
             shuffle=sampler.shuffle,
             shuffle_seed=sampler.shuffle_seed,
             steps=max(1, sampler.num_batches // tracker.parts),
-            generator=sampler.generator,
         )
-        self._on_start, self._tracker, self._ranks = on_start, tracker, ranks
+        self._on_start, self._tracker, self._source = on_start, tracker, source
 
     def __len__(self) -> int:
         return int(self.num_batches) * self._tracker.parts
@@ -153,9 +157,8 @@ class FILRankSampler(DistributedUniformWithReplacementSampler):
         n = self.total_size
         order = torch.randperm(n, generator=shuffling) if self.shuffle else torch.arange(n)
         own = order[self.rank :: self.num_replicas]
-        generator = self._ranks.batch_generator(self.generator)
         for _ in range(self.num_batches):
-            drawn = own[torch.rand(len(own), generator=generator) < self.sample_rate]
+            drawn = own[self._source.uniform(len(own)) < self.sample_rate]
             yield from self._tracker.in_parts(drawn.tolist())
 
 
@@ -183,7 +186,7 @@ class FILDataLoader(DataLoader[Any]):
         loader: The loader that Opacus prepared (Poisson), or the user's own.
         tracker: Notes the current batch.
         on_start: Called at the start of each pass, in the main process.
-        ranks: The processes that train together; None: a single one.
+        source: Makes the Poisson draws.
     """
 
     def __init__(
@@ -191,7 +194,7 @@ class FILDataLoader(DataLoader[Any]):
         loader: DataLoader[Any],
         tracker: BatchTracker,
         on_start: Callable[[], None],
-        ranks: Ranks | None = None,
+        source: NoiseSource,
     ) -> None:
         note: list[int] = []
         self.plain_dataset: Any = loader.dataset
@@ -201,10 +204,10 @@ class FILDataLoader(DataLoader[Any]):
         sampler = loader.batch_sampler
         self.sample_rate: float | None = None
         if isinstance(sampler, UniformWithReplacementSampler):
-            batch_sampler: Sampler[list[int]] = FILPoissonSampler(sampler, on_start, tracker)
+            batch_sampler: Sampler[list[int]] = FILPoissonSampler(sampler, on_start, tracker, source)
             self.sample_rate = float(sampler.sample_rate) * tracker.parts
-        elif isinstance(sampler, DistributedUniformWithReplacementSampler) and ranks is not None:
-            batch_sampler = FILRankSampler(sampler, on_start, tracker, ranks)
+        elif isinstance(sampler, DistributedUniformWithReplacementSampler):
+            batch_sampler = FILRankSampler(sampler, on_start, tracker, source)
             self.sample_rate = float(sampler.sample_rate) * tracker.parts
         elif isinstance(sampler, BatchSampler):
             batch_sampler = FILBatchSampler(sampler, on_start)

@@ -12,13 +12,14 @@ from typing import Any, Protocol
 
 import torch
 from opacus.optimizers import DPOptimizer
-from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
 from torchfil.clipping import ClipFunction
 from torchfil.engine.ranks import Ranks, StepNotTakenError, part_of_sum
 from torchfil.fisher.precision import wide_dtype
+from torchfil.utils.noise import NoiseSource
 
 __all__ = ["FILOptimizer", "GradSampleOptimizer", "StepSource"]
 
@@ -88,6 +89,7 @@ class FILOptimizer(DPOptimizer):
         clip: The clip function.
         source: Provides the sums, and is informed about releases.
         names: The parameters' names by identity.
+        noise: The source of the noise.
         shares: C_l/C by name, if each parameter's gradient is clipped separately.
         ranks: The processes that train together; None: a single one. With several, rank 0 adds the noise, and gradients
             are summed over the ranks, as in Opacus.
@@ -104,12 +106,14 @@ class FILOptimizer(DPOptimizer):
         clip: ClipFunction,
         source: StepSource,
         names: Mapping[int, str],
+        noise: NoiseSource,
         shares: Mapping[str, float] | None = None,
         ranks: Ranks | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(optimizer, **settings)
         self.clip = clip
+        self.noise = noise
         self._ranks = ranks
         self.initial_noise = {
             "noise_multiplier": float(self.noise_multiplier),
@@ -216,18 +220,10 @@ class FILOptimizer(DPOptimizer):
                 self._set_gradients([p.summed_grad.clone() for p in self.params])
                 return
 
-        # Opacus's own way if noise is drawn securely, or not at all
         std = self.noise_multiplier * self.max_grad_norm
-        if self.secure_mode or std == 0:
-            sums = [p.summed_grad.to(p.dtype) for p in self.params]
-            options = {"generator": self.generator, "secure_mode": self.secure_mode}
-            self._set_gradients([summed + _generate_noise(std, summed, **options) for summed in sums])
-            return
-
-        noises = []
-        for p in self.params:
-            noise = torch.empty_like(p.summed_grad, memory_format=torch.contiguous_format)
-            noises.append(noise.normal_(0, std, generator=self.generator))
+        noises = [torch.empty_like(p.summed_grad, memory_format=torch.contiguous_format) for p in self.params]
+        for noise in noises:
+            _ = self.noise.normal_(noise, std) if std else noise.zero_()
         torch._foreach_add_(noises, [p.summed_grad for p in self.params])
         self._set_gradients(noises)
 

@@ -29,6 +29,7 @@ from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.precision import PROBE_PRECISIONS, ProbePrecision
 from torchfil.private import Private
 from torchfil.questions import Question, check_questions
+from torchfil.utils.noise import derived_seed
 
 __all__ = [
     "SHORTCUTS",
@@ -311,8 +312,9 @@ class Accounting:
         return Pace(_USUAL_PROBES if self.num_probes is None else self.num_probes, self.fil_rate)
 
     def generator(self) -> torch.Generator:
-        """The source of the probes."""
-        return torch.Generator().manual_seed(torch.initial_seed() % 2**63 if self.seed is None else self.seed)
+        """The source of the probes; run files keep its seed, from which torch's own seed cannot be found."""
+        seed = derived_seed(torch.initial_seed(), "probes", 0) if self.seed is None else self.seed
+        return torch.Generator().manual_seed(seed)
 
     def amplification_for(self, *, poisson_sampling: bool) -> Amplification:
         """The chosen amplification; by default the exact factors with Poisson sampling, and none without."""
@@ -379,6 +381,7 @@ OF_MAKE_PRIVATE = (  # for hints
     "poisson_sampling",
     "clipping",
     "noise_generator",
+    "noise_seed",
     "grad_sample_mode",
     "wrap_model",
     "rand_on_empty",

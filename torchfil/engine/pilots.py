@@ -25,6 +25,7 @@ from torchfil.engine.checkpoint import random_state, set_random_state
 from torchfil.engine.loader import split_batch
 from torchfil.engine.options import Accounting
 from torchfil.fisher.recording.graphs import release_memory
+from torchfil.utils.noise import derived_seed
 from torchfil.utils.progress import with_progress
 
 __all__ = ["Pilots", "Train", "numbers_apart"]
@@ -89,6 +90,8 @@ class Pilots:
         with numbers_apart(self._generators(), seed):
             module, optimizer = self._copies()
             options = dict(self.options)
+            if options.get("noise_seed") is not None:
+                options["noise_seed"] = derived_seed(options["noise_seed"], "pilot", number)
             if self.train is None and options.get("grad_sample_mode") in _WITH_HOOKS:
                 options["grad_sample_mode"] = "auto"  # the same numbers, by train_step
             if self.train is None:

@@ -6,7 +6,6 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import nn, optim
@@ -21,7 +20,7 @@ from torchfil.engine.options import Accounting, RunOptions
 from torchfil.engine.ranks import Ranks
 from torchfil.engine.streams import check_stream, is_stream
 
-__all__ = ["asked_question", "check_noise", "checked_options", "drawn_by_a_step", "names_of", "with_rate"]
+__all__ = ["asked_question", "checked_options", "drawn_by_a_step", "names_of", "warn_without_noise", "with_rate"]
 
 
 def checked_options(
@@ -57,10 +56,8 @@ def checked_options(
     return run_options
 
 
-def check_noise(noise_multiplier: float, noise_generator: torch.Generator | None, *, secure_mode: bool) -> None:
-    """Warn if there is no noise; raise for a seed in secure mode."""
-    if noise_generator is not None and secure_mode:
-        raise ValueError("Passing seed is prohibited in secure mode: leave out noise_generator=")
+def warn_without_noise(noise_multiplier: float) -> None:
+    """Warn if there is no noise."""
     if noise_multiplier == 0:
         warnings.warn(
             "noise_multiplier=0: the run trains without privacy; ε and the FIL of every example that takes part "

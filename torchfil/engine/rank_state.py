@@ -17,7 +17,8 @@ from torch import Tensor
 
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.parts import Parts, whole_ledger
-from torchfil.engine.ranks import Ranks, derived_seed
+from torchfil.engine.ranks import Ranks
+from torchfil.utils.noise import derived_seed
 from torchfil.utils.trees import map_tensors
 
 __all__ = ["RowBlocks", "Whole", "take_part"]

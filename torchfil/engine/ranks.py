@@ -10,7 +10,6 @@ CPU).
 from __future__ import annotations
 
 import datetime
-import hashlib
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +25,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from torchfil.engine.options import Accounting
 from torchfil.engine.sharded import check_sharded, is_sharded
+from torchfil.utils.noise import derived_seed
 
-__all__ = ["Ranks", "StepNotTakenError", "check_ranks", "derived_seed", "part_of_sum", "shared_by"]
+__all__ = ["Ranks", "StepNotTakenError", "check_ranks", "part_of_sum", "shared_by"]
 
 _TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # a rank's answers about a step
 _PATIENCE = datetime.timedelta(seconds=1)  # seconds after which a waiting rank says so
@@ -46,7 +46,6 @@ class Ranks:
     Args:
         seed: The seed of the probes; rank 0's counts.
         num_examples: n, which must be the same everywhere.
-        secure: Whether batches are drawn by a generator that must not be replaced.
 
     Attributes:
         rank: The number of this process.
@@ -55,14 +54,13 @@ class Ranks:
         is_lost: Whether a step was refused in the middle of a logical batch, so that the ranks are out of step.
     """
 
-    def __init__(self, seed: int, num_examples: int, *, secure: bool = False) -> None:
+    def __init__(self, seed: int, num_examples: int) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._timeout = _timeout_of_training()
         self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._calls = 0  # of the other ranks, the same number on all
         self._saving_group: dist.ProcessGroup | None = None
         self._mesh: DeviceMesh | None = None
-        self._secure = secure
         told = self.objects((seed, num_examples))
         self.seed: int = told[0][0]
         sizes = [size for _, size in told]
@@ -83,17 +81,6 @@ class Ranks:
     def common_generator(self, purpose: str, number: int = 0) -> torch.Generator:
         """A generator with the same numbers on all ranks, for each purpose and number."""
         return torch.Generator().manual_seed(derived_seed(self.seed, purpose, number))
-
-    def batch_generator(self, generator: torch.Generator | None) -> torch.Generator | None:
-        """The source of this rank's batches in one pass over the data, seeded from the loader's.
-
-        Ranks with the same seed must not draw the same places: an attacker who saw one example in a batch would know
-        about those at the same place in the other parts, and subsampling could get no credit.
-        """
-        if self._secure:
-            return generator
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
-        return torch.Generator().manual_seed(derived_seed(seed, "batches", self.rank))
 
     # ------------------------------------------------------------------ a step
 
@@ -285,17 +272,6 @@ def part_of_sum(summed: Tensor, like: DTensor) -> Tensor:
     """
     terms = DTensor.from_local(summed, like.device_mesh, [Partial()] * like.device_mesh.ndim, run_check=False)
     return terms.redistribute(placements=like.placements)
-
-
-def derived_seed(seed: int, purpose: str, number: int) -> int:
-    """A seed that is unrelated to others derived from the same seed or its neighbours.
-
-    Example:
-        >>> derived_seed(0, "probes", 1) == derived_seed(1, "probes", 0)
-        False
-    """
-    digest = hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def shared_by(size: int, module: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Saving a run's state and resuming from it, bit for bit."""
+"""Saving a run's state and resuming from it: the sums continue, the noise is always new."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
+from torchfil.accounting.ids import GrowingIds
+from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.checkpoint import random_state, set_random_state
 from torchfil.engine.checkpoint_folder import is_folder, read_folder, write_folder
+from torchfil.engine.fingerprint import data_fingerprint
 from torchfil.engine.run_files import RunFiles
 from torchfil.engine.sharded import in_parts, is_sharded
 from torchfil.engine.step.batch_checks import nothing
 from torchfil.engine.whole_file import MARK, load_whole, sealed_when_complete
+from torchfil.fisher.amplification import name_of_amplification
 
 __all__ = ["Resuming"]
 
@@ -33,9 +37,12 @@ class Resuming(RunFiles):
 
     _collected: tuple[int, list[dict[str, Any]]] | None = None  # random states by rank, and their step
     _saving: Future[None] | None = None  # a checkpoint that is still being written
+    _data: str | None = None  # the data's fingerprint, once it was needed
 
     def state_dict(self) -> dict[str, Any]:
-        """The accounting's state: DP accountant, ledger, norm history, generators; tensors and plain values only.
+        """The accounting's state: DP accountant, ledger, norm history, probes; tensors and plain values only.
+
+        It holds no state of noise or Poisson draws, unless they were seeded (``noise_seed=``, ``noise_generator=``).
 
         With several processes it is that of all of them, on every rank, and any number of ranks can resume from it; all
         ranks must call it, or :meth:`gather` before.
@@ -51,6 +58,7 @@ class Resuming(RunFiles):
             "generators": self._generator_states(),
             "noise": {name: float(getattr(optimizer, name)) for name in optimizer.initial_noise},
             "initial_noise": dict(optimizer.initial_noise),
+            "settings": self._settings(),
             **({"ranks": self._states_by_rank()} if run.ranks is not None else {}),
         }
 
@@ -65,8 +73,27 @@ class Resuming(RunFiles):
         self._states_by_rank()
 
     def _generator_states(self) -> dict[str, Tensor]:
-        generators = {"loader": self._training.loader.generator, "noise": self._training.optimizer.generator}
-        return {name: generator.get_state() for name, generator in generators.items() if generator is not None}
+        loader = self._training.loader.generator
+        shuffling = {} if loader is None else {"loader": loader.get_state()}
+        return {**shuffling, **self._training.optimizer.noise.state_dict()}
+
+    def _settings(self) -> dict[str, Any]:
+        """What a run must be resumed with, because its sums depend on it."""
+        training = self._training
+        options, ids = training.run.options, training.run.ids
+        if self._data is None and training.looks.dataset is not None:
+            with generators_kept():
+                self._data = data_fingerprint(training.looks.dataset)
+        return {
+            "noise": training.optimizer.noise.kind,
+            "poisson_sampling": options.sample_rate is not None,
+            "amplification": name_of_amplification(options.amplification),
+            "clip": options.clip.name,
+            "clipping": "flat" if options.shares is None else "per_layer",
+            "loss_reduction": options.loss_reduction,
+            "ids": None if isinstance(ids, GrowingIds) else ids.fingerprint(),
+            "data": self._data,
+        }
 
     def _states_by_rank(self) -> list[dict[str, Any]]:
         """The random states of all ranks; collected again if a step was taken since the last time."""
@@ -101,9 +128,22 @@ class Resuming(RunFiles):
         except KeyError as error:
             raise ValueError(f"the state lacks {error.args[0]!r}; was it saved by another version?") from error
 
+    def _check_settings(self, saved: Mapping[str, Any]) -> None:
+        """Raise unless this run was made as the saved one."""
+        own = self._settings()
+        apart = {name: (saved.get(name), value) for name, value in own.items() if saved.get(name) != value}
+        words = {"ids": "other ids (id_of=)", "data": "other data: its examples differ from those of the saved run"}
+        found = [words.get(name, f"{name}={now!r} instead of {then!r}") for name, (then, now) in apart.items()]
+        if found:
+            raise ValueError(
+                f"this run was made with {', '.join(found)}. Make it as the saved run was made, or start a new run "
+                "with a new ledger. Nothing was loaded."
+            )
+
     def _set_state(self, state_dict: Mapping[str, Any]) -> None:
         training = self._training
         training.run.load_state_dict(state_dict["run"])
+        self._check_settings(state_dict["settings"])
         training.checks.last_norms_were_finite = nothing
         own = {"mechanism": self.accountant.state_dict()["mechanism"]}  # a name, or Opacus 1.5's function
         self.accountant.load_state_dict(copy.deepcopy({**state_dict["accountant"], **own}))
@@ -111,15 +151,18 @@ class Resuming(RunFiles):
         ranks, saved = training.run.ranks, state_dict["generators"]
         if ranks is not None and ranks.own(state_dict.get("ranks", ())) is not None:
             saved = ranks.own(state_dict["ranks"])["generators"]
-        generators = {"loader": training.loader.generator, "noise": training.optimizer.generator}
-        for key, generator in generators.items():
-            if generator is not None and key in saved:
-                generator.set_state(saved[key].cpu())
+        if training.loader.generator is not None and "loader" in saved:
+            training.loader.generator.set_state(saved["loader"].cpu())
+        training.optimizer.noise.load_state_dict(saved)
 
     def save_checkpoint(
         self, *, path: str | os.PathLike[str] | IO[bytes], asynchronous: bool = False, **options: Any
     ) -> Future[None] | None:
         """As in Opacus, with the accounting, torch's random state and checksums; only a complete one replaces the last.
+
+        Torch's random state serves dropout, shuffling and augmentation. Noise and Poisson draws are not in it, and a
+        checkpoint holds nothing of them (unless they were seeded). Keep it as confidential as the data all the same:
+        it has the ledger and weights that were perhaps never released.
 
         With several processes all ranks must call it. A file is written by rank 0 from what all have, which all then
         load (after :meth:`gather`, rank 0 may save alone). In a folder every rank writes its part, by
@@ -157,9 +200,13 @@ class Resuming(RunFiles):
         if options:
             raise TypeError(f"save_checkpoint has no option {', '.join(options)}")
 
-        checkpoint[_STATE_KEY] = self._state(in_blocks=in_blocks)
+        checkpoint[_STATE_KEY] = {**self._state(in_blocks=in_blocks), "optimizer": self._optimizer_name}
         checkpoint[_RANDOM_KEY] = random_state()
         return checkpoint
+
+    @property
+    def _optimizer_name(self) -> str:
+        return type(self._training.optimizer.original_optimizer).__name__
 
     def _save_folder(self, path: Any, options: dict[str, Any], *, asynchronous: bool) -> Future[None] | None:
         """What a file would hold, with rows, weights and optimizer state in parts."""
@@ -190,11 +237,14 @@ class Resuming(RunFiles):
     ) -> dict[str, Any]:
         """As in Opacus, but loads tensors and plain values only (``weights_only=True``): safe on files from others.
 
-        A run that stops between epochs and resumes this way continues bit for bit as if it had not stopped;
-        ``restore_random_state=False`` leaves torch's global random state alone. ``path`` is a file or a folder that
-        :meth:`save_checkpoint` wrote, of any number of processes.
+        Weights, optimizer and accounting continue where they stopped, with new noise and new draws: two runs that
+        resume from one checkpoint share neither. Only a run with ``noise_seed=`` continues bit for bit, if it stopped
+        between epochs. ``restore_random_state=False`` leaves torch's global random state alone. ``path`` is a file or a
+        folder that :meth:`save_checkpoint` wrote, of any number of processes.
 
         Raises:
+            ValueError: The run was made with other data, ids, clip function, sampling or optimizer; nothing was
+                changed.
             CheckpointError: The file is damaged or truncated; nothing was changed.
         """
         checkpoint = self._read(path, module, optimizer, torch_load_kwargs)
@@ -203,6 +253,11 @@ class Resuming(RunFiles):
         kwargs = module_load_dict_kwargs or {}
         _refuse_other_module(module, checkpoint[_MODULE], strict=kwargs.get("strict", True))
         accounting = checkpoint.pop(_STATE_KEY)
+        if optimizer is not None and accounting.get("optimizer") != self._optimizer_name:
+            raise ValueError(
+                f"the checkpoint is from {accounting.get('optimizer')}, whose state {self._optimizer_name} cannot "
+                "continue; build the same optimizer. Nothing was loaded."
+            )
         parts = {
             _OPTIMIZER: optimizer,
             "noise_scheduler_state_dict": noise_scheduler,

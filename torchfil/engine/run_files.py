@@ -133,7 +133,9 @@ class RunFiles(LeakageReading):
         if len(engines) < 2:
             raise ValueError(f"save_merged got {len(engines)} engines; use save_run for a single run")
         first = engines[0]
-        run = first._built(replace(first._view(delta), leakage=cls.merge(engines)), **options)
+        kinds = [engine._training.optimizer.noise.kind for engine in engines]
+        noise = "seeded" if "seeded" in kinds else kinds[0]
+        run = first._built(replace(first._view(delta), leakage=cls.merge(engines), noise=noise), **options)
         if run is None:
             return Path(path)
         together = epsilon_of_all(first.accountant, len(engines), delta)
@@ -178,4 +180,5 @@ class RunFiles(LeakageReading):
             examples=looks.examples if looks.dataset is not None else None,
             clip_weights=self.clip_weights,
             noise_choice=self._choice,
+            noise=optimizer.noise.kind,
         )

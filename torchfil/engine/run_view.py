@@ -15,6 +15,7 @@ from torchfil.engine.calibration import NoiseChoice
 from torchfil.engine.loader import split_batch
 from torchfil.engine.options import RunOptions
 from torchfil.private import Examples, as_call
+from torchfil.utils.noise import NoiseKind
 
 __all__ = ["RunView"]
 
@@ -45,6 +46,7 @@ class RunView:
         examples: Maps row numbers to the examples with their private coordinates; None: a stream.
         clip_weights: ω of every example, [n]; None: none were given.
         noise_choice: How pilots chose σ; None: it was given.
+        noise: Where noise and draws came from.
     """
 
     leakage: Leakage
@@ -68,6 +70,7 @@ class RunView:
     examples: Callable[[Sequence[int]], Examples] | None = None
     clip_weights: Tensor | None = None
     noise_choice: NoiseChoice | None = None
+    noise: NoiseKind = "OS-seeded"
 
     def inputs(self, rows: Sequence[int]) -> dict[Hashable, Any]:
         """The model's inputs for these examples, by position and by name, [rows, …] each."""

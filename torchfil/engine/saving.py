@@ -152,7 +152,7 @@ def _about(run: RunView, hash_data: bool) -> dict[str, Any]:
             "opacus": metadata.version("opacus"),
             "python": platform.python_version(),
         },
-        "seed": run.generator.initial_seed(),
+        "probe_seed": run.generator.initial_seed(),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "exact": leakage.exact,
     }
@@ -166,6 +166,7 @@ def _mechanism(run: RunView) -> dict[str, Any]:
         "noise_multiplier": run.noise_multiplier,
         "max_grad_norm": run.max_grad_norm,
         "clip": options.clip.name,
+        "noise": run.noise,
         "sample_rate": run.options.sample_rate,
         "steps": ledger.steps,
         "steps_paused": ledger.missed_steps,

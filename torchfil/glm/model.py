@@ -19,6 +19,7 @@ from torchfil.glm.measures import Kind, Release, fisher_information_loss, mse_bo
 from torchfil.glm.scikit_learn import BaseEstimator
 from torchfil.glm.solver import Objective, Solver, minimise
 from torchfil.glm.training_data import check_minimum, check_names, column_numbers
+from torchfil.utils.noise import NoiseSource
 from torchfil.viz.common import as_array
 
 __all__ = ["Attributes", "GeneralizedLinearModel"]
@@ -129,6 +130,8 @@ class GeneralizedLinearModel(BaseEstimator):
 
         The FIM of either is JᵀJ/scale²: a Laplace release of scale b carries the information 1/b² per coordinate. This
         holds for a public scale: a scale computed from the data leaks, too, unless it is rounded (:meth:`sigma_for`).
+        The operating system seeds the noise, whatever ``torch.manual_seed`` was called with; ``generator`` is for tests,
+        because whoever knows its seed can subtract the noise.
 
         Returns:
             [p]; [classes, p] for a softmax.
@@ -136,7 +139,7 @@ class GeneralizedLinearModel(BaseEstimator):
         self._check_fitted()
         if not scale > 0:
             raise ValueError(f"scale={scale} must be positive: without noise the release gives everything away")
-        w = self._parameters().cpu()
+        w, generator = self._parameters().cpu(), generator or NoiseSource().generator(torch.device("cpu"))
         if noise == "gaussian":
             return w + scale * torch.randn(w.shape, generator=generator, dtype=w.dtype)
         if noise != "laplace":

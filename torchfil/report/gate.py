@@ -237,6 +237,16 @@ def _not_measured(run: SavedRun, policy: Policy) -> list[Verdict]:
     return [Verdict("max_share_not_measured", share <= limit, limit, share, wrong, detail)]
 
 
+def _seeded(run: SavedRun, policy: Policy) -> list[Verdict]:
+    noise = (run.about.get("mechanism") or {}).get("noise")
+    if noise is None:
+        return []
+    allowed, seeded = policy.allow_seeded_noise, noise == "seeded"
+    rows = everybody(run) if seeded and not allowed else nobody()
+    detail = f"whether noise and draws were seeded, as for a test, so that they can be subtracted (here: {noise})"
+    return [Verdict("allow_seeded_noise", allowed or not seeded, int(allowed), int(seeded), rows, detail)]
+
+
 def _missed(run: SavedRun, policy: Policy) -> list[Verdict]:
     missed = run.columns.get("missed")
     wrong = np.flatnonzero(missed > 0) if missed is not None else everybody(run)
@@ -262,4 +272,5 @@ _RULES: tuple[Callable[[SavedRun, Policy], list[Verdict]], ...] = (
     _spared,
     _not_measured,
     _missed,
+    _seeded,
 )

@@ -75,6 +75,7 @@ class Policy:
     max_share_spared: float | None = None
     max_share_not_measured: float = 0.0
     max_examples_missed: int = 0
+    allow_seeded_noise: bool = False
 
     def __post_init__(self) -> None:
         for name in _SHARES:
@@ -126,6 +127,8 @@ def parse_policy(values: Mapping[str, Any]) -> Policy:
         if name in _TABLES:
             wrong = not isinstance(value, Mapping) or not all(_is_number(v) for v in value.values())
             expected = f"a table of numbers by {_TABLES[name]}"
+        elif isinstance(defaults[name], bool):
+            wrong, expected = not isinstance(value, bool), "true or false"
         elif isinstance(defaults[name], int):
             wrong, expected = not isinstance(value, int) or isinstance(value, bool), "a whole number"
         else:

@@ -29,7 +29,7 @@ class SavedRun:
     """A finished run, as arrays and plain values. Confidential: it depends on private data.
 
     Attributes:
-        about: JSON values: title, model, dataset, mechanism, epsilon, delta, accountant, versions, seed, created,
+        about: JSON values: title, model, dataset, mechanism, epsilon, delta, accountant, versions, probe_seed, created,
             exact; kind "linear" and linear for a linear model's release (:mod:`torchfil.report.linear_run`); merged
             for the mean over several runs;
             noise_choice where pilots chose σ, equalised where torchfil.equalise chose the clip weights.

@@ -45,6 +45,7 @@ PUBLIC = {
         "noise_multiplier",
         "max_grad_norm",
         "clip",
+        "noise",
         "sample_rate",
         "steps",
         "poisson",
@@ -136,8 +137,8 @@ class Summary:
 def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> Summary:
     """The summary of a run; with ``redacted``, nothing in it rests on fewer than ``min_group`` examples.
 
-    A redacted summary also drops the hash of the data and the seed: who knows all other examples could try values of
-    the last until the hash fits, and the seed of a generator that is not cryptographic gives the noise.
+    A redacted summary also drops the hash of the data and the probes' seed: who knows all other examples could try
+    values of the last until the hash fits, and repeat every probe.
     """
     if min_group < 2:
         raise ValueError(f"min_group={min_group} must be at least 2: a group of one is an example")

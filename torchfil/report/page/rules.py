@@ -165,6 +165,13 @@ def _missed(verdict: Verdict, subject: str) -> str:
     )
 
 
+def _seeded(verdict: Verdict, subject: str) -> str:
+    return (
+        "The noise was seeded, as for a test: whoever has the seed or a checkpoint can subtract it, and then nothing here "
+        "holds. Train again without noise_seed= and noise_generator=."
+    )
+
+
 _SENTENCES: dict[str, Callable[[Verdict, str], str]] = {
     "min_error_share": _error_share,
     "max_share_exposed": _share_exposed,
@@ -180,4 +187,5 @@ _SENTENCES: dict[str, Callable[[Verdict, str], str]] = {
     "max_violated_bounds": _violated,
     "max_share_not_measured": _not_measured,
     "max_examples_missed": _missed,
+    "allow_seeded_noise": _seeded,
 }

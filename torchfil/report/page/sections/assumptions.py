@@ -16,6 +16,7 @@ def render(report: Report) -> Markup | None:
         ("The attacker", _attacker(report)),
         ("The batches", _batches(report)),
         ("Clipping", _clipping(report)),
+        ("Noise", _NOISE.get(str(report.about("mechanism", "noise")))),
         ("Weights", _weights(report)),
         ("Estimates and bounds", _certainty(report)),
         (
@@ -43,6 +44,20 @@ def render(report: Report) -> Markup | None:
         ),
         tag("dl", [join(tag("dt", name), tag("dd", text)) for name, text in points if text], class_="points"),
     )
+
+
+_REAL = "ε and the bounds assume noise in real arithmetic; computers round it."
+_NOISE = {
+    "OS-seeded": (
+        "Noise and draws came from generators of their own, which the operating system seeded with at least 63 bits. "
+        f"They are good generators, but not cryptographic ones. {_REAL}"
+    ),
+    "cryptographic": f"Noise and draws came from the operating system’s cryptographic generator. {_REAL}",
+    "seeded": (
+        "Noise and draws were seeded, as for a test: whoever has the seed or a checkpoint can subtract the noise, and "
+        "then neither ε nor any bound holds. Do not release this model."
+    ),
+}
 
 
 def _attacker(report: Report) -> str:

@@ -35,6 +35,7 @@ REMEDIES = {
     "max_violated_bounds": "Find out why an attack beat a bound before anything else.",
     "max_share_not_measured": "Train longer, or average over runs, so that every example is drawn and measured.",
     "max_examples_missed": "Train again and measure every step.",
+    "allow_seeded_noise": "Train again without noise_seed= and noise_generator=.",
     "max_share_spared": "Spare fewer examples: more noise or fewer steps instead of weights.",
 }
 

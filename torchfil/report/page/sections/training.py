@@ -13,7 +13,7 @@ __all__ = ["render"]
 def render(report: Report) -> Markup | None:
     """Model, data, mechanism, budget, versions, as one table; what the run does not say is left out."""
     mechanism, dataset = "mechanism", "dataset"
-    shape, seed = report.about(dataset, "input_shape"), report.about("seed")
+    shape, seed = report.about(dataset, "input_shape"), report.about("probe_seed")
     digest = report.about(dataset, "data_sha256")
     rows = [
         ("Model", report.about("model", "class") or report.about("model", "name")),
@@ -30,19 +30,17 @@ def render(report: Report) -> Markup | None:
         ("Steps T", report.about(mechanism, "steps")),
         ("Precision of the probes' products", report.about(mechanism, "probe_precision")),
         ("ε", _epsilon(report)),
-        ("Seed", None if seed is None else str(seed)),
+        ("Noise and Poisson draws", report.about(mechanism, "noise")),
+        ("Seed of the probes", None if seed is None else str(seed)),
         ("Hash of the data (SHA-256)", tag("code", str(digest)) if digest else None),
         ("Versions", ", ".join(f"{name} {v}" for name, v in (report.about("versions") or {}).items()) or None),
     ]
     shown = [[name, _shown(value)] for name, value in rows if value not in (None, "", [])]
 
     private = None
-    if not report.summary.redacted and (seed is not None or digest):
+    if not report.summary.redacted and digest:
         hashed = "Somebody who knows all examples but one can try values of that one until the hash fits."
-        seeded = "Somebody who knows the seed can compute the noise, unless the run drew it in secure mode."
-        kept = " and ".join(["seed"] * (seed is not None) + ["hash"] * bool(digest))
-        reasons = [seeded] * (seed is not None) + [hashed] * bool(digest)
-        private = paragraph(" ".join([f"Keep the {kept} private.", *reasons]), class_="note")
+        private = paragraph(f"Keep the hash private. {hashed}", class_="note")
     return join(table([], shown, class_="facts"), private)
 
 
