@@ -1,4 +1,4 @@
-"""Noise and Poisson draws: no two releases share them, nothing that is stored gives them away, seeding is said aloud."""
+"""Noise and Poisson draws: no two releases share them, no file gives them away, and seeding is said aloud."""
 
 from __future__ import annotations
 
@@ -217,7 +217,8 @@ class TestNothingIsGivenAway:
         states = [NoiseSource().generator(torch.device("cpu")) for _ in range(20)]
         words = torch.stack([each.get_state()[24 : 24 + 8 * 624].view(torch.int64) for each in states])
         assert words.flatten().unique().numel() > 0.999 * words.numel()
-        assert words.min() >= 0 and words.max() < 2**32
+        assert words.min() >= 0
+        assert words.max() < 2**32
         by_seed = torch.stack([torch.Generator().manual_seed(each.initial_seed()).get_state() for each in states])
         assert not (by_seed[:, 24 : 24 + 8 * 624].view(torch.int64) == words).any()
 

@@ -335,7 +335,8 @@ class TestPolicies:
         }
         for name, value in numbers.items():
             (beside,) = [part for part in TEMPLATE.split("\n\n") if re.search(rf"^{name} = ", part, flags=re.MULTILINE)]
-            assert f"left out, it is {value:g}" in beside.lower(), name
+            shown = f"{value}".lower() if isinstance(value, bool) else f"{value:g}"
+            assert f"left out, it is {shown}" in beside.lower(), name
 
 
 def test_a_delta_that_promises_little_is_noted(tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ class GeneralizedLinearModel(BaseEstimator):
 
         The FIM of either is JᵀJ/scale²: a Laplace release of scale b carries the information 1/b² per coordinate. This
         holds for a public scale: a scale computed from the data leaks, too, unless it is rounded (:meth:`sigma_for`).
-        The operating system seeds the noise, whatever ``torch.manual_seed`` was called with; ``generator`` is for tests,
-        because whoever knows its seed can subtract the noise.
+        The operating system seeds the noise, not ``torch.manual_seed``; ``generator`` is for tests, because whoever
+        knows its seed can subtract the noise.
 
         Returns:
             [p]; [classes, p] for a softmax.

@@ -167,8 +167,8 @@ def _missed(verdict: Verdict, subject: str) -> str:
 
 def _seeded(verdict: Verdict, subject: str) -> str:
     return (
-        "The noise was seeded, as for a test: whoever has the seed or a checkpoint can subtract it, and then nothing here "
-        "holds. Train again without noise_seed= and noise_generator=."
+        "The noise was seeded, as for a test: whoever has the seed or a checkpoint can subtract it, and then nothing "
+        "here holds. Train again without noise_seed= and noise_generator=."
     )
 
 
