@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.distributed.rank_runs import Draws, Made, make, replaying, take_step, whole
+from tests.repeatable import recorded_noise
 
 DRAWS: list[list[list[int]]] = [
     [[0, 2, 4], [6], [], [8, 10, 12], [2, 14], [4, 6, 8], [0], [2, 4], [12, 14, 16], [0, 6], [2], [], [8], [10, 4]],
@@ -75,6 +76,23 @@ def unbroken(
     if dist.is_initialized():
         dist.barrier()  # the file is there
     return ended
+
+
+def noise_of_a_run(path: str, *, resume: bool) -> tuple[list[Tensor], list[list[int]]]:
+    """A pass as users make it, from the start or from a checkpoint, which it writes otherwise: its noise and draws."""
+    with recorded_noise() as drawn:
+        torch.manual_seed(0)
+        made = make("digits", questions={}, estimator="weight-probes", num_probes=1, noise_generator=None)
+        if resume:
+            made.engine.load_checkpoint(path=path, module=made.model, optimizer=made.optimizer)
+        batches = []
+        for x, y in made.loader:
+            batches.append([round(float(value)) for value in 1e6 * x.sum(dim=1)])
+            take_step(made, x, y)
+        if not resume:
+            made.engine.save_checkpoint(path=path, module=made.model, optimizer=made.optimizer)
+    dist.barrier()
+    return drawn, batches
 
 
 def saved_meanwhile(path: str, draws: Draws | None = None) -> Ended:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.rank_checkpoints import DRAWS, Ended, resumed, saved_meanwhile, unbroken
+from tests.distributed.rank_checkpoints import DRAWS, Ended, noise_of_a_run, resumed, saved_meanwhile, unbroken
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.rank_runs import as_one
+from tests.repeatable import check_no_noise_is_shared
 
 
 def assert_close(found: Ended, expected: Ended, tolerance: float) -> None:
@@ -41,6 +42,16 @@ def test_another_number_of_ranks_goes_on(two_ranks: RankPool, tmp_path: Path) ->
     unbroken(passes=1, path=of_one, draws=as_one(DRAWS))
     for found in two_ranks.run(resumed, of_one, estimator="exact", scattered=True):
         assert_close(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["run.pt", "run/"])
+def test_ranks_that_resume_share_neither_noise_nor_draws(two_ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    path = f"{tmp_path}/{kind}"
+    runs = [two_ranks.run(noise_of_a_run, path, resume=resume) for resume in (False, True, True)]
+    check_no_noise_is_shared(*(noise for (noise, _), _ in runs))  # rank 0 adds it
+    assert not any(noise for _, (noise, _) in runs)
+    draws = [tuple(map(tuple, batches)) for run in runs for _, batches in run]
+    assert len(set(draws)) == 6  # nor do the two ranks draw alike
 
 
 SHARDED_OR_NOT = [pytest.param(False, marks=pytest.mark.slow), True]  # from a file, not sharded, is tried above

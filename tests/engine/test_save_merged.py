@@ -45,7 +45,7 @@ def test_what_belongs_to_one_run_is_left_out(repeated: Any, tmp_path: Path) -> N
     run = load(FILPrivacyEngine.save_merged(repeated, tmp_path / "run.fil", delta=DELTA))
     assert "epsilon" not in run.columns
     assert run.history == {}
-    assert run.about["seed"] is None
+    assert run.about["probe_seed"] is None
     assert run.about["exact"] is False
 
 

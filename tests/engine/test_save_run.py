@@ -66,7 +66,7 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
     assert run.about["dataset"]["input_range"] == [-5, 5]
     assert run.about["dataset"]["data_sha256"] == data_sha256(data(60))
     assert run.about["mechanism"]["steps"] == 12
-    assert run.about["seed"] == 3
+    assert run.about["probe_seed"] == 3
     assert run.attributes is not None
     attribute_fil = engine.get_attribute_fil()
     np.testing.assert_allclose(run.attributes.error, 1 / attribute_fil.value.cpu(), rtol=1e-6)

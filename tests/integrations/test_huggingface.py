@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from tests.integrations.ledgers import DELTA, assert_same_run
+from tests.repeatable import check_no_noise_is_shared, recorded_noise
 from torchfil import Accounting, FILPrivacyEngine, Private
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (torchfil[huggingface])")
@@ -283,6 +284,19 @@ def test_a_resumed_run_is_the_uninterrupted_one(stop: int, workers: int, tmp_pat
     assert resumed.engine.get_epsilon(DELTA) == whole.engine.get_epsilon(DELTA)
     for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("stop", [3, 4])  # in the middle of a pass, and after it
+def test_resumed_runs_share_no_noise(stop: int, tmp_path: Path) -> None:
+    def run(**more: Any) -> list[torch.Tensor]:
+        with recorded_noise() as drawn:
+            args = arguments(tmp_path, save_strategy="steps", save_steps=stop)
+            options = {**privacy(), "noise_generator": None}
+            FILTrainer(model=model(), args=args, train_dataset=examples(), privacy=options).train(**more)
+        return drawn
+
+    checkpoint = tmp_path / f"checkpoint-{stop}"
+    check_no_noise_is_shared(run(), *(run(resume_from_checkpoint=str(checkpoint)) for _ in range(2)))
 
 
 def test_checkpoints_that_do_not_hold_the_accounting_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.integrations.ledgers import assert_same_run
+from tests.repeatable import check_no_noise_is_shared, recorded_noise
 from torchfil import Accounting, FILPrivacyEngine
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed (torchfil[lightning])")
@@ -131,6 +132,21 @@ def test_the_ledger_is_that_of_the_plain_loop(kind: type, data: type, workers: i
     fitted = module(kind)
     trainer(callback, tmp_path).fit(fitted, loader(data, num_workers=workers), val_dataloaders=None)
     assert_same_run(callback.engine, fitted, *plain_loop(data, workers))
+
+
+def test_resumed_fits_share_no_noise(tmp_path: Path) -> None:
+    def fit(**more: Any) -> tuple[Any, list[torch.Tensor]]:
+        with recorded_noise() as drawn:
+            callback = FILCallback(**{**options(), "noise_generator": None})
+            pl.seed_everything(0)
+            fit = trainer(callback, tmp_path, max_epochs=more.pop("epochs"))
+            fit.fit(module(), loader(), **more)
+        return fit, drawn
+
+    first, before = fit(epochs=1)
+    first.save_checkpoint(path := tmp_path / "fit.ckpt")
+    resumed = [fit(epochs=2, ckpt_path=path, weights_only=False)[1] for _ in range(2)]
+    check_no_noise_is_shared(before, *resumed)
 
 
 def test_the_table_is_written_and_epsilon_logged(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import hypothesis
 import opacus
 import opacus.privacy_engine
 import pytest
+import torch
 
 from .vision import import_torchvision
 
@@ -38,6 +39,20 @@ def _recorded(engine: type) -> type:
     return RecordedEngine
 
 
+def _seeded(engine: type) -> type:
+    """The engine class, whose noise and draws follow ``torch.manual_seed``, as the tests expect."""
+
+    class SeededEngine(engine):  # type: ignore[misc]
+        @functools.wraps(engine.make_private)
+        def make_private(self, *args: Any, **options: Any) -> Any:
+            if options.get("noise_generator") is None and not self.secure_mode:
+                options["noise_generator"] = torch.default_generator
+            return super().make_private(*args, **options)
+
+    SeededEngine.__name__ = SeededEngine.__qualname__ = engine.__name__
+    return SeededEngine
+
+
 def pytest_configure(config: pytest.Config) -> None:
     import_torchvision()
     if os.environ[ENGINE_VARIABLE] == "stock":
@@ -49,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(
                 f"torchfil was imported from {torchfil.__file__}, not from {ROOT}: another copy would be tested"
             )
-        engine = torchfil.FILPrivacyEngine
+        engine = _seeded(torchfil.FILPrivacyEngine)
     replacement = _recorded(engine)
     opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = replacement
     hypothesis.settings.register_profile(

@@ -44,7 +44,7 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
             "delta": 1e-5,
             "accountant": "rdp",
             "versions": {"torchfil": "0"},
-            "seed": 3,
+            "probe_seed": 3,
             "created": "2024-01-01T00:00:00+00:00",
             "exact": False,
             "noise_choice": {

@@ -43,7 +43,7 @@ def planted(**changes: Any) -> SavedRun:
     columns["mse_bound"], columns["mse_bound_low"] = fil**-2, 0.9 * fil**-2
     columns["participations"][3] = 0
     labels = np.array(["north"] * 120 + ["south"] * 117 + ["rare-PLANTED"] * 3)
-    about = run.about | {"secret_note": "PLANTED-note", "seed": 918273645, "created": "2024-01-01"}
+    about = run.about | {"secret_note": "PLANTED-note", "probe_seed": 918273645, "created": "2024-01-01"}
     about["dataset"] = about["dataset"] | {"data_sha256": "feedc0de" * 8, "input_range": [0, 1], "path": "PLANTED-path"}
     parts: dict[str, Any] = {
         "about": about,
@@ -166,7 +166,7 @@ def test_the_same_page_whoever_the_examples_are(tmp_path: Path) -> None:
     other = planted(
         ids=np.arange(N),
         pictures=None,
-        about=run.about | {"seed": 1, "dataset": run.about["dataset"] | {"data_sha256": "0" * 64}},
+        about=run.about | {"probe_seed": 1, "dataset": run.about["dataset"] | {"data_sha256": "0" * 64}},
         history={"step": np.arange(1, 4), "fil_max": np.ones(3), "epsilon": np.array([1.0, 2.0, 2.5])},
     )
     first = write_report(run, tmp_path / "first", redacted=True).parent

@@ -74,7 +74,7 @@ def train_on_digits(
         epochs: Over 1,797 digits in batches of 128 on average.
         noise_multiplier: σ.
         device: Where to train.
-        seed: Of weights, batches, noise and probes.
+        seed: The seed of weights and probes; batches and noise differ at every call.
         progress: Wraps the epochs, e.g. a progress bar.
         after_epoch: Called with the number of epochs done and the run so far.
     """

@@ -29,7 +29,7 @@ def as_merged(run: SavedRun, runs: int, epsilon: float) -> SavedRun:
         runs: The number of runs.
         epsilon: ε of all of them together.
     """
-    about = {**run.about, "seed": None, "merged": {"runs": runs, "epsilon_of_all": epsilon}}
+    about = {**run.about, "probe_seed": None, "merged": {"runs": runs, "epsilon_of_all": epsilon}}
     known_batches = about["mechanism"].get("sample_rate") is None
     return replace(
         run,
