@@ -56,7 +56,7 @@ def test_a_checkpoint_that_does_not_fit_the_optimizer_changes_nothing() -> None:
     groups = [{"params": [value]} for value in module.parameters()]
     model, optimizer, loader = other.make_private(
         module,
-        torch.optim.Adam(groups, lr=0.1),
+        torch.optim.SGD(groups, lr=0.1, momentum=0.5),
         DataLoader(TensorDataset(*examples()), batch_size=6),
         poisson_sampling=False,
         noise_multiplier=1.0,
@@ -66,7 +66,7 @@ def test_a_checkpoint_that_does_not_fit_the_optimizer_changes_nothing() -> None:
     x, y = next(iter(loader))
     step(other, model, optimizer, x, y, "hooks")
     weights, fil = [value.clone() for value in module.parameters()], other.get_fil().value
-    moments = {key: value["exp_avg"].clone() for key, value in optimizer.original_optimizer.state.items()}
+    moments = {key: value["momentum_buffer"].clone() for key, value in optimizer.original_optimizer.state.items()}
     file.seek(0)
     with pytest.raises(ValueError, match="different number of parameter groups"):
         other.load_checkpoint(path=file, module=model, optimizer=optimizer)
@@ -82,7 +82,8 @@ def test_a_checkpoint_that_does_not_fit_the_optimizer_changes_nothing() -> None:
         other.load_checkpoint(path=file, module=model)
     assert all(torch.equal(a, b) for a, b in zip(weights, module.parameters(), strict=True))
     assert torch.equal(other.get_fil().value, fil)
-    assert all(torch.equal(optimizer.original_optimizer.state[key]["exp_avg"], value) for key, value in moments.items())
+    state = optimizer.original_optimizer.state
+    assert all(torch.equal(state[key]["momentum_buffer"], value) for key, value in moments.items())
 
 
 @pytest.mark.parametrize("damage", ["pace", "accountant", "generator"])
