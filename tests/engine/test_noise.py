@@ -33,14 +33,19 @@ N, BATCH = 60, 20
 
 
 def private(
-    optimizer: Any = torch.optim.SGD, lr: float = 0.5, secure: bool = False, dataset: Any = None, **options: Any
+    optimizer: Any = torch.optim.SGD,
+    lr: float = 0.5,
+    secure: bool = False,
+    noise_seed: int | None = None,
+    dataset: Any = None,
+    **options: Any,
 ) -> Any:
     """An engine with model, optimizer and loader; seeded as scripts are."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(11)
     x, y = torch.randn(N, 8, generator=generator), torch.randint(2, (N,), generator=generator)
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).to(DEVICE)
-    engine = FILPrivacyEngine(secure_mode=secure)
+    engine = FILPrivacyEngine(secure_mode=secure, noise_seed=noise_seed)
     loader = DataLoader(dataset or TensorDataset(x, y), BATCH, generator=torch.Generator().manual_seed(4))
     options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "criterion": nn.CrossEntropyLoss(), **options}
     return engine, *engine.make_private(module, optimizer(module.parameters(), lr=lr), loader, **options)

@@ -50,7 +50,7 @@ from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.models import check_modules, check_unweighted_mean
 from torchfil.fisher.results import Part
 from torchfil.private import Private
-from torchfil.utils.noise import log_line, noise_source
+from torchfil.utils.noise import derived_seed, log_line, noise_source
 
 __all__ = ["FILPrivacyEngine"]
 
@@ -83,10 +83,13 @@ class FILPrivacyEngine(Resuming):
         accountant: "rdp" (default), "prv" or "gdp", as in Opacus.
         secure_mode: Whether noise and Poisson draws come from the operating system's cryptographic generator. It takes
             no package, unlike Opacus's; the numbers are made on the CPU and copied to the model's device. False:
-            torch's generators, seeded by the operating system (:mod:`torchfil.utils.noise`).
+            torch's generators, seeded by the operating system at every start, load and fork
+            (:mod:`torchfil.utils.noise`); ``torch.manual_seed`` does not reach them.
+        noise_seed: For tests: seeds both, so that a run can be repeated and resumed bit for bit. Whoever has the seed
+            or a checkpoint can subtract the noise: the run file says so, and the gate fails such a run.
     """
 
-    def __init__(self, *, accountant: str = "rdp", secure_mode: bool = False) -> None:
+    def __init__(self, *, accountant: str = "rdp", secure_mode: bool = False, noise_seed: int | None = None) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
             try:
@@ -94,7 +97,7 @@ class FILPrivacyEngine(Resuming):
             except ValueError as error:
                 known = "'rdp', 'gdp', 'prv', or one registered with opacus.accountants.registry.register_accountant"
                 raise ValueError(f"accountant={accountant!r} is not an accountant of Opacus: {known}") from error
-        self.secure_mode = secure_mode
+        self.secure_mode, self._noise_seed = secure_mode, noise_seed
         self._made: PrivateTraining | None = None
         self._choice: NoiseChoice | None = None
 
@@ -112,7 +115,6 @@ class FILPrivacyEngine(Resuming):
         poisson_sampling: bool = True,
         clipping: str = "flat",
         noise_generator: torch.Generator | None = None,
-        noise_seed: int | None = None,
         grad_sample_mode: str = "auto",
         wrap_model: bool = True,
         rand_on_empty: bool = False,
@@ -142,10 +144,7 @@ class FILPrivacyEngine(Resuming):
             clipping: "flat", or "per_layer" as in Opacus: each parameter's gradient is clipped separately, noise is
                 σ‖C‖, and the accounting differentiates exactly that (:mod:`torchfil.fisher.layerwise`), by ``vmap``.
             noise_generator: For tests: the noise's generator, as in Opacus; Poisson draws then come from the loader's
-                generator, else from torch's. None: noise and draws come from generators of their own, which the
-                operating system seeds at every start, load and fork; ``torch.manual_seed`` does not reach them.
-            noise_seed: For tests: seeds both, so that a run can be repeated and resumed bit for bit. Whoever has the
-                seed or a checkpoint can subtract the noise: the run file says so, and the gate fails such a run.
+                generator, else from torch's. None: both have generators of their own; see the class.
             grad_sample_mode: "auto": the loop's ``backward()`` ends at the model's outputs. The recorded pass computes
                 clipped sums and accounting if a trial shows that it reproduces plain autograd's per-example gradients,
                 else ``vmap`` does. ``p.grad_sample`` stays empty. "hooks", "functorch" and "ew", as in Opacus, are for
@@ -203,7 +202,7 @@ class FILPrivacyEngine(Resuming):
         noise = partial(
             noise_source,
             secure=self.secure_mode,
-            seed=noise_seed,
+            seed=self._noise_seed,
             noise=noise_generator,
             draws=data_loader.generator,
             device=next(module.parameters()).device,
@@ -370,7 +369,7 @@ class FILPrivacyEngine(Resuming):
             of,
         )
         search = NoiseSearch(margin, grid, max_pilots, max_noise_multiplier)
-        pilots = Pilots(FILPrivacyEngine, module, optimizer, data_loader, epochs, accounting, options, train, progress)
+        pilots = Pilots(self._for_pilot, module, optimizer, data_loader, epochs, accounting, options, train, progress)
         check_participations(
             target,
             accounting,
@@ -388,6 +387,11 @@ class FILPrivacyEngine(Resuming):
         warn_when_missed(made[1], target, lambda: self.totals, every=max(1, len(data_loader) // 4))
         logger.info("noise_multiplier=%g was chosen by %d pilots", choice.noise_multiplier, len(choice.pilots))
         return made
+
+    def _for_pilot(self, number: int) -> FILPrivacyEngine:
+        """An engine for a pilot, with noise of its own."""
+        seed = None if self._noise_seed is None else derived_seed(self._noise_seed, "pilot", number)
+        return FILPrivacyEngine(secure_mode=self.secure_mode, noise_seed=seed)
 
     @property
     def pilot(self) -> NoiseChoice:

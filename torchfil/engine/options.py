@@ -381,7 +381,6 @@ OF_MAKE_PRIVATE = (  # for hints
     "poisson_sampling",
     "clipping",
     "noise_generator",
-    "noise_seed",
     "grad_sample_mode",
     "wrap_model",
     "rand_on_empty",

@@ -25,7 +25,6 @@ from torchfil.engine.checkpoint import random_state, set_random_state
 from torchfil.engine.loader import split_batch
 from torchfil.engine.options import Accounting
 from torchfil.fisher.recording.graphs import release_memory
-from torchfil.utils.noise import derived_seed
 from torchfil.utils.progress import with_progress
 
 __all__ = ["Pilots", "Train", "numbers_apart"]
@@ -40,7 +39,7 @@ class Pilots:
     """How pilots are trained.
 
     Attributes:
-        new_engine: Makes an engine without a run.
+        new_engine: Makes an engine without a run, for a pilot's number.
         module: The user's model, which is copied.
         optimizer: The user's optimizer, copied with it.
         data_loader: The user's loader.
@@ -52,7 +51,7 @@ class Pilots:
         progress: Whether each pilot shows a bar with the remaining time; not for the user's loop.
     """
 
-    new_engine: Callable[[], Any]
+    new_engine: Callable[[int], Any]
     module: nn.Module
     optimizer: optim.Optimizer
     data_loader: DataLoader[Any]
@@ -90,13 +89,11 @@ class Pilots:
         with numbers_apart(self._generators(), seed):
             module, optimizer = self._copies()
             options = dict(self.options)
-            if options.get("noise_seed") is not None:
-                options["noise_seed"] = derived_seed(options["noise_seed"], "pilot", number)
             if self.train is None and options.get("grad_sample_mode") in _WITH_HOOKS:
                 options["grad_sample_mode"] = "auto"  # the same numbers, by train_step
             if self.train is None:
                 options.pop("wrap_model", None)
-            engine = self.new_engine()
+            engine = self.new_engine(number)
             made = engine.make_private(
                 module,
                 optimizer,
