@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from torchfil.fisher.gradients import ExampleGradients, LossFunction, differentiable_twice
 from torchfil.fisher.masks import MaskLayouts
-from torchfil.fisher.models import call_with, check_modules, copy_without_weights, has_active_dropout, may_drop
+from torchfil.fisher.models import (
+    HOOKS_INSTALLED,
+    call_with,
+    check_modules,
+    copy_without_weights,
+    has_active_dropout,
+    may_drop,
+)
 from torchfil.private import (
     Examples,
     Output,
@@ -259,7 +266,8 @@ class Replica:
 
     def _take_over(self, live: dict[str, Any], copied: dict[str, Any]) -> tuple[bool, bool]:
         """Set one module's plain attributes; return whether a non-integer changed, and whether an integer changed."""
-        gone = [name for name, value in copied.items() if is_plain(value) and name not in live]
+        live = {name: value for name, value in live.items() if name != HOOKS_INSTALLED}  # each has its own hooks
+        gone = [name for name, value in copied.items() if is_plain(value) and name not in {*live, HOOKS_INSTALLED}]
         for name in gone:
             del copied[name]
 

@@ -19,6 +19,7 @@ from torchfil.fisher.missing import with_second_derivatives
 from torchfil.utils.errors import UnsupportedModuleError
 
 __all__ = [
+    "HOOKS_INSTALLED",
     "call_with",
     "check_modules",
     "check_unweighted_mean",
@@ -30,6 +31,8 @@ __all__ = [
     "trainable_and_constant",
     "without_opacus",
 ]
+
+HOOKS_INSTALLED = "_output_capturing_hooks_installed"  # by transformers, at the first call that wants hidden states
 
 
 def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
@@ -94,7 +97,10 @@ def copy_without_weights(module: nn.Module) -> nn.Module:
         memo[id(part.__dict__.get("autograd_grad_sample_hooks"))] = []
         memo[id(part.__dict__.get("activations"))] = []
     memo.pop(id(None), None)
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        vars(part).pop(HOOKS_INSTALLED, None)
+    return copied
 
 
 def without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:
