@@ -20,6 +20,7 @@ __all__ = [
     "Given",
     "Output",
     "added_to_outputs",
+    "decoder_tokens",
     "inputs_by_storage",
     "outputs_of_one_example",
     "padded_input",
@@ -147,9 +148,9 @@ def _output(
     # A decoder may make its tokens from the labels; the mask of the encoder's text does not apply to them.
     if tokens is not None or "decoder" not in name:
         return Output(name, key, shape, output.dtype, by_position, tokens, padding, appended=appended)
-    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if callable(shift) and any(source.key == "labels" for source in given.values()):
-        tokens = lambda inputs: shift(inputs["labels"])  # noqa: E731
+    labels = [source.value for source in given.values() if source.key == "labels"]
+    if labels and decoder_tokens(model, labels[0]) is not None:
+        tokens = lambda inputs: decoder_tokens(model, inputs["labels"])  # noqa: E731
     return Output(name, key, shape, output.dtype, by_position, tokens, padding, "decoder_attention_mask")
 
 
@@ -226,6 +227,24 @@ def inputs_by_storage(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
 def storage_of(value: Any) -> int:
     """The address of a tensor's memory; 0 for anything else."""
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0
+
+
+def decoder_tokens(model: nn.Module, labels: Tensor) -> Tensor | None:
+    """The tokens that a decoder makes from labels [batch, T]; None: it makes none.
+
+    The model's own method makes them. Without one, as in Whisper, labels move one place to the right behind the start
+    token, with padding instead of −100.
+    """
+    own: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if own is not None:
+        tokens: Tensor = own(labels)
+        return tokens
+    config, generates = getattr(model, "config", None), getattr(model, "can_generate", lambda: False)
+    start, padding = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+    if not (getattr(config, "is_encoder_decoder", False) and generates()) or None in (start, padding):
+        return None
+    shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
+    return shifted.masked_fill(shifted == -100, padding)
 
 
 def padding_of(model: nn.Module, embedding: nn.Module) -> int | None:
