@@ -28,6 +28,8 @@ from torchfil.fisher.models import (
     copy_without_weights,
     has_active_dropout,
     may_drop,
+    turned,
+    with_examples_first,
 )
 from torchfil.private import (
     Examples,
@@ -56,9 +58,10 @@ class Replica:
 
     Args:
         module: The user's module, before it is wrapped.
+        batch_first: Whether examples lie along the first dimension of its inputs; otherwise along the second.
 
     Attributes:
-        live: The user's module.
+        live: The user's module; it takes examples along the first dimension even if the user's own calls do not.
         template: The copy, on the meta device.
         device: The device of the live parameters.
         written: The names of buffers that a forward pass writes into; None: not known yet.
@@ -66,8 +69,9 @@ class Replica:
         opaque_changes: How often one became a value that cannot be taken over.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.live = module
+    def __init__(self, module: nn.Module, *, batch_first: bool = True) -> None:
+        self.batch_first = batch_first
+        self.live = module = module if batch_first else with_examples_first(module)
         self.template = copy_without_weights(module)
         self.device = next(module.parameters()).device
         self.written: set[str] | None = None
@@ -98,6 +102,10 @@ class Replica:
 
     def let_go(self) -> None:
         """Free weights that were gathered."""
+
+    def examples_first(self, tree: Any) -> Any:
+        """The user's inputs, or a batch, with the examples along the first dimension, as ``live`` takes them."""
+        return tree if self.batch_first else turned(tree)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from torchfil.fisher.missing import with_second_derivatives
 from torchfil.utils.errors import UnsupportedModuleError
+from torchfil.utils.trees import map_tensors
 
 __all__ = [
     "HOOKS_INSTALLED",
@@ -29,6 +30,8 @@ __all__ = [
     "has_active_dropout",
     "may_drop",
     "trainable_and_constant",
+    "turned",
+    "with_examples_first",
     "without_opacus",
 ]
 
@@ -101,6 +104,31 @@ def copy_without_weights(module: nn.Module) -> nn.Module:
     for part in copied.modules():
         vars(part).pop(HOOKS_INSTALLED, None)
     return copied
+
+
+def turned(tree: Any) -> Any:
+    """The same with the first two dimensions of each tensor exchanged; a tensor with one dimension stays as it is."""
+    return map_tensors(lambda leaf: leaf.transpose(0, 1) if leaf.ndim > 1 else leaf, tree)
+
+
+def with_examples_first(module: nn.Module) -> nn.Module:
+    """A module whose inputs have the examples along their second dimension, as one that takes them along the first.
+
+    Both have the same weights, attributes, hooks and children.
+
+    Example:
+        >>> module = nn.Flatten(0, 1)
+        >>> with_examples_first(module)(torch.tensor([[1, 2], [3, 4]])), module(torch.tensor([[1, 2], [3, 4]]))
+        (tensor([1, 3, 2, 4]), tensor([1, 2, 3, 4]))
+    """
+    kind = type(module)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.__call__(self, *turned(args), **turned(kwargs))
+
+    alias: nn.Module = object.__new__(type(kind.__name__, (kind,), {"__call__": call}))
+    object.__setattr__(alias, "__dict__", module.__dict__)
+    return alias
 
 
 def without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:

@@ -170,7 +170,7 @@ class Evaluator:
     def recorded_forward(self, examples: Examples, gradients: ExampleGradients) -> RecordedForward | None:
         """The forward half of a recorded pass of the live model; None if it could not be completed to a whole pass."""
         key = self._key(gradients)
-        tried = self._plans.get(key)
+        tried = self._plans.get(key) if len(examples) else None
         if tried is None or not tried.fits or self.replica.written or key in self._not_recorded_live:
             return None
         if self._uses_graphs(examples) or len(examples) > self._room(tried):
