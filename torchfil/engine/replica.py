@@ -37,6 +37,7 @@ from torchfil.private import (
     Private,
     embeddings_to_protect,
     floating_inputs_of,
+    num_examples,
     outputs_of_one_example,
 )
 from torchfil.utils.trees import kind_of, map_tensors, tensors_of
@@ -141,6 +142,7 @@ class Replica:
                     self._outputs[kind] = outputs_of_one_example(self.live, names, public)
             return self._outputs[kind]
 
+        num_examples(args, kwargs, targets)  # before the model is called with one example
         if private is None or not (private.submodules or private.target or private.inputs is not None):
             private = self._with_embeddings(private or Private(), args, dict(kwargs))
         examples = Examples.from_call(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from torchfil.fisher.missing import with_second_derivatives
-from torchfil.utils.errors import UnsupportedModuleError
+from torchfil.utils.errors import UnsupportedModuleError, ran_out
 from torchfil.utils.trees import map_tensors
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "check_modules",
     "check_unweighted_mean",
     "copy_without_weights",
+    "explain_derivatives",
     "explain_layers",
     "explain_randomness",
     "has_active_dropout",
@@ -100,7 +101,14 @@ def copy_without_weights(module: nn.Module) -> nn.Module:
         memo[id(part.__dict__.get("autograd_grad_sample_hooks"))] = []
         memo[id(part.__dict__.get("activations"))] = []
     memo.pop(id(None), None)
-    copied = copy.deepcopy(module, memo)
+    try:
+        copied = copy.deepcopy(module, memo)
+    except RuntimeError as error:
+        raise UnsupportedModuleError(
+            f"the model cannot be copied ({_first_line(error)}): it holds a tensor that was computed from parameters. "
+            "Use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm; detach other "
+            "tensors that modules hold as attributes, or compute them in forward()."
+        ) from error
     for part in copied.modules():
         vars(part).pop(HOOKS_INSTALLED, None)
     return copied
@@ -173,10 +181,13 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             trainable = any(value.requires_grad for value in module.parameters(recurse=False))
             if module.training or trainable:
+                fix = "opacus.validators.ModuleValidator.fix does"
+                if not type(module).__module__.startswith("torch."):  # timm's: with an activation, unknown to Opacus
+                    parts = f"GroupNorm(1, {module.num_features})" + f", model.{name}.act" * hasattr(module, "act")
+                    fix = f"for each such layer: model.set_submodule({name!r}, nn.Sequential(nn.{parts}))"
                 raise UnsupportedModuleError(
                     f"{where}: batch normalisation mixes the examples of a batch, so no gradient belongs to one "
-                    "example. Replace it with GroupNorm (opacus.validators.ModuleValidator.fix does), or freeze it "
-                    "and put it in eval mode."
+                    f"example. Replace it with GroupNorm ({fix}), or freeze it and put it in eval mode."
                 )
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
             raise UnsupportedModuleError(
@@ -205,13 +216,28 @@ def explain_randomness() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def explain_derivatives() -> Iterator[None]:
+    """If the gradient of a single example cannot be taken or differentiated, say what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if ran_out(error):
+            raise
+        raise UnsupportedModuleError(
+            f"one example's gradient, or its derivative, cannot be computed ({_first_line(error)}): the model does not "
+            "run on a batch of one, or torch has no second derivative of an operation in the model or the loss. Write "
+            "that operation with others, for example (x[:, None] - y).norm(dim=-1) instead of torch.cdist(x, y)."
+        ) from error
+
+
+@contextlib.contextmanager
 def explain_layers(model: nn.Module) -> Iterator[None]:
     """If something inside fails, name layers that are known to fail, and what to use instead."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if ran_out(error):
+            raise
         culprits = [
             f"{name or type(model).__name__} ({type(module).__name__}): {instead}"
             for name, module in model.named_modules()
@@ -220,9 +246,13 @@ def explain_layers(model: nn.Module) -> Iterator[None]:
         if not culprits:
             raise
         raise UnsupportedModuleError(
-            f"the gradient could not be taken example by example ({str(error).strip().splitlines()[0]}). Layers known "
+            f"the gradient could not be taken example by example ({_first_line(error)}). Layers known "
             f"to prevent that: {'; '.join(culprits)}."
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _instead_of(module: nn.Module) -> str | None:
