@@ -183,7 +183,8 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
             if module.training or trainable:
                 fix = "opacus.validators.ModuleValidator.fix does"
                 if not type(module).__module__.startswith("torch."):  # timm's: with an activation, unknown to Opacus
-                    parts = f"GroupNorm(1, {module.num_features})" + f", model.{name}.act" * hasattr(module, "act")
+                    act = f", model.get_submodule({name!r}).act" if hasattr(module, "act") else ""
+                    parts = f"GroupNorm(1, {module.num_features}){act}"
                     fix = f"for each such layer: model.set_submodule({name!r}, nn.Sequential(nn.{parts}))"
                 raise UnsupportedModuleError(
                     f"{where}: batch normalisation mixes the examples of a batch, so no gradient belongs to one "
