@@ -96,7 +96,7 @@ def test_a_run_with_rows_sent_to_experts(estimator: str) -> None:
         private_model, optimizer, loader = engine.make_private(
             model,
             torch.optim.SGD(model.parameters(), lr=0.3),
-            DataLoader(TensorDataset(x.cpu(), y.cpu()), batch_size=3),
+            DataLoader(TensorDataset(x.cpu(), y.cpu()), batch_size=6),
             poisson_sampling=False,
             noise_generator=torch.Generator(DEVICE).manual_seed(5),
             accounting=Accounting(estimator=estimator, seed=3),

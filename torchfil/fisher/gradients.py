@@ -362,7 +362,9 @@ def _plain_grad_and_value(function: Callable[..., Tensor], argnum: int) -> Calla
         leaves = tensors_of(given)
         with torch.enable_grad():
             value = function(*args[:argnum], given, *args[argnum + 1 :])
-            moving = value if value.requires_grad else sum(leaf.sum() for leaf in leaves) * 0  # it is constant
+            moving = (
+                value if value.requires_grad else 0 * torch.stack([leaf.sum() for leaf in leaves]).sum()
+            )  # constant
             parts = iter(
                 torch.autograd.grad(moving, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
             )

@@ -241,7 +241,7 @@ def decoder_tokens(model: nn.Module, labels: Tensor) -> Tensor | None:
         return tokens
     config, generates = getattr(model, "config", None), getattr(model, "can_generate", lambda: False)
     start, padding = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
-    if not (getattr(config, "is_encoder_decoder", False) and generates()) or None in (start, padding):
+    if not (getattr(config, "is_encoder_decoder", False) and generates()) or start is None or padding is None:
         return None
     shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
     return shifted.masked_fill(shifted == -100, padding)

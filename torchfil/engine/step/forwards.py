@@ -342,7 +342,8 @@ class HookedForward:
         if outputs is None or not (module.training and torch.is_grad_enabled()):
             return None
         # An output may be made from another; the loss is differentiated with respect to each alone.
-        call = self._inside.call(*self.replica.examples_first((args, kwargs)), outputs, tuple(self._masks))
+        args, kwargs = self.replica.examples_first((args, kwargs))
+        call = self._inside.call(args, kwargs, outputs, tuple(self._masks))
         apart = map_tensors(lambda leaf: leaf.view_as(leaf) if leaf.requires_grad else leaf, outputs)
         autocast = autocast_now(self.replica.device)
         self.observer.watch(call, apart, masks=tuple(self._masks), autocast=autocast)
