@@ -185,7 +185,7 @@ def test_data_without_numbered_examples_is_refused() -> None:
         ({"track": ("diagonal",), "estimator": "coordinates"}, "gives the trace only"),
         ({"track": ("fim",), "num_probes": 1}, "needs num_probes of at least 2"),
         ({"loss_reduction": "none"}, "must be 'mean' or 'sum'"),
-        ({"batch_first": False}, "batch_first=False is not supported"),
+        ({"batch_first": False, "grad_sample_mode": "ew"}, "batch_first=False does not go with"),
         ({"norm_refresh": 0}, "norm_refresh=0 must be at least 1"),
     ],
 )

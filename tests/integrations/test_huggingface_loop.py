@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.cases import relative_error
 from torchfil import Accounting, FILPrivacyEngine, Private
+from torchfil.clipping import DEFAULT_CLIP, get_clip
 
 transformers = pytest.importorskip("transformers")
 
@@ -64,7 +66,8 @@ def case(name: str) -> tuple[nn.Module, _Texts, Any, str]:
     if name == "multi-label":
         bert.problem_type = "multi_label_classification"
     table = "bert.embeddings.word_embeddings"
-    if name == "classes":
+    if name in ("classes", "hidden states"):
+        bert.output_hidden_states = name == "hidden states"
         model, labels = transformers.BertForSequenceClassification(bert), kinds
         return model, _Texts(**common, labels=labels), lambda o, y: F.cross_entropy(o.logits, y), table
     if name == "regression":
@@ -118,7 +121,9 @@ def trained(way: str, model: nn.Module, texts: _Texts, criterion: Any, table: st
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["classes", "regression", "multi-label", "tokens", "answers", "next token"])
+@pytest.mark.parametrize(
+    "name", ["classes", "hidden states", "regression", "multi-label", "tokens", "answers", "next token"]
+)
 def test_the_models_own_loss(name: str) -> None:
     expected, weights = trained("truth", *case(name))
     for way in ("loop", "train_step"):
@@ -127,3 +132,36 @@ def test_the_models_own_loss(name: str) -> None:
         assert bool((fil > 0).any())
         for key, value in weights.items():
             assert torch.allclose(ours[key], value, rtol=1e-6, atol=1e-9), key
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["loop", "train_step"])
+def test_a_loss_that_balances_experts_is_that_of_each_text_alone(way: str) -> None:
+    torch.manual_seed(0)
+    sizes = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")}
+    routed = {"num_local_experts": 3, "output_router_logits": True, "router_aux_loss_coef": 0.5, "use_cache": False}
+    config = transformers.MixtralConfig(**sizes, **routed, num_hidden_layers=1, num_key_value_heads=1)
+    model, texts = transformers.MixtralForCausalLM(config), [case("next token")[1][i] for i in range(3)]
+    plain, engine, clip = copy.deepcopy(model).train(), FILPrivacyEngine(), get_clip(DEFAULT_CLIP)
+    private_model, optimizer, loader = engine.make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.3),
+        DataLoader(texts, batch_size=3, collate_fn=encoded),
+        noise_multiplier=1e-9,
+        poisson_sampling=False,
+        private=Private(submodule="model.embed_tokens"),
+    )
+    for batch in loader:
+        if way == "loop":
+            private_model(**batch).loss.backward()
+            optimizer.step()
+        else:
+            engine.train_step(batch)
+
+    truth = torch.zeros(sum(p.numel() for p in plain.parameters()))
+    for text in texts:
+        parts = torch.autograd.grad(plain(**encoded([text])).loss, list(plain.parameters()))
+        g = torch.cat([part.flatten() for part in parts])
+        truth += g / clip.c(g.norm() / clip.threshold(1.0))
+    released = torch.cat([p.grad.flatten() for p in model.parameters()]) * len(texts)
+    assert relative_error(released, truth) < 1e-5

@@ -25,6 +25,7 @@ pytestmark = [
 ]
 WORDS, LENGTH, COUNT, CLASSES = 11, 5, 6, 3
 SOURCE = torch.Generator().manual_seed(0)
+SIDES = {"layers": 1, "attention_heads": 2, "ffn_dim": 8}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -51,6 +52,15 @@ def t5() -> Any:
     shape = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
     config = transformers.T5Config(vocab_size=WORDS, decoder_start_token_id=0, feed_forward_proj="gated-gelu", **shape)
     return transformers.T5ForConditionalGeneration(config)
+
+
+def whisper() -> Any:
+    """It has no method that makes the decoder's tokens from labels."""
+    shape = {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in SIDES.items()}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    places = {"num_mel_bins": 4, "max_source_positions": 6, "max_target_positions": LENGTH, "d_model": 8}
+    config = transformers.WhisperConfig(vocab_size=WORDS, **shape, **places, **tokens, use_cache=False)
+    return transformers.WhisperForConditionalGeneration(config)
 
 
 def vit() -> Any:
@@ -96,6 +106,10 @@ CASES: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
     "next words, GPT-2": (gpt2, {**TEXT, "labels": in_part(TEXT["input_ids"])}),
     "next words, Llama": (llama, {**TEXT, "labels": in_part(TEXT["input_ids"])}),
     "words to words, T5": (t5, {**TEXT, "labels": in_part(words())}),
+    "sounds to words, Whisper": (
+        whisper,
+        {"input_features": torch.randn(COUNT, 4, 12, generator=SOURCE), "labels": in_part(words())},
+    ),
     "image": (vit, {"pixel_values": torch.randn(COUNT, 3, 4, 4, generator=SOURCE), "labels": classes()}),
     "span": (
         lambda: bert("QuestionAnswering", num_labels=2),
@@ -130,7 +144,7 @@ def trainer(name: str, folder: Path, privacy: dict[str, Any] | None = None, **mo
     arguments = {"per_device_train_batch_size": COUNT, "max_steps": 2, "logging_steps": 1, "learning_rate": 0.1, **more}
     quiet: dict[str, Any] = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
     embedding = next((EMBEDDINGS[part] for part, _ in model.named_children() if part in EMBEDDINGS), None)
-    private = None if embedding is None else Private(submodule=embedding)
+    private = None if embedding is None or "input_ids" not in batch else Private(submodule=embedding)
     options = {"noise_multiplier": 0.5, "poisson_sampling": False, "accounting": Accounting(num_probes=1)}
     return FILTrainer(
         model=model,

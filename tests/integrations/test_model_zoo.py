@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+from torchfil.fisher.models import check_modules
+from torchfil.utils.errors import UnsupportedModuleError
 
 sys.path.append(str(Path(sys.prefix) / "vision"))  # where the Makefile puts timm and torchvision
 for package in ("transformers", "peft", "timm", "torchvision"):
@@ -78,3 +83,20 @@ def test_the_truth_notices(forged: str) -> None:
         step.released = step.released * (1 + 1e-5)
     with pytest.raises(AssertionError, match="off by"):
         assert_true(run)
+
+
+def test_the_remedy_for_timms_batch_normalisation_works() -> None:
+    """Opacus's ModuleValidator does not know its layers with an activation."""
+    import timm
+
+    model: Any = timm.create_model("mobilenetv3_small_050", num_classes=3)
+    layers = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    for _ in range(layers):
+        with pytest.raises(UnsupportedModuleError, match="BatchNormAct2d") as refused:
+            check_modules(model, allow_dropout=True)
+        remedy = re.search(r"for each such layer: (.*\))\), or freeze", str(refused.value))
+        assert remedy is not None
+        exec(remedy[1], {"model": model, "nn": nn})
+    check_modules(model, allow_dropout=True)
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.allclose(model(x)[:1], model(x[:1]), atol=1e-5)

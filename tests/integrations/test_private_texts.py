@@ -50,6 +50,14 @@ def roberta() -> nn.Module:
     return model
 
 
+def longformer() -> nn.Module:
+    """It pads every text to a multiple of 4 itself."""
+    sizes = small(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=12, sep_token_id=2)
+    config = transformers.LongformerConfig(**sizes, attention_window=4, pad_token_id=1)
+    model: nn.Module = transformers.LongformerForSequenceClassification(config)
+    return model
+
+
 def padded(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     longest = max(len(item["input_ids"]) for item in items)
     places = torch.arange(longest)
@@ -81,6 +89,11 @@ def noted_probes(notes: list[tuple[int, ...]]) -> str:
     return "noted"
 
 
+def to_length(z: Tensor, length: int) -> Tensor:
+    """Zeros behind it, if the model has put padding behind a text."""
+    return nn.functional.pad(z, (0, 0, 0, length - len(z)))
+
+
 def trace_alone(model: nn.Module, table: str, item: dict[str, Tensor], seeds: tuple[int, ...]) -> float:
     """The trace that these probes give for one step on this text by itself, every token of it being private."""
     parameters = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
@@ -88,7 +101,7 @@ def trace_alone(model: nn.Module, table: str, item: dict[str, Tensor], seeds: tu
 
     def clipped(z: Tensor) -> Tensor:
         def value(parameters: dict[str, Tensor]) -> Tensor:
-            handle = model.get_submodule(table).register_forward_hook(lambda _m, _i, output: output + z)
+            handle = model.get_submodule(table).register_forward_hook(lambda _m, _i, o: o + to_length(z, o.shape[1]))
             try:
                 return loss(functional_call(model, parameters, (), inputs), item["labels"][None])
             finally:
@@ -107,7 +120,7 @@ def trace_alone(model: nn.Module, table: str, item: dict[str, Tensor], seeds: tu
     return float(torch.stack(squares).mean() + (jacobian.T @ unit).square().sum()) / (SIGMA * C) ** 2
 
 
-@pytest.mark.parametrize("make", [bert, albert, roberta])
+@pytest.mark.parametrize("make", [bert, albert, roberta, longformer])
 def test_a_padded_text_leaks_what_it_leaks_alone(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     module = make().double().train()
@@ -154,3 +167,15 @@ def test_an_encoder_and_a_decoder_share_what_is_private() -> None:
         examples = Examples.build({**inputs, "labels": labels}, None, Private(submodule=said), model=model)
         # the decoder reads the start token, which is padding, and all labels but the last
         assert examples.own_coordinates.tolist() == [4 * (2 + 2), 4 * (1 + 1)]  # type: ignore[union-attr]
+
+
+def test_positions_are_not_private_because_they_are_called_with_tokens() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 13, "d_model": 4, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 9}
+    heads = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    model = transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**sizes, **heads, **tokens, scale_embedding=True)
+    )
+    inputs = {"input_ids": torch.tensor([[3, 4, 5]]), "decoder_input_ids": torch.tensor([[2, 7, 8, 5]])}
+    assert embeddings_to_protect(model, (), inputs) == ("model.encoder.embed_tokens", "model.decoder.embed_tokens")

@@ -36,9 +36,10 @@ class Reason:
 REASONS = (
     Reason(
         "batch-first",
-        "refused: `batch_first=False`",
-        "The accounting needs examples along the first dimension. (The inputs of these tests are integers, too.)",
-        r"batch_first|examples were seen in 1 forward pass",
+        "refused: examples along the second dimension",
+        "The inputs are [positions, batch], but the test does not pass `batch_first=False`, so Opacus takes positions "
+        "for examples.",
+        r"examples were seen in 1 forward pass",
         r"PrivacyEngineText",
     ),
     Reason(

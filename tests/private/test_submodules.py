@@ -58,6 +58,19 @@ class Behind(nn.Module):
         return out
 
 
+class Windowed(nn.Module):
+    """It pads texts to a multiple of 4 itself, and padding enters the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(7, 2, padding_idx=0), nn.Linear(2, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        padded = nn.functional.pad(input_ids, (0, -input_ids.shape[1] % 4), value=0)
+        out: Tensor = self.head((self.words(padded) + 1).tanh().mean(dim=1))
+        return out
+
+
 def jacobian(
     model: nn.Module, inputs: tuple[Tensor, ...], target: Tensor, calls: Sequence[tuple[str, Tensor]]
 ) -> Tensor:
@@ -136,6 +149,23 @@ def test_a_table_is_private_at_each_of_its_calls_and_padding_is_not() -> None:
         ours = torch.cat([values[i].flatten() for values in maps.values()])
         assert relative_error(ours[~ours.isnan()], true) < 1e-9
         assert relative_error(exact[i].sum(), true.sum()) < 1e-9
+
+
+@pytest.mark.parametrize("given", ["tokens", "mask", "lengths"])
+def test_padding_that_the_model_adds_is_not_private(given: str) -> None:
+    torch.manual_seed(0)
+    model = Windowed().to(torch.float64)
+    tokens, y = torch.randint(1, 7, (3, 6)), torch.randint(3, (3,))
+    tokens[1, 4:] = 0
+    inputs = (tokens,) if given == "tokens" else (tokens, (tokens != 0).long())
+    private = Private(submodule="words", lengths=1 if given == "lengths" else None)
+    exact = diagonals(model, inputs, y, private)
+    examples = Examples.build(inputs, y, private, model=model)
+    assert examples.own_coordinates.tolist() == [12, 8, 12]  # type: ignore[union-attr]
+    for i in range(3):
+        own = nn.functional.pad(tokens[i] != 0, (0, 2))[:, None].expand(-1, 2)
+        true = jacobian(model, (tokens[i : i + 1],), y[i : i + 1], [("words", own)]).square().sum(dim=0) / STD**2
+        assert relative_error(exact[i][exact[i] != 0], true) < 1e-9
 
 
 def test_outputs_with_the_positions_in_front() -> None:

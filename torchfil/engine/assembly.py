@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.engine.augmentation import generators_kept
 from torchfil.engine.batches import BatchTracker
-from torchfil.engine.loader import FILDataLoader
+from torchfil.engine.loader import EmptySecond, FILDataLoader
 from torchfil.engine.looks import DatasetLooks
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.module import RecordedModule
@@ -105,7 +105,7 @@ def assemble(
     stream = isinstance(ids, GrowingIds)
     loss = IdentifiedLoss.of(criterion) if criterion is not None else None
     sharded = is_sharded(module)
-    replica = ShardedReplica(module) if sharded else Replica(module)
+    replica = ShardedReplica(module) if sharded else Replica(module, batch_first=wrapper_settings["batch_first"])
     tracker = BatchTracker()
     tracker.parts = options.accounting.accumulation_steps
     observer = Observer(tracker)
@@ -154,15 +154,22 @@ def assemble(
         tracker.begin_pass()
         _check_pass(run, observer, private_optimizer, None if stream else len(prepared.dataset))  # type: ignore[arg-type]
 
-    if hasattr(prepared.collate_fn, "first_batch"):
-        with generators_kept():  # it learns what batches look like: the first may be empty
-            prepared.collate_fn([prepared.dataset[0]])
+    _prepare_empty_batches(prepared, batch_first=replica.batch_first)
     loader: FILDataLoader | FILStreamLoader
     if stream:
         loader = FILStreamLoader(prepared, tracker, begin_pass, id_of, ranks)
     else:
         loader = FILDataLoader(prepared, tracker, begin_pass, noise)
     return PrivateTraining(run, replica, checks, pipeline, looks, private_module, private_optimizer, loader, watcher)
+
+
+def _prepare_empty_batches(prepared: DataLoader[Any], *, batch_first: bool) -> None:
+    """Let Opacus's collate function learn what batches look like: the first that is drawn may be empty."""
+    if hasattr(prepared.collate_fn, "first_batch"):
+        if not batch_first:
+            prepared.collate_fn.__class__ = EmptySecond
+        with generators_kept():
+            prepared.collate_fn([prepared.dataset[0]])
 
 
 class UnfinishedBatchError(RuntimeError, ValueError):

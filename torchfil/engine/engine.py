@@ -137,7 +137,8 @@ class FILPrivacyEngine(Resuming):
                 in the optimizer's order.
             criterion: The loop's loss(outputs, targets). None: it is identified at the first step, as one of the
                 standard losses or as the model's own.
-            batch_first: Must be True.
+            batch_first: As in Opacus: False if the examples lie along the second dimension of the model's inputs, as in
+                [time, batch, …]. Inputs of one dimension, outputs and targets have the examples first.
             loss_reduction: "mean" or "sum": how the loop's loss reduces over the batch.
             poisson_sampling: As in Opacus. With a stream it must be False; ε then counts how often an example took
                 part, and subsampling gets no credit (:mod:`torchfil.engine.streams`).

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from opacus import data_loader
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import Tensor
 from torch.utils.data import (
@@ -33,7 +34,7 @@ from torch.utils.data import WeightedRandomSampler as _Weighted
 from torchfil.engine.batches import BatchTracker, can_remember, remembering, tracker_of, worker_options
 from torchfil.utils.noise import NoiseSource
 
-__all__ = ["FILDataLoader", "check_sampler", "is_target_name", "split_batch"]
+__all__ = ["EmptySecond", "FILDataLoader", "check_sampler", "is_target_name", "split_batch"]
 
 _TARGET_NAMES = ("targets", "target", "y", "start_positions", "end_positions")
 
@@ -91,6 +92,14 @@ class RememberingCollate:
         if tracker is not None:
             tracker.take(ids, batch)
         return batch
+
+
+class EmptySecond(getattr(data_loader, "CollateFnWithEmpty", object)):  # type: ignore[misc]
+    """Opacus's collate function for ``batch_first=False``, whose empty batches may also hold labels, [batch]."""
+
+    def _make_empty_batch(self, sample: Any) -> Any:
+        self.batch_first = isinstance(sample, Tensor) and sample.ndim < 2
+        return super()._make_empty_batch(sample)
 
 
 class FILPoissonSampler(UniformWithReplacementSampler):

@@ -103,7 +103,7 @@ class DatasetLooks:
         inputs, targets = map_tensors(
             lambda leaf: leaf.to(self.replica.device), split_batch(batch, options.batch_to_inputs)
         )
-        args, kwargs = as_call(inputs)
+        args, kwargs = self.replica.examples_first(as_call(inputs))
         return self.replica.lay_out(args, kwargs, targets, options.private, check_values=check_values)
 
 

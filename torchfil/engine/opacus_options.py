@@ -43,10 +43,10 @@ def check_modes(clipping: str, grad_sample_mode: str, batch_first: bool, module:
             f"the model is sharded (fully_shard), and {mode!r} keeps each example's gradient of all weights; use "
             "grad_sample_mode='auto' with wrap_model=True"
         )
-    if not batch_first:
+    if not batch_first and (mode == "ew" or isinstance(module, ManyViews) or is_sharded(module)):
         raise ValueError(
-            "batch_first=False is not supported: the first dimension of the inputs must run over examples. Give the "
-            "model its inputs batch first and let it transpose them; layers inside may have the positions first."
+            "batch_first=False does not go with grad_sample_mode='ew', views= or sharded weights: give the model its "
+            "inputs batch first and let it transpose them; layers inside may have the positions first"
         )
 
     # Opacus's hooks give the padding row a gradient that torch does not.

@@ -21,13 +21,23 @@ from torch import Tensor, nn
 
 from torchfil.fisher.gradients import ExampleGradients, LossFunction, differentiable_twice
 from torchfil.fisher.masks import MaskLayouts
-from torchfil.fisher.models import call_with, check_modules, copy_without_weights, has_active_dropout, may_drop
+from torchfil.fisher.models import (
+    HOOKS_INSTALLED,
+    call_with,
+    check_modules,
+    copy_without_weights,
+    has_active_dropout,
+    may_drop,
+    turned,
+    with_examples_first,
+)
 from torchfil.private import (
     Examples,
     Output,
     Private,
     embeddings_to_protect,
     floating_inputs_of,
+    num_examples,
     outputs_of_one_example,
 )
 from torchfil.utils.trees import kind_of, map_tensors, tensors_of
@@ -49,9 +59,10 @@ class Replica:
 
     Args:
         module: The user's module, before it is wrapped.
+        batch_first: Whether examples lie along the first dimension of its inputs; otherwise along the second.
 
     Attributes:
-        live: The user's module.
+        live: The user's module; it takes examples along the first dimension even if the user's own calls do not.
         template: The copy, on the meta device.
         device: The device of the live parameters.
         written: The names of buffers that a forward pass writes into; None: not known yet.
@@ -59,8 +70,9 @@ class Replica:
         opaque_changes: How often one became a value that cannot be taken over.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.live = module
+    def __init__(self, module: nn.Module, *, batch_first: bool = True) -> None:
+        self.batch_first = batch_first
+        self.live = module = module if batch_first else with_examples_first(module)
         self.template = copy_without_weights(module)
         self.device = next(module.parameters()).device
         self.written: set[str] | None = None
@@ -91,6 +103,10 @@ class Replica:
 
     def let_go(self) -> None:
         """Free weights that were gathered."""
+
+    def examples_first(self, tree: Any) -> Any:
+        """The user's inputs, or a batch, with the examples along the first dimension, as ``live`` takes them."""
+        return tree if self.batch_first else turned(tree)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -126,6 +142,7 @@ class Replica:
                     self._outputs[kind] = outputs_of_one_example(self.live, names, public)
             return self._outputs[kind]
 
+        num_examples(args, kwargs, targets)  # before the model is called with one example
         if private is None or not (private.submodules or private.target or private.inputs is not None):
             private = self._with_embeddings(private or Private(), args, dict(kwargs))
         examples = Examples.from_call(
@@ -259,7 +276,8 @@ class Replica:
 
     def _take_over(self, live: dict[str, Any], copied: dict[str, Any]) -> tuple[bool, bool]:
         """Set one module's plain attributes; return whether a non-integer changed, and whether an integer changed."""
-        gone = [name for name, value in copied.items() if is_plain(value) and name not in live]
+        live = {name: value for name, value in live.items() if name != HOOKS_INSTALLED}  # each has its own hooks
+        gone = [name for name, value in copied.items() if is_plain(value) and name not in {*live, HOOKS_INSTALLED}]
         for name in gone:
             del copied[name]
 

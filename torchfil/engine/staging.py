@@ -103,7 +103,8 @@ class LogicalBatch:
             raise RuntimeError(
                 f"{len(ids)} examples were seen in {len(forwards)} forward passes, but there are {num_gradients} "
                 "per-example gradients. Call the model once per batch, with the whole batch; to use it on parts or "
-                "twice, put both calls into one module."
+                "twice, put both calls into one module. Examples must lie along the first dimension of the model's "
+                "outputs, and of its inputs unless batch_first=False."
             )
 
         together = [*ids, *self.ids]

@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchfil.fisher.checkpointing import without_checkpoints
@@ -29,6 +29,7 @@ from torchfil.fisher.models import (
     call_with,
     check_modules,
     check_unweighted_mean,
+    explain_derivatives,
     explain_layers,
     explain_randomness,
     trainable_and_constant,
@@ -45,14 +46,14 @@ from torchfil.fisher.precision import (
     wide_dtype,
 )
 from torchfil.private import Examples, Inputs, Private, added_to_outputs
-from torchfil.utils.trees import map_tensors
+from torchfil.utils.errors import ran_out
+from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "differentiable_twice", "flatten"]
 
 LossFunction = Callable[[Any, Any], Tensor]
 DEFAULT_MAX_MEMORY = 2**30
-_LOOKS = "data-dependent control flow"  # vmap's error if a model reads a tensor's values
-_looking: WeakSet[nn.Module] = WeakSet()  # models that do so: Hugging Face's ask whether a mask is all ones
+_unmapped: WeakSet[nn.Module] = WeakSet()  # models that torch.func does not run: they read a tensor's values, …
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ class ExampleGradients:
         """g of every example, [batch, p], and ℓ, [batch]."""
 
         def one(z: Tensor, public: Any) -> Tensor:
-            gradient, loss = grad_and_value(self.loss_of_one)(self.parameters, z, public)
+            gradient, loss = self._grad_and_value(self.loss_of_one)(self.parameters, z, public)
             return torch.cat([flatten(gradient), loss.reshape(1).to(self.dtype)])
 
         both = self._map(one, (), (self.num_parameters + 1,))
@@ -241,9 +242,9 @@ class ExampleGradients:
         """Jv of one example, [p], for z and v of shape [d]; may be mapped over either."""
 
         def directional(parameters: dict[str, Tensor]) -> Tensor:
-            return (grad(self.loss_of_one, argnums=1)(parameters, z, public) * v).sum()
+            return (self._grad_and_value(self.loss_of_one, 1)(parameters, z, public)[0] * v).sum()
 
-        return flatten(grad(directional)(self.parameters))
+        return flatten(self._grad_and_value(directional)(self.parameters)[0])
 
     def vjp(self, u: Tensor) -> Tensor:
         """Jᵀu of every example, [batch, d], for u of shape [p] (shared) or [batch, p]."""
@@ -252,10 +253,10 @@ class ExampleGradients:
             direction = self.unflatten(u)
 
             def directional(z: Tensor) -> Tensor:
-                gradient = grad(self.loss_of_one)(self.parameters, z, public)
+                gradient = self._grad_and_value(self.loss_of_one)(self.parameters, z, public)[0]
                 return torch.stack([(gradient[name] * direction[name]).sum() for name in gradient]).sum()
 
-            return grad(directional)(z)
+            return self._grad_and_value(directional)(z)[0]
 
         return self._map(one, ((u, 0 if u.ndim == 2 else None),), (self.num_coordinates,))
 
@@ -269,8 +270,10 @@ class ExampleGradients:
             columns = replace(self, examples=self.examples[rows]).jvp(basis.repeat(len(self), 1))
             return columns.unflatten(0, (len(self), len(basis))).mT
 
-        def one(z: Tensor, public: Any) -> Tensor:
-            return vmap(lambda e: self.jvp_of_one(z, public, e), out_dims=1)(basis)  # [p, columns]
+        def one(z: Tensor, public: Any) -> Tensor:  # [p, columns]
+            if self.model in _unmapped:
+                return torch.stack([self.jvp_of_one(z, public, e).detach() for e in basis], dim=1)
+            return vmap(lambda e: self.jvp_of_one(z, public, e), out_dims=1)(basis)
 
         return self._map(one, (), (self.num_parameters, len(basis)))
 
@@ -288,6 +291,10 @@ class ExampleGradients:
             )
         return value.reshape(())
 
+    def _grad_and_value(self, function: Callable[..., Tensor], argnum: int = 0) -> Callable[..., tuple[Any, Tensor]]:
+        """torch.func's ``grad_and_value``; the same by plain backward passes if torch.func does not run the model."""
+        return (_plain_grad_and_value if self.model in _unmapped else grad_and_value)(function, argnum)
+
     @cached_property
     def _buffers(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.model.named_buffers())
@@ -299,20 +306,23 @@ class ExampleGradients:
     def _map(
         self, one: Callable[..., Tensor], extra: tuple[tuple[Tensor, int | None], ...], shape: tuple[int, ...]
     ) -> Tensor:
-        """``one`` over all examples together, or one after the other if the model reads a tensor's values."""
-        if self.model not in _looking:
+        """``one`` over all examples together, or one after the other if torch.func does not run the model.
+
+        It does not run models that read a tensor's values, send rows to experts, or have autograd functions of old.
+        """
+        if self.model not in _unmapped:
             try:
                 return self._mapped_together(one, extra, shape)
             except RuntimeError as error:
-                if _LOOKS not in str(error):
+                if ran_out(error):
                     raise
-            _looking.add(self.model)
+                _unmapped.add(self.model)
         rows = []
         for i in range(len(self)):
             example = self.examples[slice(i, i + 1)]
             public = map_tensors(lambda leaf: leaf[0], example.public)
             more = [given if dim is None else given[i] for given, dim in extra]
-            with self._mapping_state(), replayed_masks(example.masks):
+            with explain_derivatives(), self._mapping_state(), replayed_masks(example.masks):
                 rows.append(wide(one(example.z[0], public, *more).detach()))
         return torch.stack(rows) if rows else torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
 
@@ -342,6 +352,25 @@ class ExampleGradients:
             name: piece.reshape(value.shape)
             for (name, value), piece in zip(self.parameters.items(), pieces, strict=True)
         }
+
+
+def _plain_grad_and_value(function: Callable[..., Tensor], argnum: int) -> Callable[..., tuple[Any, Tensor]]:
+    """The gradient with respect to one argument, which can be differentiated again, and the value."""
+
+    def run(*args: Any) -> tuple[Any, Tensor]:
+        given = map_tensors(lambda leaf: leaf if leaf.requires_grad else leaf.detach().requires_grad_(), args[argnum])
+        leaves = tensors_of(given)
+        with torch.enable_grad():
+            value = function(*args[:argnum], given, *args[argnum + 1 :])
+            moving = (
+                value if value.requires_grad else 0 * torch.stack([leaf.sum() for leaf in leaves]).sum()
+            )  # constant
+            parts = iter(
+                torch.autograd.grad(moving, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
+            )
+        return map_tensors(lambda _: next(parts), given), value
+
+    return run
 
 
 def flatten(tree: Mapping[str, Tensor]) -> Tensor:

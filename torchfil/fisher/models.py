@@ -16,20 +16,27 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from torchfil.fisher.missing import with_second_derivatives
-from torchfil.utils.errors import UnsupportedModuleError
+from torchfil.utils.errors import UnsupportedModuleError, ran_out
+from torchfil.utils.trees import map_tensors
 
 __all__ = [
+    "HOOKS_INSTALLED",
     "call_with",
     "check_modules",
     "check_unweighted_mean",
     "copy_without_weights",
+    "explain_derivatives",
     "explain_layers",
     "explain_randomness",
     "has_active_dropout",
     "may_drop",
     "trainable_and_constant",
+    "turned",
+    "with_examples_first",
     "without_opacus",
 ]
+
+HOOKS_INSTALLED = "_output_capturing_hooks_installed"  # by transformers, at the first call that wants hidden states
 
 
 def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
@@ -94,7 +101,42 @@ def copy_without_weights(module: nn.Module) -> nn.Module:
         memo[id(part.__dict__.get("autograd_grad_sample_hooks"))] = []
         memo[id(part.__dict__.get("activations"))] = []
     memo.pop(id(None), None)
-    return copy.deepcopy(module, memo)
+    try:
+        copied = copy.deepcopy(module, memo)
+    except RuntimeError as error:
+        raise UnsupportedModuleError(
+            f"the model cannot be copied ({_first_line(error)}): it holds a tensor that was computed from parameters. "
+            "Use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm; detach other "
+            "tensors that modules hold as attributes, or compute them in forward()."
+        ) from error
+    for part in copied.modules():
+        vars(part).pop(HOOKS_INSTALLED, None)
+    return copied
+
+
+def turned(tree: Any) -> Any:
+    """The same with the first two dimensions of each tensor exchanged; a tensor with one dimension stays as it is."""
+    return map_tensors(lambda leaf: leaf.transpose(0, 1) if leaf.ndim > 1 else leaf, tree)
+
+
+def with_examples_first(module: nn.Module) -> nn.Module:
+    """A module whose inputs have the examples along their second dimension, as one that takes them along the first.
+
+    Both have the same weights, attributes, hooks and children.
+
+    Example:
+        >>> module = nn.Flatten(0, 1)
+        >>> with_examples_first(module)(torch.tensor([[1, 2], [3, 4]])), module(torch.tensor([[1, 2], [3, 4]]))
+        (tensor([1, 3, 2, 4]), tensor([1, 2, 3, 4]))
+    """
+    kind = type(module)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.__call__(self, *turned(args), **turned(kwargs))
+
+    alias: nn.Module = object.__new__(type(kind.__name__, (kind,), {"__call__": call}))
+    object.__setattr__(alias, "__dict__", module.__dict__)
+    return alias
 
 
 def without_opacus(model: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -139,10 +181,14 @@ def check_modules(model: nn.Module, *, allow_dropout: bool = False) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             trainable = any(value.requires_grad for value in module.parameters(recurse=False))
             if module.training or trainable:
+                fix = "opacus.validators.ModuleValidator.fix does"
+                if not type(module).__module__.startswith("torch."):  # timm's: with an activation, unknown to Opacus
+                    act = f", model.get_submodule({name!r}).act" if hasattr(module, "act") else ""
+                    parts = f"GroupNorm(1, {module.num_features}){act}"
+                    fix = f"for each such layer: model.set_submodule({name!r}, nn.Sequential(nn.{parts}))"
                 raise UnsupportedModuleError(
                     f"{where}: batch normalisation mixes the examples of a batch, so no gradient belongs to one "
-                    "example. Replace it with GroupNorm (opacus.validators.ModuleValidator.fix does), or freeze it "
-                    "and put it in eval mode."
+                    f"example. Replace it with GroupNorm ({fix}), or freeze it and put it in eval mode."
                 )
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
             raise UnsupportedModuleError(
@@ -171,13 +217,28 @@ def explain_randomness() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def explain_derivatives() -> Iterator[None]:
+    """If the gradient of a single example cannot be taken or differentiated, say what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if ran_out(error):
+            raise
+        raise UnsupportedModuleError(
+            f"one example's gradient, or its derivative, cannot be computed ({_first_line(error)}): the model does not "
+            "run on a batch of one, or torch has no second derivative of an operation in the model or the loss. Write "
+            "that operation with others, for example (x[:, None] - y).norm(dim=-1) instead of torch.cdist(x, y)."
+        ) from error
+
+
+@contextlib.contextmanager
 def explain_layers(model: nn.Module) -> Iterator[None]:
     """If something inside fails, name layers that are known to fail, and what to use instead."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if ran_out(error):
+            raise
         culprits = [
             f"{name or type(model).__name__} ({type(module).__name__}): {instead}"
             for name, module in model.named_modules()
@@ -186,9 +247,13 @@ def explain_layers(model: nn.Module) -> Iterator[None]:
         if not culprits:
             raise
         raise UnsupportedModuleError(
-            f"the gradient could not be taken example by example ({str(error).strip().splitlines()[0]}). Layers known "
+            f"the gradient could not be taken example by example ({_first_line(error)}). Layers known "
             f"to prevent that: {'; '.join(culprits)}."
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _instead_of(module: nn.Module) -> str | None:

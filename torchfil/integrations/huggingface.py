@@ -24,6 +24,7 @@ from torchfil.fisher.models import check_unweighted_mean
 from torchfil.integrations.model_loss import ModelLoss
 from torchfil.integrations.optimizer import OptimizerOfTheLoop
 from torchfil.integrations.table import write_table
+from torchfil.private import decoder_tokens
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -219,9 +220,9 @@ class FILTrainer(Trainer):
         labels = {name: batch[name] for name in names}
         if len(names) == 1:
             labels = labels[names[0]]
-            shift = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
-            if shift is not None and "decoder_input_ids" not in inputs:  # made from labels, hidden from the model
-                inputs["decoder_input_ids"] = shift(labels=labels)
+            tokens = decoder_tokens(self.model, labels) if "decoder_input_ids" not in inputs else None
+            if tokens is not None:  # made from labels, hidden from the model
+                inputs["decoder_input_ids"] = tokens
         return inputs, labels
 
     # ------------------------------------------------------------------ checkpoints

@@ -10,7 +10,7 @@ from torchfil.private.batches import Inputs, as_call, as_given, check_finite, ch
 from torchfil.private.choice import Coordinates, Private, superpixel
 from torchfil.private.embeddings import embeddings_to_protect, floating_inputs_of
 from torchfil.private.examples import Examples
-from torchfil.private.submodules import Output, added_to_outputs, outputs_of_one_example
+from torchfil.private.submodules import Output, added_to_outputs, decoder_tokens, outputs_of_one_example
 
 __all__ = [
     "Coordinates",
@@ -23,6 +23,7 @@ __all__ = [
     "as_given",
     "check_finite",
     "check_finite_later",
+    "decoder_tokens",
     "embeddings_to_protect",
     "floating_inputs_of",
     "num_examples",

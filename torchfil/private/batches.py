@@ -142,7 +142,8 @@ def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
     if len(sizes) > 1:
         raise ValueError(
             "inputs and targets disagree on the number of examples: their shapes are "
-            f"{[tuple(leaf.shape) for leaf in every]}; the first dimension must run over examples"
+            f"{[tuple(leaf.shape) for leaf in every]}; the first dimension must run over examples (the second of the "
+            "inputs with make_private(batch_first=False)); pad graphs or sets to one size and stack them, with a mask"
         )
     return sizes.pop()
 

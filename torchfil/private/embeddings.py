@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchfil.private.batches import Key, first_example, is_mask, named_inputs
 from torchfil.private.choice import floating_inputs
 from torchfil.private.padding import names_of_inputs
-from torchfil.private.submodules import inputs_by_storage, storage_of
+from torchfil.private.submodules import inputs_by_storage, padded_input, padding_of, storage_of
 
 __all__ = ["Embedded", "embeddings_called", "embeddings_to_protect", "floating_inputs_of"]
 
@@ -37,7 +37,8 @@ def floating_inputs_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
 def embeddings_called(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Embedded]:
     """The embeddings that a forward pass over the first example calls, with the inputs that they take.
 
-    Embeddings of positions 0, 1, 2, … are left out: they reveal nothing about an example.
+    Embeddings of positions are left out, because they reveal nothing about an example: those that are called with
+    0, 1, 2, …, and those that only use the shape of their input, such as BART's.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(6, 1))
@@ -51,12 +52,15 @@ def embeddings_called(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
         for name, module in model.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
 
-                def note(_module: nn.Module, inputs: tuple[Any, ...], _output: Any, name: str = name) -> None:
-                    source = given.get(storage_of(inputs[0] if inputs else None))
-                    if source is not None or not _is_range(inputs[0] if inputs else None):
+                def note(module: nn.Module, inputs: Any, more: Any, output: Any, name: str = name) -> None:
+                    taken = inputs[0] if inputs else None
+                    source = given.get(storage_of(taken)) or padded_input(given, taken, padding_of(model, module))
+                    if source is None and _is_range(taken):
+                        return
+                    if source is None or _uses_values(module, inputs, more, output):
                         called[Embedded(name, None if source is None else source.key)] = None
 
-                stack.callback(module.register_forward_hook(note).remove)
+                stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
         with torch.no_grad():
             model(*args, **kwargs)
     return list(called)
@@ -81,6 +85,17 @@ def embeddings_to_protect(model: nn.Module, args: tuple[Any, ...], kwargs: Mappi
     tables = {id(model.get_submodule(name).weight) for name in chosen}
     sharing = [each.name for each in called if id(model.get_submodule(each.name).weight) in tables]
     return tuple(dict.fromkeys(sharing))
+
+
+def _uses_values(module: nn.Module, inputs: tuple[Any, ...], more: Mapping[str, Any], output: Any) -> bool:
+    """Whether an embedding returns something else for other integers; padding tokens stay as they are."""
+    if type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward):
+        return True
+    tokens, size = inputs[0], module.num_embeddings
+    padding = -1 if module.padding_idx is None else module.padding_idx
+    others = (tokens + 1) % size
+    others = torch.where(others == padding, (others + 1) % size, others).where(tokens != padding, tokens)
+    return torch.equal(others, tokens) or not torch.equal(module.forward(others, *inputs[1:], **more), output)
 
 
 def _is_range(value: Any) -> bool:

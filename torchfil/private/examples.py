@@ -336,7 +336,8 @@ def _slots(
         _check_target(targets)
         slots.append((_Slot("target", None, targets.shape[1:], None), targets.dtype))
     for output in outputs:
-        keys, tokens = (output.key, output.submodule), (output.tokens, output.padding, output.mask_name)
+        keys = (output.key, output.submodule)
+        tokens = (output.tokens, output.padding, output.mask_name, output.appended)
         limit = private.max_length if output.positions else None
         own = None
         if output.positions:

@@ -36,11 +36,13 @@ class OwnPositions:
             function from the inputs (in the form of a batch) to one of these.
         padding: Tokens equal to it are padding.
         inverted: Whether the mask is true at padding, as torch's ``key_padding_mask`` is.
+        appended: How many positions of padding the model itself adds behind those of ``source``.
     """
 
     source: Lengths
     padding: int | None = None
     inverted: bool = False
+    appended: int = 0
 
     def __str__(self) -> str:
         if callable(self.source):
@@ -66,6 +68,8 @@ class OwnPositions:
             own = torch.arange(length, device=given.device) < given.reshape(-1, 1)
         else:
             own = ~_is_kept(given) if self.inverted and not given.is_floating_point() else _is_kept(given)
+        if own.ndim >= 2 and own.shape[1] + self.appended == length:
+            own = torch.cat([own, own.new_zeros(len(own), self.appended, *own.shape[2:])], dim=1)
         if own.ndim < 2 or own.shape[1] != length:
             raise ValueError(
                 f"lengths={self.source!r} yields a mask of shape {tuple(own.shape)} for private values at {length} "
@@ -97,6 +101,7 @@ def own_positions(
     tokens: Lengths | None = None,
     padding: int | None = None,
     mask_name: str = "attention_mask",
+    appended: int = 0,
 ) -> OwnPositions | None:
     """Which positions of a private tensor are the example's own; None: all.
 
@@ -111,13 +116,16 @@ def own_positions(
         tokens: The input that an embedding was called with, or a function from the inputs to its tokens.
         padding: Its padding token.
         mask_name: What a mask of its positions is called; the tokens' name decides if it contains ``input_ids``.
+        appended: How many positions of padding the model itself adds behind the tokens.
     """
     if lengths is not None:
         if not callable(lengths) and lengths not in named:
             raise ValueError(f"lengths={lengths!r} is not among the inputs {list(named)}")
-        return OwnPositions(lengths, inverted=not callable(lengths) and _is_inverted(_name(lengths, names)))
+        inverted = not callable(lengths) and _is_inverted(_name(lengths, names))
+        return OwnPositions(lengths, inverted=inverted, appended=appended)
     if not shape:
         return None
+    shape = torch.Size((shape[0] - appended, *shape[1:]))
     text = "" if callable(tokens) else _name(tokens, names)
     masks = {text.replace(_TOKENS, "attention_mask") if _TOKENS in text else mask_name}
     masks |= {f"{text}_{_INVERTED}"} | (set() if text == "tgt" else {_INVERTED, f"src_{_INVERTED}"})
@@ -125,10 +133,10 @@ def own_positions(
         name, value = _name(key, names), given.value
         fits = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1:] == shape[: value.ndim - 1]
         if fits and name in masks:
-            return OwnPositions(key, inverted=_is_inverted(name))
+            return OwnPositions(key, inverted=_is_inverted(name), appended=appended)
     if tokens is None or padding is None:
         return None
-    return OwnPositions(tokens, padding)
+    return OwnPositions(tokens, padding, appended=appended)
 
 
 def own_positions_of_input(

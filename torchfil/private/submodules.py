@@ -16,7 +16,17 @@ from torch import Tensor, nn
 
 from torchfil.private.batches import Key, first_example, named_inputs
 
-__all__ = ["Given", "Output", "added_to_outputs", "inputs_by_storage", "outputs_of_one_example", "storage_of"]
+__all__ = [
+    "Given",
+    "Output",
+    "added_to_outputs",
+    "decoder_tokens",
+    "inputs_by_storage",
+    "outputs_of_one_example",
+    "padded_input",
+    "padding_of",
+    "storage_of",
+]
 
 Offsets = Mapping[str, Sequence[Tensor]]  # by submodule, one for each of its calls
 
@@ -35,6 +45,7 @@ class Output:
             decoder that shifts the labels, a function from the inputs to its tokens.
         padding: The padding token, if the embedding or the model's configuration names one.
         mask_name: What a mask of its positions would be called.
+        appended: How many padding tokens the model itself puts behind ``tokens``, as Longformer does.
     """
 
     submodule: str
@@ -45,6 +56,7 @@ class Output:
     tokens: Key | Callable[[Any], Tensor] | None = None
     padding: int | None = None
     mask_name: str = "attention_mask"
+    appended: int = 0
 
 
 def outputs_of_one_example(model: nn.Module, names: Sequence[str], public: Any) -> tuple[Output, ...]:
@@ -127,18 +139,18 @@ def _output(
         return Output(name, key, shape, output.dtype, positions=len(shape) >= 2)
     by_position = isinstance(taken, Tensor) and taken.ndim >= 2 and output.shape == (*taken.shape, output.shape[-1])
     source = given.get(storage_of(taken)) if by_position else None
-    tokens: Any = source.key if source is not None and source.size == taken.numel() else None
-    padding = module.padding_idx
-    if padding is None:
-        padding = getattr(getattr(model, "config", None), "pad_token_id", None)
-    padding = padding if isinstance(padding, int) else None
+    tokens: Any = source.key if source is not None and source.value.numel() == taken.numel() else None
+    padding, appended = padding_of(model, module), 0
+    padded = padded_input(given, taken, padding) if tokens is None and by_position else None
+    if padded is not None:
+        tokens, appended = padded.key, taken.shape[1] - padded.value.shape[1]
 
     # A decoder may make its tokens from the labels; the mask of the encoder's text does not apply to them.
     if tokens is not None or "decoder" not in name:
-        return Output(name, key, shape, output.dtype, by_position, tokens, padding)
-    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if callable(shift) and any(source.key == "labels" for source in given.values()):
-        tokens = lambda inputs: shift(inputs["labels"])  # noqa: E731
+        return Output(name, key, shape, output.dtype, by_position, tokens, padding, appended=appended)
+    labels = [source.value for source in given.values() if source.key == "labels"]
+    if labels and decoder_tokens(model, labels[0]) is not None:
+        tokens = lambda inputs: decoder_tokens(model, inputs["labels"])  # noqa: E731
     return Output(name, key, shape, output.dtype, by_position, tokens, padding, "decoder_attention_mask")
 
 
@@ -200,18 +212,53 @@ def called_otherwise(name: str, times: int, expected: int | None = None) -> Valu
 
 
 class Given(NamedTuple):
-    """An input and how many numbers it holds."""
+    """An input."""
 
     key: Key
-    size: int
+    value: Tensor
 
 
 def inputs_by_storage(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Given]:
     """Inputs by their place in memory: a view of an input counts as that input."""
     named = {key: given.value for key, given in named_inputs(args, kwargs).items() if isinstance(given.value, Tensor)}
-    return {storage_of(value): Given(key, value.numel()) for key, value in named.items()}
+    return {storage_of(value): Given(key, value) for key, value in named.items()}
 
 
 def storage_of(value: Any) -> int:
     """The address of a tensor's memory; 0 for anything else."""
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0
+
+
+def decoder_tokens(model: nn.Module, labels: Tensor) -> Tensor | None:
+    """The tokens that a decoder makes from labels [batch, T]; None: it makes none.
+
+    The model's own method makes them. Without one, as in Whisper, labels move one place to the right behind the start
+    token, with padding instead of −100.
+    """
+    own: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if own is not None:
+        tokens: Tensor = own(labels)
+        return tokens
+    config, generates = getattr(model, "config", None), getattr(model, "can_generate", lambda: False)
+    start, padding = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+    if not (getattr(config, "is_encoder_decoder", False) and generates()) or start is None or padding is None:
+        return None
+    shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
+    return shifted.masked_fill(shifted == -100, padding)
+
+
+def padding_of(model: nn.Module, embedding: nn.Module) -> int | None:
+    """The padding token, if the embedding or the model's configuration names one."""
+    padding = getattr(embedding, "padding_idx", None)
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None) if padding is None else padding
+    return padding if isinstance(padding, int) else None
+
+
+def padded_input(given: Mapping[int, Given], taken: Any, padding: int | None) -> Given | None:
+    """The input [1, T] that a model has made longer by padding tokens behind it, as Longformer does; None: none."""
+    for each in given.values() if isinstance(taken, Tensor) and taken.ndim == 2 and padding is not None else ():
+        length = each.value.shape[1] if each.value.ndim == 2 else 0
+        starts = 0 < length < taken.shape[1] and torch.equal(taken[:, :length], each.value)
+        if starts and bool((taken[:, length:] == padding).all()):
+            return each
+    return None

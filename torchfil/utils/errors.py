@@ -6,7 +6,11 @@ import sys
 from functools import cache
 from typing import Any
 
-__all__ = ["CheckpointError", "RunFileError", "UnsupportedModuleError"]
+import torch
+
+__all__ = ["CheckpointError", "RunFileError", "UnsupportedModuleError", "ran_out"]
+
+_OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 class UnsupportedModuleError(ValueError):
@@ -41,3 +45,13 @@ class RunFileError(ValueError):
 
 class CheckpointError(ValueError):
     """A checkpoint file is damaged or truncated, or was not written by torchfil."""
+
+
+def ran_out(error: RuntimeError) -> bool:
+    """Whether a device ran out of memory.
+
+    Example:
+        >>> ran_out(torch.OutOfMemoryError("CUDA out of memory.")), ran_out(RuntimeError("shapes differ"))
+        (True, False)
+    """
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)

@@ -208,6 +208,22 @@ def ending() -> list[dict[str, Tensor]]:
     return examples
 
 
+def hidden_loss(outputs: Any, labels: Tensor) -> Tensor:
+    """Cross-entropy of the logits, and a penalty of the first layer's inputs and outputs."""
+    return logits_loss(outputs, labels) + 0.1 * sum(state.square().mean() for state in outputs.hidden_states)
+
+
+BART = {
+    **TEXT,
+    "d_model": WIDTH,
+    **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": WIDTH for side in ("encoder", "decoder")},
+    "max_position_embeddings": 12,
+    "decoder_start_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 WORDS_OF_BERT = "bert.embeddings.word_embeddings"
 MODELS = [
     encoder("BertForSequenceClassification", WORDS_OF_BERT),
@@ -229,6 +245,21 @@ MODELS = [
         loss_inside=True,
         private=WORDS_OF_BERT,
         collate=to_the_longest,
+    ),
+    Model(
+        "BertForSequenceClassification, a loss on its hidden states",
+        "transformers",
+        partial(
+            _build,
+            config="BertConfig",
+            head="BertForSequenceClassification",
+            drops=BERT_DROPS,
+            options={**ENCODER, "output_hidden_states": True},
+        ),
+        texts,
+        hidden_loss,
+        private=WORDS_OF_BERT,
+        criterion_needed=True,
     ),
     Model(
         "BertForTokenClassification",
@@ -324,6 +355,15 @@ MODELS = [
         token_loss,
         loss_inside=True,
         private=("encoder.embed_tokens", "decoder.embed_tokens"),
+    ),
+    Model(
+        "BartForConditionalGeneration",
+        "transformers",
+        partial(_build, config="BartConfig", head="BartForConditionalGeneration", drops=("dropout",), options=BART),
+        pairs,
+        token_loss,
+        loss_inside=True,
+        private=("model.encoder.embed_tokens", "model.decoder.embed_tokens"),
     ),
     Model(
         "T5ForSequenceClassification",

@@ -56,12 +56,15 @@ class BatchChecks:
         Inputs decide, or targets if the inputs match no batch (they were augmented). A match with the last batch is
         right, a match with an earlier batch is wrong, and anything else passes. The first and last rows are compared.
         """
-        now, given = _tensors(self.tracker.batch), _tensors(inputs)
+        now, given = _tensors(self.replica.examples_first(self.tracker.batch)), _tensors(inputs)
         if any(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a in given for b in now):
             return nothing
         kinds = {(leaf.shape, leaf.dtype) for leaf in (*given, *_tensors(targets))}
         before = [
-            leaf for batch in self.tracker.earlier for leaf in _tensors(batch) if (leaf.shape, leaf.dtype) in kinds
+            leaf
+            for batch in self.tracker.earlier
+            for leaf in _tensors(self.replica.examples_first(batch))
+            if (leaf.shape, leaf.dtype) in kinds
         ]
         if not before:
             return nothing
@@ -97,7 +100,7 @@ class BatchChecks:
 
         own = False  # whether an input comes from the loader
         for given in _tensors((forward.args, forward.kwargs)):
-            for rows in _tensors(forward.batch):
+            for rows in _tensors(self.replica.examples_first(forward.batch)):
                 if given.shape != rows.shape or given.dtype != rows.dtype:
                     continue
                 how = how_rows_mix(given, rows.to(given.device))

@@ -13,7 +13,7 @@ from torchfil.engine.replica import Replica
 from torchfil.engine.step.captured import BUCKETS, Begun, CapturedPasses, OutputLook
 from torchfil.engine.step.checks import check_copy
 from torchfil.engine.step.forwards import ForwardPass
-from torchfil.engine.step.memory import PassMemory, is_recorded, passes_within, ran_out, recorded_pass_within
+from torchfil.engine.step.memory import PassMemory, is_recorded, passes_within, recorded_pass_within
 from torchfil.engine.step.values import StepValues, Wanted, joined, values_of
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.draws import Draws
@@ -31,6 +31,7 @@ from torchfil.fisher.recording import (
     run_alike,
 )
 from torchfil.private import Examples
+from torchfil.utils.errors import ran_out
 from torchfil.utils.trees import form_of, tensors_of
 
 __all__ = ["Evaluator"]
@@ -170,7 +171,7 @@ class Evaluator:
     def recorded_forward(self, examples: Examples, gradients: ExampleGradients) -> RecordedForward | None:
         """The forward half of a recorded pass of the live model; None if it could not be completed to a whole pass."""
         key = self._key(gradients)
-        tried = self._plans.get(key)
+        tried = self._plans.get(key) if len(examples) else None
         if tried is None or not tried.fits or self.replica.written or key in self._not_recorded_live:
             return None
         if self._uses_graphs(examples) or len(examples) > self._room(tried):

@@ -256,6 +256,7 @@ class LoopForward:
         """What the loop receives: the outputs as the start of a graph that ends here."""
         self.replica.gather()
         make_current((args, kwargs))  # a batch that the model itself reads
+        args, kwargs = self.replica.examples_first((args, kwargs))
 
         # With a graph, a loss that uses more of the model than its outputs shows up at the parameters.
         device = self.replica.device
@@ -341,6 +342,7 @@ class HookedForward:
         if outputs is None or not (module.training and torch.is_grad_enabled()):
             return None
         # An output may be made from another; the loss is differentiated with respect to each alone.
+        args, kwargs = self.replica.examples_first((args, kwargs))
         call = self._inside.call(args, kwargs, outputs, tuple(self._masks))
         apart = map_tensors(lambda leaf: leaf.view_as(leaf) if leaf.requires_grad else leaf, outputs)
         autocast = autocast_now(self.replica.device)

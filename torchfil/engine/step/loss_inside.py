@@ -21,6 +21,7 @@ from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.models import call_with, trainable_and_constant
+from torchfil.private import decoder_tokens
 from torchfil.utils.trees import flattened, form_of, tensors_of
 
 __all__ = ["NO_TARGETS", "LossInside", "ModelCall"]
@@ -91,9 +92,9 @@ class LossInside:
         rest = {key: value for key, value in kwargs.items() if key not in labels}
 
         # A decoder reads the labels, shifted one place to the right.
-        shifted = getattr(self.replica.live, "prepare_decoder_input_ids_from_labels", None)
-        if shifted is not None and "labels" in labels and rest.get("decoder_input_ids") is None:
-            rest["decoder_input_ids"] = shifted(labels["labels"])
+        if "labels" in labels and rest.get("decoder_input_ids") is None:
+            tokens = decoder_tokens(self.replica.live, labels["labels"])
+            rest |= {} if tokens is None else {"decoder_input_ids": tokens}
         return rest, next(iter(labels.values())) if len(labels) == 1 else labels
 
     def _pulled(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, place: int) -> dict[int, Tensor]:

@@ -14,16 +14,15 @@ from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.estimators import get_estimator
 from torchfil.fisher.recording import Plan
 from torchfil.fisher.recording.graphs import release_memory
+from torchfil.utils.errors import ran_out
 
-__all__ = ["PassMemory", "is_recorded", "passes_within", "ran_out", "recorded_pass_within"]
+__all__ = ["PassMemory", "is_recorded", "passes_within", "recorded_pass_within"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Passes = Sequence[tuple[int, int]]  # over one batch: examples at once, and bytes per example
 Cut = Callable[[int], Passes]  # from a limit in bytes
-
-_TEXTS = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 class PassMemory:
@@ -108,16 +107,6 @@ class PassMemory:
                 stacklevel=2,
             )
         return True
-
-
-def ran_out(error: RuntimeError) -> bool:
-    """Whether a device ran out of memory.
-
-    Example:
-        >>> ran_out(torch.OutOfMemoryError("CUDA out of memory.")), ran_out(RuntimeError("shapes differ"))
-        (True, False)
-    """
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _TEXTS)
 
 
 def passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:

@@ -281,7 +281,7 @@ class StepPipeline(StepStages):
         """The call of the model that a step replaces, and the loss; None for an empty batch before they are known."""
         if targets is NO_TARGETS and (self.options.batch_to_inputs is not None or not isinstance(inputs, Mapping)):
             inputs, targets = split_batch(inputs, self.options.batch_to_inputs)
-        args, kwargs = as_call(inputs)
+        args, kwargs = self.replica.examples_first(as_call(inputs))
         loss = self.run.loss
         if loss is None and all(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim):
             loss = self._identified(self._own_pass(args, kwargs))
