@@ -49,7 +49,7 @@ class Ledger:
 
     Example:
         >>> ledger = Ledger(num_examples=3, num_coordinates=2)
-        >>> after = ledger.add(Contribution(torch.tensor([0, 2]), torch.ones(2)))  # a step that was skipped at random
+        >>> ledger.add(Contribution(torch.tensor([0, 2]), torch.ones(2)))  # a step that was skipped at random
         >>> ledger.sums["participations"].tolist()
         [1, 0, 1]
         >>> ledger
@@ -181,18 +181,13 @@ class Ledger:
         self.sums.extend(num_examples)
         self.num_examples = max(self.num_examples, num_examples)
 
-    def add(self, *contributions: Contribution) -> Mapping[str, Tensor]:
-        """Add the contributions of the batches of one step, at least one; each example occurs in them at most once.
-
-        Returns the new sums of these examples, [examples, …] each, on the device of the contributions, except those
-        by coordinate.
-        """
+    def add(self, *contributions: Contribution) -> None:
+        """Add the contributions of the batches of one step, at least one; each example occurs in them at most once."""
         examples = torch.cat([contribution.rows.to(self.device) for contribution in contributions])
         with self.sums.rows_of(examples, contributions[0].squared_norm.device) as sums:
             sizes = [len(contribution.rows) for contribution in contributions]
             for contribution, own in zip(contributions, sums.split(sizes), strict=True):
                 self._book(contribution, own)
-        return sums
 
     def _book(self, contribution: Contribution, sums: BatchRows) -> None:
         """Add the contribution of one batch to the sums of its examples."""

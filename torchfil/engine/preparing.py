@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,16 @@ from torchfil.engine.options import Accounting, RunOptions
 from torchfil.engine.ranks import Ranks
 from torchfil.engine.streams import check_stream, is_stream
 
-__all__ = ["asked_question", "check_noise", "checked_options", "drawn_by_a_step", "names_of", "with_rate"]
+__all__ = [
+    "asked_question",
+    "check_noise",
+    "checked_options",
+    "drawn_by_a_step",
+    "most_in_a_pass",
+    "names_of",
+    "set_rate",
+    "with_rate",
+]
 
 
 def checked_options(
@@ -41,6 +51,11 @@ def checked_options(
             "the model is already private (make_private was called on it); pass the plain module, or its _module"
         )
     check_optimizer(module, optimizer)
+    if accounting.sample_rate is not None and not poisson_sampling:
+        raise ValueError(
+            f"sample_rate={accounting.sample_rate} is the rate of Poisson sampling, and poisson_sampling=False draws "
+            "nothing at random: leave one of them out"
+        )
     if is_stream(data_loader):
         check_stream(data_loader, accounting, id_of, poisson_sampling=poisson_sampling)
     else:
@@ -69,6 +84,14 @@ def check_noise(noise_multiplier: float, noise_generator: torch.Generator | None
         )
 
 
+def set_rate(prepared: Any, sample_rate: float | None) -> None:
+    """Let the loader that Opacus prepared draw at this rate, in passes of ⌊1/q⌋ batches; None: at its own."""
+    if sample_rate is not None:
+        sampler = prepared.batch_sampler
+        sampler.sample_rate = prepared.sample_rate = sample_rate
+        sampler.steps = sampler.num_batches = int(1 / sample_rate + 1e-9)
+
+
 def with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
     """Add the rate of Poisson sampling; unchanged if the loader draws otherwise."""
     sampler = prepared.batch_sampler
@@ -90,8 +113,16 @@ def drawn_by_a_step(loader: DataLoader[Any], num_examples: int, ranks: Ranks | N
     if is_stream(loader):
         assert loader.batch_size is not None
         return 1.0, loader.batch_size * (1 if ranks is None else ranks.size)
-    sample_rate = 1 / len(loader)
-    return sample_rate, int(num_examples * sample_rate)
+    sample_rate = float(getattr(loader.batch_sampler, "sample_rate", 1 / len(loader)))
+    return sample_rate, max(1, int(num_examples * sample_rate))
+
+
+def most_in_a_pass(loader: DataLoader[Any]) -> int:
+    """How often an example takes part in a pass without Poisson sampling, at most: 1, unless the sampler repeats."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if is_stream(loader) or sampler is None:
+        return 1
+    return max(1, math.ceil(len(sampler) / len(loader.dataset)))  # type: ignore[arg-type]
 
 
 def asked_question(question: str | None, rate: float | None, accounting: Accounting) -> str | None:

@@ -63,11 +63,8 @@ class LeakageReading(PrivacyEngine):
 
     @property
     def clip_weights(self) -> Tensor | None:
-        """ω of every example in the order of the data set, float64 [n]; None: none were given.
-
-        As given to make_private, lowered for those that ``min_mse_bound`` spares so far.
-        """
-        weights = self._training.run.weights.present
+        """ω of every example in the order of the data set, float64 [n]; None: none were given."""
+        weights = self._training.run.clip_weights
         return None if weights is None else weights.clone()
 
     def metrics(self, *, delta: float | None = None, prefix: str = "privacy/") -> dict[str, float]:

@@ -51,9 +51,7 @@ def render(report: Report) -> Markup | None:
     share = f" ({percent(min(number_of / max(examples, 1), 1.0))})" if isinstance(number_of, int) else ""
     about = "About " if report.summary.redacted and isinstance(number_of, int) else ""
     told = f"{about}{count(number_of)} of {examples:,} examples{share}"
-    smallest = "" if report.about("mechanism", "min_mse_bound") is None else " Weights are those at the end of the run."
-    if spared.smallest_weight is not None:
-        smallest = f" The smallest ω is {number(spared.smallest_weight)}." + smallest
+    smallest = "" if spared.smallest_weight is None else f" The smallest ω is {number(spared.smallest_weight)}."
     return join(
         paragraph(
             tag("b", told[:1].upper() + told[1:]),
