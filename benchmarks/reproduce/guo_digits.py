@@ -225,7 +225,8 @@ ROWS = (
         4,
         ("mnist",),
         gpu=True,
-        stand_in="the exact factors, and a second run that gives smaller weights to whom the first exposed most",
+        stand_in="the exact factors, and a second run that gives smaller weights to whom the first exposed most; "
+        "MEASURE-AGAIN",
         reason="One seed; three of them are in docs/guide/protect-the-few.md.",
     ),
 )

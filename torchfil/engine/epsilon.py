@@ -3,9 +3,9 @@
 If the sensitivity of a Gaussian mechanism to example i is ‖g̃_i‖ ≤ C, a step has for i the RDP of the noise multiplier
 σC/‖g̃_i‖ (Feldman & Zrnic 2021; Yu et al. 2022). Norms are rounded up to a grid, so that the numbers are computed once
 per grid value at the end. Between participations the last known norm is used, or C if there is none yet; therefore
-``norm_refresh`` is recommended. In a stream, whose batches are known, only the steps that used the example count. The
-result is **output-specific** (Yu et al. 2022): the norms depend on what this run released. It is an estimate; a
-guarantee needs a filter (Feldman & Zrnic 2021; Koskela et al. 2023).
+``norm_refresh`` is recommended. Without Poisson sampling batches may be known, and only the steps that used the example
+count. The result is **output-specific** (Yu et al. 2022): the norms depend on what this run released. It is an
+estimate; a guarantee needs a filter (Feldman & Zrnic 2021; Koskela et al. 2023).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NormHistory:
         device: The device or folder that holds the rows (:class:`torchfil.accounting.rows.RowTable`).
         clip_weights: The largest possible ‖g̃‖/C of each example, [n]; None: 1.
         lazy: Whether an example gets its row when it is first drawn; None: see above.
-        own_steps: Whether only steps that used an example count for it, because batches are known (a stream).
+        own_steps: Whether only steps that used an example count for it, because batches may be known.
     """
 
     def __init__(
