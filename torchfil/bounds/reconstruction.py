@@ -14,8 +14,8 @@ participations. Nothing else in the run may depend on Z: neither settings and we
 bound compares the run with Z to the run in which its gradients, of norm at most C, are left out (zero-out adjacency),
 in this direction only: with P the law of the run with Z = z and Q without, P(E) ≤ f(Q(E)) for each z, where f is the
 supremum above as a function of π₀. Under Q the guess is independent of Z and succeeds with probability ≤ π₀; as f is
-concave, Jensen's inequality gives f(π₀). Priors of an attacker who knows less about the others, or more about the
-batches, are outside it.
+concave, Jensen's inequality gives f(π₀). An attacker who knows less about the others is covered if Z is independent of
+them; otherwise π₀ must be that of somebody who knows them.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ from torchfil.engine.preparing import (
     drawn_by_a_step,
     most_in_a_pass,
     names_of,
-    set_rate,
     with_rate,
 )
 from torchfil.engine.ranks import Ranks, check_ranks
@@ -201,12 +200,11 @@ class FILPrivacyEngine(Resuming):
         prepared = self._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed, rand_on_empty=rand_on_empty
         )
-        set_rate(prepared, accounting.sample_rate)
         options = with_rate(options, prepared)
         options.mechanism(noise_multiplier, limit)  # raises for invalid numbers
         ids, seed = names_of(data_loader, id_of), accounting.generator().initial_seed()
         ranks = Ranks(seed, ids.num_examples, secure=self.secure_mode) if distributed else None
-        accounted_rate, drawn = drawn_by_a_step(prepared, ids.num_examples, ranks)
+        accounted_rate, drawn, divisor = drawn_by_a_step(prepared, ids, ranks, accounting.expected_batch_size)
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         with_hooks = partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
         training = assemble(
@@ -223,7 +221,7 @@ class FILPrivacyEngine(Resuming):
             {
                 "noise_multiplier": noise_multiplier,
                 "max_grad_norm": limit,
-                "expected_batch_size": accounting.expected_batch_size or drawn,
+                "expected_batch_size": divisor,
                 "loss_reduction": loss_reduction,
                 "generator": self.secure_rng if self.secure_mode else noise_generator,
                 "secure_mode": self.secure_mode,
@@ -233,8 +231,7 @@ class FILPrivacyEngine(Resuming):
             id_of,
         )
         self._begin(training, limit, accounted_rate, poisson_sampling=poisson_sampling)
-        criteria = (criterion,) if ghost or accounting.views is not None else ()
-        return training.module, training.optimizer, *criteria, training.loader
+        return training.module, training.optimizer, *([criterion] if ghost or accounting.views else []), training.loader
 
     def make_private_with_epsilon(
         self,

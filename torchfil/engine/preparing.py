@@ -29,7 +29,6 @@ __all__ = [
     "drawn_by_a_step",
     "most_in_a_pass",
     "names_of",
-    "set_rate",
     "with_rate",
 ]
 
@@ -84,19 +83,16 @@ def check_noise(noise_multiplier: float, noise_generator: torch.Generator | None
         )
 
 
-def set_rate(prepared: Any, sample_rate: float | None) -> None:
-    """Let the loader that Opacus prepared draw at this rate, in passes of ⌊1/q⌋ batches; None: at its own."""
-    if sample_rate is not None:
-        sampler = prepared.batch_sampler
-        sampler.sample_rate = prepared.sample_rate = sample_rate
-        sampler.steps = sampler.num_batches = int(1 / sample_rate + 1e-9)
-
-
 def with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
-    """Add the rate of Poisson sampling; unchanged if the loader draws otherwise."""
-    sampler = prepared.batch_sampler
+    """Add the rate of Poisson sampling, at which the loader draws from now on; unchanged if it draws otherwise.
+
+    With a given rate q a pass has ⌊1/q⌋ batches.
+    """
+    sampler, given = prepared.batch_sampler, options.accounting.sample_rate
     if not isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
         return options
+    if given is not None:
+        vars(sampler).update(dict.fromkeys(("steps", "num_batches"), int(1 / given + 1e-9)), sample_rate=given)
     return replace(options, sample_rate=options.accounting.accumulation_steps * float(sampler.sample_rate))
 
 
@@ -108,13 +104,21 @@ def names_of(data_loader: DataLoader[Any], id_of: Any) -> ExampleIds:
     return ExampleIds(count, [id_of(i) for i in range(count)] if callable(id_of) else id_of)
 
 
-def drawn_by_a_step(loader: DataLoader[Any], num_examples: int, ranks: Ranks | None) -> tuple[float, int]:
-    """The accountant's sampling rate, and the expected size of all ranks' batches together, as in Opacus."""
+def drawn_by_a_step(
+    loader: DataLoader[Any], ids: ExampleIds, ranks: Ranks | None, divisor: float | None
+) -> tuple[float, int, float]:
+    """The accountant's sampling rate, the mean size of all ranks' batches together, and one rank's divisor.
+
+    As in Opacus, the divisor is that mean size if none is given.
+    """
+    size = 1 if ranks is None else ranks.size
     if is_stream(loader):
         assert loader.batch_size is not None
-        return 1.0, loader.batch_size * (1 if ranks is None else ranks.size)
-    sample_rate = float(getattr(loader.batch_sampler, "sample_rate", 1 / len(loader)))
-    return sample_rate, max(1, int(num_examples * sample_rate))
+        rate, drawn = 1.0, loader.batch_size * size
+    else:
+        rate = float(getattr(loader.batch_sampler, "sample_rate", 1 / len(loader)))
+        drawn = max(1, int(ids.num_examples * rate))
+    return rate, drawn, (divisor or drawn) / size
 
 
 def most_in_a_pass(loader: DataLoader[Any]) -> int:

@@ -227,6 +227,7 @@ _NUMBERS = (
     "noise_choice.num_pilots",
     "noise_choice.headroom",
     "equalised.target",
+    "equalised.epsilon_of_all_rounds",
     "merged.runs",
     "merged.epsilon_of_all",
 )

@@ -148,6 +148,11 @@ def _aim(report: Report) -> str:
     text += f"; the aim was {aim}."
     met = report.about("equalised", "met")
     text += "" if met is None else " The aim was met." if met else " The aim was not met."
+    epsilon = report.about("equalised", "epsilon_of_all_rounds")
+    if epsilon is not None:
+        text += (
+            f" Weights made from the data are outside one round’s ε; all rounds together have ε = {number(epsilon)}."
+        )
     text += (
         f" “Worst” is the {of}, estimated from that training alone, with the conservative end of its interval; random "
         "are its batches and noise. “Short” counts the examples that missed the aim."
