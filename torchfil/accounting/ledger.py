@@ -23,7 +23,6 @@ from torchfil.accounting.rows import RowTable
 __all__ = ["Ledger", "Track"]
 
 _FORMAT = 4  # of the saved state
-_WITHOUT_OWN_COORDINATES = 3  # an earlier format, with one d for all examples
 
 
 class Ledger:
@@ -242,13 +241,12 @@ class Ledger:
         Raises:
             ValueError: It was saved by another version, or something is missing or has the wrong shape.
         """
-        if state.get("format") not in (_FORMAT, _WITHOUT_OWN_COORDINATES):
+        if state.get("format") != _FORMAT:
             raise ValueError(
                 f"the ledger's state has format {state.get('format', 1)}, and this version of torchfil reads "
-                f"{_WITHOUT_OWN_COORDINATES} and {_FORMAT} only; load it with the version that saved it"
+                f"{_FORMAT} only; load it with the version that saved it"
             )
 
-        # parts that earlier states lack are as if nobody had requested them
         questions = state.get("questions", {})
         try:
             ledger = cls(
@@ -263,8 +261,6 @@ class Ledger:
             )
             ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])
             sums = state["sums"]
-            if state["format"] == _WITHOUT_OWN_COORDINATES:
-                sums = {**sums, "num_coordinates": (sums["participations"] > 0) * state["num_coordinates"]}
             for name, each in ledger.sums.layout.items():
                 _check_shape(name, sums[name], (len(ledger.sums.kept(name)), *each.shape))
             ledger.sums.load(sums, sums["participations"] > 0)

@@ -367,7 +367,7 @@ class FILPrivacyEngine(Resuming):
             target,
             accounting,
             len(data_loader.dataset),  # type: ignore[arg-type]
-            len(data_loader),
+            round(1 / accounting.sample_rate) if accounting.sample_rate else len(data_loader),
             epochs,
             poisson=poisson,
         )

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchfil.accounting.packed import BatchRows, bytes_per_row
 from torchfil.accounting.quantities import Sum
 from torchfil.accounting.rows import RowTable
-from torchfil.engine.norm_levels import ENTRIES, LEVELS, RATIO, added, as_table, squeezed
+from torchfil.engine.norm_levels import ENTRIES, LEVELS, RATIO, added, as_table
 
 __all__ = ["NormHistory", "epsilon_over_time", "individual_epsilon"]
 
@@ -154,14 +154,8 @@ class NormHistory:
         return {**self._numbers(), **{name: value.clone() for name, value in self._rows.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`; earlier states, with counts of all levels, are read as well."""
-        n, rows = self._rows.num_examples, {name: state[name] for name in ("counts", "ratio", "since")}
-        if "levels" in state:
-            rows["levels"] = state["levels"]
-        else:
-            of_all = torch.arange(LEVELS, dtype=torch.uint8)
-            parts = [squeezed(of_all.expand_as(part), part, ENTRIES) for part in rows["counts"].cpu().split(_AT_ONCE)]
-            rows["levels"], rows["counts"] = (torch.cat(each) for each in zip(*parts, strict=True))
+        """The inverse of :meth:`state_dict`."""
+        n, rows = self._rows.num_examples, {name: state[name] for name in _LAYOUT}
         for name, value in rows.items():
             expected = (n, *_LAYOUT[name].shape)
             if tuple(value.shape) != expected:
