@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from tests.cases import DEVICE
 from tests.engine.loops import SIGMA, C, Trained, data, exact_epsilon, loader, network, train
 from torchfil import FILPrivacyEngine, bounds
 from torchfil.engine.epsilon import NormHistory, individual_epsilon
+from torchfil.report import load
+from torchfil.report.gate import check
+from torchfil.report.policy import Policy
 
 warnings.filterwarnings("ignore", message="Secure RNG")
 warnings.filterwarnings("ignore", message="Optimal order")
@@ -132,6 +136,22 @@ def test_participations_go_on_from_a_checkpoint() -> None:
     for x, y in other.loader:
         other.engine.train_step(x, y)
     assert other.engine.accountant.history == [(1.0, 1.0, 3)]
+
+
+def test_known_batches_are_saved_and_reported(tmp_path: Path) -> None:
+    """The gate's ε and ReRo are those of the participations; q and the divisor are kept."""
+    engine = train_known(5, noise_multiplier=1.0, expected_batch_size=6).engine
+    saved = load(engine.save_run(tmp_path / "run.fil", delta=1e-5))
+    assert saved.about["epsilon"] >= exact_epsilon(5**0.5, 1e-5)
+    assert not {verdict.rule: verdict for verdict in check(saved, Policy(max_epsilon=8.0))}["max_epsilon"].passed
+    assert (saved.about["mechanism"]["sample_rate"], saved.about["mechanism"]["expected_batch_size"]) == (None, 6)
+    rero = saved.bounds["rero"]
+    known = bounds.rero(rero["prior"], q=1.0, noise_multiplier=1.0, steps=5)
+    assert rero["success"] == pytest.approx(known.high.tolist())
+    assert "epsilon" not in saved.history  # by step it is not known
+    text = engine.report(tmp_path / "report", delta=1e-5).read_text()
+    assert "ε counts how often the most frequent example took part" in text
+    assert "(“zero-out”)" in text
 
 
 def test_known_batches_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

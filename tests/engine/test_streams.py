@@ -288,7 +288,7 @@ def test_a_stream_is_saved_and_reported(tmp_path: Path) -> None:
     assert saved.about["epsilon"] == pytest.approx(run.engine.get_epsilon(DELTA))
     page = run.engine.report(tmp_path / "report", delta=DELTA).read_text()
     assert "The examples came as a stream" in page
-    assert "read ε as nominal" not in page
+    assert "ε counts how often the most frequent example took part" in page
 
 
 def test_noise_for_a_target_epsilon() -> None:

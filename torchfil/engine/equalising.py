@@ -6,11 +6,12 @@ stays that of C: sparing an example reduces its pull on the model, and costs not
 
 What the weights themselves reveal. ω is a function of the data, and a round's bounds and ε take it as fixed. **ε of all
 rounds together**, as if every model was released, counts the weights as well (zero-out adjacency), if ``target`` is
-fixed, ``confidence=None``, without groups and cells, for a number of rounds that is fixed beforehand. Given what the
-earlier rounds released, the others' weights then do not depend on example i; and whatever ω_i is, the gradient that it
-scales has norm ≤ C. Groups, cells, shares, intervals (which borrow from all examples) and the decision when to stop
-depend on the others' data, and are held fixed in that count, too. Fisher informations cannot be added in this way: ω_i
-depends on which batches of an earlier round drew example i, and that round's information counts this as secret.
+fixed, ``confidence=None``, without groups and cells, for a number of rounds that is fixed beforehand, and the runs are
+measured without ``rel_error`` and ``extra_probes``, which look at other examples. Given what the earlier rounds
+released, the others' weights then do not depend on example i; and whatever ω_i is, the gradient that it scales has norm
+≤ C. Groups, cells, shares, intervals (which borrow from all examples) and the decision when to stop depend on the
+others' data, and are held fixed in that count, too. Fisher informations cannot be added in this way: ω_i depends on
+which batches of an earlier round drew example i, and that round's information counts this as secret.
 """
 
 from __future__ import annotations
