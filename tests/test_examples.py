@@ -39,7 +39,6 @@ QUICK = {
     "plis_regression": "--out {out} --seeds 1",
     "plis_xrays": "--out {out}",
     "questions_iwpc": "--out {out} --steps 6 --rate 0.5",
-    "sparing_digits": "--out {out} --sigmas 1 --steps 3 --seeds 1",
     "text_leakage": "--out {out} --notes 40 --epochs 1 --batch 12",
 }
 SLOW = {"attack_glm_reconstruction", "glm_table1", "plis_mnist"}  # they draw many pictures
@@ -168,6 +167,25 @@ def test_private_training_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 0 < ends[0] < ends[-1] < exact["result"]["smallest"]
     assert exact["result"]["epsilon"] == theorem4["result"]["epsilon"]
     assert 0 < (tmp_path / "out" / "mnist_dpsgd.png").stat().st_size < 200_000
+
+
+def test_two_rounds_on_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second round's weights come from the first, and ε is that of both."""
+    write_mnist(tmp_path, 120, 40)
+    monkeypatch.setenv("TORCHFIL_DATA", str(tmp_path))
+    settings = "--device cpu --batch 30 --steps 4 --looks 1 --noise-multiplier 1 --two-rounds --target 1e4 --seed 3"
+    monkeypatch.setattr(sys, "argv", ["mnist_dpsgd.py", "--out", str(tmp_path / "out"), *settings.split()])
+    with pytest.warns(UserWarning, match="held fixed"):
+        runpy.run_path(str(EXAMPLES / "mnist_dpsgd.py"), run_name="__main__")
+    first, second = (run["result"] for run in json.loads((tmp_path / "out" / "mnist_dpsgd.json").read_text())["runs"])
+    assert first["down_weighted"] == 0 < second["down_weighted"]
+    assert first["smallest"] < second["smallest"]
+    assert first["epsilon"] == second["epsilon"] < second["epsilon_of_all_rounds"]
+    told = capsys.readouterr().out
+    assert f"{second['down_weighted']} down-weighted" in told
+    assert f"ε of all rounds together: {second['epsilon_of_all_rounds']:.2f}" in told
 
 
 def test_questions_about_patients(

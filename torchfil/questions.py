@@ -70,7 +70,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Absent(Question):
-    """Was the example in the data at all? The alternative is the run without it (membership).
+    """Was the example in the data at all (membership)?
+
+    The alternative is the run in which its gradients are left out (zero-out adjacency): n, q and the divisor of the
+    noisy sums are the same in both, and public.
 
     Example:
         >>> Absent().answers

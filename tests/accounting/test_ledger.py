@@ -41,15 +41,12 @@ def test_sums_by_coordinate_fit_one_number_of_coordinates() -> None:
     assert kept.num_coordinates == 6
 
 
-def test_states_keep_the_numbers_and_earlier_ones_had_one_for_all() -> None:
+def test_states_keep_the_numbers() -> None:
     ledger = ledger_of(torch.tensor([2, 4]))
     state = ledger.state_dict()
     assert Ledger.from_state_dict(state).sums["num_coordinates"].tolist() == [2, 4, 0, 0]
-    earlier = {**state, "format": 3, "num_coordinates": 6, "sums": dict(state["sums"])}
-    del earlier["sums"]["num_coordinates"]
-    assert Ledger.from_state_dict(earlier).sums["num_coordinates"].tolist() == [6, 6, 0, 0]
-    with pytest.raises(ValueError, match="has format 2"):
-        Ledger.from_state_dict({**state, "format": 2})
+    with pytest.raises(ValueError, match="has format 3"):
+        Ledger.from_state_dict({**state, "format": 3})
 
 
 def test_runs_of_other_coordinates_are_not_averaged() -> None:

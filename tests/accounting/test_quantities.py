@@ -129,7 +129,7 @@ class TestLedger:
     def test_older_states_are_refused(self) -> None:
         state = Ledger(3, 2).state_dict()
         del state["format"]
-        with pytest.raises(ValueError, match="format 1, and this version of torchfil reads 3 and 4 only"):
+        with pytest.raises(ValueError, match="format 1, and this version of torchfil reads 4 only"):
             Ledger.from_state_dict(state)
         with pytest.raises(ValueError, match="lacks 'trace_square'"):
             sums = {name: value for name, value in Ledger(3, 2).sums.items() if name != "trace_square"}

@@ -180,8 +180,8 @@ def refused_settings() -> list[str]:
     return errors
 
 
-def known_batches() -> tuple[Tensor, list[list[int]]]:
-    """Without Poisson sampling, by a DistributedSampler that drops the rest."""
+def known_batches() -> tuple[Tensor, list[list[int]], list[Any], str]:
+    """Two passes without Poisson sampling, by a DistributedSampler that drops the rest; then both ranks draw alike."""
     from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as Wrapper
 
     from torchfil import FILPrivacyEngine
@@ -194,15 +194,22 @@ def known_batches() -> tuple[Tensor, list[list[int]]]:
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
     plain = DataLoader(dataset, batch_size=2, sampler=sampler)
     model, optimizer, loader = engine.make_private(Wrapper(module), optimizer, plain, poisson_sampling=False)
-    drawn = []
-    for batch in loader:
-        drawn.append(list(batch._ids))
-        x, y = batch
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    drawn, error = [], ""
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        sampler.rank = dist.get_rank() if epoch < 2 else 0
+        for batch in loader:
+            x, y = batch
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            try:
+                optimizer.step()
+            except RuntimeError as caught:
+                error = str(caught)
+                break
+            drawn.append(list(batch._ids))
     assert engine.ledger is not None
-    return engine.ledger.sums["participations"], drawn
+    return engine.ledger.sums["participations"], drawn, list(engine.accountant.history), error
 
 
 def sketched() -> tuple[Tensor, Tensor, Tensor]:

@@ -92,11 +92,13 @@ def test_what_cannot_be_accounted_for_is_refused(two_ranks: RankPool) -> None:
 
 
 def test_passes_over_parts_of_the_data(two_ranks: RankPool) -> None:
-    (participations, drawn), (_, others) = two_ranks.run(known_batches)
-    expected = torch.zeros(9, dtype=torch.long)
-    expected[[i for draw in drawn + others for i in draw]] += 1
+    (participations, drawn, history, error), (_, others, same, too) = two_ranks.run(known_batches)
+    expected = torch.bincount(torch.tensor([i for draw in drawn + others for i in draw]), minlength=9)
     assert torch.equal(participations, expected)
-    assert int(expected.sum()) == 8
+    assert int(expected.sum()) == 16
+    assert history == same == [(1.0, 1.0, 2)]
+    assert "of ranks [0, 1]" in error
+    assert error == too
 
 
 @pytest.mark.parametrize("step", ["loop", "train_step"])

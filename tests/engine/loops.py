@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,20 @@ def network(d: int = 5, classes: int = 3, seed: int = 1) -> nn.Sequential:
 def loader(dataset: Any, batch_size: int = 8, **options: Any) -> DataLoader[Any]:
     options.setdefault("generator", torch.Generator().manual_seed(2))
     return DataLoader(dataset, batch_size=batch_size, **options)
+
+
+def exact_epsilon(mu: float, delta: float) -> float:
+    """ε at δ between N(0, 1) and N(μ, 1) (Balle and Wang 2018)."""
+
+    def excess(epsilon: float) -> float:
+        cdf = torch.special.ndtr(torch.tensor([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu], dtype=torch.float64))
+        return float(cdf[0] - math.exp(epsilon) * cdf[1])
+
+    low, high = 0.0, 100.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) > delta else (low, middle)
+    return high
 
 
 @dataclass

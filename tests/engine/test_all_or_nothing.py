@@ -90,7 +90,7 @@ def test_a_checkpoint_that_does_not_fit_the_optimizer_changes_nothing() -> None:
 def test_a_damaged_state_changes_nothing(damage: str) -> None:
     engine, model, optimizer, loader = start(mlp(), examples())
     states = []
-    for x, y in loader:
+    for x, y in [*loader, *loader]:  # ε counts passes
         step(engine, model, optimizer, x, y, "hooks")
         states.append(engine.state_dict())
     state = copy.deepcopy(states[0])

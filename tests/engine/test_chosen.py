@@ -53,6 +53,7 @@ def test_rounds_and_the_exposure_before_come_back(equalised: Equalised, tmp_path
         "target": equalised.target,
         "met": equalised.met,
         "stopped": equalised.stopped,
+        "epsilon_of_all_rounds": equalised.epsilon_of_all_rounds,
     }
     for name in ("worst", "num_spared", "group_ratio", "score", "fresh"):
         assert run.rounds[name].tolist() == [getattr(each, name) for each in equalised.history]

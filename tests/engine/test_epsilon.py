@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,15 @@ from opacus import PrivacyEngine
 from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import RandomSampler, TensorDataset
 
 from tests.cases import DEVICE
-from tests.engine.loops import SIGMA, C, data, loader, network, train
+from tests.engine.loops import SIGMA, C, Trained, data, exact_epsilon, loader, network, train
 from torchfil import FILPrivacyEngine, bounds
 from torchfil.engine.epsilon import NormHistory, individual_epsilon
+from torchfil.report import load
+from torchfil.report.gate import check
+from torchfil.report.policy import Policy
 
 warnings.filterwarnings("ignore", message="Secure RNG")
 warnings.filterwarnings("ignore", message="Optimal order")
@@ -71,6 +75,89 @@ def test_make_private_with_epsilon_spends_its_target() -> None:
             optimizer.step()
     assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
     assert engine._training.run.options.accounting.num_probes == 2
+
+
+def train_known(passes: int, plain: Any = None, engine: Any = None, **options: Any) -> Trained:
+    """Passes over 20 examples in batches of 4 without Poisson sampling."""
+    module = network()
+    engine = engine or FILPrivacyEngine()
+    plain = plain or loader(data(20), 4, shuffle=True)
+    make = engine.make_private_with_epsilon if "target_epsilon" in options else engine.make_private
+    options = {"max_grad_norm": C, "poisson_sampling": False, "criterion": nn.CrossEntropyLoss(), **options}
+    made = make(module, torch.optim.SGD(module.parameters(), lr=0.1), plain, **options)
+    for _ in range(passes):
+        for x, y in made[2]:
+            engine.train_step(x, y)
+    return Trained(engine, *made, [])
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv", "gdp"])
+def test_without_poisson_sampling_every_participation_counts(accountant: str) -> None:
+    """Five passes are five Gaussian mechanisms of multiplier σ for everybody, however many steps a pass has."""
+    engine = train_known(5, engine=FILPrivacyEngine(accountant=accountant), noise_multiplier=1.0).engine
+    exact, found = exact_epsilon(5**0.5, 1e-5), engine.get_epsilon(1e-5)
+    assert exact == pytest.approx(11.48, abs=0.01)
+    assert engine.accountant.history == [(1.0, 1.0, 5)]
+    assert found > exact - 0.05
+    if accountant != "gdp":  # its formula for Poisson sampling is loose at q = 1
+        assert found < exact + (0.05 if accountant == "prv" else 1.0)
+
+
+def test_a_sampler_that_repeats_is_counted() -> None:
+    examples = data(20)
+    twice = loader(examples, 4, sampler=RandomSampler(examples, num_samples=40))
+    run = train_known(3, twice, noise_multiplier=1.0)
+    assert run.engine.accountant.history == [(1.0, 1.0, 6)]
+    again = train_known(3, twice, target_epsilon=8.0, target_delta=1e-5, epochs=3)
+    assert 7.9 <= again.engine.get_epsilon(1e-5) <= 8.0
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv", "gdp"])
+def test_noise_for_a_target_epsilon_without_poisson_sampling(accountant: str) -> None:
+    engine = FILPrivacyEngine(accountant=accountant)
+    run = train_known(2, engine=engine, target_epsilon=8.0, target_delta=1e-5, epochs=2)
+    assert 7.9 <= engine.get_epsilon(1e-5) <= 8.0
+    assert exact_epsilon(2**0.5 / run.optimizer.noise_multiplier, 1e-5) <= 8.0
+
+
+def test_individual_epsilon_without_poisson_sampling() -> None:
+    """Gradients far above C: everybody's own ε is that of the Gaussian mechanism, of as many steps as it took part."""
+    x, y = data(20).tensors
+    run = train_known(3, loader(TensorDataset(1e4 * x, y), 4), noise_multiplier=2.0, max_grad_norm=1e-3, clip="hard")
+    own = run.engine.get_individual_epsilon(delta=1e-5).value
+    assert own.tolist() == pytest.approx([run.engine.get_epsilon(1e-5)] * 20, rel=1e-6)
+    assert own.min() >= exact_epsilon(3**0.5 / 2, 1e-5)
+
+
+def test_participations_go_on_from_a_checkpoint() -> None:
+    first = train_known(2, noise_multiplier=1.0)
+    other = train_known(0, noise_multiplier=1.0)
+    other.engine.load_state_dict(first.engine.state_dict())
+    for x, y in other.loader:
+        other.engine.train_step(x, y)
+    assert other.engine.accountant.history == [(1.0, 1.0, 3)]
+
+
+def test_known_batches_are_saved_and_reported(tmp_path: Path) -> None:
+    """The gate's ε and ReRo are those of the participations; q and the divisor are kept."""
+    engine = train_known(5, noise_multiplier=1.0, expected_batch_size=6).engine
+    saved = load(engine.save_run(tmp_path / "run.fil", delta=1e-5))
+    assert saved.about["epsilon"] >= exact_epsilon(5**0.5, 1e-5)
+    assert not {verdict.rule: verdict for verdict in check(saved, Policy(max_epsilon=8.0))}["max_epsilon"].passed
+    assert (saved.about["mechanism"]["sample_rate"], saved.about["mechanism"]["expected_batch_size"]) == (None, 6)
+    rero = saved.bounds["rero"]
+    known = bounds.rero(rero["prior"], q=1.0, noise_multiplier=1.0, steps=5)
+    assert rero["success"] == pytest.approx(known.high.tolist())
+    assert "epsilon" not in saved.history  # by step it is not known
+    text = engine.report(tmp_path / "report", delta=1e-5).read_text()
+    assert "ε counts how often the most frequent example took part" in text
+    assert "(“zero-out”)" in text
+
+
+def test_known_batches_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="torchfil"):
+        train_known(2, noise_multiplier=1.0)
+    assert sum("no amplification" in record.message for record in caplog.records) == 1
 
 
 def rounded_epsilon(ratios: list[float], q: float, sigma: float, delta: float, grid: float = 1.05) -> float:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from opacus import PrivacyEngine
 from opacus.schedulers import ExponentialNoise
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from tests.cases import DEVICE, relative_error
 from tests.engine.brute_force import make, take
@@ -51,6 +52,9 @@ class TestAccounting:
             ({"fil_rate": math.nan}, r"fil_rate=nan must lie in \(0, 1\]"),
             ({"sketch_rank": 0}, "sketch_rank=0 must be at least 1"),
             ({"accumulation_steps": 0}, "accumulation_steps=0 must be at least 1"),
+            ({"sample_rate": 0.0}, r"sample_rate=0.0 must lie in \(0, 1\]"),
+            ({"sample_rate": 1.1}, r"sample_rate=1.1 must lie in \(0, 1\]"),
+            ({"expected_batch_size": 0}, "expected_batch_size=0 must be a positive number"),
             ({"norm_refresh": 0}, "norm_refresh=0 must be at least 1 step"),
             ({"estimator": "magic"}, "estimator='magic' is unknown; use one of coordinates, exact"),
             ({"amplification": "magic"}, "amplification='magic' is unknown; use one of none, poisson, theorem4"),
@@ -240,6 +244,59 @@ class TestMakePrivate:
         with caplog.at_level("INFO", logger="torchfil"):
             private(max_grad_norm=0.7)
         assert "clipped to 0.7 by the clip function 'smooth'" in caplog.text
+
+
+class TestPublicSizes:
+    """With q and the divisor given, a step's scale does not tell how many examples there are (opacus#571, #819)."""
+
+    def scale(self, n: int, **options: Any) -> tuple[float, Any]:
+        """The spread of a step's released gradient over 20,000 weights, and the settings of the run."""
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(20, 900), nn.Tanh(), nn.Linear(900, 2))
+        engine = FILPrivacyEngine()
+        examples = TensorDataset(torch.randn(n, 20), torch.randint(2, (n,)))
+        options = {"noise_multiplier": 20.0, "max_grad_norm": 0.1, "criterion": nn.CrossEntropyLoss(), **options}
+        plain = torch.optim.SGD(module.parameters(), lr=0.1)
+        _, optimizer, batches = engine.make_private(module, plain, loader(examples, 100), **options)
+        engine.train_step(*next(iter(batches)))
+        released = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+        told = len(batches), optimizer.expected_batch_size, engine.accountant.history, batches.sample_rate
+        return float(released.std()), told
+
+    def test_the_scale_is_that_of_the_given_sizes(self) -> None:
+        given = {"sample_rate": 0.1, "expected_batch_size": 80}
+        (here, told), (_, same), (half, less) = (self.scale(n, **given) for n in (1000, 999, 500))
+        assert told == same == less == (10, 80, [(20.0, 0.1, 1)], 0.1)
+        assert here == pytest.approx(20.0 * 0.1 / 80, rel=0.03)
+        assert half == pytest.approx(here, rel=0.03)
+        assert self.scale(500)[0] == pytest.approx(20.0 * 0.1 / 100, rel=0.03)  # 500 // 5
+
+    def test_the_draws_have_the_given_rate(self) -> None:
+        engine = FILPrivacyEngine()
+        *_, batches = private(engine, sample_rate=0.5)
+        sizes = [len(x) for _ in range(200) for x, _ in batches]
+        assert len(sizes) == 400
+        assert sum(sizes) / 400 == pytest.approx(12, abs=0.6)  # 24 examples; the mean's error is 0.12
+        assert engine._training.run.options.sample_rate == 0.5
+
+    def test_a_rate_without_poisson_sampling(self) -> None:
+        with pytest.raises(ValueError, match="leave one of them out"):
+            private(sample_rate=0.5, poisson_sampling=False)
+        _, optimizer, _ = private(expected_batch_size=7, poisson_sampling=False)
+        assert optimizer.expected_batch_size == 7
+
+    def test_noise_for_a_target_epsilon_at_the_given_rate(self) -> None:
+        engine = FILPrivacyEngine()
+        options = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 10, "criterion": nn.CrossEntropyLoss()}
+        module = network()
+        made = engine.make_private_with_epsilon(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), loader(data(24)), sample_rate=0.35, **options
+        )
+        for _ in range(10):
+            for x, y in made[2]:
+                engine.train_step(x, y)
+        assert engine.accountant.history[0][1:] == (0.35, 20)  # passes of ⌊1/0.35⌋ steps
+        assert engine.get_epsilon(1e-3) <= 3.0
 
 
 class TestWithEpsilon:

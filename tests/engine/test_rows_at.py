@@ -22,7 +22,7 @@ from torchfil.engine.epsilon import NormHistory
 from torchfil.report import load
 
 warnings.filterwarnings("ignore", message="Secure RNG")
-OPTIONS: dict[str, Any] = {"steps": 6, "norm_refresh": 4, "min_mse_bound": 1e-3, "extra_probes": 5, "clip": "gelu"}
+OPTIONS: dict[str, Any] = {"steps": 6, "norm_refresh": 4, "extra_probes": 5, "clip": "gelu"}
 
 
 def told(engine: FILPrivacyEngine, folder: Path) -> dict[str, np.ndarray]:

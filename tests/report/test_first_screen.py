@@ -228,7 +228,7 @@ def test_the_card_gives_a_noise_that_keeps_the_whole_policy(tmp_path: Path) -> N
     assert sigma is not None
     assert all(verdict.passed for verdict in check(scaled(run, float(sigma[1]) ** 2), WHOLE))
     assert re.search(r"smallest MSE bound 0.02 → 0.5; exposed 1 → 0; “smokes” guessed 96.5 % → 60 %", text)
-    assert "only one example needs it. make_private(min_mse_bound=0.5)" in text
+    assert "only one example needs it. torchfil.equalise(target=0.5)" in text
     assert 'torchfil.equalise(question="smokes", target=…)' in text
 
 

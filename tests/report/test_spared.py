@@ -104,11 +104,12 @@ class TestPrivatePage:
         assert " ε  " not in text[text.index("Training") :]  # no round has one
 
     def test_a_question_binds_every_attacker(self, tmp_path: Path) -> None:
-        aimed = {"question": "<sex>", "target": 0.05, "met": False, "stopped": "floor"}
+        aimed = {"question": "<sex>", "target": 0.05, "met": False, "stopped": "floor", "epsilon_of_all_rounds": 7.25}
         text = section(
             write_report(made_up(about=made_up().about | {"equalised": aimed}), tmp_path / "report"), "spared"
         )
         assert "a largest true-positive rate on “&lt;sex&gt;” (every attacker) of 0.05. The aim was not met." in text
+        assert "all rounds together have ε = 7.25" in text
 
     def test_without_weights_there_is_no_word_of_it(self, tmp_path: Path) -> None:
         page = write_report(without_weights(made_up()), tmp_path / "report")

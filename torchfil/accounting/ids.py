@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,15 @@ class ExampleIds:
     Args:
         num_examples: n.
         keys: n distinct keys; None: 0 … n−1.
+
+    Attributes:
+        most: The largest number of participations of any example; counted only after :meth:`count_from`.
+
+    Example:
+        >>> ids = ExampleIds(3)
+        >>> ids.count_from([0, 4, 0])
+        >>> ids.enter([0, 2]), ids.most, ids.most_after([1])
+        ([0, 2], 4, 5)
     """
 
     known_as = "the keys of id_of"
@@ -53,6 +63,22 @@ class ExampleIds:
             keys = f"{self.num_examples}" if self.keys is None else "\0".join(map(repr, self.keys))
             self._fingerprint = hashlib.sha256(keys.encode()).hexdigest()
         return self._fingerprint
+
+    def count_from(self, participations: Sequence[int]) -> None:
+        """Count how often each example takes part, from these numbers on, [n]."""
+        self._participations = array("l", participations)
+        self.most = max(self._participations, default=0)
+
+    def most_after(self, examples: Sequence[Any]) -> int:
+        """:attr:`most` once these distinct examples, given by their rows, have taken part."""
+        return max(self.most, *(self._participations[row] + 1 for row in examples), 0)
+
+    def enter(self, examples: Sequence[Any]) -> list[int]:
+        """The rows of these distinct examples, given by their rows, which take part now."""
+        for row in examples:
+            self._participations[row] += 1
+            self.most = max(self.most, self._participations[row])
+        return list(examples)
 
     def as_array(self) -> np.ndarray:
         """Every id, [n]: numbers as int64; anything else as text, with repr() if two texts would be the same.
@@ -98,10 +124,6 @@ class GrowingIds(ExampleIds):
 
     Args:
         keys: The keys of those that already took part.
-        participations: How often each took part; None: never.
-
-    Attributes:
-        most: The largest number of participations of any example.
 
     Example:
         >>> ids = GrowingIds()
@@ -113,34 +135,29 @@ class GrowingIds(ExampleIds):
 
     known_as = "those that took part"
 
-    def __init__(self, keys: Sequence[Hashable] = (), participations: Sequence[int] | None = None) -> None:
+    def __init__(self, keys: Sequence[Hashable] = ()) -> None:
         self.num_examples = len(keys)
         self.keys: list[Hashable] = list(keys)
         self._row_of = {key: row for row, key in enumerate(keys)}
-        self._participations = array("l", participations if participations is not None else [0] * len(keys))
-        self.most = max(self._participations, default=0)
+        self.count_from([0] * len(keys))
 
     def count_new(self, keys: Iterable[Hashable]) -> int:
         """How many of these have never taken part."""
         return sum(key not in self._row_of for key in keys)
 
-    def most_after(self, keys: Iterable[Hashable]) -> int:
-        """:attr:`most` once these, distinct ones, have taken part."""
-        before = (self._participations[self._row_of[key]] if key in self._row_of else 0 for key in keys)
-        return max(self.most, *(count + 1 for count in before), 0)
+    def most_after(self, examples: Sequence[Hashable]) -> int:
+        """:attr:`most` once these distinct keys have taken part."""
+        known = [self._row_of[key] for key in examples if key in self._row_of]
+        return max(super().most_after(known), int(len(examples) > 0))
 
-    def enter(self, keys: Sequence[Hashable]) -> list[int]:
-        """The rows of these distinct examples, which take part now; new ones get the next rows."""
-        self.most = self.most_after(keys)
-        for key in keys:
+    def enter(self, examples: Sequence[Hashable]) -> list[int]:
+        """The rows of these distinct keys, which take part now; new ones get the next rows."""
+        for key in examples:
             if self._row_of.setdefault(key, len(self.keys)) == len(self.keys):
                 self.keys.append(key)
                 self._participations.append(0)
-        rows = [self._row_of[key] for key in keys]
-        for row in rows:
-            self._participations[row] += 1
         self.num_examples = len(self.keys)
-        return rows
+        return super().enter([self._row_of[key] for key in examples])
 
 
 def plain_key(key: Hashable) -> Hashable:

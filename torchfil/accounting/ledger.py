@@ -23,7 +23,6 @@ from torchfil.accounting.rows import RowTable
 __all__ = ["Ledger", "Track"]
 
 _FORMAT = 4  # of the saved state
-_WITHOUT_OWN_COORDINATES = 3  # an earlier format, with one d for all examples
 
 
 class Ledger:
@@ -49,7 +48,7 @@ class Ledger:
 
     Example:
         >>> ledger = Ledger(num_examples=3, num_coordinates=2)
-        >>> after = ledger.add(Contribution(torch.tensor([0, 2]), torch.ones(2)))  # a step that was skipped at random
+        >>> ledger.add(Contribution(torch.tensor([0, 2]), torch.ones(2)))  # a step that was skipped at random
         >>> ledger.sums["participations"].tolist()
         [1, 0, 1]
         >>> ledger
@@ -181,18 +180,13 @@ class Ledger:
         self.sums.extend(num_examples)
         self.num_examples = max(self.num_examples, num_examples)
 
-    def add(self, *contributions: Contribution) -> Mapping[str, Tensor]:
-        """Add the contributions of the batches of one step, at least one; each example occurs in them at most once.
-
-        Returns the new sums of these examples, [examples, …] each, on the device of the contributions, except those
-        by coordinate.
-        """
+    def add(self, *contributions: Contribution) -> None:
+        """Add the contributions of the batches of one step, at least one; each example occurs in them at most once."""
         examples = torch.cat([contribution.rows.to(self.device) for contribution in contributions])
         with self.sums.rows_of(examples, contributions[0].squared_norm.device) as sums:
             sizes = [len(contribution.rows) for contribution in contributions]
             for contribution, own in zip(contributions, sums.split(sizes), strict=True):
                 self._book(contribution, own)
-        return sums
 
     def _book(self, contribution: Contribution, sums: BatchRows) -> None:
         """Add the contribution of one batch to the sums of its examples."""
@@ -247,13 +241,12 @@ class Ledger:
         Raises:
             ValueError: It was saved by another version, or something is missing or has the wrong shape.
         """
-        if state.get("format") not in (_FORMAT, _WITHOUT_OWN_COORDINATES):
+        if state.get("format") != _FORMAT:
             raise ValueError(
                 f"the ledger's state has format {state.get('format', 1)}, and this version of torchfil reads "
-                f"{_WITHOUT_OWN_COORDINATES} and {_FORMAT} only; load it with the version that saved it"
+                f"{_FORMAT} only; load it with the version that saved it"
             )
 
-        # parts that earlier states lack are as if nobody had requested them
         questions = state.get("questions", {})
         try:
             ledger = cls(
@@ -268,8 +261,6 @@ class Ledger:
             )
             ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])
             sums = state["sums"]
-            if state["format"] == _WITHOUT_OWN_COORDINATES:
-                sums = {**sums, "num_coordinates": (sums["participations"] > 0) * state["num_coordinates"]}
             for name, each in ledger.sums.layout.items():
                 _check_shape(name, sums[name], (len(ledger.sums.kept(name)), *each.shape))
             ledger.sums.load(sums, sums["participations"] > 0)

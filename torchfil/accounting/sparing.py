@@ -31,11 +31,8 @@ __all__ = [
     "members_of",
     "rounded_down",
     "smallest_in_cell",
-    "weights_for_the_rest",
 ]
 
-_SPENT_FREELY = 0.5  # the share of a budget up to which nobody is spared
-_LEAST_WEIGHT = 1 / 64
 _STEPS_OF_GROUPS = 8  # a group's factor depends on many examples, so its grid may be finer
 _CAUTION = 0.8  # damps a group's step: means fell by ω^1.3 on Adult (secret batches hide who pulls less), else by ω
 
@@ -49,21 +46,6 @@ def rounded_down(weights: Tensor, grid: int) -> Tensor:
     """
     steps = torch.ceil(-grid * weights.log2() - 1e-6)  # values on the grid stay there despite rounding errors
     return torch.exp2(-steps / grid).clamp(max=1.0)
-
-
-def weights_for_the_rest(spent: Tensor, grid: int = 4) -> Tensor:
-    """ω of examples that have spent these shares of what they may leak: min(1, sqrt(2 (1 − spent))), rounded down.
-
-    A step adds ω² times what it would add otherwise. So nothing changes up to one half; after that, the remaining
-    budget falls by a share of itself at each step. It is used up slowly and exceeded only by what a single step adds,
-    or by the error of an estimate. The smallest weight is 1/64.
-
-    Example:
-        >>> weights_for_the_rest(torch.tensor([0.0, 0.5, 0.875, 2.0]))
-        tensor([1.0000, 1.0000, 0.5000, 0.0156])
-    """
-    left = ((1 - spent) / (1 - _SPENT_FREELY)).clamp(min=_LEAST_WEIGHT**2, max=1.0)
-    return rounded_down(left.sqrt(), grid)
 
 
 def lowered_weights(weights: Tensor, exposure: Exposure, most: float, *, margin: float = 1.0, grid: int = 4) -> Tensor:

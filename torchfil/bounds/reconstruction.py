@@ -5,6 +5,17 @@ probability at most sup {P_μ(E) : P_ν(E) ≤ π₀}, ν = N(0, σ²I_T), μ = 
 Pearson, E is a threshold on the likelihood ratio. Its distribution is computed on a grid
 (:mod:`torchfil.bounds.privacy_loss`, after Kaissis et al. 2023), so the number lies in a bracket that is proven up to
 rounding in float64.
+
+What the theorem assumes. The example Z is drawn from a prior, and π₀ = sup_z P(the guess z succeeds for Z) under it.
+The attacker knows everything else: all other examples and their batches, the initial weights, n, q, σ, C, T and the
+divisor, and every noisy gradient. So the prior is that of somebody who knows all this. The attacker does not know which
+steps drew Z: B is secret, and independent of Z and of all that. If B is known, use q = 1 with T = the number of
+participations. Nothing else in the run may depend on Z: neither settings and weights, nor who is in the batches. The
+bound compares the run with Z to the run in which its gradients, of norm at most C, are left out (zero-out adjacency),
+in this direction only: with P the law of the run with Z = z and Q without, P(E) ≤ f(Q(E)) for each z, where f is the
+supremum above as a function of π₀. Under Q the guess is independent of Z and succeeds with probability ≤ π₀; as f is
+concave, Jensen's inequality gives f(π₀). An attacker who knows less about the others is covered if Z is independent of
+them; otherwise π₀ must be that of somebody who knows them.
 """
 
 from __future__ import annotations
@@ -55,8 +66,11 @@ def rero(
 ) -> Bracket:
     """The largest success rate of **every** attacker, biased or not; the run's batches and its noise are random.
 
+    It may know everything except the example and, with q < 1, which steps drew it; see the module's text.
+
     Args:
-        prior_success: π₀ in (0, 1): how often the attacker's guess succeeds without the model; several give a curve.
+        prior_success: π₀ in (0, 1): how often the attacker's guess succeeds without the model, given all other
+            examples; several give a curve.
         q: The sampling rate, in (0, 1]; several: one per part of the run.
         noise_multiplier: σ > 0; the clipped norm must not exceed ``max_grad_norm``. Several: one per part.
         steps: T ≥ 1; several: one per part.

@@ -80,6 +80,7 @@ def assemble(
     with_hooks: Callable[[], Any] | None,
     wrapper_settings: dict[str, Any],
     optimizer_settings: dict[str, Any],
+    whole_batch: int,
     noise: NoiseSource,
     ranks: Ranks | None = None,
     id_of: Any = None,
@@ -97,7 +98,8 @@ def assemble(
         accounted_rate: Returns the sampling rate of the DP accountant's last step.
         with_hooks: Returns the module with Opacus's hooks; None: mode "auto", which needs none.
         wrapper_settings: Settings of the private model in mode "auto".
-        optimizer_settings: Settings of Opacus's optimizer; ``expected_batch_size`` is that of all ranks together.
+        optimizer_settings: Settings of Opacus's optimizer; as in Opacus, ``expected_batch_size`` is that of one rank.
+        whole_batch: How many examples a batch has on average, of all ranks together.
         noise: The source of noise and Poisson draws.
         ranks: The processes that train together; None: a single one.
         id_of: Where to find the ids in a batch of a stream.
@@ -109,11 +111,10 @@ def assemble(
     tracker = BatchTracker()
     tracker.parts = options.accounting.accumulation_steps
     observer = Observer(tracker)
-    whole_batch = expected_batch = optimizer_settings["expected_batch_size"]
-    if ranks is not None:  # as in Opacus, the optimizer's value is for one rank
+    expected_batch = whole_batch
+    if ranks is not None:
         generator = ranks.probe_generator()
         expected_batch = math.ceil(whole_batch / ranks.size)
-        optimizer_settings = {**optimizer_settings, "expected_batch_size": whole_batch / ranks.size}
     whole_batch *= tracker.parts
     run = Run(options, loss, ids, replica.device, generator, accounted_rate, whole_batch, ranks)
     looks = DatasetLooks(run, replica, None if stream else prepared.dataset, prepared.collate_fn)

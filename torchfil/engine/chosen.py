@@ -69,6 +69,7 @@ def equalised_in_short(equalised: Equalised) -> dict[str, Any]:
         "target": equalised.target,
         "met": equalised.met,
         "stopped": equalised.stopped,
+        "epsilon_of_all_rounds": equalised.epsilon_of_all_rounds,
     }
 
 

@@ -7,65 +7,16 @@ fixed in every bound: if the weights were chosen from the data, the bounds do no
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds
-from torchfil.accounting.sparing import weights_for_the_rest
 from torchfil.clipping import check_clip_weights
 from torchfil.engine.options import ClipWeights
 
-__all__ = ["RunWeights", "check_same_weights", "weights_by_row", "weights_in_words"]
-
-
-class RunWeights:
-    """ω of every example over a run: as given, lowered for those that come close to the MSE bound to keep.
-
-    Args:
-        given: ω at the beginning, float64 [n]; None: 1 for everybody.
-        min_mse_bound: The bound to keep; None: weights stay as given.
-        num_examples: n.
-        device: The device on which steps are computed.
-
-    Attributes:
-        first: ω as given.
-        present: ω now; None: nobody has one.
-    """
-
-    def __init__(
-        self, given: Tensor | None, min_mse_bound: float | None, num_examples: int, device: torch.device
-    ) -> None:
-        self._min_mse_bound, self._num_examples, self._device = min_mse_bound, num_examples, device
-        self.first = None if given is None else given.to(device)
-        self.restore(None)
-
-    def restore(self, present: Tensor | None) -> None:
-        """Continue with these weights; None: with those before anybody leaked anything."""
-        self.present = self.first
-        if present is not None:
-            self.present = present.to(self._device).clone()
-        elif self._min_mse_bound is not None:  # a separate copy for everybody
-            ones = torch.ones(self._num_examples, dtype=torch.float64, device=self._device)
-            self.present = ones if self.first is None else self.first.clone()
-
-    def of(self, ids: Sequence[int]) -> Tensor | None:
-        """ω of the examples with these numbers, float64 [ids]; None: nobody has one."""
-        if self.present is None:
-            return None
-        return self.present[torch.tensor(ids, dtype=torch.long).to(self._device, non_blocking=True)]
-
-    def spare(self, rows: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Lower the weights of these examples, with these sums, if they come close to the bound to keep."""
-        if self._min_mse_bound is None or self.present is None:
-            return
-        spent = self._min_mse_bound * sums["trace"] / sums["num_coordinates"].clamp(min=1)
-        rows = rows.to(self._device, non_blocking=True)
-        weights = weights_for_the_rest(spent).to(self._device)
-        if self.first is not None:
-            weights = weights * self.first[rows]
-        self.present.index_copy_(0, rows, weights)  # in place, because a copy of all is as long as the data set
+__all__ = ["check_same_weights", "weights_by_row", "weights_in_words"]
 
 
 def weights_by_row(given: ClipWeights | None, ids: ExampleIds) -> Tensor | None:

@@ -20,7 +20,6 @@ from opacus.validators.errors import UnsupportedModuleError as OpacusUnsupported
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from torchfil.accounting.ids import GrowingIds
 from torchfil.accounting.targets import LeakageTarget, TargetCheck
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction, get_clip
 from torchfil.engine.assembly import PrivateTraining, assemble
@@ -35,6 +34,7 @@ from torchfil.engine.preparing import (
     asked_question,
     checked_options,
     drawn_by_a_step,
+    most_in_a_pass,
     names_of,
     warn_without_noise,
     with_rate,
@@ -65,7 +65,10 @@ class FILPrivacyEngine(Resuming):
 
     Guarantees:
         * The accounting differentiates exactly the gradients that are clipped and released, under the same dropout
-          masks. Their norms never exceed ``max_grad_norm``, so ε is Opacus's.
+          masks. Their norms never exceed ``max_grad_norm``, so with Poisson sampling ε is Opacus's.
+        * ε compares the run with one in which an example's gradients are left out (zero-out adjacency): the number of
+          examples n, the sampling rate q and the divisor of the noisy sums are the same in both, and public. The loader
+          gives q and divisor from n; if n must stay hidden, set ``sample_rate`` and ``expected_batch_size``.
         * At every step the gradient at the model's output is checked against the engine's loss. A loop with another
           loss raises an error before the step is taken.
         * A refused call or step changes nothing.
@@ -140,8 +143,9 @@ class FILPrivacyEngine(Resuming):
             batch_first: As in Opacus: False if the examples lie along the second dimension of the model's inputs, as in
                 [time, batch, …]. Inputs of one dimension, outputs and targets have the examples first.
             loss_reduction: "mean" or "sum": how the loop's loss reduces over the batch.
-            poisson_sampling: As in Opacus. With a stream it must be False; ε then counts how often an example took
-                part, and subsampling gets no credit (:mod:`torchfil.engine.streams`).
+            poisson_sampling: As in Opacus, except that with False subsampling gives no amplification: ε is that of as
+                many Gaussian mechanisms of multiplier σ as the most frequent example has participations, one in each
+                pass. With a stream it must be False.
             clipping: "flat", or "per_layer" as in Opacus: each parameter's gradient is clipped separately, noise is
                 σ‖C‖, and the accounting differentiates exactly that (:mod:`torchfil.fisher.layerwise`), by ``vmap``.
             noise_generator: For tests: the noise's generator, as in Opacus; Poisson draws then come from the loader's
@@ -165,7 +169,7 @@ class FILPrivacyEngine(Resuming):
                 target, y, start_positions and end_positions.
             accounting: How to account; see :class:`Accounting`.
             **shortcuts: ``num_probes``, ``rel_error``, ``track``, ``questions``, ``views``, ``accumulation_steps``,
-                ``clip_weights`` and ``min_mse_bound`` of :class:`Accounting`.
+                ``clip_weights``, ``sample_rate`` and ``expected_batch_size`` of :class:`Accounting`.
 
         A clip threshold for each example: ``clip_weights`` gives ω_i in (0, 1], in the order of the data set, [n], or
         by id (ids that are left out have 1). The clipped gradient of example i is multiplied by ω_i, so its norm is at
@@ -218,7 +222,7 @@ class FILPrivacyEngine(Resuming):
         options.mechanism(noise_multiplier, limit)  # raises for invalid numbers
         ids, seed = names_of(data_loader, id_of), accounting.generator().initial_seed()
         ranks = Ranks(seed, ids.num_examples) if distributed else None
-        sample_rate, expected_batch = drawn_by_a_step(prepared, ids.num_examples, ranks)
+        accounted_rate, drawn, divisor = drawn_by_a_step(prepared, ids, ranks, accounting.expected_batch_size)
         wrapper = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         with_hooks = partial(self._prepare_model, module, grad_sample_mode=mode, wrap_model=wrap_model, **wrapper)
         training = assemble(
@@ -235,16 +239,16 @@ class FILPrivacyEngine(Resuming):
             {
                 "noise_multiplier": noise_multiplier,
                 "max_grad_norm": limit,
-                "expected_batch_size": expected_batch,
+                "expected_batch_size": divisor,
                 "loss_reduction": loss_reduction,
             },
+            drawn,
             noise(rank=None if ranks is None else ranks.rank),
             ranks,
             id_of,
         )
-        self._begin(training, limit, sample_rate, poisson_sampling=poisson_sampling)
-        criteria = (criterion,) if ghost or accounting.views is not None else ()
-        return training.module, training.optimizer, *criteria, training.loader
+        self._begin(training, limit, accounted_rate, poisson_sampling=poisson_sampling)
+        return training.module, training.optimizer, *([criterion] if ghost or accounting.views else []), training.loader
 
     def make_private_with_epsilon(
         self,
@@ -261,6 +265,9 @@ class FILPrivacyEngine(Resuming):
     ) -> tuple[Any, ...]:
         """:meth:`make_private` with the noise that spends (``target_epsilon``, ``target_delta``) in ``epochs``.
 
+        ε is for zero-out adjacency, as in :meth:`make_private`. With ``poisson_sampling=False`` it counts
+        participations: one in an epoch, or as many as the loader's sampler repeats an example at most.
+
         Args:
             module: The model.
             optimizer: The optimizer.
@@ -275,13 +282,15 @@ class FILPrivacyEngine(Resuming):
         if "noise_multiplier" in options:
             raise TypeError("make_private_with_epsilon chooses noise_multiplier itself; call make_private to set it")
         accounting = Accounting.given(accounting)
+        known_batches = is_stream(data_loader) or not options.get("poisson_sampling", True)
+        rate = options.get("sample_rate", accounting.sample_rate) or 1 / len(data_loader)
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            sample_rate=1.0  # in a stream, an epoch is one participation of every example
-            if is_stream(data_loader)
-            else options.get("accumulation_steps", accounting.accumulation_steps) / len(data_loader),
-            epochs=epochs,
+            sample_rate=1.0  # every participation counts
+            if known_batches
+            else rate * options.get("accumulation_steps", accounting.accumulation_steps),
+            epochs=epochs * (most_in_a_pass(data_loader) if known_batches else 1),
             accountant=self.accountant.mechanism(),
             epsilon_tolerance=epsilon_tolerance,
         )
@@ -375,7 +384,7 @@ class FILPrivacyEngine(Resuming):
             target,
             accounting,
             len(data_loader.dataset),  # type: ignore[arg-type]
-            len(data_loader),
+            round(1 / accounting.sample_rate) if accounting.sample_rate else len(data_loader),
             epochs,
             poisson=poisson,
         )
@@ -438,16 +447,20 @@ class FILPrivacyEngine(Resuming):
         if poisson_sampling:
             training.module.forbid_grad_accumulation()
         hook = self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate)
-        if isinstance(training.run.ids, GrowingIds):
+        if not poisson_sampling:
+            logger.info(
+                "poisson_sampling=False: subsampling gives no amplification. ε counts as many releases of σ as the "
+                "most frequent example has participations, for zero-out adjacency (its gradients left out)"
+            )
             hook = partial(self._account_participations, training.run)
         training.optimizer.attach_step_hook(hook)
         self._made = training
 
     def _account_participations(self, run: Run, optimizer: DPOptimizer) -> None:
-        """Tell the accountant the number of participations of a stream's most frequent example.
+        """Tell the accountant the number of participations of the most frequent example; batches may be known.
 
-        Each counts as a release of the whole batch (q = 1) with the smallest noise so far. This is at least what the
-        steps of any example cost, in whatever order they came.
+        Each counts as a Gaussian release (q = 1) with the smallest noise so far. For zero-out adjacency this is at
+        least what the steps of any example cost, in whatever order they came.
         """
         sigmas = [sigma for sigma, *_ in self.accountant.history]
         self.accountant.history = [(min([*sigmas, optimizer.noise_multiplier]), 1.0, run.most_participations())]

@@ -3,9 +3,9 @@
 If the sensitivity of a Gaussian mechanism to example i is ‖g̃_i‖ ≤ C, a step has for i the RDP of the noise multiplier
 σC/‖g̃_i‖ (Feldman & Zrnic 2021; Yu et al. 2022). Norms are rounded up to a grid, so that the numbers are computed once
 per grid value at the end. Between participations the last known norm is used, or C if there is none yet; therefore
-``norm_refresh`` is recommended. In a stream, whose batches are known, only the steps that used the example count. The
-result is **output-specific** (Yu et al. 2022): the norms depend on what this run released. It is an estimate; a
-guarantee needs a filter (Feldman & Zrnic 2021; Koskela et al. 2023).
+``norm_refresh`` is recommended. Without Poisson sampling batches may be known, and only the steps that used the example
+count. The result is **output-specific** (Yu et al. 2022): the norms depend on what this run released. It is an
+estimate; a guarantee needs a filter (Feldman & Zrnic 2021; Koskela et al. 2023).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from torchfil.accounting.packed import BatchRows, bytes_per_row
 from torchfil.accounting.quantities import Sum
 from torchfil.accounting.rows import RowTable
-from torchfil.engine.norm_levels import ENTRIES, LEVELS, RATIO, added, as_table, squeezed
+from torchfil.engine.norm_levels import ENTRIES, LEVELS, RATIO, added, as_table
 
 __all__ = ["NormHistory", "epsilon_over_time", "individual_epsilon"]
 
@@ -44,7 +44,7 @@ class NormHistory:
         device: The device or folder that holds the rows (:class:`torchfil.accounting.rows.RowTable`).
         clip_weights: The largest possible ‖g̃‖/C of each example, [n]; None: 1.
         lazy: Whether an example gets its row when it is first drawn; None: see above.
-        own_steps: Whether only steps that used an example count for it, because batches are known (a stream).
+        own_steps: Whether only steps that used an example count for it, because batches may be known.
     """
 
     def __init__(
@@ -154,14 +154,8 @@ class NormHistory:
         return {**self._numbers(), **{name: value.clone() for name, value in self._rows.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`; earlier states, with counts of all levels, are read as well."""
-        n, rows = self._rows.num_examples, {name: state[name] for name in ("counts", "ratio", "since")}
-        if "levels" in state:
-            rows["levels"] = state["levels"]
-        else:
-            of_all = torch.arange(LEVELS, dtype=torch.uint8)
-            parts = [squeezed(of_all.expand_as(part), part, ENTRIES) for part in rows["counts"].cpu().split(_AT_ONCE)]
-            rows["levels"], rows["counts"] = (torch.cat(each) for each in zip(*parts, strict=True))
+        """The inverse of :meth:`state_dict`."""
+        n, rows = self._rows.num_examples, {name: state[name] for name in _LAYOUT}
         for name, value in rows.items():
             expected = (n, *_LAYOUT[name].shape)
             if tuple(value.shape) != expected:

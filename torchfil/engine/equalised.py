@@ -15,10 +15,10 @@ __all__ = ["HELD_FIXED", "Equalised", "Round", "Stopped"]
 Stopped = Literal["target met", "no further progress", "floor", "max_rounds"]
 
 HELD_FIXED = (
-    "The clip weights were computed from private data and are held fixed in these bounds and in ε, as in IRFIL: they "
-    "do not include what the weights themselves reveal about an example. Keep weights and pilot models as "
-    "confidential as the data. Alternatives: by= (weights that are functions of public attributes), or count every "
-    "round as released (epsilon_of_all_rounds, worst_of_all_rounds)."
+    "The clip weights were computed from private data and are held fixed in these bounds and in a round's ε, as in "
+    "IRFIL: they do not include what the weights themselves reveal about an example. Keep weights and pilot models as "
+    "confidential as the data. Alternatives: by= (weights that are functions of public attributes), or quote ε of all "
+    "rounds together (epsilon_of_all_rounds)."
 )
 
 _REASONS = {
@@ -87,9 +87,8 @@ class Equalised:
         chosen: The round that ``weights`` and ``engine`` come from.
         history: All rounds, fresh ones last.
         next_weights: The weights of another round: pass them as ``weights=`` to continue.
-        epsilon_of_all_rounds: ε if the models of all rounds were released; None without δ, and for rounds of
-            different noise with the "gdp" accountant.
-        worst_of_all_rounds: The smallest bound (or largest rate), estimates added over all rounds, in that case.
+        epsilon_of_all_rounds: ε of all rounds together, fresh ones included, as if every model was released; None
+            without δ, and for rounds of different noise with the "gdp" accountant.
         question: The question; None: Fisher information.
         fil_before: η̄ of every example in the first round, [n], NaN if it was not measured; None if that round
             already had weights.
@@ -107,7 +106,6 @@ class Equalised:
     history: tuple[Round, ...] = field(repr=False)
     next_weights: Tensor = field(repr=False)
     epsilon_of_all_rounds: float | None = None
-    worst_of_all_rounds: float | None = None
     question: str | None = None
     fil_before: Tensor | None = field(default=None, repr=False)
 
@@ -138,10 +136,8 @@ class Equalised:
             *_table(self.history),
             f"{len(self.history)} trainings, {self.seconds:.0f} s",
         ]
-        if self.worst_of_all_rounds is not None:
-            every = f"if the models of all rounds were released: {self.worst_of_all_rounds:.4g}"
-            every += "" if self.epsilon_of_all_rounds is None else f", ε = {self.epsilon_of_all_rounds:.3g}"
-            lines.append(every)
+        if self.epsilon_of_all_rounds is not None:
+            lines.append(f"ε of all {len(self.history)} rounds together: {self.epsilon_of_all_rounds:.3g}")
         return "\n".join([*lines, HELD_FIXED])
 
 

@@ -4,14 +4,14 @@ Hannun et al. 2021 reweight a linear model until everybody leaks alike (:mod:`to
 and a weight ω_i ∈ (0, 1] scales the clipped gradient of its example (:mod:`torchfil.accounting.sparing`). The noise
 stays that of C: sparing an example reduces its pull on the model, and costs nothing else.
 
-What the weights themselves reveal. ω is a function of the data, and every bound takes it as fixed. Given everything
-that the pilot rounds released (their noisy gradients), ω_i with a fixed ``target`` and ``confidence=None`` is a
-function of example i alone. It lies on a grid, so it is constant for almost every small change of the example; and
-whatever ω_i is, the gradient it scales has norm ≤ C. So ε and Fisher information **added over all rounds**, as if every
-pilot model was released, also hold with weights that depend on the data, up to the edges of the grid, for a number of
-rounds that is fixed beforehand.
-The last round's own numbers hold only with ω fixed. Groups, cells, shares, intervals (which borrow from all examples)
-and the decision when to stop depend on the others' data as well, and are held fixed in either count.
+What the weights themselves reveal. ω is a function of the data, and a round's bounds and ε take it as fixed. **ε of all
+rounds together**, as if every model was released, counts the weights as well (zero-out adjacency), if ``target`` is
+fixed, ``confidence=None``, without groups and cells, for a number of rounds that is fixed beforehand, and the runs are
+measured without ``rel_error`` and ``extra_probes``, which look at other examples. Given what the earlier rounds
+released, the others' weights then do not depend on example i; and whatever ω_i is, the gradient that it scales has norm
+≤ C. Groups, cells, shares, intervals (which borrow from all examples) and the decision when to stop depend on the
+others' data, and are held fixed in that count, too. Fisher informations cannot be added in this way: ω_i depends on
+which batches of an earlier round drew example i, and that round's information counts this as secret.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def equalise(
     sees reveal nothing to an attacker of the last model, except through the weights. Ways to deal with this:
 
     * ``by=``: weights that are a function of public attributes alone. A cell's value is still that of its worst member.
-    * Count all rounds as released: ``epsilon_of_all_rounds`` and ``worst_of_all_rounds`` of the result; see
-      :mod:`torchfil.engine.equalising` for when that covers it.
+    * Quote ε of all rounds together, ``epsilon_of_all_rounds``, which printing the result shows with ``delta=``; see
+      :mod:`torchfil.engine.equalising` for when it covers the weights.
     * ``fresh_runs=``: weights come from some runs and bounds from others, so chance in the choice does not flatter the
       report. This is about chance, not about what the weights reveal. Without it bounds still come from a run that did
       not choose its own weights, but the rounds stop when a run looks good.
@@ -157,7 +157,6 @@ def equalise(
         history=tuple(rounds.history),
         next_weights=best.weights.values if met else following.values,
         epsilon_of_all_rounds=rounds.epsilon_of_all(),
-        worst_of_all_rounds=goal.shown(float(rounds.total_exposure.max())),
         question=question,
         fil_before=rounds.fil_before,
     )
@@ -216,8 +215,6 @@ def _check_used(weights: Tensor | None, engine: Any) -> None:
     if weights is None or not isinstance(engine, LeakageReading):
         return
     used = engine.clip_weights
-    if used is not None and engine.accounting.min_mse_bound is not None:
-        return  # lowered during the run
     if used is None or not torch.equal(used.cpu(), weights.double().cpu()):
         has = "has none" if used is None else "has others"
         raise ValueError(
@@ -259,7 +256,6 @@ class _Rounds:
         self._accountants: list[Any] = []
         self._missing: list[float] = []
         self.history: list[Round] = []
-        self.total_exposure = torch.zeros(())
         self.fil_before: Tensor | None = None
 
     def train(self, weights: Tensor | None, goal: Goal) -> _Trained:
@@ -283,7 +279,6 @@ class _Rounds:
         exposure, values, engine = trained.exposure, weights.values, trained.engine
         accountant = getattr(engine, "accountant", None)
         self._accountants.append(accountant)
-        self.total_exposure = self.total_exposure + exposure.value
         worst, worst_end = exposure.largest()
 
         # the state before anybody was spared, for reports

@@ -309,8 +309,8 @@ def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
             )
         warnings.warn(
             "the loader has a WeightedRandomSampler: examples with larger weights take part more often, and each "
-            "participation counts, so they leak more. The Fisher information gives no credit for subsampling (κ = 1). "
-            "ε is that of uniform Poisson sampling, which this is not.",
+            "participation counts, so they leak more. Neither the Fisher information (κ = 1) nor ε gives credit for "
+            "subsampling; ε counts the participations of the most frequent example.",
             stacklevel=4,
         )
     elif (

@@ -92,7 +92,7 @@ class DatasetLooks:
         for start in range(0, len(rows), _BATCH):
             part = rows[start : start + _BATCH]
             gradients = self._gradients(self.collate_fn([self.dataset[row] for row in part]), loss)
-            weights = self.run.weights.of(part)
+            weights = self.run.weights_of(part)
             yield part, replace(gradients, examples=replace(gradients.examples, clip_weights=weights))
 
     def _gradients(self, batch: Any, loss: IdentifiedLoss) -> ExampleGradients:

@@ -55,9 +55,7 @@ def mechanism_in_words(training: PrivateTraining, releases: Sequence[tuple[float
         steps[float(sigma), float(q)] += count
     noise = ", ".join(f"{count} steps of σ = {sigma}, q = {q}" for (sigma, q), count in sorted(steps.items()))
 
-    weights = weights_in_words(training.run.weights.first)
-    if options.accounting.min_mse_bound is not None:
-        weights += f", bounds kept above {options.accounting.min_mse_bound}"
+    weights = weights_in_words(training.run.clip_weights)
     limits = optimizer.max_grad_norms or float(optimizer.max_grad_norm)
     clipping = f"C = {limits}, clip {options.clip.name!r}" + (f", {weights}" if weights else "")
 

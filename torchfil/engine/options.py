@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,7 +48,8 @@ SHORTCUTS = (  # options of Accounting that make_private takes directly
     "views",
     "accumulation_steps",
     "clip_weights",
-    "min_mse_bound",
+    "sample_rate",
+    "expected_batch_size",
 )
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
@@ -134,7 +134,8 @@ class Accounting:
             ``factors(rho, q, sigma)``.
         sketch_rank: Columns of the sketch.
         norm_refresh: How often, in steps, to compute every example's gradient norm for ``get_individual_epsilon`` and
-            ``get_reconstruction_robustness``. Recommended if you read these; costs one pass over the data each time.
+            ``get_reconstruction_robustness``. Recommended if you read these, with Poisson sampling (without it, only an
+            example's own steps count); costs one pass over the data each time.
         seed: The seed of the probes; None: derived from torch's seed without drawing from its stream.
         max_ledger_memory: The largest ledger, in bytes; a larger one is refused until you raise this.
         rows_at: Where the rows of all examples are kept. None: on the model's device; "cpu": in main memory; a folder:
@@ -150,13 +151,13 @@ class Accounting:
         accumulation_steps: How many batches the loop accumulates before each ``optimizer.step()`` with Poisson
             sampling: they are then parts of one draw at that many times the rate. Without Poisson sampling any number
             may be accumulated, and this stays 1.
+        sample_rate: q, the probability with which Poisson sampling draws an example for a batch; a pass then has ⌊1/q⌋
+            batches. None: 1 / (the number of batches of the loader).
+        expected_batch_size: What the noisy sum of a batch, of all ranks together, is divided by with
+            ``loss_reduction="mean"``. None: ⌊n q⌋. Both defaults depend on the number n of examples, which ε takes as
+            public; set both to constants chosen without the data if n must stay hidden.
         clip_weights: ω in (0, 1] of every example; its clipped gradient is multiplied by ω. None: 1. Held fixed in all
             bounds, see :meth:`FILPrivacyEngine.make_private`.
-        min_mse_bound: Keep every example's estimated MSE bound (unbiased attackers) above this. Once an example has
-            used half of the leakage that this allows, its weight ω falls with what is left
-            (:func:`torchfil.accounting.sparing.weights_for_the_rest`), however long the run. Given what was released
-            before, an example's ω depends only on its own data, lies on a grid, and is held fixed in all bounds. Every
-            step must be measured. None: nobody is spared.
 
     Example:
         >>> Accounting(num_probes=1, track=("diagonal",)).needs.quantities
@@ -179,8 +180,9 @@ class Accounting:
     extra_probes: int = 0
     views: Views | None = None
     accumulation_steps: int = 1
+    sample_rate: float | None = None
+    expected_batch_size: float | None = None
     clip_weights: ClipWeights | None = field(default=None, compare=False)
-    min_mse_bound: float | None = None
     rows_at: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -192,7 +194,6 @@ class Accounting:
             raise ValueError(f"num_probes={self.num_probes} must be at least 1")
         self._check_target()
         self._check_extra_probes()
-        self._check_kept_bound()
         if not 0 < self.fil_rate <= 1:
             raise ValueError(f"fil_rate={self.fil_rate} must lie in (0, 1]: it is the probability of measuring a step")
         if self.rows_at not in (None, "cpu") and not Path(self.rows_at).is_dir():
@@ -203,6 +204,12 @@ class Accounting:
             raise ValueError(f"norm_refresh={self.norm_refresh} must be at least 1 step")
         if self.accumulation_steps < 1:
             raise ValueError(f"accumulation_steps={self.accumulation_steps} must be at least 1")
+        if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
+            raise ValueError(
+                f"sample_rate={self.sample_rate} must lie in (0, 1]: the probability of drawing an example"
+            )
+        if self.expected_batch_size is not None and not 0 < self.expected_batch_size < float("inf"):
+            raise ValueError(f"expected_batch_size={self.expected_batch_size} must be a positive number of examples")
         if self.amplification is not None:
             get_amplification(self.amplification)
         self.chosen_estimator.check_gives(self.needs.quantities, f"track={tuple(self.track)}")
@@ -239,18 +246,6 @@ class Accounting:
         if not self.chosen_estimator.one_pass or self.needs.products:
             able = names_of_estimators(lambda other: other.one_pass)
             raise ValueError(f"extra_probes={self.extra_probes} needs estimator={able}, and no track=('sketch',)")
-
-    def _check_kept_bound(self) -> None:
-        if self.min_mse_bound is None:
-            return
-        if not 0 < self.min_mse_bound < math.inf:
-            raise ValueError(f"min_mse_bound={self.min_mse_bound} must be a positive, finite MSE bound")
-        if self.skips_steps:
-            raise ValueError(
-                f"min_mse_bound={self.min_mse_bound} spares an example by what it has leaked so far, and steps that "
-                "are not measured do not show that; leave out rel_error and fil_rate, and use num_probes=1 to save "
-                "time"
-            )
 
     def rows_place(self, device: torch.device) -> torch.device | Path:
         """Where the rows are kept for a model on that device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,15 @@ from torchfil.engine.options import Accounting, RunOptions
 from torchfil.engine.ranks import Ranks
 from torchfil.engine.streams import check_stream, is_stream
 
-__all__ = ["asked_question", "checked_options", "drawn_by_a_step", "names_of", "warn_without_noise", "with_rate"]
+__all__ = [
+    "asked_question",
+    "checked_options",
+    "drawn_by_a_step",
+    "most_in_a_pass",
+    "names_of",
+    "warn_without_noise",
+    "with_rate",
+]
 
 
 def checked_options(
@@ -40,6 +49,11 @@ def checked_options(
             "the model is already private (make_private was called on it); pass the plain module, or its _module"
         )
     check_optimizer(module, optimizer)
+    if accounting.sample_rate is not None and not poisson_sampling:
+        raise ValueError(
+            f"sample_rate={accounting.sample_rate} is the rate of Poisson sampling, and poisson_sampling=False draws "
+            "nothing at random: leave one of them out"
+        )
     if is_stream(data_loader):
         check_stream(data_loader, accounting, id_of, poisson_sampling=poisson_sampling)
     else:
@@ -67,10 +81,15 @@ def warn_without_noise(noise_multiplier: float) -> None:
 
 
 def with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
-    """Add the rate of Poisson sampling; unchanged if the loader draws otherwise."""
-    sampler = prepared.batch_sampler
+    """Add the rate of Poisson sampling, at which the loader draws from now on; unchanged if it draws otherwise.
+
+    With a given rate q a pass has ⌊1/q⌋ batches.
+    """
+    sampler, given = prepared.batch_sampler, options.accounting.sample_rate
     if not isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
         return options
+    if given is not None:
+        vars(sampler).update(dict.fromkeys(("steps", "num_batches"), int(1 / given + 1e-9)), sample_rate=given)
     return replace(options, sample_rate=options.accounting.accumulation_steps * float(sampler.sample_rate))
 
 
@@ -82,13 +101,29 @@ def names_of(data_loader: DataLoader[Any], id_of: Any) -> ExampleIds:
     return ExampleIds(count, [id_of(i) for i in range(count)] if callable(id_of) else id_of)
 
 
-def drawn_by_a_step(loader: DataLoader[Any], num_examples: int, ranks: Ranks | None) -> tuple[float, int]:
-    """The accountant's sampling rate, and the expected size of all ranks' batches together, as in Opacus."""
+def drawn_by_a_step(
+    loader: DataLoader[Any], ids: ExampleIds, ranks: Ranks | None, divisor: float | None
+) -> tuple[float, int, float]:
+    """The accountant's sampling rate, the mean size of all ranks' batches together, and one rank's divisor.
+
+    As in Opacus, the divisor is that mean size if none is given.
+    """
+    size = 1 if ranks is None else ranks.size
     if is_stream(loader):
         assert loader.batch_size is not None
-        return 1.0, loader.batch_size * (1 if ranks is None else ranks.size)
-    sample_rate = 1 / len(loader)
-    return sample_rate, int(num_examples * sample_rate)
+        rate, drawn = 1.0, loader.batch_size * size
+    else:
+        rate = float(getattr(loader.batch_sampler, "sample_rate", 1 / len(loader)))
+        drawn = max(1, int(ids.num_examples * rate))
+    return rate, drawn, (divisor or drawn) / size
+
+
+def most_in_a_pass(loader: DataLoader[Any]) -> int:
+    """How often an example takes part in a pass without Poisson sampling, at most: 1, unless the sampler repeats."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if is_stream(loader) or sampler is None:
+        return 1
+    return max(1, math.ceil(len(sampler) / len(loader.dataset)))  # type: ignore[arg-type]
 
 
 def asked_question(question: str | None, rate: float | None, accounting: Accounting) -> str | None:

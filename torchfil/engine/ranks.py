@@ -321,12 +321,6 @@ def check_ranks(
             f"rel_error={accounting.rel_error} chooses probes and steps by what all examples have leaked so far, but "
             "each rank knows only a part of that; with several processes set num_probes= and fil_rate= instead"
         )
-    if accounting.min_mse_bound is not None:
-        raise ValueError(
-            f"min_mse_bound={accounting.min_mse_bound} spares examples by what they have leaked so far, but each rank "
-            "knows only a part of that; with several processes choose weights beforehand: torchfil.equalise, "
-            "clip_weights="
-        )
     if not poisson_sampling and not isinstance(data_loader.dataset, IterableDataset):  # a stream's ids are compared
         _check_shards(data_loader)
     return module, True

@@ -63,11 +63,8 @@ class LeakageReading(PrivacyEngine):
 
     @property
     def clip_weights(self) -> Tensor | None:
-        """ω of every example in the order of the data set, float64 [n]; None: none were given.
-
-        As given to make_private, lowered for those that ``min_mse_bound`` spares so far.
-        """
-        weights = self._training.run.weights.present
+        """ω of every example in the order of the data set, float64 [n]; None: none were given."""
+        weights = self._training.run.clip_weights
         return None if weights is None else weights.clone()
 
     def metrics(self, *, delta: float | None = None, prefix: str = "privacy/") -> dict[str, float]:
@@ -165,8 +162,10 @@ class LeakageReading(PrivacyEngine):
         It is output-specific (Yu et al. 2022): the norms belong to this run, and depend on what it released. It is an
         estimate and no guarantee; a guarantee needs a filter that stops an example when its budget is spent (Feldman &
         Zrnic 2021; Koskela et al. 2023). Between participations the last known norm is used; if there is none yet,
-        ``max_grad_norm`` (times the example's weight of ``clip_weights``). ``Accounting(norm_refresh=…)`` computes
-        all norms every so many steps. The error is not a sampling error and is given as NaN.
+        ``max_grad_norm`` (times the example's weight of ``clip_weights``). ``Accounting(norm_refresh=…)`` computes all
+        norms every so many steps. Without Poisson sampling only the example's own steps count, each with its own norm.
+        The adjacency is that of ε: zero-out, with n, q and the divisor public. The error is not a sampling error and is
+        given as NaN.
         """
         run = self._training.run
         _check_delta(delta)

@@ -21,7 +21,7 @@ from torchfil.accounting.ids import ExampleIds, GrowingIds
 from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.timeline import Timeline
-from torchfil.engine.clip_weights import RunWeights, weights_by_row
+from torchfil.engine.clip_weights import weights_by_row
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
@@ -80,7 +80,7 @@ class Run:
         self._check_memory(NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1, (), 1))
         self._chosen()  # whose ids must be known
         given = weights_by_row(options.accounting.clip_weights, self.ids)
-        self.weights = RunWeights(given, options.accounting.min_mse_bound, ids.num_examples, device)
+        self.clip_weights = None if given is None else given.to(device)  # ω of every example, [n]
 
         # the ledger is made at the first batch, which shows how many coordinates are private
         self._passes_per_step = expected_batch / ids.num_examples if not self._grows else _OF_A_STREAM
@@ -97,7 +97,9 @@ class Run:
 
         # the current step
         self._accounted_rate = accounted_rate
-        self.staged = LogicalBatch(ranks if self._grows else None)
+        self.staged = LogicalBatch(ranks if self._knows_batches else None)
+        if self._knows_batches:
+            ids.count_from([0] * ids.num_examples)
 
     # ------------------------------------------------------------------ reading
 
@@ -198,6 +200,12 @@ class Run:
         trace, squares = (sums.at(name, rows).to(self.device, non_blocking=True) for name in ("trace", "squared_norm"))
         return exposed_rows(trace, squares, present, self._exposed)
 
+    def weights_of(self, ids: Sequence[int]) -> Tensor | None:
+        """ω of the examples with these numbers, float64 [ids]; None: nobody has one."""
+        if self.clip_weights is None:
+            return None
+        return self.clip_weights[torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)]
+
     def new_ledger(self, num_coordinates: int) -> tuple[Ledger, Tensor | None]:
         """An empty ledger for d coordinates, and the test matrix of a sketch."""
         accounting, n = self.options.accounting, self.ids.num_examples
@@ -271,10 +279,9 @@ class Run:
         contributions = [staged.contribution for staged in self.staged.parts]
         if contributions:
             assert self.ledger is not None
-            sums = self.ledger.add(*contributions)
+            self.ledger.add(*contributions)
             for contribution in contributions:
                 self.pace.note(contribution)
-            self.weights.spare(torch.cat([contribution.rows for contribution in contributions]), sums)
         if self.ledger is not None:
             self.ledger.steps += 1
             self.ledger.missed_steps += int(self.paused)
@@ -291,7 +298,12 @@ class Run:
         if self.ledger is not None and self.history.steps % self._steps_between_looks == 0:
             self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
 
-    # ------------------------------------------------------------------ a stream's examples
+    # ------------------------------------------------------------------ known batches, and a stream's examples
+
+    @property
+    def _knows_batches(self) -> bool:
+        """Whether an attacker may know the batches: they are not Poisson draws."""
+        return self.options.sample_rate is None
 
     @property
     def _grows(self) -> bool:
@@ -299,16 +311,17 @@ class Run:
         return isinstance(self.ids, GrowingIds)
 
     def most_participations(self) -> int:
-        """The largest number of participations of any example of a stream, including the current step."""
-        assert isinstance(self.ids, GrowingIds)
+        """The largest number of participations of any example, including the current step, if batches are known."""
         return self.ids.most_after(self.staged.ids_of_all())
 
     def _enter_ids(self) -> None:
-        """Give the new examples of a stream their rows, the same on all ranks, also in what is staged."""
-        if not isinstance(self.ids, GrowingIds):
+        """Count participations; give a stream's new examples their rows, the same on all ranks, also where staged."""
+        if not self._knows_batches:
             return
         keys = self.staged.ids_of_all()
         row_of = dict(zip(keys, self.ids.enter(keys), strict=True))
+        if not self._grows:
+            return
         self.history.grow(self.ids.num_examples)
         if self.ledger is not None:
             self.ledger.grow(self.ids.num_examples)
@@ -338,9 +351,9 @@ class Run:
     def _empty_history(self) -> NormHistory:
         n = self.ids.num_examples
         if self.ranks is None:
-            return NormHistory(n, self._place, self.weights.first, own_steps=self._grows)
+            return NormHistory(n, self._place, self.clip_weights, own_steps=self._knows_batches)
         every = max(1, round(1 / self._passes_per_step))
-        return SharedNormHistory(n, self._place, self.ranks, every, self.weights.first, own_steps=self._grows)
+        return SharedNormHistory(n, self._place, self.ranks, every, self.clip_weights, own_steps=self._knows_batches)
 
     @contextlib.contextmanager
     def generator_kept(self, state: Tensor) -> Iterator[None]:
@@ -395,9 +408,7 @@ class Run:
             "test_matrix": test_matrix,
             "generator": self.generator.get_state(),
             "pace": self.pace.state_dict(),
-            "clip_weights": self.weights.first,
-            "min_mse_bound": self.options.accounting.min_mse_bound,
-            "present_weights": None if self.weights.present is None else self.weights.present.clone(),
+            "clip_weights": self.clip_weights,
         }
         if self._grows:
             state["keys"] = self.ids.all()
@@ -406,10 +417,13 @@ class Run:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`; checks everything before it changes anything."""
         accounting, ledger = self.options.accounting, None
-        check_same_run(state, accounting, self.weights.first, self.ids)
+        check_same_run(state, self.clip_weights, self.ids)
         if state["ledger"] is not None:
             ledger = loaded_ledger(state["ledger"], self._place, accounting, self.ids, self._chosen())
-        ids = loaded_ids(state.get("keys"), self.ids, ledger)
+        ids = loaded_ids(state.get("keys"), self.ids)
+        participations: list[int] = []  # of all ranks
+        if self._knows_batches:
+            participations = [0] * ids.num_examples if ledger is None else ledger.sums["participations"].tolist()
         history = self._empty_history()
         if self._grows:
             history.grow(ids.num_examples)
@@ -422,7 +436,7 @@ class Run:
         self.pace.load_state_dict(state["pace"])
         self.ids, self.ledger, self.history, self._whole = ids, ledger, history, None
         self._timeline, self._look_due = timeline, None
-        self.weights.restore(state.get("present_weights"))
+        ids.count_from(participations)
         matrix = state["test_matrix"]
         self.test_matrix = matrix.to(self.device) if matrix is not None else None
         self.staged.clear()

@@ -156,6 +156,8 @@ class RunFiles(LeakageReading):
         """The run so far, for saving."""
         training = self._training
         run, looks, optimizer = training.run, training.looks, training.optimizer
+        parts = run.options.accounting.accumulation_steps * (1 if run.ranks is None else run.ranks.size)
+        mean = optimizer.loss_reduction == "mean"
 
         # everything that saving needs, so that it does not depend on engines
         return RunView(
@@ -167,6 +169,7 @@ class RunFiles(LeakageReading):
             options=run.options,
             noise_multiplier=float(optimizer.noise_multiplier),
             max_grad_norm=float(optimizer.max_grad_norm),
+            expected_batch_size=float(optimizer.expected_batch_size * parts) if mean else None,
             num_probes=run.pace.num_probes,
             loss=run.loss.name if run.loss is not None else None,
             generator=run.generator,

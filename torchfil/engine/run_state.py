@@ -21,17 +21,12 @@ __all__ = ["check_same_run", "loaded_ids", "loaded_ledger", "with_blocks"]
 _NEEDED = ("ledger", "history", "timeline", "test_matrix", "generator", "pace")
 
 
-def check_same_run(
-    state: Mapping[str, Any], accounting: Accounting, clip_weights: Tensor | None, ids: ExampleIds
-) -> None:
-    """Raise unless a state is complete, and has this run's weights (as given, [n]) and bound to keep."""
+def check_same_run(state: Mapping[str, Any], clip_weights: Tensor | None, ids: ExampleIds) -> None:
+    """Raise unless a state is complete, and has this run's weights, [n]."""
     missing = [key for key in _NEEDED if key not in state]
     if missing:
         raise ValueError(f"the run's state lacks {missing}; was it saved by another version?")
     check_same_weights(state.get("clip_weights"), clip_weights, ids)
-    kept, own = state.get("min_mse_bound"), accounting.min_mse_bound
-    if kept != own:
-        raise ValueError(f"the saved run keeps min_mse_bound={kept}, this run {own}; pass the same")
 
 
 def loaded_ledger(
@@ -62,20 +57,18 @@ def loaded_ledger(
     return ledger
 
 
-def loaded_ids(keys: Sequence[Hashable] | None, ids: ExampleIds, ledger: Ledger | None) -> ExampleIds:
+def loaded_ids(keys: Sequence[Hashable] | None, ids: ExampleIds) -> ExampleIds:
     """The examples' names of a saved run, whose state has the keys of a stream; ``ids`` are those of this run."""
     grows = isinstance(ids, GrowingIds)
     if grows != (keys is not None):
         kinds = "a stream", "a data set with numbered examples"
         raise ValueError(f"the saved run was on {kinds[keys is None]}, this one is on {kinds[not grows]}")
-    if keys is None:
-        return ids
-    return GrowingIds(keys, None if ledger is None else ledger.sums["participations"].tolist())
+    return ids if keys is None else GrowingIds(keys)
 
 
 def with_blocks(state: dict[str, Any], blocks: RowBlocks, ranks: Ranks) -> dict[str, Any]:
     """A state whose ledger was combined in blocks, with all its rows as distributed tensors (collective)."""
-    shared = {name: blocks.shared(state[name]) for name in ("history", "clip_weights", "present_weights")}
+    shared = {name: blocks.shared(state[name]) for name in ("history", "clip_weights")}
     ledger, parts = state["ledger"], state["ranks"]
     if ledger is not None:
         together = {name: blocks.together(value) for name, value in ledger["sums"].items()}

@@ -33,6 +33,7 @@ class RunView:
         options: How the run is accounted for.
         noise_multiplier: σ.
         max_grad_norm: C.
+        expected_batch_size: What the noisy sum of a step is divided by; None: it is not divided.
         num_probes: The probes of a step.
         loss: The loss's name; None before it is known.
         generator: Source of the probes.
@@ -57,6 +58,7 @@ class RunView:
     options: RunOptions
     noise_multiplier: float
     max_grad_norm: float
+    expected_batch_size: float | None
     num_probes: int
     loss: str | None
     generator: torch.Generator

@@ -168,6 +168,7 @@ def _mechanism(run: RunView) -> dict[str, Any]:
         "clip": options.clip.name,
         "noise": run.noise,
         "sample_rate": run.options.sample_rate,
+        "expected_batch_size": run.expected_batch_size,
         "steps": ledger.steps,
         "steps_paused": ledger.missed_steps,
         "poisson": run.options.sample_rate is not None,
@@ -177,7 +178,6 @@ def _mechanism(run: RunView) -> dict[str, Any]:
         "num_probes": None if paced else run.num_probes,
         "probe_precision": accounting.execution.probe_precision_on(next(run.module.parameters()).device),
         "fil_rate": None if paced else accounting.fil_rate,
-        "min_mse_bound": accounting.min_mse_bound,
         "rel_error": accounting.rel_error,
         "loss": run.loss,
     }
@@ -228,7 +228,7 @@ def _history(run: RunView) -> dict[str, np.ndarray]:
     names = ("fil_median", "fil_q95", "fil_max")
     history = {"step": np.asarray(steps, dtype=np.int64)}
     history |= {name: points[:, place].double().numpy() for place, name in enumerate(names)}
-    if run.accountant == "rdp":
+    if run.accountant == "rdp" and run.options.sample_rate is not None:  # else it counts participations, not steps
         history["epsilon"] = epsilon_over_time(run.releases, steps, run.delta)
     return history
 
@@ -248,9 +248,5 @@ def _bounds(run: RunView, input_range: tuple[float, float] | None) -> dict[str, 
 
 def _rero_curve(run: RunView) -> dict[str, list[float]]:
     """Success with the model, at most and (``low``) at least, by success without it."""
-    releases = list(run.releases)
-    if run.options.sample_rate is None:  # known batches: a step counts if the example takes part
-        steps = int(run.leakage.ledger.sums.own("participations").max())
-        releases = [(min(sigma for sigma, *_ in releases), 1.0, steps)] if steps else []
-    curve = everybodys_robustness(releases, _PRIORS)
+    curve = everybodys_robustness(run.releases, _PRIORS)
     return {"prior": list(_PRIORS), "success": curve.high.tolist(), "low": curve.low.tolist()}

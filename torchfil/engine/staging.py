@@ -44,8 +44,8 @@ class LogicalBatch:
     """The physical batches that were staged since the last release.
 
     Args:
-        ranks: The processes whose streams may hold the same example; None: a single one, or a data set whose examples
-            are numbered.
+        ranks: The processes whose batches may hold the same example; None: a single one, or Poisson sampling from
+            separate parts of the data.
 
     Attributes:
         parts: What was staged, in order.
@@ -116,7 +116,7 @@ class LogicalBatch:
         return ids
 
     def settle_ids(self) -> None:
-        """Tell all ranks which examples of their streams take part in this step (collective there).
+        """Tell all ranks which examples take part in this step (collective, unless batches are Poisson draws).
 
         Raises:
             StepNotTakenError: On all ranks, if two of them have the same example.
@@ -131,7 +131,8 @@ class LogicalBatch:
             raise StepNotTakenError(
                 f"example {twice!r} is in this step's batches of ranks "
                 f"{[rank for rank, keys in enumerate(by_rank) if twice in keys]}: its gradient would count twice under "
-                "one draw of noise. Give every rank its own shards. This step was not taken."
+                "one draw of noise. Give every rank its own shards (the same sampler.set_epoch on all). This "
+                "step was not taken."
             )
 
     def ids_of_all(self) -> list[Hashable]:

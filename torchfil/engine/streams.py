@@ -65,7 +65,6 @@ def check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *,
     # options that need all examples before they have arrived
     unknown = {
         "clip_weights": "who will come is not known",
-        "min_mse_bound": "who will come is not known",
         "rel_error": "the number of passes is unknown; set num_probes= and fil_rate= instead",
         "norm_refresh": "examples cannot be read again; only an example's own steps count, so it is not needed",
     }

@@ -40,9 +40,9 @@ SETTINGS = {
     "mechanism.max_grad_norm": "clipping norm C",
     "mechanism.clip": "clip function",
     "mechanism.sample_rate": "sampling rate q",
+    "mechanism.expected_batch_size": "divisor of the noisy sums",
     "mechanism.steps": "steps",
     "mechanism.amplification": "amplification",
-    "mechanism.min_mse_bound": "bound that was kept to",
     "epsilon": "ε for everybody",
     "delta": "δ",
 }

@@ -135,7 +135,7 @@ class StepPipeline(StepStages):
     def clip_weights(self, num_gradients: int) -> Tensor | None:
         """ω of the examples in the loop's finished passes, [batch]; None: all 1, or another number of examples."""
         ids = [number for forward in _latest(self.observer.finished(), num_gradients) for number in forward.ids or ()]
-        return self.run.weights.of(ids) if len(ids) == num_gradients else None
+        return self.run.weights_of(ids) if len(ids) == num_gradients else None
 
     def backward_passes(self) -> int:
         """How many of the loop's backward passes await a step."""

@@ -251,7 +251,7 @@ class StepStages:
 
     def _with_weights(self, examples: Examples, ids: Sequence[int]) -> Examples:
         """The examples with their weights ω; unchanged if nobody has one."""
-        weights = self.run.weights.of(ids)
+        weights = self.run.weights_of(ids)
         return examples if weights is None else replace(examples, clip_weights=weights)
 
     def _write_buffers(self, forward: ForwardPass, batch: PrivateBatch) -> None:

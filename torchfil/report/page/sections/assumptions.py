@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchfil.report.page.context import Report, paragraph
-from torchfil.report.page.html import Markup, join, number, tag
+from torchfil.report.page.html import Markup, join, tag
 from torchfil.report.page.sections import linear
 from torchfil.report.page.wording import is_linear, num_merged, over
 
@@ -15,6 +15,7 @@ def render(report: Report) -> Markup | None:
     points = [
         ("The attacker", _attacker(report)),
         ("The batches", _batches(report)),
+        ("What ε compares", _adjacency(report)),
         ("Clipping", _clipping(report)),
         ("Noise", _NOISE.get(str(report.about("mechanism", "noise")))),
         ("Weights", _weights(report)),
@@ -72,16 +73,15 @@ def _batches(report: Report) -> str | None:
     poisson, amplification = report.about("mechanism", "poisson"), report.about("mechanism", "amplification")
     if poisson is None:
         return None
-    if report.about("mechanism", "stream"):
-        return (
-            "The examples came as a stream, in an order that the attacker is taken to know; nothing was drawn by "
-            "chance, and no subsampling is credited. ε is that of as many releases as the example has that took part "
-            "most often, beside a run in which its gradient is left out and all others keep their places."
-        )
     if not poisson:
+        came = (
+            "The examples came as a stream"
+            if report.about("mechanism", "stream")
+            else "Batches were passes over the data"
+        )
         return (
-            "Batches were not drawn independently (no Poisson sampling), while the accountant’s ε assumes that they "
-            "were: read ε as nominal. The attacker is taken to know which batches an example was in."
+            f"{came}, in an order that the attacker is taken to know, so subsampling gives no amplification. ε counts "
+            "how often the most frequent example took part."
         )
     if not amplification or str(amplification).lower() in ("none", "known"):
         return "Each example entered each batch by chance, and the attacker is taken to know which batches it was in."
@@ -89,6 +89,16 @@ def _batches(report: Report) -> str | None:
         "Each example entered each batch independently by chance, and the attacker does not know which. The "
         "numbers are sums over the batches of this one run; how much the random choice of batches could change them is "
         "the sampling error. An example that no batch drew has not been measured."
+    )
+
+
+def _adjacency(report: Report) -> str | None:
+    if report.about("mechanism", "poisson") is None:
+        return None
+    return (
+        "This training and one in which an example’s gradients are left out, while all others keep their places, and "
+        "the number of examples, the sampling rate and the divisor of the noisy sums stay the same (“zero-out”). The "
+        "same holds for questions about whether somebody took part."
     )
 
 
@@ -106,16 +116,6 @@ def _clipping(report: Report) -> str | None:
 def _weights(report: Report) -> str | None:
     if report.summary.spared is None:
         return None
-    kept = report.about("mechanism", "min_mse_bound")
-    if kept is not None:
-        return (
-            f"To keep every MSE bound above {number(kept)}, the gradient of an example that had used half of what that "
-            "allows was multiplied from then on by a weight that fell with what was left; the noise stayed the same. "
-            "ε holds whatever the weights did, as each followed from its own example, from chance and from what had "
-            "been released. The bounds on unbiased attackers, and what questions tell of every attacker, take the "
-            "weights as fixed. A small weight tells that its example stood out: keep weights as confidential as the "
-            "data."
-        )
     return (
         "Some examples’ gradients were multiplied by a weight of their own, at most 1, after clipping, so that they "
         "leak less; the noise stayed the same. All numbers here take these weights as fixed: the bounds on unbiased "

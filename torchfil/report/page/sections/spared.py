@@ -51,9 +51,7 @@ def render(report: Report) -> Markup | None:
     share = f" ({percent(min(number_of / max(examples, 1), 1.0))})" if isinstance(number_of, int) else ""
     about = "About " if report.summary.redacted and isinstance(number_of, int) else ""
     told = f"{about}{count(number_of)} of {examples:,} examples{share}"
-    smallest = "" if report.about("mechanism", "min_mse_bound") is None else " Weights are those at the end of the run."
-    if spared.smallest_weight is not None:
-        smallest = f" The smallest ω is {number(spared.smallest_weight)}." + smallest
+    smallest = "" if spared.smallest_weight is None else f" The smallest ω is {number(spared.smallest_weight)}."
     return join(
         paragraph(
             tag("b", told[:1].upper() + told[1:]),
@@ -150,6 +148,11 @@ def _aim(report: Report) -> str:
     text += f"; the aim was {aim}."
     met = report.about("equalised", "met")
     text += "" if met is None else " The aim was met." if met else " The aim was not met."
+    epsilon = report.about("equalised", "epsilon_of_all_rounds")
+    if epsilon is not None:
+        text += (
+            f" Weights made from the data are outside one round’s ε; all rounds together have ε = {number(epsilon)}."
+        )
     text += (
         f" “Worst” is the {of}, estimated from that training alone, with the conservative end of its interval; random "
         "are its batches and noise. “Short” counts the examples that missed the aim."

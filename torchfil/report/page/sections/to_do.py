@@ -170,7 +170,7 @@ def _sparing(report: Report, broken: list[Verdict], factor: float) -> list[Marku
     if codes:
         kinds = {}
     elif not broken or not kinds.keys().isdisjoint(OF_BOUNDS):
-        codes.append(f"make_private(min_mse_bound={number(float(f'{factor * lower_ends(run)[0]:.2g}'))})")
+        codes.append(f"torchfil.equalise(target={number(float(f'{factor * lower_ends(run)[0]:.2g}'))})")
     codes += [f'torchfil.equalise(question="{kinds[kind]}", target=…)' for kind in OF_QUESTIONS if kind in kinds]
     if not codes:
         return []

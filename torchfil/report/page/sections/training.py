@@ -27,6 +27,7 @@ def render(report: Report) -> Markup | None:
         ("How σ was chosen", _noise_choice(report)),
         ("Clipping norm C", _clipping(report)),
         ("Sampling rate q", report.about(mechanism, "sample_rate")),
+        ("Divisor of a step's noisy sum", report.about(mechanism, "expected_batch_size")),
         ("Steps T", report.about(mechanism, "steps")),
         ("Precision of the probes' products", report.about(mechanism, "probe_precision")),
         ("ε", _epsilon(report)),
