@@ -121,7 +121,7 @@ def _checked_header(content: bytes, where: Path) -> dict[str, str]:
         raise foreign
     if header.get("version") not in (str(VERSION), str(VERSION_IN_PARTS)):
         raise RunFileError(
-            f"{where} is of run format {header.get('version')}; this torchfil reads formats {VERSION} and "
+            f"{where} is of run format {header.get('version')!r}; this torchfil reads formats {VERSION} and "
             f"{VERSION_IN_PARTS}. Install the torchfil that wrote it, or save the run again with this one."
         )
     if len(content) < 8 + size + end:
