@@ -116,8 +116,13 @@ def with_output(command: Callable[..., Any]) -> Callable[..., Any]:
             return command(*args, out=Output(quiet, as_json), **options)
         except BrokenPipeError:
             raise
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
         except (ValueError, OSError, ImportError, MemoryError) as error:
             raise BadInputError(_message(error)) from error
+        except Exception as error:  # not exit code 1, with which a gate says that a rule is broken
+            text = "the input is not as torchfil writes it, or this is a fault of torchfil; please report it"
+            raise BadInputError(f"{type(error).__name__}: {error} ({text})") from error
 
     return wrapped
 
