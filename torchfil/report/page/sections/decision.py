@@ -26,9 +26,37 @@ def render(report: Report) -> Markup | None:
     return join(
         _what_is_signed(report),
         paragraph("Write here before printing; the page does not save what is written.", class_="screen"),
-        paragraph("Signed is this page together with:") if report.digests else None,
+        _who_vouches(report),
+        paragraph("Your signature below covers this page and:") if report.digests else None,
         signed,
         _form(choices),
+    )
+
+
+def _who_vouches(report: Report) -> Markup:
+    """The run's signature by key; of a public page without checksums, which could be tried out."""
+    found = report.signature
+    if found is None:
+        return paragraph(
+            tag("b", "The run is not signed."),
+            " Nothing shows who made it. Checksums are no signatures: whoever edits a file writes a new one (",
+            tag("code", "torchfil sign"),
+            ").",
+        )
+    files = [
+        tag(
+            "li",
+            f"{file.role} {file.name}{'' if file.compared else ' (not compared here)'}",
+            None if report.summary.redacted else [": SHA-256 ", tag("code", file.sha256)],
+        )
+        for file in found.files
+    ]
+    return join(
+        paragraph(
+            "The run is signed by ", tag("b", found.signer), f" ({found.key}), verified at {found.verified}. It covers:"
+        ),
+        tag("ul", files, class_="digest"),
+        paragraph("A signature proves who vouches for these files, not that the numbers in them are true."),
     )
 
 
