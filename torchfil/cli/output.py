@@ -114,9 +114,7 @@ def with_output(command: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, quiet: bool, as_json: bool, **options: Any) -> Any:
         try:
             return command(*args, out=Output(quiet, as_json), **options)
-        except BrokenPipeError:
-            raise
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+        except (BrokenPipeError, click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except (ValueError, OSError, ImportError, MemoryError) as error:
             raise BadInputError(_message(error)) from error

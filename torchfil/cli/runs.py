@@ -30,14 +30,7 @@ RUN = click.Path(path_type=Path)
 @click.option("--allowed-signers", type=RUN, help="With --signature: whom you trust, as in torchfil verify.")
 @with_output
 def report(
-    run: Path,
-    directory: Path,
-    redacted: bool,
-    min_group: int | None,
-    policy: Path | None,
-    signature: Path | None,
-    allowed_signers: Path | None,
-    out: Output,
+    run: Path, directory: Path, redacted: bool, min_group: int | None, out: Output, **given: Path | None
 ) -> None:
     """Write the report of a saved run: a page that opens in any browser, with tables beside it.
 
@@ -53,16 +46,14 @@ def report(
     from torchfil.report.writer import write_report
 
     smallest = checked_min_group(min_group, redacted=redacted)
-    thresholds = None if policy is None else load_policy(policy)
-    vouched = None
-    if signature is not None and allowed_signers is not None:
-        files = {"run": [run], "policy": [] if policy is None else [policy]}
-        vouched = verify(signature, allowed_signers, files, complete=False)
-    elif signature is not None or allowed_signers is not None:
+    policy, signature, trust = (given[name] for name in ("policy", "signature", "allowed_signers"))
+    if (signature is None) != (trust is None):
         raise ValueError("--signature and --allowed-signers belong together; give both or neither")
-    page = write_report(
-        load(run), directory, redacted=redacted, min_group=smallest, policy=thresholds, signature=vouched
-    )
+    thresholds = None if policy is None else load_policy(policy)
+    files = {"run": [run], "policy": [] if policy is None else [policy]}
+    vouched = None if signature is None or trust is None else verify(signature, trust, files, complete=False)
+    options: dict[str, Any] = {"min_group": smallest, "policy": thresholds, "signature": vouched}
+    page = write_report(load(run), directory, redacted=redacted, **options)
     if not redacted:
         out.say("The report depends on private data: keep it confidential (--redacted makes one to share).")
     out.result(str(page), {"page": str(page), "redacted": redacted})

@@ -145,8 +145,7 @@ def _whole_file(arrays: dict[str, np.ndarray], header: dict[str, str]) -> bytes:
     size = int.from_bytes(content[:8], "little")
     if size > _LARGEST_HEADER:
         raise RunFileError(
-            f"the run's names and settings take {size:,} bytes, more than the {_LARGEST_HEADER:,} that are read back; "
-            "save it with shorter titles and fewer levels of categorical attributes"
+            f"names and settings take {size:,} bytes, above {_LARGEST_HEADER:,}; shorten title and levels"
         )
     return content
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -63,7 +62,7 @@ class Signature:
     files: list[SignedFile]
 
 
-def sign(files: Files, key: str | os.PathLike[str]) -> str:
+def sign(files: Files, key: Path) -> str:
     """The content of a signature file over some files, made with an ssh key (private, or public where an agent has it).
 
     Raises:
@@ -71,19 +70,13 @@ def sign(files: Files, key: str | os.PathLike[str]) -> str:
     """
     entries = [{"role": role, "name": path.name, "sha256": digest} for role, path, digest in _digests(files)]
     manifest = json.dumps({"namespace": NAMESPACE, "files": entries}, indent=1) + "\n"
-    made = _ssh_keygen("sign", "-f", os.fspath(key), "-n", NAMESPACE, given=manifest)
+    made = _ssh_keygen("sign", "-f", str(key), "-n", NAMESPACE, given=manifest)
     if made.returncode or not made.stdout.startswith(_BEGIN):
-        raise SignatureError(f"the key {os.fspath(key)} cannot be used: {_reason(made)}")
+        raise SignatureError(f"the key {key} cannot be used: {_reason(made)}")
     return manifest + made.stdout
 
 
-def verify(
-    signature: str | os.PathLike[str],
-    allowed_signers: str | os.PathLike[str],
-    files: Files,
-    *,
-    complete: bool = True,
-) -> Signature:
+def verify(signature: Path, allowed_signers: Path, files: Files, *, complete: bool = True) -> Signature:
     """Check that a trusted key has signed exactly these files.
 
     Args:
@@ -100,17 +93,15 @@ def verify(
         content = file.read(_LARGEST).decode(errors="replace")
     manifest, mark, armor = content.partition(_BEGIN)
     with tempfile.TemporaryDirectory() as folder:
-        armored, trusted = str(Path(folder) / "signature"), ("-f", os.fspath(allowed_signers))
+        armored, trusted = str(Path(folder) / "signature"), ("-f", str(allowed_signers))
         Path(armored).write_text(mark + armor, encoding="utf-8")
         names = _ssh_keygen("find-principals", "-s", armored, *trusted)
         signer = names.stdout.partition("\n")[0]
         if names.returncode or not signer:
-            raise SignatureError(
-                f"{os.fspath(signature)} is not signed by a key of {os.fspath(allowed_signers)}: {_reason(names)}"
-            )
+            raise SignatureError(f"{signature} is not signed by a key of {allowed_signers}: {_reason(names)}")
         held = _ssh_keygen("verify", "-s", armored, *trusted, "-I", signer, "-n", NAMESPACE, given=manifest)
     if held.returncode:
-        raise SignatureError(f"{os.fspath(signature)} does not hold: {_reason(held)}")
+        raise SignatureError(f"{signature} does not hold: {_reason(held)}")
 
     # only now is the manifest somebody's word
     signed = [(entry["role"], entry["name"], entry["sha256"]) for entry in json.loads(manifest)["files"]]
@@ -130,10 +121,9 @@ def verify(
 
 def _digests(files: Files) -> list[tuple[str, Path, str]]:
     found = []
-    for role, paths in files.items():
-        for path in paths:
-            with open(path, "rb") as file:
-                found.append((role, path, sha256(file)))
+    for role, path in ((role, path) for role, paths in files.items() for path in paths):
+        with open(path, "rb") as file:
+            found.append((role, path, sha256(file)))
     return found
 
 
@@ -141,14 +131,7 @@ def _ssh_keygen(task: str, *options: str, given: str = "") -> subprocess.Complet
     program = shutil.which("ssh-keygen")
     if program is None:
         raise FileNotFoundError("ssh-keygen was not found, which signs and verifies; install OpenSSH 8.2 or later")
-    return subprocess.run(
-        [program, "-Y", task, *options],
-        input=given,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
+    return subprocess.run([program, "-Y", task, *options], input=given, capture_output=True, text=True, check=False)
 
 
 def _reason(ended: subprocess.CompletedProcess[str]) -> str:

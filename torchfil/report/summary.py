@@ -184,7 +184,7 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10) -> 
         exposure=exposure,
         lowest_end=lowest_end,
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
-        mse_histogram=histogram(bound, smallest, fineness=8 if redacted else 12, origin=guess, power=2),
+        mse_histogram=histogram(bound, smallest, fineness=8 if redacted else 12, origin=guess),
         epsilon={
             level: value if limit is None else min(value, limit)
             for level, value in levels_of(-epsilon, smallest, sign=-1).items()

@@ -37,27 +37,16 @@ def _who_vouches(report: Report) -> Markup:
     """The run's signature by key; of a public page without checksums, which could be tried out."""
     found = report.signature
     if found is None:
-        return paragraph(
-            tag("b", "The run is not signed."),
-            " Nothing shows who made it. Checksums are no signatures: whoever edits a file writes a new one (",
-            tag("code", "torchfil sign"),
-            ").",
-        )
-    files = [
-        tag(
-            "li",
-            f"{file.role} {file.name}{'' if file.compared else ' (not compared here)'}",
-            None if report.summary.redacted else [": SHA-256 ", tag("code", file.sha256)],
-        )
-        for file in found.files
-    ]
-    return join(
-        paragraph(
-            "The run is signed by ", tag("b", found.signer), f" ({found.key}), verified at {found.verified}. It covers:"
-        ),
-        tag("ul", files, class_="digest"),
-        paragraph("A signature proves who vouches for these files, not that the numbers in them are true."),
-    )
+        why = " Nothing shows who made it. Checksums are no signatures: whoever edits a file writes a new one ("
+        return paragraph(tag("b", "The run is not signed."), why, tag("code", "torchfil sign"), ").")
+    files = []
+    for file in found.files:
+        digest = None if report.summary.redacted else [": SHA-256 ", tag("code", file.sha256)]
+        files.append(tag("li", f"{file.role} {file.name}{' (not compared here)' * (not file.compared)}", digest))
+    when = f" ({found.key}), verified at {found.verified}. The signature covers:"
+    meaning = paragraph("It proves who vouches for these files, not that the numbers in them are true.")
+    who = paragraph("The run is signed by ", tag("b", found.signer), when)
+    return join(who, tag("ul", files, class_="digest"), meaning)
 
 
 def _what_is_signed(report: Report) -> Markup:
