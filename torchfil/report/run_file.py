@@ -24,7 +24,7 @@ from torchfil.utils.csv_files import visible
 from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import write_bytes
 
-__all__ = ["ROWS_PER_PART", "SUFFIX", "VERSION_IN_PARTS", "load", "save", "signed"]
+__all__ = ["ROWS_PER_PART", "SUFFIX", "VERSION_IN_PARTS", "load", "save"]
 
 VERSION_IN_PARTS = 2
 SUFFIX = ".fil"
@@ -135,18 +135,10 @@ def _checked_header(content: bytes, where: Path) -> dict[str, str]:
     return header
 
 
-def signed(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> dict[str, str]:
-    """The header with its checksum."""
-    return {**header, "sha256": _digest(arrays, header)}
-
-
 def _whole_file(arrays: dict[str, np.ndarray], header: dict[str, str]) -> bytes:
-    content = to_bytes(arrays, signed(arrays, header))
-    size = int.from_bytes(content[:8], "little")
-    if size > _LARGEST_HEADER:
-        raise RunFileError(
-            f"names and settings take {size:,} bytes, above {_LARGEST_HEADER:,}; shorten title and levels"
-        )
+    content = to_bytes(arrays, {**header, "sha256": _digest(arrays, header)})
+    if int.from_bytes(content[:8], "little") > _LARGEST_HEADER:
+        raise RunFileError(f"names and settings take more than {_LARGEST_HEADER:,} bytes; shorten title and levels")
     return content
 
 

@@ -109,9 +109,7 @@ class SavedRun:
 
     def _check_values(self) -> None:
         """No number that no run has: a rule must not hold because a value is absurd."""
-        for name in layout_of(self.columns):
-            if name not in _COLUMNS:
-                continue
+        for name in (name for name in _COLUMNS if name in self.columns):
             values = self.columns[name]
             wrong = np.flatnonzero(~(values >= 0) if name in _KNOWN_COLUMNS else values < 0)
             if len(wrong):
@@ -229,22 +227,10 @@ _COLUMNS = (
 _SHARES = ("delta", "mechanism.sample_rate", "mechanism.fil_rate", "noise_choice.confidence")
 _NUMBERS = (
     *_SHARES,
-    "epsilon",
-    "model.num_parameters",
-    "mechanism.noise_multiplier",
-    "mechanism.sigma",
-    "mechanism.l2",
-    "mechanism.releases",
-    "mechanism.max_grad_norm",
-    "mechanism.steps",
-    "mechanism.num_probes",
-    "mechanism.rel_error",
-    "mechanism.min_mse_bound",
-    "noise_choice.num_pilots",
-    "noise_choice.headroom",
-    "equalised.target",
-    "merged.runs",
-    "merged.epsilon_of_all",
+    *("epsilon", "model.num_parameters", "mechanism.noise_multiplier", "mechanism.sigma", "mechanism.l2"),
+    *("mechanism.releases", "mechanism.max_grad_norm", "mechanism.steps", "mechanism.num_probes"),
+    *("mechanism.rel_error", "mechanism.min_mse_bound", "noise_choice.num_pilots", "noise_choice.headroom"),
+    *("equalised.target", "merged.runs", "merged.epsilon_of_all"),
 )
 _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(
