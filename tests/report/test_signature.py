@@ -125,7 +125,7 @@ def test_the_page_says_who_signed(folder: Path, no_png: None) -> None:
         return (out / "index.html").read_text(encoding="utf-8")
 
     signed = page(*vouched, "--policy", folder / "policy.toml")
-    assert "The run is signed by <b>alice@example.org</b> (ED25519 key SHA256:" in signed
+    assert "The run is signed by <b>alice@example.org</b> with <code>ED25519 key SHA256:" in signed
     assert "<li>weights model.pt (not compared here): SHA-256" in signed
     assert "<li>policy policy.toml: SHA-256" in signed
     assert "The run is not signed." in page()

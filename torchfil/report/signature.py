@@ -115,7 +115,7 @@ def verify(signature: Path, allowed_signers: Path, files: Files, *, complete: bo
         if complete and not each.compared:
             raise SignatureError(f"{signer} also signed the {each.role} {each.name!r}, which was not given to compare")
     key = re.search(r" with (.*)", held.stdout)
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "seconds")
+    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     return Signature(signer, key[1] if key else "unknown key", now, covered)
 
 

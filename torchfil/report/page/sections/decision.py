@@ -43,9 +43,9 @@ def _who_vouches(report: Report) -> Markup:
     for file in found.files:
         digest = None if report.summary.redacted else [": SHA-256 ", tag("code", file.sha256)]
         files.append(tag("li", f"{file.role} {file.name}{' (not compared here)' * (not file.compared)}", digest))
-    when = f" ({found.key}), verified at {found.verified}. The signature covers:"
+    when = f", verified at {found.verified}. The signature covers:"
     meaning = paragraph("It proves who vouches for these files, not that the numbers in them are true.")
-    who = paragraph("The run is signed by ", tag("b", found.signer), when)
+    who = paragraph("The run is signed by ", tag("b", found.signer), " with ", tag("code", found.key), when)
     return join(who, tag("ul", files, class_="digest"), meaning)
 
 
