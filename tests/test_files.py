@@ -117,6 +117,7 @@ def check_nothing_is_lost(folder: Path, full: Callable[[Path], contextlib.Abstra
     about: dict[str, Any] = {"delta": 1e-5, "pictures": 0, "hash_data": False}
     saves: dict[str, Callable[[Path], Any]] = {
         "run.pt": lambda path: engine.save_checkpoint(path=path, **parts),
+        "folder/": lambda path: engine.save_checkpoint(path=f"{path}/", **parts),
         "run.fil": lambda path: engine.save_run(path, **about),
         "report": lambda path: engine.report(path, **about),
     }
@@ -128,7 +129,7 @@ def check_nothing_is_lost(folder: Path, full: Callable[[Path], contextlib.Abstra
         for name, save in saves.items():
             with pytest.raises(OSError, match="MiB are free on that disk. The earlier file is intact") as no:
                 save(folder / name)
-            assert no.value.filename == str(folder / name)
+            assert no.value.filename == str(folder / name) + "/" * name.endswith("/")
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     engine.load_checkpoint(path=folder / "run.pt", **parts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import zlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -116,9 +117,19 @@ class Evil:
         return print, ("code that runs",)
 
 
-def test_metadata_cannot_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import zlib
+def test_sizes_beyond_the_files_take_no_memory(tmp_path: Path) -> None:
+    write_folder(tmp_path, tree(), None, asynchronous=False)
+    (file,) = tmp_path.glob("*/.metadata")
+    metadata = pickle.loads(file.read_bytes())
+    for large in metadata.state_dict_metadata.values():
+        large.size = torch.Size([2**40])
+    file.write_bytes(pickle.dumps(metadata))
+    Path(f"{file}.crc32").write_text(str(zlib.crc32(file.read_bytes())))
+    with pytest.raises(ValueError, match=r"'rest' is said to be \[1099511627776\], more than its files hold"):
+        read_folder(tmp_path)
 
+
+def test_metadata_cannot_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_folder(tmp_path, tree(), None, asynchronous=False)
     (metadata,) = tmp_path.glob("*/.metadata")
     metadata.write_bytes(pickle.dumps(Evil()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,21 @@ class TestCheckpoints:
             assert "resume from an earlier checkpoint" in str(refused.value)
             assert "\n" not in str(refused.value)
         assert same(self.state_of(run), before)
+
+    def test_a_compressed_file_is_refused_before_it_is_read(self, run: Any, tmp_path: Path) -> None:
+        """A checkpoint of 100 kB whose first tensor unpacks to 100 MB, and one whose parts overlap."""
+        engine, model, optimizer = run
+        engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+        with zipfile.ZipFile(tmp_path / "run.pt") as whole, zipfile.ZipFile(tmp_path / "bomb.pt", "w", 8) as bomb:
+            first = next(name for name in whole.namelist() if "/data/" in name)
+            for name in whole.namelist():
+                bomb.writestr(name, bytes(10**8) if name == first else whole.read(name))
+        with zipfile.ZipFile(tmp_path / "overlap.pt", "w") as overlap:
+            overlap.writestr("archive/data.pkl", bytes(10**4))
+            overlap.filelist += [overlap.filelist[0]] * 99
+        for name in ("bomb.pt", "overlap.pt"):
+            with pytest.raises(CheckpointError, match="it is compressed, which"):
+                engine.load_checkpoint(path=tmp_path / name, module=model, optimizer=optimizer)
 
     def test_a_file_of_an_earlier_version_has_no_checksum(self, run: Any, tmp_path: Path) -> None:
         engine, model, optimizer = run

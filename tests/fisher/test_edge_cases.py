@@ -97,8 +97,38 @@ def test_non_finite_rows_are_named(function: Callable[..., Any], bad: float) -> 
     case = build("mlp", 6)
     inputs = case.inputs.clone()
     inputs[1, 0] = inputs[4, 2] = bad
-    with pytest.raises(ValueError, match=r"inputs has NaN or infinite values in 2 of 6 rows: 1, 4\. Drop or impute"):
+    with pytest.raises(
+        ValueError, match=r"inputs has NaN or infinite values in 2 of 6 rows: 1, 4\. Drop or impute"
+    ) as no:
         function(case.model, case.loss_fn, inputs, case.targets, **SETTINGS)
+    assert str(no.value).endswith("(the first in column 0).")
+
+
+class Logarithm(nn.Module):
+    """NaN for an example with a negative number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.log())
+
+
+@pytest.mark.parametrize("method", ["lanczos", "exact"])
+def test_a_model_that_is_not_finite_for_one_example_leaves_the_others_theirs(method: Any) -> None:
+    inputs, targets = torch.rand(4, 3) + 0.5, torch.tensor([0, 1, 1, 0])
+    inputs[2, 1] = -1.0
+    torch.manual_seed(0)
+    model, others = Logarithm(), [0, 1, 3]
+    found, alone = (
+        fisher.fim_spectral_norm(
+            model, nn.CrossEntropyLoss(), inputs[rows], targets[rows], method=method, **SETTINGS
+        ).value
+        for rows in (range(4), others)
+    )
+    assert found[2].isinf()
+    assert torch.allclose(found[others], alone)
 
 
 def test_non_finite_targets_and_named_inputs_are_named() -> None:

@@ -238,7 +238,7 @@ class TestFit:
             LogisticRegression().fit(X, np.sign(y))
         broken = X.copy()
         broken[3, 0] = np.nan
-        with pytest.raises(ValueError, match=r"NaN or infinite values in rows \[3\]"):
+        with pytest.raises(ValueError, match=r"NaN or infinite values in rows \[3\], columns \[0\] of X"):
             LinearRegression().fit(broken, y)
         model = LinearRegression().fit(X, y)
         with pytest.raises(ValueError, match="sigma=0 must be positive"):

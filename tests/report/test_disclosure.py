@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, write_report
+from torchfil.report.comparison import compare_runs
 from torchfil.report.disclosure import joined, split_beside
 from torchfil.report.group_summary import Grouping, GroupSummary
+from torchfil.report.saved_run import Attributes
 from torchfil.report.summary import summarise
 
 SMALLEST = 10
@@ -141,6 +144,56 @@ def test_a_reconstruction_from_the_public_files(tmp_path: Path) -> None:
 
 def _grouping(row: dict[str, Any]) -> Grouping:
     return Grouping(**{**row, "groups": [GroupSummary(**group) for group in row["groups"]]})
+
+
+class TestOutliers:
+    """Ten in a group, nine of whom the attacker knows; the tenth leaks as nobody else does."""
+
+    OTHERS = np.asarray([0.5, 0.6, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 1.7])
+
+    def run(self, fil: float) -> SavedRun:
+        everybody = np.concatenate([[fil], self.OTHERS, np.linspace(0.4, 2.0, 20)])
+        groups = {"site": np.asarray(["A"] * 10 + ["B"] * 20)}
+        run = run_of(everybody, groups)
+        spared = {"fil_before": everybody, "epsilon": everybody, "clip_weight": np.ones(30)}
+        error = np.stack([1 / everybody, everybody], axis=1)
+        attributes = Attributes(["age", "height"], ["", ""], error, error)
+        return dataclasses.replace(run, columns={**run.columns, **spared}, attributes=attributes)
+
+    def recovered(self, fil: float, *, redacted: bool) -> float:
+        """What nine known members and the group's mean give of the tenth."""
+        (grouping,) = summarise(self.run(fil), redacted=redacted).groupings
+        (mean,) = (group.fil for group in grouping.groups if group.name == "A")
+        return float(mean**10 / self.OTHERS.prod())
+
+    def test_the_mean_of_a_group(self) -> None:
+        assert self.recovered(1e4, redacted=False) == pytest.approx(1e4), "the attack works"
+        assert self.recovered(1e4, redacted=True) < 17, "ten times the group's median, within rounding"
+        assert self.recovered(1e-4, redacted=True) > 1 / 17
+        assert self.recovered(1.0, redacted=True) == pytest.approx(1.0, rel=0.7), "usual values count as they are"
+
+    def test_no_file_tells_by_how_much_somebody_stands_out(self, tmp_path: Path, no_png: None) -> None:
+        """Of the tenth, all files say the same for a leakage of a hundred times the median as for a million times."""
+        files = []
+        for fil in (1e2, 1e4, 1e6):
+            page = write_report(self.run(fil), tmp_path / f"{fil}", redacted=True)
+            files.append([path.read_bytes() for path in sorted(page.parent.iterdir())])
+        assert files[0] == files[1] == files[2]
+        assert b"ten times" in files[0][0]
+        compared = [compare_runs(self.run(fil), self.run(1.0), redacted=True) for fil in (1e2, 1e4, 1e6)]
+        assert repr(compared[0]) == repr(compared[1]) == repr(compared[2])
+
+    def test_one_lower_end_of_zero_or_none(self) -> None:
+        """It neither makes the published number useless nor shows; ten of them do."""
+        run, ends = self.run(1.0), []
+        for odd in (1e-6, 0.0, np.nan):
+            run.columns["mse_bound_low"][0] = odd
+            end = summarise(run, redacted=True).lowest_end
+            assert end is not None
+            ends.append(end)
+        assert ends[0] == ends[1] == ends[2] > 0.1
+        run.columns["mse_bound_low"][:10] = 0.0
+        assert summarise(run, redacted=True).lowest_end == 0
 
 
 class TestCells:

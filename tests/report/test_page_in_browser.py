@@ -28,7 +28,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reports")
     run = made_up(300, text_ids=True)
     ids = run.ids.astype("<U60")
-    ids[5] = EVIL
+    ids[5], ids[6] = EVIL, "turned \u202egnp.exe"
     columns = {name: values.copy() for name, values in run.columns.items()}
     columns["participations"][11], columns["fil"][11], columns["mse_bound"][11] = 0, 0, np.inf
     small = made_up(300, text_ids=True, ids=ids, columns=columns)
@@ -53,6 +53,12 @@ def test_the_page_loads_without_a_word_and_runs_no_script_of_the_data(browser: A
         )
         assert wide[0] <= wide[1]
     assert browser.execute_script("return document.querySelectorAll('#grid, dialog, img').length") == 0
+
+
+def test_marks_that_turn_text_around_are_shown(browser: Any, reports: dict[str, Path]) -> None:
+    opened(browser, reports["small"])
+    search(browser, "turned", "1 of 300 examples")
+    assert shown(browser, 0) == ["turned \\u202egnp.exe"]
 
 
 def test_the_table_sorts_and_keeps_the_unmeasured_last(browser: Any, reports: dict[str, Path]) -> None:

@@ -12,6 +12,7 @@ from torchfil.cli.output import Output, checked_min_group, min_group_option, num
 from torchfil.report.comparison import Comparison, compare_runs
 from torchfil.report.page.compared import changes, in_short, render_comparison
 from torchfil.report.run_file import load
+from torchfil.utils.csv_files import visible
 from torchfil.utils.files import write_bytes
 
 __all__ = ["compare"]
@@ -55,7 +56,7 @@ def _text(comparison: Comparison) -> str:
     rows = [*comparison.settings, *changes(comparison)]
     shown = table(["", "before", "after"], [[name, _shown(one), _shown(other)] for name, one, other in rows])
     lines = [*in_short(comparison), *comparison.notes]
-    return "\n".join([shown, "", *lines])
+    return "\n".join([shown, "", *map(visible, lines)])
 
 
 def _shown(value: Any) -> str:

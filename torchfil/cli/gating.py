@@ -17,7 +17,7 @@ from torchfil.report.policy import TEMPLATE, load_policy
 from torchfil.report.run_file import load
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.verdict import Verdict, told_apart
-from torchfil.utils.csv_files import write_csv
+from torchfil.utils.csv_files import visible, write_csv
 from torchfil.utils.files import write_bytes
 
 __all__ = ["gate"]
@@ -80,7 +80,7 @@ def gate(
     _add_to_step_summary(str(saved.about.get("title", run)), verdicts, remarks)
 
     shown = [verdict for verdict in verdicts if not (out.quiet and verdict.passed)]
-    remarked = [] if out.quiet else [f"note: {remark}" for remark in remarks]
+    remarked = [] if out.quiet else [f"note: {visible(remark)}" for remark in remarks]
     whom = f"whom the broken rules concern: {list_file}" if not passed else f"no rule is broken: {list_file} is empty"
     listed = [] if out.quiet or list_file is None else [whom]
     out.result("\n".join([*_table(shown), *remarked, *listed, _in_short(verdicts)]), data)
@@ -133,19 +133,11 @@ def _junit(verdicts: list[Verdict]) -> bytes:
     suite = ElementTree.Element("testsuite", name="torchfil gate", tests=str(len(verdicts)), failures=str(failures))
     for verdict in verdicts:
         limit, found = told_apart(verdict.limit, verdict.found)
-        case = ElementTree.SubElement(suite, "testcase", classname="torchfil.gate", name=_legal(verdict.rule))
+        case = ElementTree.SubElement(suite, "testcase", classname="torchfil.gate", name=visible(verdict.rule))
         if not verdict.passed:
             message = f"limit {limit}, found {found}, {verdict.offending:,} examples"
-            ElementTree.SubElement(case, "failure", message=message).text = _legal(verdict.detail)
+            ElementTree.SubElement(case, "failure", message=message).text = visible(verdict.detail)
     return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
-
-
-def _legal(text: str) -> str:
-    """Without the characters that XML cannot hold."""
-    return "".join(
-        sign if sign in "\t\n\r" or (sign >= " " and not 0xD800 <= ord(sign) < 0xE000 and ord(sign) < 0xFFFE) else "�"
-        for sign in text
-    )
 
 
 def _add_to_step_summary(title: str, verdicts: list[Verdict], remarks: list[str]) -> None:
@@ -172,5 +164,5 @@ def _marked(text: Any) -> str:
     """Text that Markdown does not read as its own signs."""
     if text == "---":
         return text
-    flat = " ".join(str(text).split())
-    return "".join(f"\\{sign}" if sign in "\\`*_{}[]<>#|~" else sign for sign in flat)
+    flat = visible(" ".join(str(text).split()))
+    return "".join(f"\\{sign}" if sign in "\\`*_{}[]<>#|~&" else sign for sign in flat)

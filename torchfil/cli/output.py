@@ -14,6 +14,8 @@ import click
 import numpy as np
 from tqdm import tqdm
 
+from torchfil.utils.csv_files import visible
+
 __all__ = [
     "BAD_INPUT",
     "FAILED",
@@ -69,7 +71,7 @@ class OneLineGroup(click.Group):
         except click.ClickException as error:
             where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "torchfil"
             hint = f" (see {where} --help)" if isinstance(error, click.UsageError) else ""
-            click.echo(f"{where}: {' '.join(error.format_message().split())}{hint}", err=True)
+            click.echo(f"{where}: {visible(' '.join(error.format_message().split()))}{hint}", err=True)
             code = error.exit_code
         except (click.Abort, KeyboardInterrupt):
             click.echo("torchfil: stopped", err=True)
@@ -90,11 +92,11 @@ class Output:
         """An explanation: left out with --quiet and --json."""
         if not (self.quiet or self.as_json):
             with tqdm.external_write_mode():
-                click.echo(text)
+                click.echo(visible(text, keep="\n"))
 
     def result(self, text: str, data: Any) -> None:
         """The result: as text, or its data as JSON."""
-        click.echo(json.dumps(plain(data), indent=1, ensure_ascii=False) if self.as_json else text)
+        click.echo(json.dumps(plain(data), indent=1) if self.as_json else visible(text, keep="\n"))
 
     def progress(self, items: Iterable[T], **options: Any) -> Iterable[T]:
         """A bar on standard error where that is a terminal."""
@@ -112,16 +114,20 @@ def with_output(command: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, quiet: bool, as_json: bool, **options: Any) -> Any:
         try:
             return command(*args, out=Output(quiet, as_json), **options)
-        except BrokenPipeError:
+        except (BrokenPipeError, click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except (ValueError, OSError, ImportError, MemoryError) as error:
             raise BadInputError(_message(error)) from error
+        except Exception as error:  # not exit code 1, with which a gate says that a rule is broken
+            text = "the input is not as torchfil writes it, or this is a fault of torchfil; please report it"
+            raise BadInputError(f"{type(error).__name__}: {error} ({text})") from error
 
     return wrapped
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Columns lined up, the first ``left`` to the left, the others to the right."""
+    """Columns lined up, the first ``left`` to the left, the others to the right; cells are :func:`visible`."""
+    names, *rows = [[visible(cell) for cell in line] for line in [names, *rows]]
     widths = [max(len(line[place]) for line in [names, *rows]) for place in range(len(names))]
     lines = []
     for line in [names, *rows]:

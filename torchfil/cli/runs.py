@@ -26,22 +26,34 @@ RUN = click.Path(path_type=Path)
 @click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
 @min_group_option
 @click.option("--policy", type=RUN, help="Thresholds, a TOML file (gate --init): the page begins with the verdict.")
+@click.option("--signature", type=RUN, help="A signature of the run (torchfil sign): the page says who signed.")
+@click.option("--allowed-signers", type=RUN, help="With --signature: whom you trust, as in torchfil verify.")
 @with_output
-def report(run: Path, directory: Path, redacted: bool, min_group: int | None, policy: Path | None, out: Output) -> None:
+def report(
+    run: Path, directory: Path, redacted: bool, min_group: int | None, out: Output, **given: Path | None
+) -> None:
     """Write the report of a saved run: a page that opens in any browser, with tables beside it.
 
     \b
     Examples:
       torchfil report run.fil -o report
       torchfil report run.fil -o report --policy policy.toml
+      torchfil report run.fil -o report --signature run.fil.sig --allowed-signers signers
       torchfil report run.fil -o public --redacted --min-group 20
     """
     from torchfil.report.policy import load_policy
+    from torchfil.report.signature import verify
     from torchfil.report.writer import write_report
 
     smallest = checked_min_group(min_group, redacted=redacted)
+    policy, signature, trust = (given[name] for name in ("policy", "signature", "allowed_signers"))
+    if (signature is None) != (trust is None):
+        raise ValueError("--signature and --allowed-signers belong together; give both or neither")
     thresholds = None if policy is None else load_policy(policy)
-    page = write_report(load(run), directory, redacted=redacted, min_group=smallest, policy=thresholds)
+    files = {"run": [run], "policy": [] if policy is None else [policy]}
+    vouched = None if signature is None or trust is None else verify(signature, trust, files, complete=False)
+    options: dict[str, Any] = {"min_group": smallest, "policy": thresholds, "signature": vouched}
+    page = write_report(load(run), directory, redacted=redacted, **options)
     if not redacted:
         out.say("The report depends on private data: keep it confidential (--redacted makes one to share).")
     out.result(str(page), {"page": str(page), "redacted": redacted})

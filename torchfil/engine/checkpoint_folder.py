@@ -34,7 +34,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
 from torchfil.engine.ranks import Ranks
-from torchfil.utils.files import write_bytes
+from torchfil.engine.whole_file import check_stored
+from torchfil.utils.files import lack_of_space_told, write_bytes
 
 __all__ = ["is_folder", "read_folder", "write_folder"]
 
@@ -136,8 +137,9 @@ class _FolderWriter(FileSystemWriter):
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """As in torch, with checksums of the written files."""
-        written = super().write_data(plan, planner)
+        """As in torch, with checksums of the written files; a full disk is an ``OSError`` here, too."""
+        with lack_of_space_told(self._folder):
+            written = super().write_data(plan, planner)
         for name in {result.storage_data.relative_path for result in written.value()}:
             file = self._folder / self._name / name
             Path(f"{file}{_SUMS}").write_text(str(_checksum(file)))
@@ -239,6 +241,7 @@ def _read(folder: Path, like: Callable[[str], Tensor | None], without: tuple[str
         raise ValueError("it holds no complete checkpoint: the file 'latest', which names it, is missing")
     reader = _FolderReader(folder / name)
     kinds = reader.read_metadata().state_dict_metadata
+    on_disk = sum(file.stat().st_size for file in (folder / name).iterdir())
 
     def read(keys: list[str]) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -247,6 +250,8 @@ def _read(folder: Path, like: Callable[[str], Tensor | None], without: tuple[str
             if not isinstance(kind, TensorStorageMetadata):
                 raise ValueError(f"{key!r} is not a tensor")
             part, dtype = like(key), kind.properties.dtype
+            if kind.size.numel() * dtype.itemsize > on_disk:
+                raise ValueError(f"{key!r} is said to be {list(kind.size)}, more than its files hold")
             if part is None or part.shape != kind.size:
                 values[key] = torch.empty(kind.size, dtype=dtype)
             else:
@@ -256,7 +261,9 @@ def _read(folder: Path, like: Callable[[str], Tensor | None], without: tuple[str
         return values
 
     rest = read([_REST])[_REST]
-    tree: dict[str, Any] = torch.load(io.BytesIO(rest.numpy().tobytes()), weights_only=True)
+    content = io.BytesIO(rest.numpy().tobytes())
+    check_stored(content)
+    tree: dict[str, Any] = torch.load(content, weights_only=True)
     for key in without:
         tree.pop(key, None)
     names: list[str] = []

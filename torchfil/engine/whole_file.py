@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import pickle
+import zipfile
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -18,7 +19,7 @@ import torch
 from torchfil.utils.errors import CheckpointError
 from torchfil.utils.files import replaced_when_complete, sha256
 
-__all__ = ["MARK", "load_whole", "sealed_when_complete"]
+__all__ = ["MARK", "check_stored", "load_whole", "sealed_when_complete"]
 
 MARK = {"torchfil_checksum": "sha256"}  # in the content: a file that has lost its checksum is not an earlier version's
 _SEAL = b"torchfil-sha256:"
@@ -77,6 +78,7 @@ def load_whole(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict
     with open(path, "rb") if is_named else io.BytesIO(path.read()) as file:  # type: ignore[arg-type,union-attr]
         sealed = _check_seal(file, named)
         try:
+            check_stored(file)
             content = torch.load(path if is_named else file, **{"weights_only": True, **options})
         except MemoryError:
             raise
@@ -90,6 +92,19 @@ def load_whole(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict
     if any(marked) and not sealed:
         raise CheckpointError(_refusal(named, "its checksum is missing"))
     return content
+
+
+def check_stored(file: IO[bytes]) -> None:
+    """Raise where a file of ``torch.save`` would be larger in memory than on the disk; its position stays the same.
+
+    ``torch.save`` compresses nothing. A file that is compressed, or whose parts overlap, was made to fill the memory.
+    """
+    place, size = file.tell(), file.seek(0, os.SEEK_END)
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type for entry in entries) or sum(entry.file_size for entry in entries) > size:
+        raise ValueError("it is compressed, which torch.save does not do")
+    file.seek(place)
 
 
 def _seal_of(file: IO[bytes]) -> bytes:

@@ -34,7 +34,8 @@ def power_iteration(matvec: Callable[[Tensor], Tensor], start: Tensor, iteration
 def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Tensor:
     """The largest Ritz value of the Krylov space after ``iterations`` products, [batch]; ``start`` is [batch, d].
 
-    It is exact (up to rounding) for ``iterations`` ≥ d, or if the space closes earlier.
+    It is exact (up to rounding) for ``iterations`` ≥ d, or if the space closes earlier; infinite for an example whose
+    products are not finite.
 
     Example:
         >>> matrix = torch.diag(torch.tensor([1.0, 2.0, 5.0]))
@@ -60,9 +61,7 @@ def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) 
         v = torch.where(closed[:, None], torch.zeros_like(image), _normalised(image))
         if k + 1 < steps:
             tridiagonal[:, k, k + 1] = tridiagonal[:, k + 1, k] = beta
-    if batch == 0:
-        return start.new_zeros(0)
-    return torch.linalg.eigvalsh(tridiagonal)[:, -1].clamp(min=0)
+    return largest_eigenvalue(tridiagonal)
 
 
 def largest_eigenvalue(matrix: Tensor) -> Tensor:

@@ -370,7 +370,10 @@ class GeneralizedLinearModel(BaseEstimator):
         targets = self._targets(y)
         wrong = ~(torch.isfinite(inputs).all(dim=1) & torch.isfinite(targets).view(len(inputs), -1).all(dim=1))
         if bool(wrong.any()):
-            raise ValueError(f"NaN or infinite values in rows {wrong.nonzero().flatten().tolist()[:10]}")
+            columns = (~torch.isfinite(inputs)).any(dim=0).nonzero().flatten().tolist()[:10]
+            where = f"columns {columns} of X" if columns else "y"
+            rows = wrong.nonzero().flatten().tolist()[:10]
+            raise ValueError(f"NaN or infinite values in rows {rows}, {where}; drop or impute them")
         weights = torch.ones_like(inputs[:, 0])
         if sample_weight is not None:
             weights = self._tensor(sample_weight)

@@ -178,7 +178,8 @@ def check_finite(args: Any, kwargs: Any, targets: Any) -> None:
             if bool(wrong.any()):
                 rows = wrong.nonzero().flatten().tolist()
                 shown = ", ".join(map(str, rows[:10])) + (", …" if len(rows) > 10 else "")
+                column = f" (the first in column {int(strange[rows[0]].nonzero()[0])})" if leaf.ndim == 2 else ""
                 raise ValueError(
                     f"{name} has NaN or infinite values in {len(rows)} of {leaf.shape[0]} rows: {shown}. "
-                    "Drop or impute these examples; their Fisher information is undefined."
+                    f"Drop or impute these examples; their Fisher information is undefined{column}."
                 )

@@ -2,6 +2,10 @@
 
 ``smallest`` is the least number of examples that a published number rests on. With ``smallest=1`` every function gives
 the plain statistic: order statistics, exact counts, unrounded values.
+
+Who knows all members of a mean but one can compute the last from it. Published means are therefore winsorised: no value
+counts for more than ten times, or less than a tenth of, the median of those it is averaged with, so that a mean says of
+the last one, at most, where between these limits it lies, or that it lies beyond one.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import numpy as np
 
 __all__ = [
     "Histogram",
+    "capped",
     "geometric_mean",
     "histogram",
     "levels_of",
@@ -23,6 +28,9 @@ __all__ = [
     "rounded_count",
     "windows",
 ]
+
+
+LARGEST_FACTOR = 10.0  # from the median to a value of a published mean
 
 
 @dataclass(frozen=True)
@@ -65,12 +73,35 @@ def published_count(count: int, smallest: int) -> int | str:
     return f"fewer than {smallest}" if 0 < count < smallest else rounded_count(count, smallest)
 
 
-def geometric_mean(values: np.ndarray) -> float:
-    """exp(mean(log x)): 0 where one value is 0, infinite where one is infinite; exact where all are equal.
+def capped(values: np.ndarray, smallest: int, power: int = 1) -> np.ndarray:
+    """The values ≥ 0, where ``smallest`` > 1 none beyond a factor of 10^power from their median (that of their logs).
 
-    It carries η̄ over to 1/η̄² exactly, and one large value moves it little.
+    Args:
+        values: [n]; NaN stays.
+        smallest: See above.
+        power: 2 for squared errors, which then remain 1/η̄² of what η̄ is capped at.
+
+    Example:
+        >>> capped(np.array([1.0, 2.0, 4.0, 1e4, 0.0]), 5).tolist()
+        [1.0, 2.0, 4.0, 20.0, 0.2]
     """
     values = np.asarray(values, dtype=np.float64)
+    known = values[~np.isnan(values)]
+    if smallest == 1 or not len(known):
+        return values
+    with np.errstate(divide="ignore", invalid="ignore"):
+        centre = float(np.exp(np.median(np.log(known))))
+    factor = LARGEST_FACTOR**power
+    return np.clip(values, centre / factor, centre * factor) if 0 < centre < math.inf else values
+
+
+def geometric_mean(values: np.ndarray, smallest: int = 1, power: int = 1) -> float:
+    """exp(mean(log x)) of :func:`capped` values; exact where all are equal.
+
+    It carries η̄ over to 1/η̄² exactly, and one large value moves it little. With ``smallest=1`` it is 0 where one value
+    is 0, and infinite where one is infinite.
+    """
+    values = capped(values, smallest, power)
     largest = float(values.max(initial=0.0))
     scale = largest if 0 < largest < math.inf else 1.0  # logs of shares: three equal threes have the mean 3
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -105,12 +136,12 @@ def windows(count: int, levels: Sequence[float], smallest: int) -> dict[float, s
 
 
 def levels_of(
-    values: np.ndarray, smallest: int, *, sign: int = 1, levels: Sequence[float] = (0.0, 0.5, 0.05)
+    values: np.ndarray, smallest: int, *, sign: int = 1, levels: Sequence[float] = (0.0, 0.5, 0.05), power: int = 1
 ) -> dict[str, float]:
-    """Level ↦ geometric mean of |values| around it, in ascending order of ``values``."""
+    """Level ↦ geometric mean of |values| around it, in ascending order of ``values``; ``power``: :func:`capped`."""
     ordered = np.sort(values)
     return {
-        f"{level:g}": rounded(geometric_mean(sign * ordered[window]), smallest)
+        f"{level:g}": rounded(geometric_mean(sign * ordered[window], smallest, power), smallest)
         for level, window in windows(len(ordered), levels, smallest).items()
     }
 
@@ -122,7 +153,7 @@ def histogram(
 
     Neighbouring bins are merged until each holds ``smallest`` values or more. With ``smallest`` > 1 the outer ends are
     not the grid's next to the least and the largest value, which would tell these: each outermost bin is laid around
-    the mean of its values.
+    the mean of its values, :func:`capped` as squared errors where ``log``.
 
     Args:
         values: [n].
@@ -137,21 +168,27 @@ def histogram(
     if len(inside) < max(smallest, 1):
         return None
 
-    # the grid: fixed steps from the origin, made wider only where there would be more than 400 bins
-    scaled = np.log10(inside) if log else inside
+    # the grid: fixed steps from the origin, made wider only where there would be more than 400 bins; of outliers,
+    # which would tell of themselves by the grid's width, a public one knows that they lie outside
+    power = 2 if log else 1
+    usual = capped(inside, smallest, power)
+    scaled, typical = (np.log10(inside), np.log10(usual)) if log else (inside, usual)
     zero = 0.0 if origin is None else math.log10(origin) if log else origin
-    width = abs(origin) if origin and smallest > 1 else float(np.ptp(scaled))
+    width = abs(origin) if origin and smallest > 1 else float(np.ptp(typical))
     step = 1 / fineness if log else round_step(width / (5 * fineness))
-    step *= max(1, math.ceil(float(np.ptp(scaled)) / step / 400))
-    places = np.ceil((scaled - zero) / step - 1e-9).astype(np.int64) - 1  # bins are closed at the right
+    step *= max(1, math.ceil(float(np.ptp(typical)) / step / 400))
+    places = (
+        np.ceil((scaled - zero) / step - 1e-9).clip(-(2.0**40), 2.0**40).astype(np.int64) - 1
+    )  # closed at the right
+    places = np.clip(places, np.median(places) - 400, np.median(places) + 400).astype(np.int64)
     edges, merged = _merged_bins(places, smallest)
 
     # the outermost bins end where their mean puts them, not next to the extreme value
     if smallest > 1:
         if len(merged) < 2:
             return None
-        units = (scaled - zero) / step
-        below, above = units[places < edges[1]].mean(), units[places >= edges[-2]].mean()
+        ends = [capped(inside[rows], smallest, power) for rows in (places < edges[1], places >= edges[-2])]
+        below, above = ((float((np.log10(end) if log else end).mean()) - zero) / step for end in ends)
         edges[0] = min(math.floor(2 * below - edges[1]), edges[1] - 1)
         end = max(math.ceil(2 * above - edges[-2]), edges[-2] + 1)
         edges[-1] = min(end, 0) if origin is not None and edges[-1] <= 0 else end

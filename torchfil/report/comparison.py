@@ -265,13 +265,13 @@ def _clearly(before: SavedRun, rows: np.ndarray, after: SavedRun, rows_after: np
 
 def _side(run: SavedRun, rows: np.ndarray, exposed: np.ndarray | None, smallest: int) -> Side:
     bound, fil = (np.asarray(run.column(name), dtype=np.float64)[rows] for name in ("mse_bound", "fil"))
-    low_end = levels_of(_lower_ends(run, rows), smallest, levels=(0.0,)).get("0")
+    low_end = levels_of(_lower_ends(run, rows), smallest, levels=(0.0,), power=2).get("0")
     return Side(
         title=str(run.about.get("title") or "a saved run"),
         examples=len(run),
         alone=published_count(len(run) - len(rows), smallest),
-        fil=rounded(geometric_mean(fil), smallest),
-        bound=levels_of(bound, smallest, levels=(0.0, 0.5)),
+        fil=rounded(geometric_mean(fil, smallest), smallest),
+        bound=levels_of(bound, smallest, levels=(0.0, 0.5), power=2),
         low_end=low_end if "mse_bound_low" in run.columns else None,
         exposed=_count(exposed, smallest),
     )
@@ -285,7 +285,7 @@ def _ratio(before: np.ndarray, after: np.ndarray, smallest: int) -> dict[str, fl
         return {}
     levels = {} if smallest > 1 else {"0": 0.0, "0.5": 0.5, "1": 1.0}
     quantiles = {name: float(np.quantile(ratio, level)) for name, level in levels.items()}
-    return {"mean": rounded(geometric_mean(ratio), smallest), **quantiles}
+    return {"mean": rounded(geometric_mean(ratio, smallest, 2), smallest), **quantiles}
 
 
 def _worst(name: str, before: np.ndarray, after: np.ndarray, smallest: int, sign: int) -> Pair | None:
@@ -334,7 +334,7 @@ def _groups(
         np.asarray(run.column("fil"), dtype=np.float64)[own] for run, own in ((before, rows), (after, rows_after))
     )
     groups: dict[str, list[Pair]] = {}
-    cells = None
+    both, cells = (fil, fil_after), None
     for name in before.groups:
         if name not in after.groups:
             continue
@@ -346,7 +346,7 @@ def _groups(
         cells = joined(cells, split)
         named = [*split.names, f"{split.merged} small groups together"] if split.merged else split.names
         pairs = [
-            Pair(label, *(rounded(geometric_mean(own[split.codes == code]), smallest) for own in (fil, fil_after)))
+            Pair(label, *(rounded(geometric_mean(own[split.codes == code], smallest), smallest) for own in both))
             for code, label in enumerate(named)
         ]
         groups[name] = sorted(pairs, key=lambda pair: -pair.before if math.isfinite(pair.before) else 0.0)

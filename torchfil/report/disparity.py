@@ -49,7 +49,7 @@ def positive_fil(fil: np.ndarray) -> np.ndarray:
 
 
 def group_levels(
-    fil: np.ndarray, codes: np.ndarray, names: list[str], smallest: int = SMALLEST_GROUP
+    fil: np.ndarray, codes: np.ndarray, names: list[str], smallest: int = SMALLEST_GROUP, *, public: bool = False
 ) -> dict[str, float]:
     """The level of every group of ``smallest`` members or more: the geometric mean of :func:`positive_fil`.
 
@@ -60,6 +60,7 @@ def group_levels(
         codes: The place of each one's group among ``names``, [n].
         names: The groups.
         smallest: The least size of a group.
+        public: Whether values are :func:`~torchfil.report.aggregates.capped`.
 
     Example:
         >>> group_levels(np.array([1.0, 4.0, 3.0]), np.array([0, 0, 1]), ["a", "b"], 2)
@@ -71,7 +72,8 @@ def group_levels(
     for code, name in enumerate(names):
         members = order[starts[code] : starts[code + 1]]
         if len(members) >= max(smallest, 1):
-            levels[name] = geometric_mean(values[members]) if fil[members].any() else 0.0
+            level = geometric_mean(values[members], smallest if public else 1)
+            levels[name] = level if fil[members].any() else 0.0
     return levels
 
 

@@ -12,6 +12,7 @@ from torchfil.report.aggregates import Histogram
 from torchfil.report.group_summary import Grouping
 from torchfil.report.page.html import number
 from torchfil.report.summary import Summary
+from torchfil.utils.csv_files import visible
 from torchfil.viz.common import new_figure
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ def _groups(grouping: Grouping) -> Figure:
     if np.isfinite(grouping.fil):
         axis.axvline(grouping.fil, color="0.2", linestyle="--", linewidth=1)
     axis.set_xscale("log")
-    names = [group.name if len(group.name) <= 40 else group.name[:39] + "…" for group in grouping.groups]
+    names = [visible(group.name) for group in grouping.groups]
+    names = [name if len(name) <= 40 else name[:39] + "…" for name in names]
     axis.set_yticks(range(len(names)), names, parse_math=False)
     axis.invert_yaxis()
     axis.set_xlabel("Fisher information loss η̄; dashed: all examples")

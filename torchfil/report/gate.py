@@ -22,6 +22,7 @@ from torchfil.report.relative_rules import (
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.spared import is_spared
 from torchfil.report.verdict import Verdict, everybody, measured, nobody
+from torchfil.utils.errors import RunFileError
 
 __all__ = ["check", "large_delta", "notes"]
 
@@ -31,7 +32,10 @@ def check(run: SavedRun, policy: Policy) -> list[Verdict]:
 
     Raises:
         PolicyError: It names an attribute that the run does not have.
+        RunFileError: The run has no examples.
     """
+    if not len(run):
+        raise RunFileError("the run has no examples, so that every rule would hold; save a run after training")
     return [verdict for rule in _RULES for verdict in rule(run, policy)]
 
 

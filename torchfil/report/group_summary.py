@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import stats
 
-from torchfil.report.aggregates import rounded, rounded_count
+from torchfil.report.aggregates import capped, geometric_mean, rounded, rounded_count
 from torchfil.report.disclosure import Split, joined, split_beside
 from torchfil.report.disparity import (
     SMALLEST_EFFECT,
@@ -97,15 +97,15 @@ def _grouping(
     if merged:
         names = [*names, f"{merged} small groups together" if merged > 1 else "one more group"]
 
-    logs, logs_before = (_logs(run.columns.get(column), measured) for column in ("fil", "fil_before"))
-    overall = float(logs.mean()) if len(logs) else math.nan
+    fil, before = (_positive(run.columns.get(column), measured) for column in ("fil", "fil_before"))
+    overall = float(np.log(capped(fil, smallest)).mean()) if len(fil) else math.nan
 
     rows = []
     for code, group in enumerate(names):
-        own = logs[codes == code]
+        own = np.log(capped(fil[codes == code], smallest))
         everyone = len(own) if merged and code == len(names) - 1 else sizes[group]
-        before = _typical(logs_before[codes == code], smallest)
-        rows.append(replace(_group(group, own, everyone, overall, len(names), smallest), fil_before=before))
+        typical = _typical(before[codes == code], smallest)
+        rows.append(replace(_group(group, own, everyone, overall, len(names), smallest), fil_before=typical))
     rows.sort(key=lambda row: -row.fil)
     left_out = len(sizes) - (len(names) - (merged > 0)) - merged + max(len(names) - MOST_GROUPS, 0)
     return Grouping(
@@ -126,7 +126,7 @@ def _disparity(fil: np.ndarray | None, measured: np.ndarray, smallest: int, spli
         return None
     values, size = np.asarray(fil, dtype=np.float64)[measured], max(smallest, SMALLEST_GROUP)
     known = ~np.isnan(values)
-    levels = group_levels(values[known], split.codes[known], split.names, size)
+    levels = group_levels(values[known], split.codes[known], split.names, size, public=smallest > 1)
     members = np.bincount(split.codes + 1, minlength=len(split.names) + 1)[1:]  # −1 stands for left out
     if len(levels) < int((members[: len(split.names)] >= size).sum()):
         return None
@@ -134,17 +134,17 @@ def _disparity(fil: np.ndarray | None, measured: np.ndarray, smallest: int, spli
     return None if disparity is None else replace(disparity, ratio=rounded(disparity.ratio, smallest))
 
 
-def _logs(fil: np.ndarray | None, measured: np.ndarray) -> np.ndarray:
-    """log η̄ of the measured examples, zeros as the least that was measured; NaN where it is not known."""
+def _positive(fil: np.ndarray | None, measured: np.ndarray) -> np.ndarray:
+    """η̄ of the measured examples, zeros as the least that was measured; NaN where it is not known."""
     if fil is None:
         return np.full(int(measured.sum()), math.nan)
-    return np.log(positive_fil(np.asarray(fil, dtype=np.float64)[measured]))
+    return positive_fil(np.asarray(fil, dtype=np.float64)[measured])
 
 
-def _typical(logs: np.ndarray, smallest: int) -> float | None:
+def _typical(fil: np.ndarray, smallest: int) -> float | None:
     """The geometric mean of those that are known; None where they are too few."""
-    logs = logs[~np.isnan(logs)]
-    return rounded(math.exp(float(logs.mean())), smallest) if len(logs) >= smallest else None
+    fil = fil[~np.isnan(fil)]
+    return rounded(geometric_mean(fil, smallest), smallest) if len(fil) >= smallest else None
 
 
 def _group(name: str, logs: np.ndarray, everyone: int, overall: float, groups: int, smallest: int) -> GroupSummary:

@@ -9,6 +9,7 @@ import numpy as np
 
 from torchfil.report.saved_run import SavedRun
 from torchfil.report.status import NOT_MEASURED, status_of
+from torchfil.utils.csv_files import visible
 
 __all__ = ["check_alike", "check_enough", "matched_rows", "setting"]
 
@@ -34,18 +35,18 @@ def check_alike(before: SavedRun, after: SavedRun) -> None:
                 f"the runs speak of different things: {what} is {one!r} in the first and {other!r} in the second; "
                 "compare runs that protect the same inputs"
             )
-    asked = {q.name: q.answers for q in before.questions}
-    asked_after = {q.name: q.answers for q in after.questions}
+    asked, asked_after = ({q.name: q.answers for q in run.questions} for run in (before, after))
     for name in asked.keys() & asked_after.keys():
         if asked[name] != asked_after[name]:
+            one, other = (visible(", ".join(answers[name])) for answers in (asked, asked_after))
             raise ValueError(
-                f"the runs answer different questions: {name!r} has the answers {', '.join(asked[name])} in the first "
-                f"and {', '.join(asked_after[name])} in the second"
+                f"the runs answer different questions: {name!r} has the answers {one} in the first and {other} in the "
+                "second"
             )
     if asked and asked_after and not asked.keys() & asked_after.keys():
+        one, other = (visible(", ".join(names)) for names in (asked, asked_after))
         raise ValueError(
-            f"the runs answer different questions: {', '.join(asked)} in the first, {', '.join(asked_after)} in the "
-            "second; ask the same in both"
+            f"the runs answer different questions: {one} in the first, {other} in the second; ask the same in both"
         )
 
 
@@ -57,14 +58,16 @@ def matched_rows(before: SavedRun, after: SavedRun) -> tuple[np.ndarray, np.ndar
     for own, which in zip(names, ("first", "second"), strict=True):
         values, counts = np.unique(own, return_counts=True)
         if len(values) < len(own):
+            twice = visible(str(values[counts.argmax()]))
             raise ValueError(
-                f"the {which} run has the id {values[counts.argmax()]} {counts.max()} times, so that its examples "
-                "cannot be matched; save both runs with ids of their own"
+                f"the {which} run has the id {twice} {counts.max()} times, so that its examples cannot be matched; "
+                "save both runs with ids of their own"
             )
     ids, rows, rows_after = np.intersect1d(names[0], names[1], assume_unique=True, return_indices=True)
     if not len(ids):
         raise ValueError(
-            f"the runs share no ids ({names[0][0]}, … and {names[1][0]}, …): examples are matched by id"
+            f"the runs share no ids ({visible(str(names[0][0]))}, … and {visible(str(names[1][0]))}, …): examples are "
+            "matched by id"
             if len(names[0]) and len(names[1])
             else "a run without examples cannot be compared"
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ByExample", "PartedArray", "PartedColumns", "PartedTexts", "coded", "layout_of"]
+__all__ = ["ByExample", "PartedArray", "PartedColumns", "PartedTexts", "checked_offsets", "coded", "layout_of"]
 
 _AT_ONCE = 2**20  # labels that are Python's texts at a time
 
@@ -85,6 +85,8 @@ class PartedTexts(PartedArray):
 
     def __init__(self, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         self._parts = list(parts)  # type: ignore[arg-type]
+        for content, offsets in parts:
+            checked_offsets("ids", offsets, len(content))
         self._ends = np.cumsum([len(offsets) - 1 for _, offsets in parts]).tolist()
         self.dtype, self.shape, self.ndim = np.dtype(str), (self._ends[-1],), 1
         self._scattered_dtype = object  # texts of another part may be longer
@@ -140,6 +142,13 @@ class PartedColumns(Mapping[str, np.ndarray]):
         codes = self._arrays[name][:]
         occurs = np.bincount(codes, minlength=len(self._levels[name])) > 0
         return self._levels[name][occurs], (np.cumsum(occurs) - 1)[codes]
+
+
+def checked_offsets(name: str, offsets: np.ndarray, length: int) -> np.ndarray:
+    """Where texts begin and the last one ends, once they divide so many bytes from the first to the last."""
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != length or (np.diff(offsets) < 0).any():
+        raise ValueError(f"the offsets of {name} do not divide its {length:,} bytes")
+    return offsets
 
 
 def layout_of(columns: Mapping[str, np.ndarray]) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchfil.report.parted import ByExample, PartedArray, PartedColumns
+from torchfil.report.parted import ByExample, PartedArray, PartedColumns, checked_offsets
 from torchfil.report.saved_run import (
     AttackRecord,
     Attributes,
@@ -210,9 +210,15 @@ def _unpacked_tables(
     numbers: dict[str, ByExample] = {name: arrays[f"column/{name}"] for name in columns}
     codes: dict[str, ByExample] = {name: arrays[f"group/{name}/codes"] for name in groups}
     levels = {name: np.asarray(_unpack_strings(arrays, f"group/{name}/levels"), dtype=str) for name in groups}
+    for name, values in codes.items():
+        used = np.asarray(values)
+        if used.size and not 0 <= used.min() <= used.max() < len(levels[name]):
+            raise ValueError(
+                f"grouping {name!r} has codes from {used.min()} to {used.max()} for {len(levels[name])} labels"
+            )
     if any(isinstance(values, PartedArray) for values in (*numbers.values(), *codes.values())):
         return PartedColumns(numbers), PartedColumns(codes, levels)  # type: ignore[arg-type]
-    labels = {name: levels[name][np.asarray(values)] for name, values in codes.items()}
+    labels = {name: levels[name][values] for name, values in codes.items()}
     return {name: np.asarray(values) for name, values in numbers.items()}, labels
 
 
@@ -225,5 +231,5 @@ def _pack_strings(arrays: dict[str, np.ndarray], name: str, texts: list[str]) ->
 
 def _unpack_strings(arrays: Mapping[str, np.ndarray], name: str) -> list[str]:
     content = arrays[f"{name}/bytes"].tobytes()
-    ends = arrays[f"{name}/offsets"].tolist()
+    ends = checked_offsets(name, arrays[f"{name}/offsets"], len(content)).tolist()
     return [content[start:end].decode() for start, end in pairwise(ends)]

@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import load as from_bytes
 from safetensors.numpy import save as to_bytes
 
 from torchfil.report.run_arrays import FORMAT, VERSION, contiguous, pack, pack_rest, pack_rows, unpack
 from torchfil.report.run_parts import PartWriter, open_parts, parts_named_in
 from torchfil.report.saved_run import SavedRun
+from torchfil.utils.csv_files import visible
 from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import write_bytes
 
-__all__ = ["ROWS_PER_PART", "SUFFIX", "VERSION_IN_PARTS", "load", "save", "signed"]
+__all__ = ["ROWS_PER_PART", "SUFFIX", "VERSION_IN_PARTS", "load", "save"]
 
 VERSION_IN_PARTS = 2
 SUFFIX = ".fil"
 ROWS_PER_PART = 2**20  # of a run with more examples than that
-_LARGEST_HEADER = 100_000_000  # the format's own limit, in bytes
+_LARGEST_HEADER = 2**23  # bytes; as JSON it takes thirty times the memory
 
 
 def save(run: SavedRun, path: str | os.PathLike[str], *, rows_per_part: int = ROWS_PER_PART) -> Path:
@@ -78,9 +78,9 @@ def load(path: str | os.PathLike[str]) -> SavedRun:
         raise FileNotFoundError(f"no file {where}; a run is saved by engine.save_run or `torchfil demo`")
     if where.is_dir():
         raise RunFileError(f"{where} is a folder, not a saved run; name the file in it (its suffix is {SUFFIX})")
-    content = where.read_bytes()
-    header = _checked_header(content, where)
     try:
+        content = _checked_content(where)
+        header = _checked_header(content, where)
         arrays: dict[str, Any] = from_bytes(content)
         del content
         if _digest(arrays, header) != header.get("sha256"):
@@ -88,12 +88,20 @@ def load(path: str | os.PathLike[str]) -> SavedRun:
         if "parts" in header:
             arrays |= open_parts(where, header["parts"])
         return unpack(arrays, header)
-    except (SafetensorError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RunFileError(f"{where} is damaged ({type(error).__name__}: {error}). Save the run again.") from error
-    except ValueError as error:
-        if isinstance(error, RunFileError):
-            raise
-        raise RunFileError(f"{where} is damaged ({error}). Save the run again.") from error
+    except (RunFileError, OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever a file of others makes the readers of JSON and arrays raise
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise RunFileError(f"{where} is damaged ({kind}{error}). Save the run again.") from error
+
+
+def _checked_content(where: Path) -> bytes:
+    """The whole file, once its first bytes say that it may be ours: the header's length in 8, then JSON."""
+    with open(where, "rb") as file:
+        start = file.read(9)
+        if start and (int.from_bytes(start[:8], "little") > _LARGEST_HEADER or start[8:] not in (b"{", b"")):
+            raise RunFileError(f"{where} is not a saved run of torchfil; a run is saved by engine.save_run")
+        return start + file.read()
 
 
 def _checked_header(content: bytes, where: Path) -> dict[str, str]:
@@ -105,8 +113,6 @@ def _checked_header(content: bytes, where: Path) -> dict[str, str]:
 
     # safetensors: the header's length in 8 bytes, the header as JSON, the arrays
     size = int.from_bytes(content[:8], "little")
-    if size > _LARGEST_HEADER or content[8:9] not in (b"{", b""):
-        raise foreign
     if len(content) < 8 + size:
         raise short
     try:
@@ -121,21 +127,19 @@ def _checked_header(content: bytes, where: Path) -> dict[str, str]:
         raise foreign
     if header.get("version") not in (str(VERSION), str(VERSION_IN_PARTS)):
         raise RunFileError(
-            f"{where} is of run format {header.get('version')}; this torchfil reads formats {VERSION} and "
-            f"{VERSION_IN_PARTS}. Install the torchfil that wrote it, or save the run again with this one."
+            f"{where} is of run format {visible(str(header.get('version')))}; this torchfil reads formats {VERSION} "
+            f"and {VERSION_IN_PARTS}. Install the torchfil that wrote it, or save the run again with this one."
         )
     if len(content) < 8 + size + end:
         raise short
     return header
 
 
-def signed(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> dict[str, str]:
-    """The header with its checksum."""
-    return {**header, "sha256": _digest(arrays, header)}
-
-
 def _whole_file(arrays: dict[str, np.ndarray], header: dict[str, str]) -> bytes:
-    return to_bytes(arrays, signed(arrays, header))
+    content = to_bytes(arrays, {**header, "sha256": _digest(arrays, header)})
+    if int.from_bytes(content[:8], "little") > _LARGEST_HEADER:
+        raise RunFileError(f"names and settings take more than {_LARGEST_HEADER:,} bytes; shorten title and levels")
+    return content
 
 
 def _digest(arrays: Mapping[str, np.ndarray], header: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,6 +72,7 @@ class SavedRun:
         if self.ids.ndim != 1 or self.ids.dtype.kind not in "iU":
             raise ValueError(f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}")
         self._check_tables()
+        self._check_values()
         self._check_yardsticks()
         self._check_rows()
 
@@ -104,6 +106,15 @@ class SavedRun:
             lengths = {column: list(values.shape) for column, values in series.items()}
             if any(len(shape) != 1 for shape in lengths.values()) or len({shape[0] for shape in lengths.values()}) > 1:
                 raise ValueError(f"{name}'s columns must have one length, got shapes {lengths}")
+
+    def _check_values(self) -> None:
+        """No number that no run has: a rule must not hold because a value is absurd."""
+        for name in (name for name in _COLUMNS if name in self.columns):
+            values = self.columns[name]
+            wrong = np.flatnonzero(~(values >= 0) if name in _KNOWN_COLUMNS else values < 0)
+            if len(wrong):
+                row = int(wrong[0])
+                raise ValueError(f"column {name!r} is {values[row]} for {str(self.ids[row])!r}, which cannot be")
 
     def _check_yardsticks(self) -> None:
         """One of each kind for every attribute, and a place in the image for every pixel."""
@@ -208,28 +219,18 @@ class SavedRun:
         return self.columns.get("clip_weight", np.ones(len(self)))
 
 
+_KNOWN_COLUMNS = ("participations", "missed", "clip_weight")  # of every example; NaN would count as none
+_COLUMNS = (
+    *("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low", "squared_norm", "epsilon", "fil_before"),
+    *_KNOWN_COLUMNS,
+)
+_SHARES = ("delta", "mechanism.sample_rate", "mechanism.fil_rate", "noise_choice.confidence")
 _NUMBERS = (
-    "epsilon",
-    "delta",
-    "model.num_parameters",
-    "mechanism.noise_multiplier",
-    "mechanism.sigma",
-    "mechanism.l2",
-    "mechanism.releases",
-    "mechanism.max_grad_norm",
-    "mechanism.sample_rate",
-    "mechanism.expected_batch_size",
-    "mechanism.steps",
-    "mechanism.num_probes",
-    "mechanism.fil_rate",
-    "mechanism.rel_error",
-    "noise_choice.confidence",
-    "noise_choice.num_pilots",
-    "noise_choice.headroom",
-    "equalised.target",
-    "equalised.epsilon_of_all_rounds",
-    "merged.runs",
-    "merged.epsilon_of_all",
+    *_SHARES,
+    *("epsilon", "model.num_parameters", "mechanism.noise_multiplier", "mechanism.sigma", "mechanism.l2"),
+    *("mechanism.releases", "mechanism.max_grad_norm", "mechanism.steps", "mechanism.num_probes"),
+    *("mechanism.rel_error", "mechanism.expected_batch_size", "noise_choice.num_pilots", "noise_choice.headroom"),
+    *("equalised.target", "equalised.epsilon_of_all_rounds", "merged.runs", "merged.epsilon_of_all"),
 )
 _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(
@@ -238,7 +239,8 @@ _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("kind", "title", "accountant", "created", "mechanism.probe_precision"), ("a text", str)),
     **dict.fromkeys(("noise_choice.target", "equalised.question", "equalised.stopped"), ("a text", str)),
     **dict.fromkeys(("exact", "equalised.met"), ("true or false", bool)),
-    **dict.fromkeys(_NUMBERS, ("a number", (int, float))),
+    **dict.fromkeys(_NUMBERS, ("a number, 0 or more", (int, float))),
+    **dict.fromkeys(_SHARES, ("a number between 0 and 1", (int, float))),
     "dataset.input_range": ("two numbers", list),
 }
 
@@ -252,5 +254,7 @@ def _check_kinds(about: Mapping[str, Any]) -> None:
         fits = value is None or (isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool)))
         if fits and isinstance(value, list):
             fits = len(value) == 2 and all(isinstance(end, int | float) and not isinstance(end, bool) for end in value)
+        if fits and name in _NUMBERS and value is not None:
+            fits = 0 <= value <= (1 if name in _SHARES else math.inf)  # not NaN, either
         if not fits:
             raise ValueError(f"about: {name!r} is {value!r}, which is not {expected}")

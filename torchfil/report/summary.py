@@ -103,8 +103,9 @@ class Summary:
     """All of it. With ``smallest`` > 1 it holds nothing about fewer examples than that.
 
     ``lowest_end`` is the geometric mean of the ``smallest`` lowest ``mse_bound_low`` of the measured examples; NaN if
-    one is not known, None where the run has none or too few. A redacted summary gives it as the low end of the most
-    exposed too, for their own would be a mean over nearly the same examples, and the two would differ by few.
+    one is not known (redacted: 0 for that one), None where the run has none or too few.
+    A redacted summary gives it as the low end of the most exposed too, for their own would be a mean over nearly the
+    same examples, and the two would differ by few.
 
     ``exposed`` is how many examples can be guessed more closely than blindly (:mod:`torchfil.report.yardsticks`), and
     ``guess`` the blind guess's squared error; in public the latter is None where it is made from the data.
@@ -220,9 +221,9 @@ def _exposure(fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, smalle
             Exposure(
                 level=level,
                 examples=len(members),
-                fil=rounded(geometric_mean(fil[members]), smallest),
-                mse_bound=rounded(geometric_mean(bound[members]), smallest),
-                mse_bound_low=None if low is None else rounded(geometric_mean(low[members]), smallest),
+                fil=rounded(geometric_mean(fil[members], smallest), smallest),
+                mse_bound=rounded(geometric_mean(bound[members], smallest, 2), smallest),
+                mse_bound_low=None if low is None else rounded(geometric_mean(low[members], smallest, 2), smallest),
             )
         )
     return rows
@@ -236,7 +237,9 @@ def _beside_guess(row: Exposure, blind: float, smallest: int) -> Exposure:
 def _lowest_end(low: np.ndarray | None, smallest: int) -> float | None:
     if low is None:
         return None
-    return math.nan if np.isnan(low).any() else levels_of(low, smallest, levels=(0.0,)).get("0")
+    if smallest > 1:  # in public, one example without a lower end must not show as such
+        low = np.where(np.isnan(low), 0.0, low)
+    return math.nan if np.isnan(low).any() else levels_of(low, smallest, levels=(0.0,), power=2).get("0")
 
 
 def _question(question: QuestionRecord, measured: np.ndarray, smallest: int) -> QuestionSummary:

@@ -19,6 +19,7 @@ from torchfil.report.page import render
 from torchfil.report.page.context import Report
 from torchfil.report.policy import Policy
 from torchfil.report.saved_run import SavedRun
+from torchfil.report.signature import Signature
 from torchfil.report.summary import summarise
 from torchfil.report.tables import write_leakage_csv, write_parquet
 from torchfil.utils.files import flush, lack_of_space_told, sha256, temporary_beside
@@ -35,6 +36,7 @@ def write_report(
     redacted: bool = False,
     min_group: int = 10,
     policy: Policy | None = None,
+    signature: Signature | None = None,
 ) -> Path:
     """Write a report: ``index.html``, ``summary.json``, figures as PNG and, unless redacted, a table of all examples.
 
@@ -52,6 +54,7 @@ def write_report(
         redacted: Whether to write the version that may be published.
         min_group: The least number of examples behind a number of the redacted version, at least 2.
         policy: Thresholds (:func:`torchfil.report.policy.load_policy`): the page begins with the verdict.
+        signature: Who signed the run (:func:`torchfil.report.signature.verify`); None: the page says that nobody did.
 
     Returns:
         The path of ``index.html``.
@@ -68,7 +71,7 @@ def write_report(
     summary = summarise(run, redacted=redacted, min_group=min_group)
     files, notes, digests = dict[str, str](), list[str](), dict[str, str]()
     with _replaced_folder(Path(directory)) as folder:
-        # every example, with a digest of what is signed
+        # every example, with a digest for the page, which is signed by hand
         if not redacted:
             write_leakage_csv(run, folder / "leakage.csv")
             files["leakage.csv"] = "every example"
@@ -89,6 +92,7 @@ def write_report(
             "confidential": not redacted,
             **_json_ready(summary),
             **({} if verdicts is None else {"verdict": _json_ready([verdict.as_dict() for verdict in verdicts])}),
+            "signed_by": None if signature is None else signature.signer,
             "files": files,
             "notes": notes,
         }
@@ -97,7 +101,7 @@ def write_report(
         )
 
         # the page comes last: it names the files beside it
-        report = Report(summary, None if redacted else run, files, notes, digests, verdicts, policy)
+        report = Report(summary, None if redacted else run, files, notes, digests, verdicts, policy, signature)
         (folder / PAGE).write_text(render(report), encoding="utf-8", errors="replace")
     return Path(directory) / PAGE
 

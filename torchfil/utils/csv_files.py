@@ -1,4 +1,4 @@
-"""Tables as CSV files whose texts no spreadsheet treats as formulas."""
+"""Texts made harmless: no formulas in CSV files, no control characters on terminals and pages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import math
 import os
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from torchfil.utils.files import replaced_when_complete
 
-__all__ = ["inert", "write_csv", "write_csv_parts"]
+__all__ = ["inert", "visible", "write_csv", "write_csv_parts"]
 
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # first characters of cells that Excel, LibreOffice or Google Sheets computes
 NUMBER = re.compile(r"[+-](\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -32,6 +33,27 @@ def inert(text: str) -> str:
     if not text.lstrip("'").startswith(FORMULA) or NUMBER.fullmatch(text):
         return text
     return f"'{text}"
+
+
+def visible(text: str, keep: str = "") -> str:
+    r"""The text with escapes for characters that act instead of being seen: controls, line ends, direction marks.
+
+    A name from a file could otherwise clear a terminal, write a verdict of its own or turn a line around.
+
+    Args:
+        text: Any text.
+        keep: Characters that stay as they are.
+
+    Example:
+        >>> print(visible("age \x1b[2J\nPASS \u202egnp"), visible("Zoë"))
+        age \x1b[2J\nPASS \u202egnp Zoë
+    """
+
+    def escaped(sign: str) -> str:
+        seen = sign.isprintable() or sign in keep or unicodedata.category(sign) == "Zs"
+        return sign if seen else sign.encode("unicode_escape").decode()
+
+    return text if text.isprintable() else "".join(map(escaped, text))
 
 
 def write_csv(

@@ -1,9 +1,11 @@
 "use strict";
 (() => {
   const byId = (id) => document.getElementById(id);
+  // Controls and direction marks as escapes, as the rest of the page writes them.
+  const visible = (text) => String(text).replace(/[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu, (sign) => "\\u" + sign.codePointAt(0).toString(16).padStart(4, "0"));
   const element = (name, text, className) => {
     const made = document.createElement(name);
-    if (text !== undefined) made.textContent = text;
+    if (text !== undefined) made.textContent = visible(text);
     if (className) made.className = className;
     return made;
   };
@@ -196,10 +198,10 @@
       line.setAttribute("aria-selected", String(place === state.active));
       if (line.row !== row) {
         line.row = row;
-        line.children[0].textContent = line.children[0].title = idOf(row);
+        line.children[0].textContent = line.children[0].title = visible(idOf(row));
         cells(row).forEach(([text, kind], j) => {
           const cell = line.children[j + 1];
-          cell.textContent = text;
+          cell.textContent = visible(text);
           cell.classList.toggle("none", kind === "none");
         });
       }

@@ -129,7 +129,8 @@ def _fixed(comparison: Comparison) -> str:
 def _warning(comparison: Comparison) -> str:
     if comparison.redacted:
         return (
-            f"Every number rests on at least {comparison.smallest} examples and is rounded. No noise was added: "
+            f"Every number rests on at least {comparison.smallest} examples and is rounded, and nobody counts for "
+            "more than ten times the median of those averaged (squared errors: a hundred). No noise was added: "
             "somebody who knows all examples but one could still learn something about that one, as could somebody who "
             "has another public version."
         )

@@ -9,6 +9,7 @@ from typing import Any
 from torchfil.report.page.html import Markup, tag
 from torchfil.report.policy import Policy
 from torchfil.report.saved_run import SavedRun
+from torchfil.report.signature import Signature
 from torchfil.report.summary import Summary
 from torchfil.report.verdict import Verdict
 
@@ -27,6 +28,7 @@ class Report:
         digests: SHA-256 of files beside the page, by name.
         verdicts: What the rules of a policy found; None where no policy was given.
         policy: The policy.
+        signature: Who signed the run; None: nobody.
     """
 
     summary: Summary
@@ -36,6 +38,7 @@ class Report:
     digests: dict[str, str]
     verdicts: list[Verdict] | None = None
     policy: Policy | None = None
+    signature: Signature | None = None
 
     def about(self, *path: str) -> Any:
         """A value of ``summary.about`` by its path; None where it is not there."""

@@ -60,7 +60,8 @@ def _warning(report: Report) -> str:
     if report.summary.redacted:
         return (
             f"Every number rests on at least {report.summary.smallest} examples, as does every difference of groups, "
-            "and is rounded. No noise was added: somebody who knows all examples but one could still learn something "
+            "and is rounded; nobody counts for more than ten times the median of those averaged (a hundred times for "
+            "squared errors). No noise was added: somebody who knows all examples but one could still learn something "
             "about that one, as could somebody who has another public version, with other groups or of another run."
         )
     return (

@@ -1,4 +1,4 @@
-"""HTML built from plain values: every string is escaped unless it was built here."""
+"""HTML built from plain values: every string is escaped unless it was built here, direction marks as well."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import html
 import math
 import re
 from typing import Any
+
+from torchfil.utils.csv_files import visible
 
 __all__ = ["Markup", "count", "join", "number", "percent", "plus_minus", "table", "tag", "unbroken"]
 
@@ -28,7 +30,7 @@ def join(*parts: Any) -> Markup:
         if isinstance(part, list | tuple):
             texts.append(join(*part))
         else:
-            texts.append(part if isinstance(part, Markup) else html.escape(str(part)))
+            texts.append(part if isinstance(part, Markup) else _escaped(part))
     return Markup("".join(texts))
 
 
@@ -40,7 +42,7 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
         <p class="note">1 &lt; 2 <b>really</b></p>
     """
     written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{_escaped(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -51,6 +53,10 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
             else Markup(f"<{name}{written}/>")
         )
     return Markup(f"<{name}{written}>{join(*children)}</{name}>")
+
+
+def _escaped(value: Any) -> str:
+    return html.escape(visible(str(value), keep="\n\t"))
 
 
 def unbroken(text: Markup) -> Markup:

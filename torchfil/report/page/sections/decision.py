@@ -26,10 +26,27 @@ def render(report: Report) -> Markup | None:
     return join(
         _what_is_signed(report),
         paragraph("Write here before printing; the page does not save what is written.", class_="screen"),
-        paragraph("Signed is this page together with:") if report.digests else None,
+        _who_vouches(report),
+        paragraph("Your signature below covers this page and:") if report.digests else None,
         signed,
         _form(choices),
     )
+
+
+def _who_vouches(report: Report) -> Markup:
+    """The run's signature by key; of a public page without checksums, which could be tried out."""
+    found = report.signature
+    if found is None:
+        why = " Nothing shows who made it. Checksums are no signatures: whoever edits a file writes a new one ("
+        return paragraph(tag("b", "The run is not signed."), why, tag("code", "torchfil sign"), ").")
+    files = []
+    for file in found.files:
+        digest = None if report.summary.redacted else [": SHA-256 ", tag("code", file.sha256)]
+        files.append(tag("li", f"{file.role} {file.name}{' (not compared here)' * (not file.compared)}", digest))
+    when = f", verified at {found.verified}. The signature covers:"
+    meaning = paragraph("It proves who vouches for these files, not that the numbers in them are true.")
+    who = paragraph("The run is signed by ", tag("b", found.signer), " with ", tag("code", found.key), when)
+    return join(who, tag("ul", files, class_="digest"), meaning)
 
 
 def _what_is_signed(report: Report) -> Markup:

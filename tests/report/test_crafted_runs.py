@@ -1,0 +1,166 @@
+"""Runs that somebody made to mislead: names that act on a terminal or a page, absurd numbers, files that swell."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+import tracemalloc
+import unicodedata
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from tests.report.run_cases import made_up
+from tests.test_cli import call, refused
+from torchfil.report import SavedRun, load, save, write_report
+from torchfil.report.comparison import compare_runs
+from torchfil.report.run_arrays import pack
+from torchfil.report.run_file import _whole_file
+from torchfil.utils.errors import RunFileError
+
+# clears the screen, writes a table that passes, hides what follows; a one-byte CSI, marks that turn text around
+FAKE = "\x1b[2J\x1b[Hmax_epsilon  50  1.0  pass\n\npassed\x1b[8m \x9b31m\r\u202egnp.exe\u2066 \u2028\x7f\x00\x07"
+
+
+def acting(text: str) -> list[str]:
+    """The characters of a text that are not seen but do something."""
+    return [s for s in text if s != "\n" and not s.isprintable() and unicodedata.category(s) != "Zs"]
+
+
+def with_fake_names(n: int = 40) -> SavedRun:
+    name, run = FAKE, made_up(n)
+    assert run.attributes is not None
+    return dataclasses.replace(
+        run,
+        about={**run.about, "title": name, "dataset": {"data_sha256": name}, "accountant": name},
+        ids=np.asarray([f"{name} {i}" for i in range(n)]),
+        groups={name: np.asarray([f"{name} a", f"{name} b"] * (n // 2))},
+        attributes=dataclasses.replace(run.attributes, names=[name, "b", "c"], units=[name, "", ""]),
+        questions=[dataclasses.replace(run.questions[0], name=name)],
+        attacks=[dataclasses.replace(run.attacks[0], name=name, testable=False, untestable=name)],
+    )
+
+
+class TestNames:
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> tuple[Path, Path]:
+        policy = tmp_path / "policy.toml"
+        policy.write_text("max_epsilon = 1\nmax_group_disparity = 1.0\nmin_attacks = 1\n")
+        return save(with_fake_names(), tmp_path / "fake.fil"), policy
+
+    def test_the_terminal_shows_them_and_obeys_none(self, files: tuple[Path, Path]) -> None:
+        run, policy = files
+        gated = call("gate", run, "--policy", policy)
+        assert gated.exit_code == 1
+        assert gated.stdout.splitlines()[-1].startswith("FAILED: ")
+        assert "passed" not in gated.stdout.splitlines()
+        compared = call("compare", run, save(made_up(40), run.with_name("other.fil")))
+        texts = [gated.output, call("inspect", run).stdout, compared.output, call("compare", run, run).stdout]
+        texts += [call(*command, "--json").stdout for command in (("inspect", run), ("gate", run, "--policy", policy))]
+        for text in texts:
+            assert acting(text.replace("\x7f", "")) == []  # JSON leaves the harmless DEL
+        assert "\\x1b[2J" in gated.stdout, "shown, not dropped"
+
+    def test_errors(self, files: tuple[Path, Path]) -> None:
+        run, policy = files
+        other = save(made_up(40, questions=[]), run.with_name("other.fil"))
+        assert acting(refused("compare", run, other)) == []
+        with pytest.raises(ValueError, match="share no ids") as found:
+            compare_runs(load(run), load(other))
+        assert acting(str(found.value)) == []
+        arrays, header = pack(load(run))
+        run.write_bytes(_whole_file(arrays, {**header, "version": FAKE}))
+        assert acting(refused("gate", run, "--policy", policy)) == []
+
+    def test_files_for_pipelines(self, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        run, policy = files
+        junit, steps = run.with_name("gate.xml"), run.with_name("summary.md")
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(steps))
+        call("gate", run, "--policy", policy, "--junit", junit)
+        assert any("\\x1b[2J" in str(case.get("name")) for case in ElementTree.parse(junit).getroot())
+        for path in (junit, steps):
+            assert acting(path.read_text(encoding="utf-8")) == []
+
+    def test_pages(self, tmp_path: Path, no_png: None) -> None:
+        for redacted in (False, True):
+            page = write_report(with_fake_names(), tmp_path / f"report {redacted}", redacted=redacted)
+            assert acting(page.read_text(encoding="utf-8")) == []
+
+
+def written(path: Path, header: dict[str, Any] | None = None, **arrays: np.ndarray) -> Path:
+    """A file with a right checksum whose header or arrays were edited."""
+    own, texts = pack(made_up(30, text_ids=True))
+    path.write_bytes(_whole_file({**own, **arrays}, {**texts, **(header or {})}))
+    return path
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+class TestAbsurdNumbers:
+    """Exit code 2, and never a rule that holds because a number is absurd."""
+
+    @pytest.fixture
+    def policy(self, tmp_path: Path) -> Path:
+        path = tmp_path / "policy.toml"
+        path.write_text("max_epsilon = 50\nmax_individual_epsilon = 50\nmax_share_spared = 1\n")
+        return path
+
+    def test_a_run_without_examples(self, tmp_path: Path, policy: Path) -> None:
+        empty = SavedRun(about={"epsilon": 1.0}, ids=np.arange(0), columns={"fil": np.zeros(0), "missed": np.zeros(0)})
+        assert "has no examples" in refused("gate", save(empty, tmp_path / "run.fil"), "--policy", policy)
+
+    @pytest.mark.parametrize(
+        "about",
+        [{"epsilon": -3.0}, {"epsilon": math.nan}, {"delta": 2.0}, {"mechanism": {"sample_rate": -1}}],
+        ids=str,
+    )
+    def test_settings(self, tmp_path: Path, policy: Path, about: dict[str, Any]) -> None:
+        run = written(tmp_path / "run.fil", {"about": json.dumps({**made_up(30).about, **about})})
+        assert "is damaged (about: " in refused("gate", run, "--policy", policy)
+
+    @pytest.mark.parametrize("name", ["fil", "mse_bound", "epsilon", "missed", "participations", "clip_weight"])
+    def test_columns(self, tmp_path: Path, policy: Path, name: str) -> None:
+        values = made_up(30).columns[name].astype(np.float64)
+        for absurd in (-1.0, math.nan)[: 1 if name in ("fil", "mse_bound", "epsilon") else 2]:
+            values[4] = absurd
+            run = written(tmp_path / "run.fil", **{f"column/{name}": values})
+            assert f"column '{name}' is {absurd} for 'Zoë 4'" in refused("gate", run, "--policy", policy)
+
+    def test_places(self, tmp_path: Path, policy: Path) -> None:
+        arrays, _ = pack(made_up(30, text_ids=True))
+        offsets, codes = arrays["ids/offsets"], arrays["group/sex/codes"]
+        for edited in (
+            *({"ids/offsets": wrong} for wrong in (-offsets, offsets * 10**9, offsets[::-1].copy())),
+            *({"group/sex/codes": wrong} for wrong in (codes + 1000, codes - 2)),
+        ):
+            assert "is damaged" in refused("gate", written(tmp_path / "run.fil", **edited), "--policy", policy)
+
+    def test_deep_json(self, tmp_path: Path, policy: Path) -> None:
+        deep = written(tmp_path / "deep.fil", {"about": "[" * 10**5 + "]" * 10**5})
+        assert "is damaged (RecursionError" in refused("gate", deep, "--policy", policy)
+        deep.write_bytes(struct.pack("<Q", 10**5) + b'{"a":' + b"[" * (10**5 - 5))
+        assert "is damaged (RecursionError" in refused("gate", deep, "--policy", policy)
+        odd = written(tmp_path / "odd.fil", {"about": json.dumps({"title": "odd", "seed": nested(600)})})
+        assert "RecursionError" in refused("inspect", odd, "--json")
+
+    def test_a_large_header_takes_no_memory(self, tmp_path: Path) -> None:
+        with open(tmp_path / "large.fil", "wb") as file:
+            file.write(struct.pack("<Q", 90_000_000) + b'{"')
+            file.truncate(90_000_008)
+        tracemalloc.start()
+        with pytest.raises(RunFileError, match="is not a saved run"):
+            load(tmp_path / "large.fil")
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+        tracemalloc.stop()
+        with pytest.raises(RunFileError, match="names and settings take"):
+            save(made_up(30, about={"title": "x" * 2**23}), tmp_path / "long.fil")

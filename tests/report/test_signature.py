@@ -1,0 +1,138 @@
+"""Signatures with real ssh keys: the right key, others, and files that were changed since."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.report.run_cases import worrying
+from tests.test_cli import call, refused
+from torchfil.report import load, save
+from torchfil.report.signature import NAMESPACE
+
+pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
+
+
+def key(folder: Path, name: str) -> Path:
+    path = folder / name
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", path], check=True)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A signed run with weights and policy, and a list that trusts Alice."""
+    save(worrying(safe=True), tmp_path / "run.fil")
+    (tmp_path / "model.pt").write_bytes(b"weights")
+    (tmp_path / "policy.toml").write_text("max_epsilon = 8\n")
+    key(tmp_path, "alice")
+    (tmp_path / "signers").write_text(f"alice@example.org {(tmp_path / 'alice.pub').read_text()}")
+    signed = call("sign", tmp_path / "run.fil", "--key", tmp_path / "alice", *others(tmp_path))
+    assert signed.exit_code == 0, signed.output
+    return tmp_path
+
+
+def others(folder: Path) -> tuple[str | Path, ...]:
+    return "--weights", folder / "model.pt", "--policy", folder / "policy.toml"
+
+
+def verified(folder: Path, *options: str | Path) -> str:
+    """What verify says; its exit code is 1 where it does not hold."""
+    found = call("verify", folder / "run.fil", "--allowed-signers", folder / "signers", *(options or others(folder)))
+    assert found.exit_code == (1 if found.stdout.startswith("NOT VERIFIED: ") else 0), found.output
+    return found.stdout
+
+
+def test_the_right_key(folder: Path) -> None:
+    said = verified(folder)
+    assert said.startswith("verified: signed by alice@example.org (ED25519 key SHA256:")
+    assert all(name in said for name in ("run.fil", "model.pt", "policy.toml", "not that the numbers"))
+    found = call("verify", folder / "run.fil", "--allowed-signers", folder / "signers", *others(folder), "--json")
+    assert [file["role"] for file in json.loads(found.stdout)["files"]] == ["run", "weights", "policy"]
+
+
+def test_another_key(folder: Path) -> None:
+    key(folder, "mallory")
+    assert call("sign", folder / "run.fil", "--key", folder / "mallory", *others(folder)).exit_code == 0
+    assert "is not signed by a key of" in verified(folder)
+
+
+@pytest.mark.parametrize(("name", "role"), [("run.fil", "run"), ("model.pt", "weights"), ("policy.toml", "policy")])
+def test_a_changed_file(folder: Path, name: str, role: str) -> None:
+    """An edited run has a right checksum again, and passes the gate; its signature does not hold."""
+    if role == "run":
+        save(worrying(), folder / name)
+        load(folder / name)
+    else:
+        (folder / name).write_text("max_epsilon = 800\n")
+    assert f"{name} is not the {role} that alice@example.org signed" in verified(folder)
+
+
+def test_a_changed_manifest_and_no_signature(folder: Path) -> None:
+    place = folder / "run.fil.sig"
+    text = place.read_text()
+    place.write_text(text.replace('"policy"', '"polic"'))
+    assert "does not hold: Signature verification failed: incorrect signature" in verified(folder)
+    for other in ("", "x" * 10, text.partition("-----BEGIN")[0]):
+        place.write_text(other)
+        assert verified(folder).startswith("NOT VERIFIED")
+
+
+def test_a_signature_for_something_else(folder: Path) -> None:
+    """The same key and the same bytes, signed as a file or a commit would be."""
+    manifest = (folder / "run.fil.sig").read_text().partition("-----BEGIN")[0]
+    made = subprocess.run(
+        ["ssh-keygen", "-Y", "sign", "-f", folder / "alice", "-n", "file"],
+        input=manifest,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (folder / "run.fil.sig").write_text(manifest + made.stdout)
+    assert "namespace does not match" in verified(folder)
+    assert NAMESPACE == "torchfil-run"
+
+
+def test_all_that_was_signed_must_be_compared_and_nothing_else(folder: Path) -> None:
+    assert "also signed the policy 'policy.toml'" in verified(folder, "--weights", folder / "model.pt")
+    (folder / "more.pt").write_bytes(b"more")
+    assert "more.pt is not the weights that" in verified(folder, *others(folder), "--weights", folder / "more.pt")
+
+
+def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, signers = folder / "run.fil", folder / "signers"
+    assert "cannot be used" in refused("sign", run, "--key", folder / "none")
+    assert "which would be lost" in refused("sign", run, "--key", folder / "alice", "--signature", run)
+    assert "none: No such file" in refused("verify", run, "--allowed-signers", folder / "none")
+    run.write_bytes(run.read_bytes()[:-1])
+    assert "is cut short" in refused("sign", run, "--key", folder / "alice")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "ssh-keygen was not found" in refused("verify", run, "--allowed-signers", signers)
+
+
+def test_the_page_says_who_signed(folder: Path, no_png: None) -> None:
+    run, trust = folder / "run.fil", ("--allowed-signers", folder / "signers")
+    vouched = ("--signature", folder / "run.fil.sig", *trust)
+
+    def page(*options: str | Path) -> str:
+        out = folder / "report"
+        shutil.rmtree(out, ignore_errors=True)
+        assert call("report", run, "-o", out, *options).exit_code == 0
+        return (out / "index.html").read_text(encoding="utf-8")
+
+    signed = page(*vouched, "--policy", folder / "policy.toml")
+    assert "The run is signed by <b>alice@example.org</b> with <code>ED25519 key SHA256:" in signed
+    assert "<li>weights model.pt (not compared here): SHA-256" in signed
+    assert "<li>policy policy.toml: SHA-256" in signed
+    assert "The run is not signed." in page()
+    public = page(*vouched, "--redacted")
+    assert "<b>alice@example.org</b>" in public
+    assert "SHA-256" not in public, "of a file that depends on single examples"
+    assert "belong together" in refused("report", run, "-o", folder / "x", *trust)
+    (folder / "other.toml").write_text("max_epsilon = 800\n")
+    said = refused("report", run, "-o", folder / "x", *vouched, "--policy", folder / "other.toml")
+    assert "is not the policy that alice@example.org signed" in said
