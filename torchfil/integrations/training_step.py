@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torchfil.engine.batches import plain
 from torchfil.engine.loader import split_batch
 from torchfil.private import Private
+from torchfil.utils.trees import tensors_of
 
 __all__ = ["StepRedirected", "private_but_targets"]
 
@@ -105,11 +106,13 @@ def private_but_targets(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, 
         [0]
     """
     batch = plain(batch)
-    target = split_batch(batch, batch_to_inputs)[1]
+    inputs, target = split_batch(batch, batch_to_inputs)
     if not isinstance(target, Tensor) or not target.is_floating_point():
         return None
-    items = batch.items() if isinstance(batch, Mapping) else enumerate(_items(batch))
-    return Private(inputs=[k for k, v in items if isinstance(v, Tensor) and v.is_floating_point() and v is not target])
+    items = dict(batch.items() if isinstance(batch, Mapping) else enumerate(_items(batch)))
+    floating = [k for k, v in items.items() if isinstance(v, Tensor) and v.is_floating_point()]
+    also_inputs = {id(leaf) for leaf in tensors_of(inputs)}  # an autoencoder's target
+    return Private(inputs=[k for k in floating if items[k] is not target or id(target) in also_inputs])
 
 
 class _UpToItsLoss:

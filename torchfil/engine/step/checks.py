@@ -39,6 +39,7 @@ from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.precision import autocast_as, is_reduced
 from torchfil.fisher.recording import losses_of
+from torchfil.private.batches import named_inputs
 from torchfil.smoothness import non_smooth_operators
 from torchfil.utils.deferred import read_later
 from torchfil.utils.trees import flattened, map_tensors, tensors_of
@@ -66,6 +67,10 @@ _NOTHING_LEARNED = (
     "information 0, and bounds on an attacker's error are infinite, which says nothing about a model that does train. "
     "Check the loss (cross-entropy of a single output is always 0; a regression needs a squared error), whether all "
     "labels are ignored (-100), and whether a part before the output is frozen or detached."
+)
+_INPUT_IS_TARGET = (
+    "the loop's loss is {name} with the model's input {key!r} as the target, not the batch's targets. Say so: "
+    "batch_to_inputs=lambda batch: (batch[0], batch[0]), with that input in both places. This step was not taken."
 )
 _COPY_DIFFERS = (
     "the engine's copy of the model gives {}: a forward hook, or a module attribute that is not a plain number, flag "
@@ -159,9 +164,16 @@ class StepChecks(BatchChecks):
         _check_finite_outputs(forward)
         if forward.ended_at_loss:
             return self.own_loss(forward)
-        return identify_loss(
-            forward.outputs, self.targets(forward), self.observed(forward), self.options.loss_reduction
-        )
+        outputs, observed, reduction = forward.outputs, self.observed(forward), self.options.loss_reduction
+        try:
+            return identify_loss(outputs, self.targets(forward), observed, reduction)
+        except LossMismatchError as error:
+            for key, given in named_inputs(forward.args, forward.kwargs).items():
+                with contextlib.suppress(LossMismatchError):
+                    name = identify_loss(outputs, given.value, observed, reduction).name
+                    error.args = (_INPUT_IS_TARGET.format(name=name, key=key),)
+                    break
+            raise
 
     def own_loss(self, forward: ForwardPass) -> IdentifiedLoss:
         """The model's own loss, on each example alone."""
