@@ -74,6 +74,7 @@ class StepRedirected:
             if not (self.module.training and torch.is_grad_enabled()):  # a validation_step that calls it
                 return plain_step(batch, *more, **named)
             vars(self.twin).update({name: value for name, value in vars(self.module).items() if name not in self._own})
+            vars(self.twin)["_in_list"] = isinstance(batch, tuple | list)
             outputs = private(**batch) if isinstance(batch, Mapping) else private(*_items(batch))
 
             # The step itself runs without a graph up to its loss; now and then with one, to find parts of the loss
@@ -119,10 +120,11 @@ class _UpToItsLoss:
     """Mixed into a LightningModule's class: ``forward`` is ``training_step`` up to its loss, and logs nothing."""
 
     training_step: Callable[..., Any]
+    _in_list = True  # whether a batch is a list of its items
 
     def forward(self, *items: Any, **by_name: Any) -> Tensor:
         """The loss's first argument, [batch, …]."""
-        batch = by_name or (items[0] if len(items) == 1 else list(items))
+        batch = by_name or (list(items) if self._in_list else items[0])
         try:
             with _StopAtLoss():
                 self.training_step(batch, 0) if _takes_index(self.training_step) else self.training_step(batch)
