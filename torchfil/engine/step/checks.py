@@ -44,7 +44,7 @@ from torchfil.smoothness import non_smooth_operators
 from torchfil.utils.deferred import read_later
 from torchfil.utils.trees import flattened, map_tensors, tensors_of
 
-__all__ = ["StepChecks", "check_copy"]
+__all__ = ["OTHER_OWN_LOSS", "StepChecks", "check_copy"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,11 @@ _NOTHING_LEARNED = (
 _INPUT_IS_TARGET = (
     "the loop's loss is {name} with the model's input {key!r} as the target, not the batch's targets. Say so: "
     "batch_to_inputs=lambda batch: (batch[0], batch[0]), with that input in both places. This step was not taken."
+)
+OTHER_OWN_LOSS = (
+    "the loss that the model computes is not {} of its outputs: it has another term (a penalty, an auxiliary loss), "
+    "which criterion= does not have or which was added during training. Leave criterion= out, and give every term a "
+    "weight that is not 0 from the start. This step was not taken."
 )
 _COPY_DIFFERS = (
     "the engine's copy of the model gives {}: a forward hook, or a module attribute that is not a plain number, flag "
@@ -185,6 +190,8 @@ class StepChecks(BatchChecks):
     def check_loss(self, forward: ForwardPass, loss: IdentifiedLoss) -> None:
         """Raise unless the gradient that reached the model's output is that of the loss."""
         _check_finite_outputs(forward)
+        if forward.ended_at_loss and not loss.is_models_own:
+            raise LossMismatchError(OTHER_OWN_LOSS.format(loss.name))
         mean = check_loss(loss, forward.outputs, self.targets(forward), self.observed(forward))
         if mean is not None:
             self._token_mean = mean
@@ -344,6 +351,11 @@ class StepChecks(BatchChecks):
         """Raise if the last step's gradients turned out not to be finite."""
         look, self.last_norms_were_finite = self.last_norms_were_finite, nothing
         look()
+
+    @property
+    def look_is_due(self) -> bool:
+        """Whether :meth:`check_losses` looks at the next step."""
+        return self._until_look <= 0
 
     def check_losses(
         self, forward: ForwardPass, targets: Any, loss: IdentifiedLoss, ours: Tensor, *, now: bool = False

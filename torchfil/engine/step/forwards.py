@@ -261,6 +261,8 @@ class LoopForward:
         device = self.replica.device
         self._until_look = (self._until_look or _FORWARDS_BETWEEN_LOOKS) - 1
         look = self._until_look == _FORWARDS_BETWEEN_LOOKS - 1
+        if look:
+            self._inside.look_again()
         with_graph = look or self._gives_loss or device.type == "cpu"  # where it costs next to nothing
 
         def plainly() -> Any:

@@ -122,7 +122,8 @@ class StepStages:
             if not forward.uses_own_loss_alone:
                 raise
             loss = self.checks.own_loss(forward.made_whole())
-        logger.info("the training loop's loss was identified as %s", loss.name)
+        if self.run.loss is None:
+            logger.info("the training loop's loss was identified as %s", loss.name)
         return loss
 
     def _evaluated(
