@@ -52,6 +52,11 @@ __all__ = ["DEFAULT_MAX_MEMORY", "ExampleGradients", "LossFunction", "differenti
 LossFunction = Callable[[Any, Any], Tensor]
 DEFAULT_MAX_MEMORY = 2**30
 _LOOKS = "data-dependent control flow"  # vmap's error if a model reads a tensor's values
+_ONLY_ONCE = (
+    "torch differentiates a function of the model or its loss only once, and Fisher information needs the second "
+    "derivative ({}). Replace it: torch.cdist(x, c) by (x.unsqueeze(-2) - c.unsqueeze(-3)).square().sum(-1).sqrt(), "
+    "F.ctc_loss by its forward recursion written with torch.logsumexp."
+)
 _looking: WeakSet[nn.Module] = WeakSet()  # models that do so: Hugging Face's ask whether a mask is all ones
 
 
@@ -304,6 +309,8 @@ class ExampleGradients:
             try:
                 return self._mapped_together(one, extra, shape)
             except RuntimeError as error:
+                if "derivative for" in str(error) and "not implemented" in str(error):
+                    raise RuntimeError(_ONLY_ONCE.format(error)) from error
                 if _LOOKS not in str(error):
                     raise
             _looking.add(self.model)

@@ -72,6 +72,10 @@ _INPUT_IS_TARGET = (
     "the loop's loss is {name} with the model's input {key!r} as the target, not the batch's targets. Say so: "
     "batch_to_inputs=lambda batch: (batch[0], batch[0]), with that input in both places. This step was not taken."
 )
+_DRAWN_IN_LOOP = (
+    "If the loop draws the target (noise, in diffusion), draw it in the model: def forward(self, x): noise = "
+    "torch.randn_like(x); return self.net(x + noise) - noise, with criterion=lambda outputs, _: outputs.square().mean()"
+)
 OTHER_OWN_LOSS = (
     "the loss that the model computes is not {} of its outputs: it has another term (a penalty, an auxiliary loss), "
     "which criterion= does not have or which was added during training. Leave criterion= out, and give every term a "
@@ -178,6 +182,9 @@ class StepChecks(BatchChecks):
                     name = identify_loss(outputs, given.value, observed, reduction).name
                     error.args = (_INPUT_IS_TARGET.format(name=name, key=key),)
                     break
+            else:
+                if tensors_of(outputs)[0].shape == tensors_of((forward.args, forward.kwargs))[0].shape:
+                    error.args = (f"{error} {_DRAWN_IN_LOOP}",)
             raise
 
     def own_loss(self, forward: ForwardPass) -> IdentifiedLoss:
