@@ -367,9 +367,9 @@ def _candidates(outputs: Tensor, targets: Tensor) -> Iterator[IdentifiedLoss]:
 
 def _of_outputs(reduction: str) -> Iterator[IdentifiedLoss]:
     """Losses whose gradient is the same at every output, as that of ``outputs.sum()``."""
-    for summed in (False, True) if reduction == "mean" else (False,):
-        for sign, mean in itertools.product((1, -1), (False, True)):
-            name = f"{'minus ' if sign < 0 else ''}the {'mean' if mean else 'sum'} of an example's outputs"
+    for summed, sign, mean in itertools.product((False, True), (1, -1), (False, True)):
+        name = f"{'minus ' if sign < 0 else ''}the {'mean' if mean else 'sum'} of an example's outputs"
+        if reduction == "mean" or not summed:
             yield IdentifiedLoss(name + ", added up over the batch" * summed, _OfOutputs(sign, mean, summed))
 
 

@@ -198,15 +198,13 @@ class Examples:
         Raises:
             ValueError: A tensor that is one with another was changed without it.
         """
-        parts = []
-        for slot, part in zip(self._slots, self.z.split([slot.size for slot in self._slots], dim=1), strict=True):
-            parts.append(part if isinstance(slot.place, str) else slot.select(_at(public, slot.place)))
+        parts = list(self.z.split([slot.size for slot in self._slots], dim=1))
+        for i, slot in enumerate(self._slots):
+            if not isinstance(slot.place, str):
+                parts[i] = slot.select(value := _at(public, slot.place))
             for key, path in slot.copies:
-                value = _at(public, path)
-                if not (torch.equal(value, _at(self.public, path)) or _equal(value, _at(public, slot.place))):
-                    raise ValueError(
-                        f"{key!r} was changed, but it is the same tensor as {slot.key!r}: change {slot.key!r}"
-                    )
+                if not (torch.equal(_at(public, path), _at(self.public, path)) or _equal(_at(public, path), value)):
+                    raise ValueError(f"{key!r} was changed, but it is the same tensor as {slot.key!r}: change that one")
         return replace(self, z=torch.cat(parts, dim=1), public=public)
 
     def __len__(self) -> int:
@@ -466,10 +464,9 @@ def same_tensors(
     for key in private:
         if any(key in group for group in groups):
             continue
+        others = [other for group in given or () if key in group for other in group if other != key]
         if given is None:
             others = [other for other in places if _are_one(key, other, places)]
-        else:
-            others = [other for group in given if key in group for other in group if other != key]
         for other in others:
             if not _equal(places[key].value, places[other].value):
                 raise ValueError(
@@ -485,10 +482,8 @@ def _equal(one: Any, other: Any) -> bool:
     """Whether two tensors, [batch, …], hold the same floating-point numbers in every row, in the less precise dtype."""
     if not all(isinstance(value, Tensor) and value.is_floating_point() for value in (one, other)):
         return False
-    if len(one) != len(other) or one.numel() != other.numel():
-        return False
     first, second = sorted((one.detach(), other.detach()), key=lambda value: value.dtype.itemsize)
-    return torch.equal(first.flatten(), second.flatten().to(first))
+    return len(one) == len(other) and torch.equal(first.flatten(), second.flatten().to(first))
 
 
 def _are_one(key: Key, other: Key, places: Mapping[Key, Input]) -> bool:

@@ -106,12 +106,15 @@ class StepChecks(BatchChecks):
         replica: The model.
         options: How the run is accounted for.
         tracker: Knows which batches were read.
+
+    Attributes:
+        until_look: The number of steps before :meth:`check_losses` looks again.
     """
 
     def __init__(self, replica: Replica, options: RunOptions, tracker: BatchTracker) -> None:
         super().__init__(replica, options, tracker)
         self.last_norms_were_finite: Callable[[], None] = nothing
-        self._until_look = 0
+        self.until_look = 0
         self._looks = 0
         self._opaque_changes = 0
         self._divisor = 1  # how the loop divides its loss, if it accumulates
@@ -359,11 +362,6 @@ class StepChecks(BatchChecks):
         look, self.last_norms_were_finite = self.last_norms_were_finite, nothing
         look()
 
-    @property
-    def look_is_due(self) -> bool:
-        """Whether :meth:`check_losses` looks at the next step."""
-        return self._until_look <= 0
-
     def check_losses(
         self, forward: ForwardPass, targets: Any, loss: IdentifiedLoss, ours: Tensor, *, now: bool = False
     ) -> None:
@@ -374,11 +372,11 @@ class StepChecks(BatchChecks):
             LossMismatchError: The criterion's value on the batch is neither their mean nor their sum.
         """
         if self._opaque_changes != self.replica.opaque_changes:
-            self._opaque_changes, self._until_look = self.replica.opaque_changes, 0
-        self._until_look -= 1
-        if self._until_look >= 0 and not now:
+            self._opaque_changes, self.until_look = self.replica.opaque_changes, 0
+        self.until_look -= 1
+        if self.until_look >= 0 and not now:
             return
-        self._until_look = 0  # check again at the next step, unless this check passes
+        self.until_look = 0  # check again at the next step, unless this check passes
 
         few = range(min(len(ours), _EXAMPLES_TO_LOOK_AT))
         live_model, autocast = self.replica.live, autocast_as(forward.autocast, self.replica.device)
@@ -407,7 +405,7 @@ class StepChecks(BatchChecks):
         ):
             self._warn_once(WEIGHTED_BY_TOKENS)
         self._looks += 1
-        self._until_look = min(2**self._looks, STEPS_BETWEEN_LOOKS)  # most differences show early
+        self.until_look = min(2**self._looks, STEPS_BETWEEN_LOOKS)  # most differences show early
 
     def warn_if_not_smooth(self, forward: ForwardPass) -> None:
         """Warn about operators whose derivative jumps, in layers or called by the forward pass itself."""

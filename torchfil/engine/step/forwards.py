@@ -272,7 +272,7 @@ class LoopForward:
         self._until_look = (self._until_look or _FORWARDS_BETWEEN_LOOKS) - 1
         look = self._until_look == _FORWARDS_BETWEEN_LOOKS - 1
         if look:
-            self._inside.look_again()
+            self._inside.made_from.clear()  # a model may add a term to its loss during training
         with_graph = look or self._gives_loss or device.type == "cpu"  # where it costs next to nothing
 
         def plainly() -> Any:

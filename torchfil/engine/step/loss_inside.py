@@ -54,12 +54,15 @@ class LossInside:
 
     Args:
         replica: The model.
+
+    Attributes:
+        made_from: The places of the outputs that a loss is made from, by kind of call; cleared, it is analysed again.
     """
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self._runs_without: dict[Hashable, bool] = {}
-        self._made_from: dict[Hashable, list[int]] = {}
+        self.made_from: dict[Hashable, list[int]] = {}
 
     def losses_in(self, outputs: Any) -> list[int]:
         """The places of losses among the outputs: single numbers with a graph, alone or with other outputs."""
@@ -100,18 +103,14 @@ class LossInside:
     def _pulled(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, place: int) -> dict[int, Tensor]:
         """∂loss/∂output by place, for the outputs that the loss at ``place`` was made from."""
         kind = (form_of(outputs), place)
-        if kind not in self._made_from:
+        if kind not in self.made_from:
             copied, weights = self._outputs_of_copy(args, kwargs)
             parts = flattened(copied)[0]
             made_from = _made_from(parts, place)
             whole = _is_made_from(parts[place], [parts[k] for k in made_from], weights)
-            self._made_from[kind] = made_from if whole else []
-        leaves, places = flattened(outputs)[0], self._made_from[kind]
+            self.made_from[kind] = made_from if whole else []
+        leaves, places = flattened(outputs)[0], self.made_from[kind]
         return dict(zip(places, _gradients(leaves[place], [leaves[k] for k in places]), strict=True))
-
-    def look_again(self) -> None:
-        """Analyse the next call again: a model may add another term to its loss during training."""
-        self._made_from.clear()
 
     def _outputs_of_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
         """The copy's outputs, with a graph whose backward pass calls nobody's hooks, and its trainable weights."""

@@ -285,9 +285,9 @@ class StepPipeline(StepStages):
             inputs, targets = split_batch(inputs, self.options.batch_to_inputs)
         args, kwargs = as_call(inputs)
         loss = self.run.loss
-        due = loss is None or (self._computes_loss and self.checks.look_is_due)
+        due = loss is None or (self._computes_loss and self.checks.until_look <= 0)
         if due and all(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim):
-            self._inside.look_again()
+            self._inside.made_from.clear()
             found = self._identified(self._own_pass(args, kwargs))
             if loss is not None and found.name != loss.name:
                 raise LossMismatchError(OTHER_OWN_LOSS.format(loss.name))
