@@ -78,6 +78,12 @@ def test_rows_of_few_numbers(numbers: int) -> None:
     assert how_rows_mix((categories + torch.randint(3, categories.shape, generator=generator)) % 3, categories) is None
 
 
+def test_missing_numbers_are_left_to_another_check() -> None:
+    rows = ROWS.clone()
+    rows[1, 0, 0] = float("nan")
+    assert how_rows_mix(rows, rows.clone()) is None
+
+
 def test_order_of_single_numbers() -> None:
     rows = torch.randn(6, 1, generator=torch.Generator().manual_seed(0))
     assert "another order" in (how_rows_mix(rows.flip(0), rows) or "")

@@ -36,6 +36,8 @@ def how_rows_mix(given: Tensor, rows: Tensor) -> str | None:
     if numbers < _FEWEST_NUMBERS and 2 * rows.unique().numel() < rows.numel():  # equal or dependent by chance
         return None
     x, t = (leaf.detach().reshape(batch, numbers).double() for leaf in (given, rows))
+    if not bool((x + t).isfinite().all()):  # reported with the rows' numbers
+        return None
     changed = (x != t).any(dim=1).nonzero().flatten()[:_MOST_ROWS]
     if len(changed) > 1 and _are_copies(x[changed], t, changed):
         return "rows in another order than the loader gave them, so they would be recorded for other examples"
