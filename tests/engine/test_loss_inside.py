@@ -203,3 +203,88 @@ def test_train_step_without_any_loss_says_what_to_do(private_training: Any) -> N
     batch = next(iter(private))
     with pytest.raises(RuntimeError, match="pass criterion= to make_private, or labels to a model"):
         engine.train_step(batch["x"], batch["labels"])
+
+
+class _WithTerm(nn.Module):
+    """Cross-entropy of the logits plus a term that does not go through them."""
+
+    def __init__(self, term: str, factor: float = 2.0) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.head = nn.Linear(WIDTH, 6), nn.Linear(6, CLASSES)
+        self.term, self.factor = term, factor
+        self.double().to(DEVICE)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        """As said."""
+        hidden = torch.tanh(self.body(x))
+        logits = self.head(hidden)
+        if labels is None:
+            return _Output(logits)
+        terms = {"hidden": hidden.square().sum(dim=1).mean(), "weights": self.body.weight.square().sum()}
+        return _Output(logits, F.cross_entropy(logits, labels) + self.factor * terms[self.term])
+
+
+class _Rows(_Data):
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"x": self.x[i, 0], "labels": self.labels[i, 0]}
+
+
+def _trained(model: nn.Module, way: str, **options: Any) -> tuple[FILPrivacyEngine, Any]:
+    """The engine, and a function that trains for an epoch of three batches, by a loop or train_step."""
+    engine = FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+    private, optimizer, batches = engine.make_private(
+        model, optimizer, loader(_Rows(), 8), poisson_sampling=False, max_grad_norm=1.0, **options
+    )
+
+    def train() -> None:
+        for batch in batches:
+            if way == "loop":
+                optimizer.zero_grad()
+                private(**on_device(batch)).loss.backward()
+                optimizer.step()
+            else:
+                engine.train_step(on_device(batch))
+
+    return engine, train
+
+
+@pytest.mark.parametrize("way", ["loop", "train_step"])
+@pytest.mark.parametrize("term", ["hidden", "weights"])
+def test_a_term_beside_the_outputs_is_trained_on_and_accounted_for(way: str, term: str) -> None:
+    """An auxiliary loss or a penalty (AdaLoRA's) counts in every example's gradient: ∇ of the loss of one row."""
+    model = _WithTerm(term)
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    data = torch.utils.data.default_collate([_Rows()[i] for i in range(COUNT)])
+    accounting = Accounting(estimator="exact", amplification="none")
+    engine, train = _trained(model, way, noise_multiplier=1.0, accounting=accounting)
+    train()
+
+    def released(x: Tensor, label: Tensor) -> Tensor:
+        def loss(w: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(model, w, (x[None], label[None])).loss
+
+        g = torch.cat([part.flatten() for part in torch.func.grad(loss)(weights).values()])
+        return g / (1 + g.norm() ** 8) ** (1 / 8)
+
+    rows = zip(data["x"].to(DEVICE), data["labels"].to(DEVICE), strict=True)
+    traces = torch.stack([torch.func.jacrev(released)(x, label).square().sum() for x, label in rows])
+    torch.testing.assert_close(engine.get_fil().value, (traces / WIDTH).sqrt())
+
+
+@pytest.mark.parametrize("way", ["loop", "train_step"])
+def test_a_term_that_is_added_during_training_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchfil.engine.step.forwards._FORWARDS_BETWEEN_LOOKS", 8)
+    model = _WithTerm("weights", factor=0.0)
+    train = _trained(model, way)[1]
+    train()
+    model.factor = 2.0
+    with pytest.raises(LossMismatchError, match="another term"):
+        for _ in range(3):
+            train()
+
+
+def test_a_criterion_without_the_models_term_is_refused() -> None:
+    with pytest.raises(LossMismatchError, match="another term"):
+        _trained(_WithTerm("weights"), "loop", criterion=lambda outputs, y: F.cross_entropy(outputs.logits, y))[1]()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from tests.cases import DEVICE, grouped
@@ -479,3 +479,89 @@ def test_batches_that_are_only_looked_at_are_no_mistake() -> None:
             model(x.to(DEVICE))  # in training mode, without a backward pass
     step(model, optimizer, next(iter(private)))
     assert engine.leakage()["participations"].sum() > 0
+
+
+class _Both(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.net(x), self.net(x + 0.1 * torch.randn_like(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}, {"poisson_sampling": False}])
+def test_two_passes_over_one_batch_get_advice_that_works(options: dict[str, Any]) -> None:
+    module = network()
+    made = FILPrivacyEngine().make_private(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), loader(data()), **options
+    )
+    model, optimizer, batches = made
+    x, y = next(iter(batches))
+    loss = F.cross_entropy(model(x), y) + F.cross_entropy(model(x + 0.1 * torch.randn_like(x)), y)
+    (loss / 2).backward()
+    with pytest.raises(ValueError, match=r"one module that calls it and returns all outputs"):
+        optimizer.step()
+
+    both = _Both(network())
+    engine = FILPrivacyEngine()
+    model, optimizer, batches = engine.make_private(
+        both,
+        torch.optim.SGD(both.parameters(), lr=0.1),
+        loader(data()),
+        criterion=lambda outputs, y: (F.cross_entropy(outputs[0], y) + F.cross_entropy(outputs[1], y)) / 2,
+    )
+    x, y = next(iter(batches))
+    one, two = model(x)
+    ((F.cross_entropy(one, y) + F.cross_entropy(two, y)) / 2).backward()
+    optimizer.step()
+    assert bool((engine.get_fil().value > 0).any())
+
+
+class _Denoiser(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x)
+        return self.net(x + noise) - noise
+
+
+def test_noise_that_the_loop_draws_as_a_target_gets_advice_that_works() -> None:
+    x = torch.randn(16, 5, dtype=torch.float64)
+    module = network(5, 5)
+    model, optimizer, batches = FILPrivacyEngine().make_private(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), loader(TensorDataset(x))
+    )
+    (rows,) = next(iter(batches))
+    noise = torch.randn_like(rows)
+    F.mse_loss(model(rows + noise), noise).backward()
+    with pytest.raises(ValueError, match=r"draw it in the model: def forward.*criterion=lambda outputs, _"):
+        optimizer.step()
+
+    denoiser, engine = _Denoiser(network(5, 5)), FILPrivacyEngine()
+    model, optimizer, batches = engine.make_private(
+        denoiser,
+        torch.optim.SGD(denoiser.parameters(), lr=0.1),
+        loader(TensorDataset(x)),
+        criterion=lambda outputs, _: outputs.square().mean(),
+    )
+    (rows,) = next(iter(batches))
+    model(rows).square().mean().backward()
+    optimizer.step()
+    assert bool((engine.get_fil().value > 0).any())
+
+
+def test_a_loss_without_a_second_derivative_is_named() -> None:
+    def ctc(outputs: Tensor, targets: Tensor) -> Tensor:
+        steps, length = torch.full((len(targets),), outputs.shape[1]), torch.full((len(targets),), targets.shape[1])
+        return F.ctc_loss(outputs.transpose(0, 1).log_softmax(-1), targets, steps, length)
+
+    module, sounds = network(5, 4), TensorDataset(torch.randn(6, 7, 5).double(), torch.randint(1, 4, (6, 2)))
+    engine = FILPrivacyEngine()
+    _, _, batches = engine.make_private(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), loader(sounds, 6), criterion=ctc, poisson_sampling=False
+    )
+    with pytest.raises(RuntimeError, match="ctc_loss_backward"):
+        engine.train_step(*next(iter(batches)))

@@ -63,6 +63,33 @@ def test_rows_changed_by_themselves_are_not(change: Any, rows: Tensor) -> None:
     assert how_rows_mix(change(rows), rows) is None
 
 
+@pytest.mark.parametrize("numbers", [3, 4, 7])
+def test_rows_of_few_numbers(numbers: int) -> None:
+    """Mixup, another order and centring are noticed; changes of single rows, and categories, are not."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(20, numbers, generator=generator)
+    assert "mixup" in (how_rows_mix(0.7 * rows + 0.3 * rows.flip(0), rows) or "")
+    assert "another order" in (how_rows_mix(rows.flip(0), rows) or "")
+    assert "statistics" in (how_rows_mix(rows - rows.mean(dim=0), rows) or "")
+    for change in ALONE:
+        for batch in (rows, rows[:2], rows.abs()):
+            assert how_rows_mix(change(batch[:, None])[:, 0], batch) is None
+    categories = torch.randint(3, (20, numbers), generator=generator).float()
+    assert how_rows_mix((categories + torch.randint(3, categories.shape, generator=generator)) % 3, categories) is None
+
+
+def test_missing_numbers_are_left_to_another_check() -> None:
+    rows = ROWS.clone()
+    rows[1, 0, 0] = float("nan")
+    assert how_rows_mix(rows, rows.clone()) is None
+
+
+def test_order_of_single_numbers() -> None:
+    rows = torch.randn(6, 1, generator=torch.Generator().manual_seed(0))
+    assert "another order" in (how_rows_mix(rows.flip(0), rows) or "")
+    assert how_rows_mix(0.7 * rows + 0.3 * rows.flip(0), rows) is None  # any number is a blend of two
+
+
 def trained(change: Any, dataset: TensorDataset, way: str) -> FILPrivacyEngine:
     engine = FILPrivacyEngine()
     module = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).to(DEVICE)

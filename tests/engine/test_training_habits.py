@@ -254,6 +254,21 @@ class TestCompiledModels:
         assert torch.equal(found, expected)
         assert "the private model is the original" in caplog.text
 
+    def test_compiling_the_private_model_changes_nothing(self) -> None:
+        """The engine's own passes are not traced: the same weights, and the same FIL from the same probes."""
+        found = []
+        for compiled in (False, True):
+            torch.manual_seed(0)
+            engine, _, model, optimizer, batches = make(network())
+            called: Any = torch.compile(model, backend="eager") if compiled else model
+            for _, batch in zip(range(3), batches, strict=False):
+                loss_of(called, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((weights_of(model), engine.get_fil().value))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1].nan_to_num(), found[1][1].nan_to_num())
+
     def test_a_compiled_part_is_refused(self) -> None:
         module = network()
         module[0] = torch.compile(module[0])  # type: ignore[assignment]

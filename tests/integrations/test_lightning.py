@@ -362,6 +362,49 @@ def test_targets_of_such_modules_are_not_private(tmp_path: Path) -> None:
     assert callback.engine.get_attribute_fil().value.shape[1] == 5
 
 
+class AutoEncoder(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Sequential(nn.Linear(5, 3), nn.Tanh()), nn.Linear(3, 5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.decoder(self.encoder(batch[0])), batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_an_autoencoder_is_accounted_for_as_in_a_loop(labelled: bool, tmp_path: Path) -> None:
+    """Lightning's first example; tests/engine/test_same_tensor.py compares the loop with brute force."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, torch.arange(4)) if labelled else TensorDataset(x)
+    settings: dict[str, Any] = {
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 1.0,
+        "poisson_sampling": False,
+        "accounting": Accounting(estimator="exact", amplification="none"),
+    }
+    if labelled:
+        with pytest.raises(ValueError, match=r"batch_to_inputs=lambda batch: \(batch\[0\], batch\[0\]\)"):
+            trainer(FILCallback(**settings), tmp_path, max_epochs=1).fit(module(AutoEncoder), DataLoader(data, 4))
+        settings["batch_to_inputs"] = lambda batch: (batch[0], batch[0])
+    callback = FILCallback(**settings)
+    trainer(callback, tmp_path, max_epochs=1).fit(module(AutoEncoder), DataLoader(data, 4))
+
+    own = module(AutoEncoder)
+    network = nn.Sequential(own.encoder, own.decoder)
+    engine = FILPrivacyEngine()
+    optimizer: Any = torch.optim.SGD(network.parameters(), lr=LR)
+    model, optimizer, batches = engine.make_private(
+        network, optimizer, DataLoader(TensorDataset(x), 4), **{**settings, "batch_to_inputs": None}
+    )
+    for (rows,) in batches:
+        nn.functional.mse_loss(model(rows), rows).backward()
+        optimizer.step()
+    torch.testing.assert_close(callback.engine.get_fil().value, engine.get_fil().value)
+
+
 def test_steps_whose_model_cannot_be_told_are_refused(tmp_path: Path) -> None:
     class NoLoss(TwoParts):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

@@ -237,7 +237,7 @@ class FILDataLoader(DataLoader[Any]):
 def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None) -> tuple[Any, Any]:
     """The (inputs, targets) of a batch: by the user's split, a tuple's last item, or their names.
 
-    A batch of one tensor has no targets.
+    A batch of one tensor is its own target, as in an autoencoder; a loss of the outputs alone ignores it.
     """
     if batch_to_inputs is not None:
         return batch_to_inputs(batch)
@@ -256,7 +256,8 @@ def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | 
     if isinstance(batch, (list, tuple)) and len(batch) >= 2:
         return tuple(batch[:-1]), batch[-1]
     if isinstance(batch, Tensor) or (isinstance(batch, (list, tuple)) and len(batch) == 1):
-        return batch if isinstance(batch, Tensor) else batch[0], None  # data without targets
+        only = batch if isinstance(batch, Tensor) else batch[0]
+        return only, only
     raise ValueError(f"cannot tell the targets in a batch of type {type(batch).__name__}; {remedy}")
 
 

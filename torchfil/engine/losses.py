@@ -9,6 +9,7 @@ loss uses the one at which a gradient arrives.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,7 @@ class _OfOneOutput:
         return self.function(tensors_of(outputs)[self.number], targets)
 
     def weights(self, targets: Any) -> Tensor | None:
-        return self.function.weights(targets) if isinstance(self.function, TokenMean) else None
+        return self.function.weights(targets) if isinstance(self.function, TokenMean | _OfOutputs) else None
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,21 @@ class _Parts:
         tensors = tensors_of(outputs)
         parts = [F.cross_entropy(tensors[k], y) for k, y in zip(self.numbers, tensors_of(targets), strict=True)]
         return self.factor * torch.stack(parts).sum()
+
+
+@dataclass(frozen=True)
+class _OfOutputs:
+    """± the sum or the mean of an example's outputs, whatever its targets; ``summed``: the loop adds up the batch."""
+
+    sign: int
+    mean: bool
+    summed: bool
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        return self.sign * (outputs.mean() if self.mean else outputs.sum())
+
+    def weights(self, targets: Any) -> Tensor | None:
+        return torch.full(targets.shape[:1], float(len(targets)), device=targets.device) if self.summed else None
 
 
 _STANDARD: dict[str, type[nn.Module]] = {
@@ -179,7 +195,8 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
 
     number = reached[0]
     output, at_output = tensors_of(outputs)[number], gradients[number]
-    for candidate in sorted(_candidates(output, targets), key=lambda loss: reduction not in loss.name):
+    standard = sorted(_candidates(output, targets), key=lambda loss: reduction not in loss.name)
+    for candidate in [*standard, *_of_outputs(reduction)]:
         difference = _difference(candidate, output, targets, at_output)
         if difference is not None and difference < tolerance_of(output):
             if isinstance(outputs, Tensor):
@@ -346,6 +363,14 @@ def _candidates(outputs: Tensor, targets: Tensor) -> Iterator[IdentifiedLoss]:
                 yield IdentifiedLoss(label, loss)
             elif targets.numel() == outputs.numel():
                 yield IdentifiedLoss(f"{label} of targets in the outputs' shape", _reshaping(loss))
+
+
+def _of_outputs(reduction: str) -> Iterator[IdentifiedLoss]:
+    """Losses whose gradient is the same at every output, as that of ``outputs.sum()``."""
+    for summed, sign, mean in itertools.product((False, True), (1, -1), (False, True)):
+        name = f"{'minus ' if sign < 0 else ''}the {'mean' if mean else 'sum'} of an example's outputs"
+        if reduction == "mean" or not summed:
+            yield IdentifiedLoss(name + ", added up over the batch" * summed, _OfOutputs(sign, mean, summed))
 
 
 def _are_class_numbers(targets: Tensor, outputs: Tensor) -> bool:

@@ -73,6 +73,7 @@ class RecordedModule(AbstractGradSampleModule):
         if loop_forward is None:
             return
         self._observer = loop_forward.observer
+        self._run = torch.compiler.disable(loop_forward.__call__)  # a compiled call must not trace the engine's passes
         _in_training.add(m)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._note(name))
@@ -94,7 +95,7 @@ class RecordedModule(AbstractGradSampleModule):
                 "an input of the model requires a gradient, but with grad_sample_mode='auto' none arrives there: the "
                 "loop's backward pass ends at the model's outputs. Detach the input, or use grad_sample_mode='hooks'."
             )
-        return self._loop_forward(args, kwargs)
+        return self._run(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecordedModule:
         """A plain wrapper of a copy of the module: its passes do not belong to the run."""

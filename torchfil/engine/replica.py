@@ -40,6 +40,7 @@ from torchfil.private import (
     num_examples,
     outputs_of_one_example,
 )
+from torchfil.private.batches import named_inputs
 from torchfil.utils.trees import kind_of, map_tensors, tensors_of
 
 __all__ = ["Replica", "buffers_kept", "is_plain"]
@@ -90,6 +91,7 @@ class Replica:
         self._embeddings: tuple[str, ...] | None = None  # of the integer inputs; None: not looked for
         self._untold: dict[int | str, torch.Size] | None = None  # private tensors without known padding; None: not seen
         self._mask_layouts = MaskLayouts()
+        self._same: dict[Hashable, Any] = {}  # which inputs and targets are one tensor, by all their names
         self._outputs: dict[Hashable, tuple[Output, ...]] = {}  # of private submodules, by kind of batch
 
     @property
@@ -145,9 +147,14 @@ class Replica:
         num_examples(args, kwargs, targets)  # before the model is called with one example
         if private is None or not (private.submodules or private.target or private.inputs is not None):
             private = self._with_embeddings(private or Private(), args, dict(kwargs))
+        names = (*named_inputs(args, kwargs), *named_inputs((), {"target": targets}))
+        if names in self._same:  # decided once, because few examples can be equal by chance
+            private = replace(private, same=self._same[names])
         examples = Examples.from_call(
             args, kwargs, targets, private, model=self.live, read_outputs=read_outputs, check_values=check_values
         )
+        if len(examples):
+            self._same[names] = examples.same
         self._tell(examples)
         return examples
 

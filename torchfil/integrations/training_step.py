@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torchfil.engine.batches import plain
 from torchfil.engine.loader import split_batch
 from torchfil.private import Private
+from torchfil.utils.trees import tensors_of
 
 __all__ = ["StepRedirected", "private_but_targets"]
 
@@ -73,6 +74,7 @@ class StepRedirected:
             if not (self.module.training and torch.is_grad_enabled()):  # a validation_step that calls it
                 return plain_step(batch, *more, **named)
             vars(self.twin).update({name: value for name, value in vars(self.module).items() if name not in self._own})
+            vars(self.twin)["_in_list"] = isinstance(batch, tuple | list)
             outputs = private(**batch) if isinstance(batch, Mapping) else private(*_items(batch))
 
             # The step itself runs without a graph up to its loss; now and then with one, to find parts of the loss
@@ -105,21 +107,24 @@ def private_but_targets(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, 
         [0]
     """
     batch = plain(batch)
-    target = split_batch(batch, batch_to_inputs)[1]
+    inputs, target = split_batch(batch, batch_to_inputs)
     if not isinstance(target, Tensor) or not target.is_floating_point():
         return None
-    items = batch.items() if isinstance(batch, Mapping) else enumerate(_items(batch))
-    return Private(inputs=[k for k, v in items if isinstance(v, Tensor) and v.is_floating_point() and v is not target])
+    items = dict(batch.items() if isinstance(batch, Mapping) else enumerate(_items(batch)))
+    floating = [k for k, v in items.items() if isinstance(v, Tensor) and v.is_floating_point()]
+    also_inputs = {id(leaf) for leaf in tensors_of(inputs)}  # an autoencoder's target
+    return Private(inputs=[k for k in floating if items[k] is not target or id(target) in also_inputs])
 
 
 class _UpToItsLoss:
     """Mixed into a LightningModule's class: ``forward`` is ``training_step`` up to its loss, and logs nothing."""
 
     training_step: Callable[..., Any]
+    _in_list = True  # whether a batch is a list of its items
 
     def forward(self, *items: Any, **by_name: Any) -> Tensor:
         """The loss's first argument, [batch, …]."""
-        batch = by_name or (items[0] if len(items) == 1 else list(items))
+        batch = by_name or (list(items) if self._in_list else items[0])
         try:
             with _StopAtLoss():
                 self.training_step(batch, 0) if _takes_index(self.training_step) else self.training_step(batch)

@@ -16,6 +16,7 @@ __all__ = [
     "Input",
     "Inputs",
     "Key",
+    "Path",
     "as_call",
     "as_given",
     "check_finite",

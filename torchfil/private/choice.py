@@ -41,10 +41,15 @@ class Private:
             the configuration's ``pad_token_id``); without a padding token, all positions.
         max_length: The largest number of positions of a private text. Sums by coordinate (``track="diagonal"``, …) need
             it if each batch is padded to its longest text: every batch is laid out for this many positions.
+        same: Groups of inputs and targets that are one tensor, ``[(0, "target")]`` for an autoencoder; ``[]``: there
+            are none. Such a tensor is one secret: its coordinates count once, and derivatives pass through all its
+            places. None: those that share memory, or whose floating-point numbers are equal in the first batch,
+            whatever their shapes. Any other function of an input as a target cannot be recognised: it counts as known
+            to the attacker, or with ``target=True`` as independent of the input.
 
     Example:
-        >>> Private(coordinates=[0, 2])
-        Private(inputs=None, coordinates=[0, 2], target=False, submodule=None, lengths=None, max_length=None)
+        >>> Private(coordinates=[0, 2], target=True)
+        Private(inputs=None, coordinates=[0, 2], target=True, submodule=None, lengths=None, max_length=None, same=None)
     """
 
     inputs: Key | Sequence[Key] | None = None
@@ -53,6 +58,7 @@ class Private:
     submodule: str | Sequence[str] | None = None
     lengths: Lengths | Mapping[Key, Lengths] | None = None
     max_length: int | None = None
+    same: Sequence[Sequence[Key]] | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.submodules)) < len(self.submodules):

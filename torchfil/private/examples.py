@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchfil.private.batches import Inputs, Key, as_call, check_finite, named_inputs, num_examples, with_value_at
+from torchfil.private.batches import (
+    Input,
+    Inputs,
+    Key,
+    Path,
+    as_call,
+    check_finite,
+    named_inputs,
+    num_examples,
+    with_value_at,
+)
 from torchfil.private.choice import Private, flat_index, nothing_private, private_inputs
 from torchfil.private.padding import OwnPositions, names_of_inputs, own_positions, own_positions_of_input
 from torchfil.private.submodules import Output, outputs_of_one_example
@@ -19,6 +29,7 @@ from torchfil.utils.trees import kind_of, map_tensors, tensors_of
 
 __all__ = ["Examples"]
 
+_TELLING = 64  # numbers of two kinds (yes or no) that are not equal by chance
 ReadOutputs = Callable[[Sequence[str], Any], tuple[Output, ...]]
 
 
@@ -28,19 +39,21 @@ class _Slot:
 
     Attributes:
         key: Its name in :meth:`Examples.maps`.
-        place: The path of an input in (args, kwargs), the name of a submodule, or None for the target.
+        place: The path of an input or target in (args, kwargs, targets), or the name of a submodule.
         shape: The shape of one example as it is laid out in z.
         index: The chosen flat coordinates, [size]; None: all.
         length: How many positions the tensor has in this batch, if ``shape`` has a declared maximum of them.
         own: Which positions are the example's own; None: all.
+        copies: The names and paths of other inputs and targets that hold the same numbers and change with it.
     """
 
     key: Key
-    place: tuple[Any, ...] | str | None
+    place: Path | str
     shape: torch.Size
     index: Tensor | None
     length: int | None = None
     own: OwnPositions | None = None
+    copies: tuple[tuple[Key, Path], ...] = ()
 
     @property
     def size(self) -> int:
@@ -179,6 +192,21 @@ class Examples:
         z = torch.cat([part.detach() for part in parts], dim=1)
         return cls(z, map_tensors(Tensor.detach, public), tuple(slot for slot, _ in slots))
 
+    def with_values(self, public: tuple[tuple[Any, ...], dict[str, Any], Any]) -> Examples:
+        """Examples in the same layout with these inputs and targets, which may differ only in their values.
+
+        Raises:
+            ValueError: A tensor that is one with another was changed without it.
+        """
+        parts = list(self.z.split([slot.size for slot in self._slots], dim=1))
+        for i, slot in enumerate(self._slots):
+            if not isinstance(slot.place, str):
+                parts[i] = slot.select(value := _at(public, slot.place))
+            for key, path in slot.copies:
+                if not (torch.equal(_at(public, path), _at(self.public, path)) or _equal(_at(public, path), value)):
+                    raise ValueError(f"{key!r} was changed, but it is the same tensor as {slot.key!r}: change that one")
+        return replace(self, z=torch.cat(parts, dim=1), public=public)
+
     def __len__(self) -> int:
         return self.z.shape[0]
 
@@ -215,6 +243,11 @@ class Examples:
     def untold(self) -> dict[Key, torch.Size]:
         """By name, the shapes of the private tensors for which nothing shows which positions are padding."""
         return {slot.key: slot.true_shape for slot in self._slots if slot.own is None}
+
+    @property
+    def same(self) -> tuple[tuple[Key, ...], ...]:
+        """The names of inputs and targets that are one private tensor, for each such tensor."""
+        return tuple((slot.key, *(key for key, _ in slot.copies)) for slot in self._slots if slot.copies)
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -265,21 +298,22 @@ class Examples:
             z: [d], or [batch, d].
             public: As :attr:`public`, for this example or batch.
         """
-        inputs, target = (public[0], public[1]), public[2]
+        filled = public
         offsets: dict[str, tuple[Tensor, ...]] = {}
         start = 0
         for slot in self._slots:
             part = z[..., start : start + slot.size]
             start += slot.size
             own = slot.own_mask(public, batched=z.ndim > 1)
-            if slot.place is None:
-                target = slot.fill(target, part, own)
-            elif isinstance(slot.place, str):
+            if isinstance(slot.place, str):
                 offset = slot.fill(part.new_zeros(*part.shape[:-1], *slot.true_shape), part, own)
                 offsets[slot.place] = (*offsets.get(slot.place, ()), offset)
-            else:
-                inputs = with_value_at(inputs, slot.place, slot.fill(_at(public, slot.place), part, own))
-        return (*inputs, target, offsets)
+                continue
+            value = slot.fill(_at(public, slot.place), part, own)
+            for path in (slot.place, *(path for _, path in slot.copies)):
+                there = _at(public, path)
+                filled = with_value_at(filled, path, value.reshape(there.shape).to(there.dtype))
+        return (*filled, offsets)
 
     def maps(self, values: Tensor) -> dict[Hashable, Tensor]:
         """Values per coordinate, [batch, d], in the shapes of the private tensors; NaN where public or padding.
@@ -326,15 +360,25 @@ def _slots(
         if unknown:
             raise ValueError(f"{what} are given for {unknown}, but only {sorted(known, key=str)} are private")
 
-    slots: list[tuple[_Slot, torch.dtype]] = []
-    for key in chosen:
-        path, value = named[key]
-        own = own_positions_of_input(private.lengths_of(key), named, names, value.shape[1:])
-        limit = private.max_length if not outputs and value.ndim > 1 else None
-        slots.append((_slot(private, (key,), path, value.shape[1:], own, limit, device), value.dtype))
     if private.target:
         _check_target(targets)
-        slots.append((_Slot("target", None, targets.shape[1:], None), targets.dtype))
+
+    # A tensor that enters in several places is one private tensor: its places change together.
+    places = _targets(targets) | named
+    groups = same_tensors([*chosen, "target"] if private.target else chosen, places, private.same)
+    slots: list[tuple[_Slot, torch.dtype]] = []
+    for key, *others in groups:
+        path, value = places[key]
+        copies = tuple((other, places[other].path) for other in others)
+        if isinstance(private.coordinates, Mapping) and len({key, *others} & set(private.coordinates)) > 1:
+            raise ValueError(f"{key!r} and {others} are one tensor: give its coordinates under one of these names")
+        if key not in named:
+            slots.append((_Slot("target", path, value.shape[1:], None, copies=copies), value.dtype))
+            continue
+        own = own_positions_of_input(private.lengths_of(key, *others), named, names, value.shape[1:])
+        limit = private.max_length if not outputs and value.ndim > 1 else None
+        slot = _slot(private, (key, *others), path, value.shape[1:], own, limit, device)
+        slots.append((replace(slot, copies=copies), value.dtype))
     for output in outputs:
         keys = (output.key, output.submodule)
         tokens = (output.tokens, output.padding, output.mask_name, output.appended)
@@ -394,10 +438,75 @@ def _check_target(targets: Any) -> None:
         )
 
 
-def _at(public: Any, place: tuple[Any, ...] | None) -> Tensor:
-    """The private tensor itself: an input, or the target."""
-    value: Any = public[2] if place is None else public
-    for key in place or ():
+def _targets(targets: Any) -> dict[Key, Input]:
+    """All targets by name, "target" or "target.…", with their paths in (args, kwargs, targets)."""
+    named = named_inputs((), {"target": targets})
+    return {key: Input((2, *path[2:]), value) for key, (path, value) in named.items()}
+
+
+def same_tensors(
+    private: Sequence[Key], places: Mapping[Key, Input], given: Sequence[Sequence[Key]] | None
+) -> list[tuple[Key, ...]]:
+    """For each private tensor its names: its own, then those of other places that hold the same tensor.
+
+    Args:
+        private: The names of what is private.
+        places: All inputs and targets.
+        given: Which places hold one tensor; None: those with the same memory, or with equal numbers in every row that
+            cannot be equal by chance.
+
+    Raises:
+        ValueError: The given places hold other numbers, or a target equals an input perhaps by chance.
+    """
+    unknown = [key for group in given or () for key in group if key not in places]
+    if unknown:
+        raise ValueError(f"Private(same=…) names {unknown}, and the inputs and targets are {list(places)}")
+    groups: list[tuple[Key, ...]] = []
+    for key in private:
+        if any(key in group for group in groups):
+            continue
+        others = [other for group in given or () if key in group for other in group if other != key]
+        if given is None:
+            others = [other for other in places if _are_one(key, other, places)]
+        for other in others:
+            if not _equal(places[key].value, places[other].value):
+                raise ValueError(
+                    f"{key!r} and {other!r} hold different numbers in this batch, but count as one tensor, because "
+                    "Private(same=…) says so or because they were equal in an earlier batch. If they are not one "
+                    "tensor, pass private=Private(same=[])."
+                )
+        groups.append((key, *others))
+    return groups
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two tensors, [batch, …], hold the same floating-point numbers in every row, in the less precise dtype."""
+    if not all(isinstance(value, Tensor) and value.is_floating_point() for value in (one, other)):
+        return False
+    first, second = sorted((one.detach(), other.detach()), key=lambda value: value.dtype.itemsize)
+    return len(one) == len(other) and torch.equal(first.flatten(), second.flatten().to(first))
+
+
+def _are_one(key: Key, other: Key, places: Mapping[Key, Input]) -> bool:
+    """Whether both hold one tensor; raises if a target equals an input in so few numbers that it may be chance."""
+    one, two = places[key].value, places[other].value
+    if key == other or not _equal(one, two) or not one.numel():
+        return False
+    kinds = len(one.unique())
+    if one.data_ptr() == two.data_ptr() or kinds > 2 or (kinds == 2 and one.numel() >= _TELLING):
+        return True
+    if places[other].path[0] != 2:  # two attributes
+        return False
+    raise ValueError(
+        f"{key!r} and {other!r} hold the same numbers in this batch, too few to show if both are one tensor, as in "
+        f"an autoencoder: pass private=Private(same=[({key!r}, {other!r})]) if they are, Private(same=[]) if not"
+    )
+
+
+def _at(public: Any, path: Path) -> Tensor:
+    """The input or target at this path."""
+    value: Any = public
+    for key in path:
         value = value[key]
     tensor: Tensor = value
     return tensor
@@ -406,6 +515,7 @@ def _at(public: Any, place: tuple[Any, ...] | None) -> Tensor:
 def _in_words(slot: _Slot) -> str:
     size = f"{'×'.join(map(str, slot.shape)) or 'a number'}"
     size += f" ({slot.size} of its coordinates)" if slot.index is not None else ""
-    what = "the target" if slot.place is None else f"input {slot.key!r}"
+    what = "the target" if slot.place == (2,) else f"input {slot.key!r}"
     what = f"the output of {slot.key!r}" if isinstance(slot.place, str) else what
+    what += "".join(f" (also {key!r})" for key, _ in slot.copies)
     return f"{what}, {size}" + (f", without {slot.own}" if slot.own is not None else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +13,16 @@ from torchfil.utils.trees import tensors_of
 __all__ = ["Places", "with_alternatives"]
 
 Places = tuple[tuple[str, tuple[int | None, ...]], ...]  # by question: the alternative of each answer; None: absent
-LayOut = Callable[[tuple[Any, ...], Mapping[str, Any], Any], Examples]
 
 
 def with_alternatives(
-    examples: Examples, questions: Mapping[str, Question], lay_out: LayOut, *, check_values: bool
+    examples: Examples, questions: Mapping[str, Question], *, check_values: bool
 ) -> tuple[Examples, Places]:
     """The examples with their alternatives, as the questions define them.
 
     Args:
         examples: A batch.
         questions: By name.
-        lay_out: Makes examples from positional inputs, keyword inputs and targets.
         check_values: Whether to look for NaN and infinity, which has to wait for the device.
 
     Raises:
@@ -45,7 +43,7 @@ def with_alternatives(
             own.append(None if other is None else len(alternatives))
             if other is not None:
                 what = f"the answer {answer!r} to the question {name!r}"
-                alternatives.append(_laid_out(what, other, examples, lay_out, check_values))
+                alternatives.append(_laid_out(what, other, examples, check_values))
         places.append((name, tuple(own)))
     return replace(examples, alternatives=tuple(alternatives)), tuple(places)
 
@@ -57,7 +55,7 @@ def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (*args, *(kwargs.pop(place) for place in positions)), kwargs
 
 
-def _laid_out(what: str, other: Alternative, examples: Examples, lay_out: LayOut, check_values: bool) -> Examples:
+def _laid_out(what: str, other: Alternative, examples: Examples, check_values: bool) -> Examples:
     args, kwargs = _as_call(other.inputs)
     public = (args, kwargs, other.targets)
     given, true = tensors_of(public), tensors_of(examples.public)
@@ -66,9 +64,9 @@ def _laid_out(what: str, other: Alternative, examples: Examples, lay_out: LayOut
         raise ValueError(
             f"{what} has tensors of {shapes}, and the batch has {wanted}; an alternative may differ only in values"
         )
-    if check_values:
-        try:
+    try:
+        if check_values:
             check_finite(*public)
-        except ValueError as error:
-            raise ValueError(f"{what}: {error}") from error
-    return replace(lay_out(*public), masks=examples.masks)
+        return replace(examples.with_values(public), clip_weights=None)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error

@@ -39,11 +39,12 @@ from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.precision import autocast_as, is_reduced
 from torchfil.fisher.recording import losses_of
+from torchfil.private.batches import named_inputs
 from torchfil.smoothness import non_smooth_operators
 from torchfil.utils.deferred import read_later
 from torchfil.utils.trees import flattened, map_tensors, tensors_of
 
-__all__ = ["StepChecks", "check_copy"]
+__all__ = ["OTHER_OWN_LOSS", "StepChecks", "check_copy"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,19 @@ _NOTHING_LEARNED = (
     "information 0, and bounds on an attacker's error are infinite, which says nothing about a model that does train. "
     "Check the loss (cross-entropy of a single output is always 0; a regression needs a squared error), whether all "
     "labels are ignored (-100), and whether a part before the output is frozen or detached."
+)
+_INPUT_IS_TARGET = (
+    "the loop's loss is {name} with the model's input {key!r} as the target, not the batch's targets. Say so: "
+    "batch_to_inputs=lambda batch: (batch[0], batch[0]), with that input in both places. This step was not taken."
+)
+_DRAWN_IN_LOOP = (
+    "If the loop draws the target (noise, in diffusion), draw it in the model: def forward(self, x): noise = "
+    "torch.randn_like(x); return self.net(x + noise) - noise, with criterion=lambda outputs, _: outputs.square().mean()"
+)
+OTHER_OWN_LOSS = (
+    "the loss that the model computes is not {} of its outputs: it has another term (a penalty, an auxiliary loss), "
+    "which criterion= does not have or which was added during training. Leave criterion= out, and give every term a "
+    "weight that is not 0 from the start. This step was not taken."
 )
 _COPY_DIFFERS = (
     "the engine's copy of the model gives {}: a forward hook, or a module attribute that is not a plain number, flag "
@@ -92,12 +106,15 @@ class StepChecks(BatchChecks):
         replica: The model.
         options: How the run is accounted for.
         tracker: Knows which batches were read.
+
+    Attributes:
+        until_look: The number of steps before :meth:`check_losses` looks again.
     """
 
     def __init__(self, replica: Replica, options: RunOptions, tracker: BatchTracker) -> None:
         super().__init__(replica, options, tracker)
         self.last_norms_were_finite: Callable[[], None] = nothing
-        self._until_look = 0
+        self.until_look = 0
         self._looks = 0
         self._opaque_changes = 0
         self._divisor = 1  # how the loop divides its loss, if it accumulates
@@ -159,9 +176,19 @@ class StepChecks(BatchChecks):
         _check_finite_outputs(forward)
         if forward.ended_at_loss:
             return self.own_loss(forward)
-        return identify_loss(
-            forward.outputs, self.targets(forward), self.observed(forward), self.options.loss_reduction
-        )
+        outputs, observed, reduction = forward.outputs, self.observed(forward), self.options.loss_reduction
+        try:
+            return identify_loss(outputs, self.targets(forward), observed, reduction)
+        except LossMismatchError as error:
+            for key, given in named_inputs(forward.args, forward.kwargs).items():
+                with contextlib.suppress(LossMismatchError):
+                    name = identify_loss(outputs, given.value, observed, reduction).name
+                    error.args = (_INPUT_IS_TARGET.format(name=name, key=key),)
+                    break
+            else:
+                if tensors_of(outputs)[0].shape == tensors_of((forward.args, forward.kwargs))[0].shape:
+                    error.args = (f"{error} {_DRAWN_IN_LOOP}",)
+            raise
 
     def own_loss(self, forward: ForwardPass) -> IdentifiedLoss:
         """The model's own loss, on each example alone."""
@@ -173,6 +200,8 @@ class StepChecks(BatchChecks):
     def check_loss(self, forward: ForwardPass, loss: IdentifiedLoss) -> None:
         """Raise unless the gradient that reached the model's output is that of the loss."""
         _check_finite_outputs(forward)
+        if forward.ended_at_loss and not loss.is_models_own:
+            raise LossMismatchError(OTHER_OWN_LOSS.format(loss.name))
         mean = check_loss(loss, forward.outputs, self.targets(forward), self.observed(forward))
         if mean is not None:
             self._token_mean = mean
@@ -343,11 +372,11 @@ class StepChecks(BatchChecks):
             LossMismatchError: The criterion's value on the batch is neither their mean nor their sum.
         """
         if self._opaque_changes != self.replica.opaque_changes:
-            self._opaque_changes, self._until_look = self.replica.opaque_changes, 0
-        self._until_look -= 1
-        if self._until_look >= 0 and not now:
+            self._opaque_changes, self.until_look = self.replica.opaque_changes, 0
+        self.until_look -= 1
+        if self.until_look >= 0 and not now:
             return
-        self._until_look = 0  # check again at the next step, unless this check passes
+        self.until_look = 0  # check again at the next step, unless this check passes
 
         few = range(min(len(ours), _EXAMPLES_TO_LOOK_AT))
         live_model, autocast = self.replica.live, autocast_as(forward.autocast, self.replica.device)
@@ -376,7 +405,7 @@ class StepChecks(BatchChecks):
         ):
             self._warn_once(WEIGHTED_BY_TOKENS)
         self._looks += 1
-        self._until_look = min(2**self._looks, STEPS_BETWEEN_LOOKS)  # most differences show early
+        self.until_look = min(2**self._looks, STEPS_BETWEEN_LOOKS)  # most differences show early
 
     def warn_if_not_smooth(self, forward: ForwardPass) -> None:
         """Warn about operators whose derivative jumps, in layers or called by the forward pass itself."""

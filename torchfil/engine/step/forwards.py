@@ -184,6 +184,16 @@ class Observer:
                 "since the last step; call that model in training mode, and backward() on its loss"
             )
 
+        batches = [tuple(forward.ids) for forward in self.finished() if forward.ids]
+        if len(set(batches)) < len(batches):
+            raise ValueError(
+                "the model was called several times on one batch since the last step, but each example's gradient must "
+                "be clipped once, over all its calls. Make one module that calls it and returns all outputs, def "
+                "forward(self, x): return self.net(x), self.net(x + 0.1 * torch.randn_like(x)), and pass that one to "
+                "make_private, with criterion=<function(outputs, targets) of all outputs>. optimizer.zero_grad() drops "
+                "these passes. This step was not taken."
+            )
+
         # With Poisson sampling an example could be in several of the batches, unless they are parts of one draw.
         if self.tracker.parts > 1:
             self._check_whole_draw()
@@ -262,6 +272,8 @@ class LoopForward:
         device = self.replica.device
         self._until_look = (self._until_look or _FORWARDS_BETWEEN_LOOKS) - 1
         look = self._until_look == _FORWARDS_BETWEEN_LOOKS - 1
+        if look:
+            self._inside.made_from.clear()  # a model may add a term to its loss during training
         with_graph = look or self._gives_loss or device.type == "cpu"  # where it costs next to nothing
 
         def plainly() -> Any:

@@ -3,7 +3,8 @@
 Such a loss is one number for a batch, and one of the model's outputs. The engine needs the loss of one example as a
 function of the model's other outputs. So a gradient that arrives at the loss is passed on to the outputs that the loss
 was made from, δ = γ ∂loss/∂output, and the labels, which are inputs of the model, become targets: the engine's own
-passes call the model without them.
+passes call the model without them. A loss with a term that does not go through the outputs is used as it is, on each
+example alone.
 """
 
 from __future__ import annotations
@@ -54,12 +55,15 @@ class LossInside:
 
     Args:
         replica: The model.
+
+    Attributes:
+        made_from: The places of the outputs that a loss is made from, by kind of call; cleared, it is analysed again.
     """
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self._runs_without: dict[Hashable, bool] = {}
-        self._made_from: dict[Hashable, list[int]] = {}
+        self.made_from: dict[Hashable, list[int]] = {}
 
     def losses_in(self, outputs: Any) -> list[int]:
         """The places of losses among the outputs: single numbers with a graph, alone or with other outputs."""
@@ -100,19 +104,24 @@ class LossInside:
     def _pulled(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, place: int) -> dict[int, Tensor]:
         """∂loss/∂output by place, for the outputs that the loss at ``place`` was made from."""
         kind = (form_of(outputs), place)
-        if kind not in self._made_from:
-            self._made_from[kind] = _made_from(flattened(self._outputs_of_copy(args, kwargs))[0], place)
-        leaves, places = flattened(outputs)[0], self._made_from[kind]
+        if kind not in self.made_from:
+            copied, weights = self._outputs_of_copy(args, kwargs)
+            parts = flattened(copied)[0]
+            made_from = _made_from(parts, place)
+            whole = _is_made_from(parts[place], [parts[k] for k in made_from], weights)
+            self.made_from[kind] = made_from if whole else []
+        leaves, places = flattened(outputs)[0], self.made_from[kind]
         return dict(zip(places, _gradients(leaves[place], [leaves[k] for k in places]), strict=True))
 
-    def _outputs_of_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The copy's outputs, with a graph whose backward pass calls nobody's hooks."""
+    def _outputs_of_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+        """The copy's outputs, with a graph whose backward pass calls nobody's hooks, and its trainable weights."""
         self.replica.follow()
         trainable, constant = trainable_and_constant(self.replica.live)
         weights = {name: value.clone().requires_grad_() for name, value in trainable.items()}
         weights |= {name: value.clone() for name, value in constant.items()}
         with torch.enable_grad(), differentiable_twice(), self.replica.random_state_kept():
-            return call_with(self.replica.template, weights, args, kwargs)
+            outputs = call_with(self.replica.template, weights, args, kwargs)
+        return outputs, [weights[name] for name in trainable]
 
     def _gives_the_same(
         self,
@@ -153,6 +162,21 @@ def _made_from(leaves: list[Any], place: int) -> list[int]:
         if _same(list(through), totals, tolerance=1e-3):
             return [k]
     return reached
+
+
+def _is_made_from(loss: Tensor, outputs: list[Tensor], weights: list[Tensor]) -> bool:
+    """Whether the loss depends on the weights through these outputs alone: ∂loss/∂w = Σ ∂loss/∂output · ∂output/∂w.
+
+    A penalty on the weights, or an auxiliary loss of something that is not returned, has another path to them.
+    """
+    whole = _gradients(loss, weights)
+    through = torch.autograd.grad(
+        outputs, weights, _gradients(loss, outputs), retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    tolerance = _SAME if loss.dtype in (torch.float32, torch.float64) else 3e-2
+    largest = max(float(part.abs().max()) for part in whole)
+    pairs = zip(through, whole, strict=True)
+    return all(float((a - b).abs().max()) <= tolerance * (float(b.abs().max()) + 1e-2 * largest) for a, b in pairs)
 
 
 def _gradients(of: Tensor, outputs: list[Tensor], weights: Tensor | None = None) -> tuple[Tensor, ...]:

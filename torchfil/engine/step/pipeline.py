@@ -15,10 +15,11 @@ from torch import Tensor
 
 from torchfil.engine.batches import make_current, plain
 from torchfil.engine.loader import split_batch
-from torchfil.engine.losses import IdentifiedLoss
+from torchfil.engine.losses import IdentifiedLoss, LossMismatchError
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import buffers_kept
 from torchfil.engine.step.captured import Begun
+from torchfil.engine.step.checks import OTHER_OWN_LOSS
 from torchfil.engine.step.forwards import ForwardPass
 from torchfil.engine.step.loss_inside import NO_TARGETS, LossInside
 from torchfil.engine.step.stages import Computed, StepStages
@@ -48,6 +49,7 @@ class StepPipeline(StepStages):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self._inside = LossInside(self.replica)
+        self._computes_loss = False  # whether train_step found the loss in the model's outputs
         self._drew_nothing_at: Hashable = None  # the modules as they were when a forward pass drew no random numbers
 
     # ------------------------------------------------------------------ the user's loop
@@ -283,8 +285,13 @@ class StepPipeline(StepStages):
             inputs, targets = split_batch(inputs, self.options.batch_to_inputs)
         args, kwargs = self.replica.examples_first(as_call(inputs))
         loss = self.run.loss
-        if loss is None and all(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim):
-            loss = self._identified(self._own_pass(args, kwargs))
+        due = loss is None or (self._computes_loss and self.checks.until_look <= 0)
+        if due and all(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim):
+            self._inside.made_from.clear()
+            found = self._identified(self._own_pass(args, kwargs))
+            if loss is not None and found.name != loss.name:
+                raise LossMismatchError(OTHER_OWN_LOSS.format(loss.name))
+            loss, self._computes_loss = found, True
 
         # Labels from which a model computes its loss are targets, unless the model cannot run without them.
         without = kwargs

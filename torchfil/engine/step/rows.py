@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["how_rows_mix"]
 
 _MOST_ROWS = 32  # rows of the input that are compared with all rows of the batch
-_FEWEST_NUMBERS = 8  # numbers in a row: two numbers are a blend of any two rows
+_FEWEST_NUMBERS = 8  # numbers in a row that say something even if they are categories
 _EXACT = 1e-5  # relative, in float32
 _SHARE = 1e-2  # of another row, from which on it counts
 
@@ -22,7 +22,8 @@ _SHARE = 1e-2  # of another row, from which on it counts
 def how_rows_mix(given: Tensor, rows: Tensor) -> str | None:
     """How the rows of an input, [batch, …], were made from several rows of the loader's batch; None: they were not.
 
-    It says nothing about batches of one, or about rows with fewer than eight numbers.
+    It says nothing about batches of one, about rows of fewer than eight numbers that repeat (categories), or about
+    blends of rows of one or two numbers.
 
     Example:
         >>> rows = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
@@ -30,9 +31,13 @@ def how_rows_mix(given: Tensor, rows: Tensor) -> str | None:
         (None, 'blends of two rows (mixup?)')
     """
     batch, numbers = len(rows), rows[0].numel() if len(rows) else 0
-    if batch < 2 or numbers < _FEWEST_NUMBERS or torch.equal(given, rows):
+    if batch < 2 or not numbers or torch.equal(given, rows):
+        return None
+    if numbers < _FEWEST_NUMBERS and 2 * rows.unique().numel() < rows.numel():  # equal or dependent by chance
         return None
     x, t = (leaf.detach().reshape(batch, numbers).double() for leaf in (given, rows))
+    if not bool((x + t).isfinite().all()):  # reported with the rows' numbers
+        return None
     changed = (x != t).any(dim=1).nonzero().flatten()[:_MOST_ROWS]
     if len(changed) > 1 and _are_copies(x[changed], t, changed):
         return "rows in another order than the loader gave them, so they would be recorded for other examples"
@@ -60,7 +65,7 @@ def _are_blends(x: Tensor, t: Tensor, own: Tensor) -> bool:
     that are all blends of a few others, say nothing.
     """
     mine, count, first = t[own], len(own), t[:8]
-    if int(torch.linalg.matrix_rank(first)) < min(len(first), 4):
+    if t.shape[1] < 3 or int(torch.linalg.matrix_rank(first)) < min(len(first), t.shape[1], 4):
         return False
     tt, mm = t.square().sum(dim=1)[None], mine.square().sum(dim=1)[:, None]  # [1, batch], [k, 1]
     mt, xt, xm = mine @ t.T, x @ t.T, (x * mine).sum(dim=1)[:, None]

@@ -122,7 +122,8 @@ class StepStages:
             if not forward.uses_own_loss_alone:
                 raise
             loss = self.checks.own_loss(forward.made_whole())
-        logger.info("the training loop's loss was identified as %s", loss.name)
+        if self.run.loss is None:
+            logger.info("the training loop's loss was identified as %s", loss.name)
         return loss
 
     def _evaluated(
@@ -140,7 +141,7 @@ class StepStages:
         questions: Places = ()
         if measured and self.options.accounting.questions:
             examples, questions = with_alternatives(
-                examples, self.options.accounting.questions, self._lay_out, check_values=self.run.ledger is None
+                examples, self.options.accounting.questions, check_values=self.run.ledger is None
             )
 
         # A wrong loss would spoil the trial, so the loss is checked first.
@@ -201,9 +202,6 @@ class StepStages:
             test_matrix=setting.test_matrix if measured else None,
             questions=questions,
         )
-
-    def _lay_out(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Examples:
-        return self.replica.lay_out(args, kwargs, targets, self.options.private, check_values=False)
 
     def _staging(
         self,
