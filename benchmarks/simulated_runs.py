@@ -60,7 +60,7 @@ class Setting:
 
 
 def _settings() -> Iterator[Setting]:
-    rates = {"digits": (1.0, 0.1, 0.05, 0.03), "random": (0.6, 0.1, 0.05, 0.03)}
+    rates = {"digits": (1.0, 0.1, 0.05, 0.03), "random": (0.6, 0.1, 0.03, 0.03)}
     for data, count in (("digits", 200), ("random", 100)):
         optimizers = (("SGD", 0.0), ("momentum", 0.9), ("momentum", 0.97), ("Adam", 0.9))
         for (optimizer, beta), lr in zip(optimizers, rates[data], strict=True):

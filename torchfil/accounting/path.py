@@ -8,9 +8,9 @@ gives one S. Besides probes and skipped steps, two things change it:
   the weights move smoothly: consecutive participations are much alike although runs differ. So the distance at which
   they are compared grows with the run: X is compared at the participations 0, 4, 8, 12, 16, 24, 32, 48, 64, …
   (:func:`compared`). With γ the mean square of its changes from each to the next, weighted by their distance and beyond
-  the probes' noise, γ/2 is the variance of one X, and that of S is taken as m²γ/2, whatever the length m of the run: as
-  if all its participations were off together. Runs that forget their past have less, and an example whose leakage falls
-  as it is learned adds to γ: both make it too large. Averages over runs need no such rule.
+  the probes' noise, the variance of S is taken as m²γ/3, whatever the length m of the run: between m²γ/4, as if its two
+  halves were independent, and m²γ/2, as if all participations were off together. An example whose leakage falls as it
+  is learned adds to γ and makes it too large. Averages over runs need no such rule.
 
 γ of one example comes from few changes, and runs in which it happens to be small are also those in which the sum is too
 small. So the larger of two is used: the example's own, and the mean of all examples, each relative to the square of its
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 FEWEST_PARTICIPATIONS = 5
-_OF_CHANGES = 0.5  # of the mean squared change, to the mean's variance
+_OF_CHANGES = 1 / 3  # of the mean squared change, to the mean's variance
 
 
 def path_sums(name: str) -> tuple[str, ...]:
