@@ -8,14 +8,14 @@ gives one S. Besides probes and skipped steps, two things change it:
   the weights move smoothly: consecutive participations are much alike although runs differ. So the distance at which
   they are compared grows with the run: X is compared at the participations 0, 4, 8, 12, 16, 24, 32, 48, 64, …
   (:func:`compared`). With γ the mean square of its changes from each to the next, weighted by their distance and beyond
-  the probes' noise, the variance of S is taken as m²γ/3, whatever the length m of the run: between m²γ/4, as if its two
-  halves were independent, and m²γ/2, as if all participations were off together. An example whose leakage falls as it
-  is learned adds to γ and makes it too large. Averages over runs need no such rule.
+  the probes' noise, X has the variance γ/2, and that of S is taken as m²γ/2, whatever the length m of the run: as if
+  all its participations were off together. Runs that forget their past vary less, and an example whose leakage falls as
+  it is learned adds to γ: both make it too large. Averages over runs need no such rule.
 
-γ of one example comes from few changes, and runs in which it happens to be small are also those in which the sum is too
-small. So the larger of two is used: the example's own, and the mean of all examples, each relative to the square of its
-mean. Fewer than five measured participations say nothing: the error is infinite. ``benchmarks/coverage.py --simulate``
-measures how often lower ends are too high, by optimizer and sample rate.
+γ of one example comes from few changes, and is too small just where its sum is too small. So all examples of a run
+share the mean of γ, each relative to the square of its mean. Fewer than five measured participations say nothing: the
+error is infinite. ``benchmarks/coverage.py --simulate`` measures how often lower ends are too high, by optimizer and
+sample rate.
 
 A quantity summed over participations keeps the sums of :func:`path_sums` besides its own, adds
 :func:`path_additions` at each step and names itself in ``TrackedQuantity.followed``; its readings then include this
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 FEWEST_PARTICIPATIONS = 5
-_OF_CHANGES = 1 / 3  # of the mean squared change, to the mean's variance
+_OF_CHANGES = 0.5  # of the mean squared change, to the mean's variance
 
 
 def path_sums(name: str) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ def run_variance(
     relative, leaks = _relative_change(name, sums, participations)
     if typical is None:
         typical = relative.sum(dim=0) / leaks.sum(dim=0).clamp(min=1)
-    path = torch.where(leaks, _OF_CHANGES * torch.maximum(relative, typical) * total.square(), 0.0)
+    path = torch.where(leaks, _OF_CHANGES * typical * total.square(), 0.0)
     told = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite() | total.isinf() | (drawn == 0)
     return batches, torch.where(told, path, math.inf)
 
