@@ -2,8 +2,9 @@
 
 P is the law of everything that a run releases if the true answer is in the data, P' if an alternative is.
 The bounds follow from data processing (nothing computed from a release distinguishes P from P' better than the release
-itself), so they bind **every attacker**, biased or not, whatever else it knows. The run (batches and noise) and the
-attacker's own dice are random. :func:`normal_limit_true_positive_rate` is the exception: it is an estimate.
+itself), so they bind **every attacker**, biased or not, whatever else it knows; if batches are secret, except which
+steps drew the example. The run (batches and noise) and the attacker's own dice are random.
+:func:`normal_limit_true_positive_rate` is the exception: it is an estimate.
 
 D from one run is an estimate of E_P Σ_t KL_t, and a bound computed from it is an estimate of the bound;
 :meth:`Guess.upper` takes the conservative end of D's interval. These values depend on private data: keep them secret.
