@@ -148,7 +148,8 @@ def test_who_is_bound_is_told_of_what_the_card_shows(tmp_path: Path) -> None:
 
 def test_nobody_is_exposed_as_a_whole(tmp_path: Path) -> None:
     """An attribute may leak where the example as a whole does not: the two cards do not contradict each other."""
-    assert "examples as a whole can be estimated more closely" in written(of_kind("image", safe=True), tmp_path)["card-who"]
+    card = written(of_kind("image", safe=True), tmp_path)["card-who"]
+    assert "examples as a whole can be estimated more closely" in card
 
 
 def test_what_is_not_known_is_called_so(tmp_path: Path) -> None:
