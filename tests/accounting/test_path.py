@@ -16,7 +16,7 @@ from torchfil.accounting.contributions import Contribution
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Conditions, Leakage
 from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.path import path_additions, path_sums, run_variance
+from torchfil.accounting.path import path_additions, path_sums, run_variance, typical_change
 from torchfil.accounting.quantities import Reading, Sum, TrackedQuantity, register_quantity
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
@@ -44,7 +44,8 @@ def booked(
 
 
 def variances(ledger: Ledger, sample_rate: float | None = 0.1) -> tuple[Tensor, Tensor]:
-    return run_variance("trace", ledger.sums, ledger.sums["participations"], sample_rate)
+    total, count = typical_change("trace", ledger.sums, ledger.sums["participations"])
+    return run_variance("trace", ledger.sums, ledger.sums["participations"], sample_rate, total / count.clamp(min=1))
 
 
 class TestSums:

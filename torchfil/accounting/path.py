@@ -123,11 +123,7 @@ def typical_change(name: str, sums: Mapping[str, Tensor], participations: Tensor
 
 
 def run_variance(
-    name: str,
-    sums: Mapping[str, Tensor],
-    participations: Tensor,
-    sample_rate: float | None,
-    typical: Tensor | None = None,
+    name: str, sums: Mapping[str, Tensor], participations: Tensor, sample_rate: float | None, typical: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The variance of the sum due to the batches, and that due to the path, [n, …] each; infinite if unknown.
 
@@ -136,16 +132,14 @@ def run_variance(
         sums: The sums of the examples.
         participations: [n].
         sample_rate: q; None: batches are known.
-        typical: The mean of γ, relative to the squared mean, over all examples, […]; None: over these.
+        typical: The mean of γ, relative to the squared mean, over all examples, […].
     """
     total, square, measured = (sums[each].double() for each in (name, f"{name}_square", f"{name}_measured"))
     drawn = participations.reshape(-1, *(1,) * (total.ndim - 1))
     batches = torch.zeros_like(total) if sample_rate is None else (1 - sample_rate) * square
     batches = torch.where(drawn > 0, batches, math.inf if sample_rate is not None else 0.0)
 
-    relative, leaks = _relative_change(name, sums, participations)
-    if typical is None:
-        typical = relative.sum(dim=0) / leaks.sum(dim=0).clamp(min=1)
+    leaks = _relative_change(name, sums, participations)[1]
     path = torch.where(leaks, _OF_CHANGES * typical * total.square(), 0.0)
     told = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite() | total.isinf() | (drawn == 0)
     return batches, torch.where(told, path, math.inf)
