@@ -193,7 +193,7 @@ def test_another_quantity_is_followed_by_one_name(monkeypatch: pytest.MonkeyPatc
         pytest.param(Setting("random", "momentum", 0.1, 0.3, 80, 0.9, 60), marks=pytest.mark.slow),
         pytest.param(Setting("random", "SGD", 0.6, 0.3, 80, 0.0, 60), marks=pytest.mark.slow),
         pytest.param(Setting("random", "Adam", 0.03, 0.05, 200, 0.9, 60), marks=pytest.mark.slow),
-        pytest.param(Setting("random", "momentum", 0.02, 0.05, 200, 0.97, 60), marks=pytest.mark.slow),
+        pytest.param(Setting("random", "momentum", 0.02, 0.05, 200, 0.97), marks=pytest.mark.slow),
     ],
     ids=str,
 )
