@@ -6,6 +6,7 @@ is checked for D of two questions (was the example in the data; does it have the
 lie below the mean for at most 2.5 %.
 
 OMP_NUM_THREADS=1 python -m benchmarks.coverage --runs 40
+OMP_NUM_THREADS=1 python -m benchmarks.coverage --simulate --runs 60   # SGD, momentum, Adam: simulated_runs.py
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import simulated_runs
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.cli.digits import digits
 from torchfil.questions import Absent, Change
@@ -152,12 +154,16 @@ def main() -> None:
     parser.add_argument("--track", nargs="*", default=[])
     parser.add_argument("--lr", type=float, nargs="+", default=LEARNING_RATES)
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
+    parser.add_argument("--simulate", action="store_true", help="simulated runs under SGD, momentum and Adam")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     torch.set_num_threads(1)
 
     results: dict[str, dict[str, float]] = {}
-    for lr in given.lr:
+    for setting in simulated_runs.SETTINGS if given.simulate else ():
+        results[str(setting)] = found = simulated_runs.shares(setting, given.runs)
+        print(f"{setting!s:<46}" + "  ".join(f"{name} {value:.3g}" for name, value in found.items()), flush=True)
+    for lr in () if given.simulate else given.lr:
         began = time.perf_counter()
         for count, readings in readings_of(lr, given.runs, num_probes=given.probes, track=tuple(given.track)).items():
             results[f"lr {lr:g}, {count} participations"] = found = readings.shares(64)

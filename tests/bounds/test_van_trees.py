@@ -143,7 +143,7 @@ def test_what_all_examples_share_is_in_the_error() -> None:
 def test_the_sentence_names_people_attackers_and_the_guess_without() -> None:
     prior = Prior.gaussian(torch.randn(50, 2, generator=torch.Generator().manual_seed(0)))
     text = str(bounds.population_mse_bound(Estimate.exact(torch.full((50,), 4.0)), 2, prior))
-    for part in ("On average over people", "every attacker, biased or not", "not about any one record", "50 examples"):
+    for part in ("On average over people", "every attacker, biased or not", "not about any one example", "50 examples"):
         assert part in text
     assert f"{prior.variance:.3g}" in text
 
@@ -166,3 +166,56 @@ def test_refusals() -> None:
         bounds.population_mse_bound(Estimate.exact(torch.ones(4)), 2, Prior.box(0, 1, num_coordinates=3))
     with pytest.raises(ValueError, match="mean_trace=-1"):
         bounds.mse_van_trees(-1, 1, 1.0)
+
+
+def test_labels_and_known_columns_are_conditioned_on() -> None:
+    """A joint normal law of private and public values within two labels of different spread: Σ given both is known."""
+    generator, count = torch.Generator().manual_seed(5), 20_000
+    label = torch.arange(count) % 2
+    column = 3 + torch.randn(count, 1, generator=generator, dtype=torch.float64)
+    spread = torch.tensor([0.1, 0.5], dtype=torch.float64)[label][:, None]
+    noise = torch.randn(count, 2, generator=generator, dtype=torch.float64)
+    values = 5.0 * label[:, None] + torch.tensor([2.0, -1.0]) * column + spread * noise
+    trace = Estimate.exact(torch.where(label == 0, 2.0, 0.2).double())
+
+    prior = Prior.gaussian(values, [label, column])
+    assert prior.variance == pytest.approx((0.01 + 0.25) / 2, rel=0.03)
+    found = bounds.population_mse_bound(trace, 2, prior)
+    by_label = [bounds.mse_van_trees(t, 2, [1 / s**2] * 2).item() for t, s in ((2.0, 0.1), (0.2, 0.5))]
+    assert found.bound.value.item() == pytest.approx(sum(by_label) / 2, rel=0.03)
+    assert found.bound.kind == "upper bound"
+    alone = bounds.population_mse_bound(trace, 2, Prior.gaussian(values))
+    assert alone.bound.value.item() > 3 * found.bound.value.item(), "without the label it would claim too much"
+
+    # one-hot labels are labels; an example whose label nobody shares counts as known
+    hot = torch.nn.functional.one_hot(label).double()
+    same = Prior.gaussian(values, [hot, column])
+    torch.testing.assert_close(same.information, prior.information.flip(0))
+    lonely = label.clone()
+    lonely[0] = 2
+    with_one = bounds.population_mse_bound(trace, 2, Prior.gaussian(values, [lonely, column]))
+    assert with_one.bound.value.item() == pytest.approx(found.bound.value.item(), rel=1e-3)
+    with pytest.raises(ValueError, match="leaves nothing unknown"):
+        Prior.gaussian(values, [torch.arange(count)])
+    with pytest.raises(ValueError, match="leaves nothing unknown"):
+        Prior.gaussian(values, [values @ torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=torch.float64)])
+    with pytest.raises(ValueError, match="prior is of 20000 examples, and there are 3 traces"):
+        bounds.population_mse_bound(Estimate.exact(torch.ones(3)), 2, prior)
+
+
+def test_a_normal_law_claims_too_much_for_bimodal_people_and_says_so() -> None:
+    """z = ±1 ± 0.1, o = z + N(0, s²): a posterior mean with the right prior errs by less than the normal law allows."""
+    generator, noise = torch.Generator().manual_seed(6), math.sqrt(2 / 3)
+    z = 2.0 * torch.randint(0, 2, (100_000,), generator=generator) - 1
+    z = z + 0.1 * torch.randn(z.shape, generator=generator)
+    output = z + noise * torch.randn(z.shape, generator=generator)
+    total = 0.01 + noise**2
+    up, gain = torch.sigmoid(2 * output / total), 0.01 / total
+    guess = up * (1 + gain * (output - 1)) + (1 - up) * (-1 + gain * (output + 1))
+    reached = (guess - z).square().mean().item()
+
+    trace = Estimate.exact(torch.full((len(z),), 1 / noise**2, dtype=torch.float64))
+    result = bounds.population_mse_bound(trace, 1, Prior.gaussian(z[:, None]))
+    assert reached < 0.85 * result.bound.value.item()
+    assert result.bound.kind == "upper bound"
+    assert "assumed: the bound claims too much for any other" in str(result)

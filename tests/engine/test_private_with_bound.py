@@ -152,7 +152,7 @@ def test_a_refusal_leaves_everything_as_it_was() -> None:
     engine.make_private(module, optimizer, given["data_loader"])  # is free for another
 
 
-def test_a_question_is_kept_to() -> None:
+def test_a_question_is_aimed_at() -> None:
     engine = FILPrivacyEngine()
     given = start(target_true_positive_rate=0.2, at_false_positive_rate=0.05, questions={"member": Absent()})
     *_, private = engine.make_private_with_bound(**given)
@@ -397,7 +397,7 @@ def test_the_target_is_met_on_digits_in_four_of_five_seeds() -> None:
 
 
 @pytest.mark.long
-def test_a_question_is_kept_to_on_digits_in_four_of_five_seeds() -> None:
+def test_a_question_is_aimed_at_on_digits_in_four_of_five_seeds() -> None:
     asked = {"target_true_positive_rate": 0.2, "questions": {"member": Absent()}, "num_probes": 1}
     checks = [digits_run(seed, **asked).check_bound() for seed in range(5)]
     assert sum(check.met for check in checks) >= 4, "\n".join(map(str, checks))

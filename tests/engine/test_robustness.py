@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.engine.loops import SIGMA, C, data, train
-from torchfil import FILPrivacyEngine, bounds
+from torchfil import Accounting, FILPrivacyEngine, Private, bounds
 from torchfil.engine.epsilon import NormHistory
 from torchfil.engine.robustness import everybodys_robustness, individual_robustness
 
@@ -76,26 +78,72 @@ def test_nothing_was_released_or_all() -> None:
 def test_population_bound_from_data_box_and_own_prior() -> None:
     dataset = data(93)
     engine = train(dataset, steps=20).engine
-    values = dataset.tensors[0]
-    mean = engine.totals.get_trace().value.double().mean().item()
+    values, labels = dataset.tensors
+    trace = engine.totals.get_trace()
+    mean = trace.value.double().mean().item()
 
-    fitted = engine.get_population_mse_bound(values)
-    variances = torch.linalg.eigvalsh(torch.cov(values.T))
-    assert fitted.bound.value.item() == pytest.approx(bounds.mse_van_trees(mean, 5, 1 / variances).item(), rel=1e-6)
-    assert fitted.prior_variance == pytest.approx(values.var(dim=0).mean().item())
-    assert fitted.bound.value.item() < fitted.prior_variance, "the model tells something"
+    fitted = engine.get_population_mse_bound()
+    by_hand = bounds.population_mse_bound(trace, 5, bounds.Prior.gaussian(values, [labels]))
+    assert fitted.bound.value.item() == pytest.approx(by_hand.bound.value.item(), rel=1e-6)
+    within = torch.stack([values[labels == label].var(dim=0).mean() for label in labels])
+    assert fitted.prior_variance == pytest.approx(within.mean().item(), rel=1e-5)
+    assert 0 < fitted.bound.value.item() < fitted.prior_variance, "the model tells something"
     assert fitted.bound.standard_error.item() > 0
-    assert engine.get_population_mse_bound(values.numpy()).bound.value.item() == fitted.bound.value.item()
 
     box = engine.get_population_mse_bound((-3.0, 3.0))
     assert box.bound.value.item() == pytest.approx(5 / (mean + 5 * math.pi**2 / 9), rel=1e-6)
     own = engine.get_population_mse_bound(bounds.Prior(torch.tensor(2.0), 3.0, "what we know"))
     assert own.bound.value.item() == pytest.approx(5 / (mean + 2.0), rel=1e-6)
+    assert own.bound.kind == "estimate"
     assert "spread like what we know" in str(own)
-    with pytest.raises(ValueError, match=r"discrete.*torchfil.questions"):
-        engine.get_population_mse_bound((values > 0).double())
+    with pytest.raises(TypeError, match=r"ignores what is public.*known=\[labels"):
+        engine.get_population_mse_bound(values)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the prior has 2 coordinates, and 5 are private"):
-        engine.get_population_mse_bound(values[:, :2])
+        engine.get_population_mse_bound(bounds.Prior.gaussian(values[:, :2]))
+
+
+class Mean(nn.Module):
+    """Estimates a mean: the gradient of an example is w − x, so a step without clipping releases x plus noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * (x - self.w).square().sum(dim=1)
+
+
+@pytest.mark.parametrize("public", ["label", "column"])
+def test_a_public_label_or_column_is_no_protection(public: str) -> None:
+    """The private values lie close to what the label, or a public column, says: the answer without a model is good."""
+    source, n = torch.Generator().manual_seed(0), 400
+    noise = 0.1 * torch.randn(n, 3, generator=source, dtype=torch.float64)
+    label = torch.randint(0, 2, (n,), generator=source)
+    column = torch.randn(n, generator=source, dtype=torch.float64)
+    told = 4.0 * label - 2.0 if public == "label" else column
+    x = noise + told[:, None] * torch.tensor([0.0, 1.0, 1.0])
+    x[:, 0] = column
+    engine = FILPrivacyEngine()
+    _, _, loader = engine.make_private(
+        (module := Mean()),
+        torch.optim.SGD(module.parameters(), lr=0.01),
+        DataLoader(TensorDataset(x, label), batch_size=n),
+        noise_multiplier=0.02,
+        max_grad_norm=100.0,
+        criterion=lambda losses, _: losses.mean(),
+        poisson_sampling=False,
+        accounting=Accounting(estimator="exact"),
+        private=Private(coordinates=[1, 2]),
+    )
+    for _ in range(6):
+        for inputs, targets in loader:
+            engine.train_step(inputs, targets)
+    found = engine.get_population_mse_bound()
+    reached = noise[:, 1:].square().mean().item()  # by answering what is told
+    assert found.prior_variance == pytest.approx(reached, rel=0.02)
+    assert 0.5 * reached < found.bound.value.item() < reached
+    blind = bounds.population_mse_bound(engine.totals.get_trace(), 2, bounds.Prior.gaussian(x[:, 1:]))
+    assert blind.bound.value.item() > 10 * reached, "a prior of the private values alone claims too much"
 
 
 def test_more_runs_give_their_spread() -> None:

@@ -67,8 +67,8 @@ def written(run: SavedRun, folder: Path, policy: Policy | None = None, **options
 
 
 REASONS = {
-    "person": r"An unbiased guess of 1 example may be off by no more than",
-    "attribute": r"An unbiased guess of an attribute of 1 example may be off by no more .* \(the worst is 'age'\)",
+    "person": r"An unbiased estimate of 1 example could come as close as",
+    "attribute": r"An unbiased estimate of an attribute of 1 example could come as close .* \(the worst is 'age'\)",
     "question": r"Any attacker may guess “genotype” of 3 examples right up to [\d.]+ % of the time instead of 50 %",
     "groups": r"By sex, groups leak unequally",
     "attacks": r"0 attacks tested the bounds \(not testable: gradient matching: one trial\)",
@@ -134,7 +134,7 @@ def test_what_leaks_is_told_in_people_and_per_cent(tmp_path: Path) -> None:
     assert "“weight”" not in text
     assert text.index("genotype") < text.index("age")
     nothing = written(of_kind("table", safe=True), tmp_path)["card-what"]
-    assert "Nothing that was asked or tracked is guessed much better than blindly" in nothing
+    assert "Nothing that was asked or tracked can be estimated much better than by a blind guess" in nothing
     assert "No question was asked" in written(of_kind("text", safe=True), tmp_path)["card-what"]
 
 
@@ -148,7 +148,8 @@ def test_who_is_bound_is_told_of_what_the_card_shows(tmp_path: Path) -> None:
 
 def test_nobody_is_exposed_as_a_whole(tmp_path: Path) -> None:
     """An attribute may leak where the example as a whole does not: the two cards do not contradict each other."""
-    assert "all inputs of an example taken together" in written(of_kind("image", safe=True), tmp_path)["card-who"]
+    card = written(of_kind("image", safe=True), tmp_path)["card-who"]
+    assert "examples as a whole can be estimated more closely" in card
 
 
 def test_what_is_not_known_is_called_so(tmp_path: Path) -> None:
@@ -315,7 +316,7 @@ def test_yardsticks_of_the_data_stand_in_private_cards_alone(tmp_path: Path) -> 
     assert "“age” of about 10 examples is not protected" in public["card-what"]
     assert "25 % of a blind guess’s error" in public["card-what"]
     assert not re.search(r"\b12\b|0\.49|years", public["first"])  # neither count nor deviation
-    assert "the questions and attributes named here would not be" in public["card-todo"]
+    assert "the questions and attributes named here could not be" in public["card-todo"]
 
     # where inputs alone are exposed, the noise that it takes would tell their deviation
     nothing = Spread(*(np.zeros(0) for _ in range(4)))
@@ -380,7 +381,7 @@ def test_one_remedy_for_two_rules_is_told_once(tmp_path: Path) -> None:
 def test_the_worst_of_several_is_not_said_of_all() -> None:
     """400 examples break a rule, and one of them by far: the number in the sentence is that one's."""
     several = Verdict("min_error_share", False, 0.5, 0.0893, np.arange(400), "")
-    assert "no more than 8.93 % of what a blind guess is off by, in the worst case; the policy" in in_words(several)
+    assert "as close as 8.93 % of a blind guess's error, in the worst case; the policy" in in_words(several)
     assert "worst case" not in in_words(dataclasses.replace(several, rows=np.arange(1)))
 
 

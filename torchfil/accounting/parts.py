@@ -1,10 +1,9 @@
 """Combines a ledger that several processes have kept in parts, each for the examples that it drew.
 
-Sums are added. The squared changes from one participation of an example to the next (:mod:`torchfil.accounting.path`)
-depend on their order and were followed within each part. If only one part has seen an example, because each process
-draws from its own part of the data, all of its changes are there. If the parts changed in between, the last values of
-the parts replace the missing neighbours, without subtracting the probes' noise: this can only make the run's error
-larger.
+Sums are added. The squared changes between participations of an example (:mod:`torchfil.accounting.path`) depend on
+their order and were followed within each part. If only one part has seen an example, because each process draws from
+its own part of the data, all of its changes are there. If the parts changed in between, the changes between the parts'
+last values replace the missing ones, without subtracting the probes' noise: this can only make the run's error larger.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.path import path_state
+from torchfil.accounting.path import compared, path_state
 
 __all__ = ["Parts", "changes_between", "whole_ledger"]
 
@@ -51,15 +50,16 @@ def whole_ledger(part: Ledger, parts: Parts) -> Ledger:
             values = parts.each(part.sums[last])
             measured = parts.each(part.sums[f"{name}_measured"])
             between, whole.sums[last] = changes_between(values, measured)
-            whole.sums[changes] += between
+            missing = compared(whole.sums[f"{name}_measured"]) - sum(compared(count) for count in measured)
+            whole.sums[changes] += between * missing.clamp(min=4)
     return whole
 
 
 def changes_between(last: Sequence[Tensor], measured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Σ of the squared changes from one part's last value to the next part's, and the last value of all, [n, …] each.
+    """The mean square of the changes from one part's last value to the next part's, and the last of all, [n, …] each.
 
     Args:
-        last: For each part, the value at the last measured participation.
+        last: For each part, the value at the last compared participation.
         measured: For each part, how often it was measured; parts with 0 are skipped.
 
     Example:
@@ -67,10 +67,10 @@ def changes_between(last: Sequence[Tensor], measured: Sequence[Tensor]) -> tuple
         >>> changes_between(last.unbind(), measured.unbind())
         (tensor([9., 0.]), tensor([4., 5.]))
     """
-    before, seen = torch.zeros_like(last[0]), torch.zeros_like(measured[0], dtype=torch.bool)
+    before, seen = torch.zeros_like(last[0]), torch.zeros_like(measured[0])
     changes = torch.zeros_like(last[0])
     for value, count in zip(last, measured, strict=True):
         here = count > 0
-        changes += torch.where(here & seen, (value - before).square(), 0.0)
-        before, seen = torch.where(here, value, before), seen | here
-    return changes, before
+        changes += torch.where(here & (seen > 0), (value - before).square(), 0.0)
+        before, seen = torch.where(here, value, before), seen + here
+    return changes / (seen - 1).clamp(min=1), before

@@ -4,16 +4,18 @@ The bounds are about E[S], S = Σ_t B_t X_t: X_t is what a step would add, B_t w
 gives one S. Besides probes and skipped steps, two things change it:
 
 * the batches: Var = Σ_t q(1−q) X_t², of which (1−q) Σ B_t X_t² is an unbiased estimate; 0 if batches are known;
-* the path: X_t depends on the weights, and so on all noise before t. Runs diverge for good, so the spread within one
-  run must not be divided by the number of participations. With γ the mean square of the change of X between consecutive
-  participations, beyond the probes' noise, the variance of S is taken as m²γ/4, whatever the length m of the run: as if
-  its two halves were independent and differed by as much as two consecutive participations do (flicker noise). On
-  digits it was 0.14 to 0.21 m²γ (``benchmarks/coverage.py``). White noise gives mγ/2, and an example whose leakage
-  falls as it is learned adds to γ: both make it too large. Runs that diverge slowly and steadily would make it too
-  small: one run cannot distinguish that from what is learned in every run. Averages over runs need no such rule.
+* the path: X_t depends on the weights, and so on all noise before t. Runs diverge for good, and momentum and Adam make
+  the weights move smoothly: consecutive participations are much alike although runs differ. So the distance at which
+  they are compared grows with the run: X is compared at the participations 0, 4, 8, 12, 16, 24, 32, 48, 64, …
+  (:func:`compared`). With γ the mean square of its changes from each to the next, weighted by their distance and beyond
+  the probes' noise, X has the variance γ/2, and that of S is taken as m²γ/2, whatever the length m of the run: as if
+  all its participations were off together. Runs that forget their past vary less, and an example whose leakage falls as
+  it is learned adds to γ: both make it too large. Averages over runs need no such rule.
 
-γ of one example comes from few participations, so half of it is replaced by that of all examples, each relative to the
-square of its mean. Fewer than five measured participations say nothing: the error is infinite.
+γ of one example comes from few changes, and is too small just where its sum is too small. So all examples of a run
+share the mean of γ, each relative to the square of its mean. Fewer than five measured participations say nothing: the
+error is infinite. ``benchmarks/coverage.py --simulate`` measures how often lower ends are too high, by optimizer and
+sample rate.
 
 A quantity summed over participations keeps the sums of :func:`path_sums` besides its own, adds
 :func:`path_additions` at each step and names itself in ``TrackedQuantity.followed``; its readings then include this
@@ -30,6 +32,7 @@ from torch import Tensor
 
 __all__ = [
     "FEWEST_PARTICIPATIONS",
+    "compared",
     "follow",
     "path_additions",
     "path_state",
@@ -39,11 +42,11 @@ __all__ = [
 ]
 
 FEWEST_PARTICIPATIONS = 5
-_OF_CHANGES = 0.25  # of the mean squared change, to the mean's variance
+_OF_CHANGES = 0.5  # of the mean squared change, to the mean's variance
 
 
 def path_sums(name: str) -> tuple[str, ...]:
-    """The names of the sums: X², the last X, Σ of its squared changes, and how often it was measured.
+    """The names of the sums: X², the last compared X, Σ distance · change², and how often it was measured.
 
     Example:
         >>> path_sums("trace")
@@ -53,7 +56,7 @@ def path_sums(name: str) -> tuple[str, ...]:
 
 
 def path_state(name: str) -> tuple[str, str]:
-    """The names of the sums that depend on the previous participation, which :func:`follow` updates."""
+    """The names of the sums that depend on earlier participations, which :func:`follow` updates."""
     return f"{name}_last", f"{name}_changes"
 
 
@@ -75,8 +78,21 @@ def path_additions(name: str, value: Tensor, noise: Tensor, rate: float | Tensor
     }
 
 
+def compared(measured: Tensor) -> Tensor:
+    """Which of so many measured participations, numbered from 0, is the last whose X is compared, in float64.
+
+    Number i is compared if max(4, 2^(⌊log₂ i⌋ − 1)) divides it: distances are 4, and later a quarter to a half of i.
+
+    Example:
+        >>> compared(torch.tensor([0, 1, 4, 5, 16, 17, 24, 25, 70]))
+        tensor([ 0.,  0.,  0.,  4., 12., 16., 16., 24., 64.], dtype=torch.float64)
+    """
+    last = (measured - 1).clamp(min=0).double()
+    return last - last % (1 << (torch.frexp(last).exponent - 2).clamp(min=2))
+
+
 def follow(name: str, sums: Mapping[str, Tensor], additions: Mapping[str, Tensor]) -> None:
-    """Note the change since each example's last measured participation, before the step's additions are booked.
+    """Note the change since the last compared participation, where one is due, before the additions are booked.
 
     Args:
         name: The sum's name.
@@ -87,10 +103,11 @@ def follow(name: str, sums: Mapping[str, Tensor], additions: Mapping[str, Tensor
     if last not in additions:  # the step was skipped
         return
     value, noise = (additions[each].to(sums[last].device) for each in (last, changes))
-    seen = sums[f"{name}_measured"] > 0
-    change = (value - sums[last]).square() + noise
-    sums[changes].add_(torch.where(seen, change, 0.0).to(sums[changes].dtype))
-    sums[last].copy_(value)
+    count = sums[f"{name}_measured"]
+    due = compared(count + 1) == count
+    change = ((value - sums[last]).square() + noise) * (count - compared(count))
+    sums[changes].add_(torch.where(due & (count > 0), change, 0.0).to(sums[changes].dtype))
+    sums[last].copy_(torch.where(due, value.to(sums[last].dtype), sums[last]))
 
 
 def typical_change(name: str, sums: Mapping[str, Tensor], participations: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,11 +123,7 @@ def typical_change(name: str, sums: Mapping[str, Tensor], participations: Tensor
 
 
 def run_variance(
-    name: str,
-    sums: Mapping[str, Tensor],
-    participations: Tensor,
-    sample_rate: float | None,
-    typical: Tensor | None = None,
+    name: str, sums: Mapping[str, Tensor], participations: Tensor, sample_rate: float | None, typical: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The variance of the sum due to the batches, and that due to the path, [n, …] each; infinite if unknown.
 
@@ -119,17 +132,15 @@ def run_variance(
         sums: The sums of the examples.
         participations: [n].
         sample_rate: q; None: batches are known.
-        typical: The mean of γ, relative to the squared mean, over all examples, […]; None: over these.
+        typical: The mean of γ, relative to the squared mean, over all examples, […].
     """
     total, square, measured = (sums[each].double() for each in (name, f"{name}_square", f"{name}_measured"))
     drawn = participations.reshape(-1, *(1,) * (total.ndim - 1))
     batches = torch.zeros_like(total) if sample_rate is None else (1 - sample_rate) * square
     batches = torch.where(drawn > 0, batches, math.inf if sample_rate is not None else 0.0)
 
-    relative, leaks = _relative_change(name, sums, participations)
-    if typical is None:
-        typical = relative.sum(dim=0) / leaks.sum(dim=0).clamp(min=1)
-    path = torch.where(leaks, _OF_CHANGES * (relative + typical) / 2 * total.square(), 0.0)
+    leaks = _relative_change(name, sums, participations)[1]
+    path = torch.where(leaks, _OF_CHANGES * typical * total.square(), 0.0)
     told = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite() | total.isinf() | (drawn == 0)
     return batches, torch.where(told, path, math.inf)
 
@@ -142,5 +153,5 @@ def _relative_change(name: str, sums: Mapping[str, Tensor], participations: Tens
     # sums that are 0 or infinite have no uncertainty
     leaks = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite() & (total > 0)
     mean = total / drawn.clamp(min=1)
-    relative = (changes / (measured - 1).clamp(min=1)).clamp(min=0) / mean.square()
+    relative = (changes / compared(measured).clamp(min=1)).clamp(min=0) / mean.square()
     return torch.where(leaks, relative, 0.0), leaks

@@ -96,7 +96,7 @@ class RowReading:
         )
 
     def typical_changes(self) -> dict[str, Tensor]:
-        """By followed sum, the mean change from one participation to the next, over all examples."""
+        """By followed sum, the mean relative change between compared participations, over all examples."""
         typical = {}
         for quantity in self._ledger.quantities:
             for name in quantity.followed:

@@ -23,7 +23,7 @@ __all__ = ["LeakageTarget", "TargetCheck", "mean_of_runs"]
 
 @dataclass(frozen=True)
 class LeakageTarget:
-    """The promise to every example of a run.
+    """What a run aims at for every example; :meth:`check` says whether it got there.
 
     Attributes:
         mse_bound: The smallest bound that any example may have: an unbiased attacker's MSE per coordinate, on average

@@ -1,11 +1,17 @@
 """Every attacker, on average over people: the van Trees inequality.
 
-Let people's values z have the density π, with Fisher information J = E ∇log π ∇log πᵀ. For **every** attacker, biased
-or not, who knows π, the model and all other examples,
+Let people's values z have the density π **given everything that is public** about them (their labels, known columns),
+with Fisher information J = E ∇log π ∇log πᵀ. For **every** attacker, biased or not, who knows π, the model and all
+other examples,
 
     E ‖ẑ − z‖² ≥ tr((E_π I + J)⁻¹),
 
-where E is over people, batches and noise. It says nothing about a single record: for some, an attacker may do better.
+where E is over people with the same public values, batches and noise; the mean over those values holds for everybody.
+It says nothing about a single example: for some, an attacker may do better.
+
+π is assumed. A normal density has the least information of all with its covariance, and a squared cosine of all on an
+interval, so with either the bound claims too much unless people are distributed exactly like that. No rule of the gate
+uses it.
 """
 
 from __future__ import annotations
@@ -28,13 +34,16 @@ _FEW = 10  # distinct values of a column that is not continuous
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """How people's private values are distributed, as the attacker knows it.
+    """How people's private values are distributed, given what is public, as the attacker knows it.
 
     Attributes:
-        information: J of the density: its d eigenvalues, or only its trace, which gives a looser bound. Infinite in a
-            direction in which all people agree.
-        variance: The mean variance of a coordinate: the MSE of the best guess without the model.
+        information: J of the density: its d eigenvalues, or only its trace, which gives a looser bound; with
+            ``groups``, the eigenvalues in each group, [groups, d]. Infinite in a direction in which all people agree.
+        variance: The mean variance of a coordinate given what is public: the MSE of the best guess without the model.
         description: Describes the spread; it follows "people whose values are spread like".
+        groups: The group of every example, [n]: those with the same public values; None: all are alike.
+        assumed: Whether another density with the same covariance or range has more information, so that the bound
+            claims too much for it.
 
     Example:
         >>> Prior.box(0.0, 1.0, num_coordinates=2).information  # π²/r², r = ½
@@ -44,11 +53,13 @@ class Prior:
     information: Tensor
     variance: float
     description: str
+    groups: Tensor | None = None
+    assumed: bool = False
 
     def __post_init__(self) -> None:
         information = torch.as_tensor(self.information, dtype=torch.float64)
         object.__setattr__(self, "information", information)
-        if information.ndim > 1 or not bool((information > 0).all()):
+        if information.ndim > 1 + (self.groups is not None) or not bool((information > 0).all()):
             raise ValueError("information must be tr J, or the eigenvalues of J, [d], and positive")
         if not bool(information.isfinite().any()):
             raise ValueError(
@@ -57,15 +68,20 @@ class Prior:
             )
 
     @classmethod
-    def gaussian(cls, values: Any, *, allow_discrete: bool = False) -> Prior:
-        """The normal distribution with the mean and covariance of the data; J = Σ⁻¹, by its eigenvalues.
+    def gaussian(cls, values: Any, known: Sequence[Tensor] = (), *, allow_discrete: bool = False) -> Prior:
+        """The normal distribution with the mean and covariance of the data, given what is known; J = Σ⁻¹.
+
+        Examples with equal labels are fitted separately, each with the residuals of its values after a linear
+        regression on the known columns. A label with one example counts as known values.
 
         It is not regularised: the bound is a concave function of Σ, so chance in the covariance lowers it on average,
         and directions without variance count as known to everybody. Of all densities with covariance Σ, the normal one
-        has the least information, so the bound relies on people being distributed like that.
+        has the least information: the bound assumes that people are distributed like that, or claims too much.
 
         Args:
             values: The private coordinates, [n, d], in the order of ``Private``; any further dimensions are flattened.
+            known: What is public about the same examples, [n, …] each: integers, and columns of few values (≤ 10), are
+                labels; others are columns.
             allow_discrete: Whether to accept columns of few values (≤ 10) as readings of a continuous quantity.
         """
         given = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
@@ -78,16 +94,21 @@ class Prior:
         if not allow_discrete:
             _check_continuous(table)
 
-        # eigenvalues of the covariance, through the smaller of XᵀX and XXᵀ
-        centred = table - table.mean(dim=0)
-        n, d = centred.shape
-        square = centred.T @ centred if d <= n else centred @ centred.T
-        squares = torch.linalg.eigvalsh(square)
-        squares = torch.where(squares > squares[-1] * d * torch.finfo(squares.dtype).eps, squares, 0.0)
-        variances = torch.zeros(d, dtype=torch.float64, device=squares.device)
-        variances[: len(squares)] = squares / (n - 1)
-        name = f"a normal law with the mean and covariance of {n:,} examples"
-        return cls(variances.reciprocal(), float(variances.mean()), name)
+        # by label, and beyond what the known columns explain
+        labels, columns = _labels_and_columns(known, table)
+        groups = labels.unique(dim=0, return_inverse=True)[1]
+        parts = [groups == group for group in range(int(groups.max()) + 1)]
+        variances = torch.stack([_unexplained(table[part], columns[part]) for part in parts])
+        if not bool((variances > 0).any()):
+            raise ValueError(
+                "what is public leaves nothing unknown: every label belongs to one example, or the known columns "
+                "explain all values, so no bound can be given. Ask questions instead: torchfil.questions"
+            )
+        name = f"a normal law (assumed: the bound claims too much for any other) fitted to {len(table):,} examples"
+        if not known:
+            return cls(variances[0].reciprocal(), float(variances.mean()), name, assumed=True)
+        name += f", given what is public ({len(parts):,} labels, {columns.shape[1]:,} columns)"
+        return cls(variances.reciprocal(), float(variances[groups].mean()), name, groups, assumed=True)
 
     @classmethod
     def box(
@@ -107,7 +128,8 @@ class Prior:
         one = bool((ends[0] == ends[0][0]).all()) and bool((ends[1] == ends[1][0]).all())
         between = f"between {float(ends[0][0]):g} and {float(ends[1][0]):g}" if one else "between their ends"
         variance = half.square().mean() * (1 / 3 - 2 / math.pi**2)
-        return cls(math.pi**2 / half.square(), float(variance), f"the smoothest density {between} (a squared cosine)")
+        name = f"the smoothest density {between} (a squared cosine, assumed: the bound claims too much for any other)"
+        return cls(math.pi**2 / half.square(), float(variance), name, assumed=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +137,8 @@ class PopulationBound:
     """The MSE that no attacker gets below on average over people; ``str`` gives a sentence to quote.
 
     Attributes:
-        bound: Per coordinate, a scalar, in the squared unit of the data; an estimate, because E_π tr I is one.
+        bound: Per coordinate, a scalar, in the squared unit of the data; an estimate, because E_π tr I is one. For an
+            assumed density its kind is "upper bound": for any other, less can be claimed.
         prior_variance: The MSE of the best guess without the model; never below the bound.
         description: Describes the people.
     """
@@ -130,7 +153,7 @@ class PopulationBound:
             f"On average over people whose values are spread like {self.description}, every attacker, biased or not, "
             f"errs by at least {float(self.bound):.3g} (mean squared error per coordinate; an estimate, whose 95 % "
             f"interval over people and probes begins at {low:.3g}); the best guess without the model errs by "
-            f"{self.prior_variance:.3g}. This is about the population, not about any one record."
+            f"{self.prior_variance:.3g}. This is about the population, not about any one example."
         )
 
 
@@ -171,7 +194,7 @@ def population_mse_bound(trace: Estimate, num_coordinates: int, prior: Prior) ->
     Args:
         trace: tr I of every example, [n], from :meth:`Leakage.get_trace`; examples that were not drawn count as 0.
         num_coordinates: d.
-        prior: How people's values are spread.
+        prior: How people's values are spread, given what is public; its groups are those of the same examples.
 
     Returns:
         The bound; its standard error covers the draw of the examples (and of their batches) and, as if all examples had
@@ -181,21 +204,32 @@ def population_mse_bound(trace: Estimate, num_coordinates: int, prior: Prior) ->
     Example:
         >>> bound = population_mse_bound(Estimate.exact(torch.full((50,), 4.0)), 1, Prior.box(-1, 1, num_coordinates=1))
         >>> bound.bound
-        Estimate(0.0721, estimate)
+        Estimate(0.0721, upper bound)
     """
-    if prior.information.ndim == 1 and len(prior.information) != num_coordinates:
+    if prior.information.ndim > 0 and prior.information.shape[-1] != num_coordinates:
         raise ValueError(
-            f"the prior has {len(prior.information)} coordinates, and {num_coordinates} are private; give a prior for "
-            "these"
+            f"the prior has {prior.information.shape[-1]} coordinates, and {num_coordinates} are private; give a prior "
+            "for these"
         )
     values = trace.value.double().cpu()
-    mean = values.mean()
-    value, slope = _water_filled(mean, num_coordinates, prior.information)
+    groups = torch.zeros(len(values)).long() if prior.groups is None else prior.groups.cpu()
+    if len(groups) != len(values):
+        raise ValueError(f"the prior is of {len(groups)} examples, and there are {len(values)} traces; give the same")
 
-    # of the mean trace: between people, and shared by all
-    of_people = values.var() / len(values) if len(values) > 1 and bool(mean.isfinite()) else torch.zeros_like(mean)
-    error = slope * (of_people + trace.standard_error.double().cpu().mean().square()).sqrt()
-    kind = "upper bound" if trace.kind == "lower bound" else "estimate"
+    # of the mean trace: between people with the same public values, and shared by all
+    information = prior.information if prior.groups is not None else prior.information[None]
+    value = of_people = shared = torch.zeros((), dtype=torch.float64)
+    for group, own in enumerate(information.unbind()):
+        people = values[groups == group]
+        if not len(people) or not bool(own.isfinite().any()):
+            continue  # nothing is unknown about these: their bound is 0
+        found, slope = (each * len(people) / len(values) for each in _water_filled(people.mean(), num_coordinates, own))
+        value, shared = value + found, shared + slope
+        if len(people) > 1 and bool(people.isfinite().all()):
+            of_people = of_people + slope.square() * people.var() / len(people)
+    error = (of_people + (shared * trace.standard_error.double().cpu().mean()).square()).sqrt()
+
+    kind = "upper bound" if prior.assumed or trace.kind == "lower bound" else "estimate"
     bound = Estimate(value, error, kind, positive=True)  # type: ignore[arg-type]
     return PopulationBound(bound, prior.variance, prior.description)
 
@@ -230,10 +264,44 @@ def _water_filled(
     return bound.to(trace.device), (theta.square() / num_coordinates).to(trace.device)
 
 
+def _distinct(table: Tensor) -> Tensor:
+    """How many values each column has, [columns]."""
+    ordered = table.sort(dim=0).values
+    return 1 + (ordered[1:] != ordered[:-1]).sum(dim=0)
+
+
+def _labels_and_columns(known: Sequence[Tensor], table: Tensor) -> tuple[Tensor, Tensor]:
+    """Public values as labels and as columns, [n, any number] each, in float64."""
+    labels, columns = [torch.zeros_like(table[:, :1])], [table[:, :0]]
+    for given in known:
+        if len(given) != len(table) or not bool(given.isfinite().all()):
+            raise ValueError(f"known must be finite, [{len(table)}, …] as the values; got shape {tuple(given.shape)}")
+        flat = given.reshape(len(table), -1).to(table)
+        few = (_distinct(flat) <= _FEW) | (not given.is_floating_point())
+        labels, columns = [*labels, flat[:, few]], [*columns, flat[:, ~few]]
+    return torch.cat(labels, dim=1), torch.cat(columns, dim=1)
+
+
+def _unexplained(values: Tensor, columns: Tensor) -> Tensor:
+    """The eigenvalues of the covariance that a regression on these columns leaves, [d]; 0 in known directions."""
+    n, d = values.shape
+    residual, known = values - values.mean(dim=0), columns - columns.mean(dim=0)
+    least = residual.square().sum() * max(n, d) * torch.finfo(values.dtype).eps
+    basis, size, _ = torch.linalg.svd(known / known.norm(dim=0).clamp(min=1e-300), full_matrices=False)
+    basis = basis[:, size > 1e-9]
+    residual = residual - basis @ (basis.T @ residual)
+
+    # through the smaller of XᵀX and XXᵀ
+    squares = torch.linalg.eigvalsh(residual.T @ residual if d <= n else residual @ residual.T)
+    variances, freedom = values.new_zeros(d), n - 1 - basis.shape[1]
+    if freedom > 0:
+        variances[: len(squares)] = torch.where(squares > least, squares, 0.0) / freedom
+    return variances
+
+
 def _check_continuous(table: Tensor) -> None:
     """Refuse columns whose values repeat so much that they have no density; a constant column is fine."""
-    ordered = table.sort(dim=0).values
-    distinct = 1 + (ordered[1:] != ordered[:-1]).sum(dim=0)
+    distinct = _distinct(table)
     few = ((distinct > 1) & (distinct <= _FEW) & (2 * distinct < len(table))).nonzero().flatten().tolist()
     if few:
         shown = ", ".join(map(str, few[:5])) + (", …" if len(few) > 5 else "")

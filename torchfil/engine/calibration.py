@@ -303,7 +303,7 @@ def warn_when_missed(optimizer: Any, target: LeakageTarget, totals: Callable[[],
             warnings.warn(
                 f"after {steps - 1} steps the run has already missed its target, {target.wanted}: "
                 f"{target.check(totals()).measured}. Leakage cannot be undone: stop here, or continue without the "
-                "promise (engine.check_bound() shows the result at the end).",
+                "target (engine.check_bound() shows the result at the end).",
                 stacklevel=2,
             )
 

@@ -1,4 +1,4 @@
-"""The spread of the run's data, read once in pieces: the yardstick of a blind guess."""
+"""The spread of the run's data, read once in pieces: the yardstick of a blind guess, and the prior of van Trees."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from torchfil.bounds import Prior
+from torchfil.engine.looks import DatasetLooks
 from torchfil.engine.run_view import RunView
 from torchfil.report.saved_run import Spread
 from torchfil.report.yardsticks import counted_spread
+from torchfil.utils.trees import tensors_of
 
-__all__ = ["DataSpread", "pixels_of_coordinates", "read_spread"]
+__all__ = ["DataSpread", "fitted_prior", "pixels_of_coordinates", "read_spread"]
 
 _MOST_ROWS = 2**16  # a deviation from so many is off by 0.3 %
 _FEW_ROWS = 2**11  # by 1.6 %
@@ -59,16 +62,43 @@ def read_spread(run: RunView, *, thorough: bool) -> DataSpread | None:
     if run.examples is None or count == 0:
         return None
     d = max(1, run.leakage.num_coordinates)
-    most = min(_MOST_ROWS if thorough else _FEW_ROWS, max(_FEW_ROWS, _MOST_VALUES // d))
-    rows = np.arange(count)
-    if count > most:
-        rows = np.sort(np.random.default_rng(0).choice(count, most, replace=False))
-
+    rows = _some_rows(count, d, thorough=thorough)
     try:
         spread, counts = counted_spread(_pieces(run, rows, max(1, min(1024, _VALUES_AT_ONCE // d))))
     except _NoValuesError:
         return None
     return DataSpread(len(rows), spread, counts) if counts.any() else None
+
+
+def _some_rows(count: int, d: int, *, thorough: bool) -> np.ndarray:
+    """All examples, or as many of them as are read, always the same ones."""
+    most = min(_MOST_ROWS if thorough else _FEW_ROWS, max(_FEW_ROWS, _MOST_VALUES // d))
+    if count <= most:
+        return np.arange(count)
+    return np.sort(np.random.default_rng(0).choice(count, most, replace=False))
+
+
+def fitted_prior(looks: DatasetLooks) -> tuple[np.ndarray, Prior]:
+    """The rows of the examples that were read, and a normal law of their private values given everything else in them.
+
+    Everything else is public: their targets and inputs, with the private coordinates taken out.
+
+    Raises:
+        ValueError: It cannot be fitted: a stream, or coordinates without values that could be compared.
+    """
+    d = looks.run.leakage.num_coordinates
+    if looks.dataset is None:
+        raise ValueError("the examples of a stream cannot be read again; pass prior=, a law given what is public")
+    rows = _some_rows(looks.run.ids.num_examples, d, thorough=True)
+    parts = [looks.examples(rows[start : start + 1024].tolist()) for start in range(0, len(rows), 1024)]
+    values = [part.values for part in parts]
+    if len({part.form for part in parts}) > 1 or any(part.shape[1] != d or part.isnan().any() for part in values):
+        raise ValueError(
+            "a prior needs private values of one shape, and these are outputs of a submodule, or texts of different "
+            "lengths; pass prior=, a law given what is public"
+        )
+    public = [tensors_of(part.restore(torch.zeros_like(part.z), part.public)[:3]) for part in parts]
+    return rows, Prior.gaussian(torch.cat(values).cpu(), [torch.cat(same).cpu() for same in zip(*public, strict=True)])
 
 
 class _NoValuesError(Exception):

@@ -323,11 +323,11 @@ class FILPrivacyEngine(Resuming):
         accounting: Accounting | None = None,
         **options: Any,
     ) -> tuple[Any, ...]:
-        """:meth:`make_private` with the smallest noise on a grid that keeps every example's leakage to a target.
+        """:meth:`make_private` with the smallest noise on a grid that aims at a target for every example's leakage.
 
         Pilots choose σ: whole runs on copies of model and optimizer, with their own random numbers. Model, optimizer,
         loader and all generators stay as they were. ``print(engine.pilot)`` shows what was tried; after training,
-        ``engine.check_bound()`` shows whether the run met the target. The run warns as soon as it has missed it.
+        ``engine.check_bound()`` shows whether the run met the target: it is an aim, and a run that misses it warns.
 
         σ depends on the data and is held fixed in the bound; on the grid it is constant almost everywhere. ε counts
         only this run, so nothing from the pilots may be released. If that is not enough, choose σ on public data of the

@@ -15,6 +15,7 @@ from torchfil.accounting.ledger import Ledger
 from torchfil.bounds import PopulationBound, Prior, mse_from_rdp, population_mse_bound, replace_one_rdp
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.calibration import NoiseChoice
+from torchfil.engine.data_spread import fitted_prior
 from torchfil.engine.epsilon import individual_epsilon
 from torchfil.engine.merged import mechanism_in_words
 from torchfil.engine.metrics import engine_lines, engine_table, engine_text
@@ -211,17 +212,19 @@ class LeakageReading(PrivacyEngine):
         value = value.reshape(len(rows), *prior.shape)
         return Estimate(value, torch.full_like(value, float("nan")), "estimate")
 
-    def get_population_mse_bound(self, prior: Prior | Tensor | Any) -> PopulationBound:
+    def get_population_mse_bound(self, prior: Prior | tuple[Any, Any] | None = None) -> PopulationBound:
         """The MSE that **no** attacker gets below, biased or not, on average over people (van Trees); print it.
 
-        It is about the population, not about a record. People, batches and noise are random. The mean trace over this
+        It is about the population, not about an example. People, batches and noise are random. The mean trace over this
         run's examples estimates the population's: examples count as independent draws from it, and one run represents
         all (for several: :func:`torchfil.bounds.population_mse_bound` with ``merge(…).get_trace()``).
 
         Args:
-            prior: How people's values are distributed: a :class:`torchfil.bounds.Prior`; a pair (low, high) of numbers
-                or [d], for the smoothest density between them; or the private coordinates, [n, d] (tensor or array), to
-                which a normal law is fitted. Discrete values are refused: ask :mod:`torchfil.questions` about them.
+            prior: How people's values are distributed **given everything that is public**: a
+                :class:`torchfil.bounds.Prior`; a pair (low, high) of numbers or [d], for the smoothest density between
+                them; None: a normal law, fitted to the run's own examples within each label and beyond what known
+                columns explain. The last two are assumptions that claim too much for any other law. Discrete values are
+                refused: ask :mod:`torchfil.questions` about them.
 
         Returns:
             The bound (an estimate with the error of the mean over examples), and the prior's variance, which is the MSE
@@ -234,11 +237,18 @@ class LeakageReading(PrivacyEngine):
                 "population bound needs one number: take those of one length, "
                 "torchfil.bounds.population_mse_bound(engine.totals.get_trace(ids), d, prior)"
             )
-        if isinstance(prior, tuple) and len(prior) == 2:
+        trace = leakage.get_trace()
+        if prior is None:
+            rows, prior = fitted_prior(self._training.looks)
+            trace = trace[torch.from_numpy(rows)]
+        elif isinstance(prior, tuple) and len(prior) == 2:
             prior = Prior.box(*prior, num_coordinates=leakage.num_coordinates)
         elif not isinstance(prior, Prior):
-            prior = Prior.gaussian(prior)
-        return population_mse_bound(leakage.get_trace(), leakage.num_coordinates, prior)
+            raise TypeError(
+                f"prior={type(prior).__name__}: a law fitted to values alone ignores what is public; leave it out to "
+                "fit the run's own examples, or pass Prior.gaussian(values, known=[labels, …])"
+            )
+        return population_mse_bound(trace, leakage.num_coordinates, prior)
 
     def get_rdp_mse_bound(
         self,

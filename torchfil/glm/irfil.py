@@ -1,7 +1,7 @@
 """Iteratively reweighted Fisher information loss: weights that make everybody leak alike (Hannun et al. 2021).
 
 They leak alike **with the weights held fixed**: η is that of a fit whose ω does not depend on the data. But ω was
-computed from the data: with its derivative, the η of single examples was 0.87 to 1.44 times the reported one (least
+computed from the data: with its derivative, the η of single examples was 0.87 to 1.64 times the reported one (least
 squares), and up to 2.27 times (logistic, inputs only). The reweighted model leaks nearly alike, not exactly.
 """
 

@@ -36,7 +36,7 @@ def smallest_error_share(run: SavedRun, policy: Policy) -> list[Verdict]:
 
 
 def exposed_share(run: SavedRun, policy: Policy) -> list[Verdict]:
-    """``max_share_exposed``: of those measured, how many can be guessed better than blindly."""
+    """``max_share_exposed``: of those measured, how many can be estimated more closely than by a blind guess."""
     limit = policy.max_share_exposed
     if limit is None:
         return []

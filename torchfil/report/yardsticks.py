@@ -2,8 +2,8 @@
 
 An error of 0.3 says nothing by itself. A blind guess answers the mean of every attribute and is off by its standard
 deviation (root mean square); of a categorical attribute it answers the share of every level. The **share** of an error
-is the error over that of the blind guess: 0.38 is read "38 % of a blind guess's error", and from 1 on the model gives
-an unbiased attacker nothing that it could not have guessed ("no better than guessing").
+is the error over that of the blind guess: 0.38 is read "38 % of a blind guess's error", and from 1 on an
+unbiased estimate errs more than a blind guess ("no better than guessing"); with beliefs, the model may still help.
 
 **Exposed** is who can be guessed more closely than blindly: the lower end of the error's 95 % interval lies below the
 blind guess (the error itself where no such end is known, and what is not known counts as exposed). Page, gate and

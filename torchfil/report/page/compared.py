@@ -84,7 +84,7 @@ def in_short(comparison: Comparison) -> list[str]:
         lines.append(grown + ".")
     if c.before.exposed is not None and c.after.exposed is not None:
         lines.append(
-            f"Exposed, that is guessed better than blindly by an unbiased attacker: {count(c.before.exposed)} before, "
+            f"Exposed (an unbiased estimate may beat a blind guess): {count(c.before.exposed)} before, "
             f"{count(c.after.exposed)} after ({count(c.newly_exposed or 0)} newly)."
         )
 

@@ -69,7 +69,7 @@ def _of_several(verdict: Verdict) -> str:
 def _error_share(verdict: Verdict, subject: str) -> str:
     limit, found = _shares(verdict)
     return (
-        f"An unbiased guess of {_who(verdict)} may be off by no more than {found} of what a blind guess is off by"
+        f"An unbiased estimate of {_who(verdict)} could come as close as {found} of a blind guess's error"
         f"{_of_several(verdict)}{_untold(verdict)}; the policy asks for {limit}."
     )
 
@@ -77,7 +77,8 @@ def _error_share(verdict: Verdict, subject: str) -> str:
 def _share_exposed(verdict: Verdict, subject: str) -> str:
     limit, found = _shares(verdict)
     return (
-        f"{found} of the examples may be guessed better than blindly (unbiased attackers); the policy allows {limit}."
+        f"{found} of the examples could be estimated more closely than by a blind guess (without prior beliefs); the "
+        f"policy allows {limit}."
     )
 
 
@@ -98,8 +99,8 @@ def _attribute_share(verdict: Verdict, subject: str) -> str:
     limit, found = _shares(verdict)
     worst = verdict.detail.rpartition("; ")[2]
     return (
-        f"An unbiased guess of an attribute of {_who(verdict)} may be off by no more than {found} of what a blind "
-        f"guess is off by{_of_several(verdict)} ({worst}); the policy asks for {limit}."
+        f"An unbiased estimate of an attribute of {_who(verdict)} could come as close as {found} of a blind guess's "
+        f"error{_of_several(verdict)} ({worst}); the policy asks for {limit}."
     )
 
 

@@ -40,8 +40,8 @@ def render(report: Report) -> Markup | None:
     return join(
         paragraph(
             "Fisher information loss (FIL, η̄) tells how much the released model changes when an example’s "
-            f"inputs change a little. On average {over(report)}, its inverse square is a floor under the mean "
-            "squared error of every unbiased guess of these inputs: the larger the bound, the safer the example."
+            f"inputs change a little. The inverse of its mean square {over(report)} is a lower bound of the "
+            "mean squared error of every unbiased guess of these inputs: the larger the bound, the safer the example."
         ),
         tag("dl", [join(tag("dt", name), tag("dd", text)) for name, text in points if text], class_="points"),
     )

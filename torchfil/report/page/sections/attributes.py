@@ -20,13 +20,13 @@ WHO = (
 )
 BLIND = (
     "as a share of what a blind guess errs by: that of somebody who knows how the data is spread, but not the model. "
-    "“No better than guessing” means that the model gives an unbiased attacker nothing new. Somebody who knows what "
-    "values are usual can guess more closely, with bias; the questions of this report bind such attackers too. "
+    "“No better than guessing” means that an unbiased estimate errs more than a blind guess. Somebody who knows what "
+    "values are usual may still gain from the model, with bias; the questions of this report bind such attackers too. "
 )
 NO_YARDSTICK = (
     "in the attribute’s own unit: the run does not tell how the data is spread, so that no share of a blind guess can "
-    "be told. A number much larger than the attribute’s range means that the model gives an unbiased attacker nothing. "
-    "Somebody who knows what values are usual can guess more closely, with bias. "
+    "be told. If a number far exceeds the attribute’s range, an unbiased estimate errs more than a blind guess. "
+    "Somebody who knows what values are usual may still gain from the model, with bias. "
 )
 
 

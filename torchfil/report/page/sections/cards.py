@@ -75,12 +75,12 @@ def who(report: Report) -> Card:
         )
     elif exposed == 0:
         figure = "Nobody"
-        text = "none may be guessed better than blindly, all inputs of an example taken together."
-        lines.append(join(f"Of {everyone:,} measured examples, {text}"))
+        text = "as a whole can be estimated more closely than by a blind guess. With beliefs, the model may still help."
+        lines.append(join(f"Without prior beliefs, none of {everyone:,} measured examples {text}"))
     else:
         about = "about " if summary.redacted and isinstance(exposed, int) else ""
         figure = f"{about}{count(exposed)} of {everyone:,}"
-        lines.append(join("examples may be guessed better than blindly: they are exposed."))
+        lines.append(join("examples could be estimated more closely than by a blind guess: they are exposed."))
         links.append(("Show them in the table", "#show-exposed"))
 
     lines += _most_unequal(report)
@@ -134,7 +134,7 @@ def what(report: Report) -> Card:
         figure, lines = "Not known", []
     elif not leaks.sentences:
         figure = "Nothing"
-        lines = [join(f"that was asked or tracked is guessed much better than blindly ({leaks.asked}).")]
+        lines = [join(f"that was asked or tracked can be estimated much better than by a blind guess ({leaks.asked}).")]
     else:
         some = len(leaks.sentences)
         figure = f"{some} of {leaks.number} tracked" if leaks.number > 1 else leaks.asked

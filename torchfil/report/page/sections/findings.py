@@ -65,7 +65,7 @@ def _who_is_bound(report: Report) -> str:
 
 
 def _below_guess(report: Report) -> list[Markup]:
-    """How many could be guessed better than blindly; nothing where the error of a blind guess is not known."""
+    """How many could be estimated more closely than by a blind guess; nothing where its error is not known."""
     summary = report.summary
     if summary.guess is None or summary.below_guess is None:
         return []

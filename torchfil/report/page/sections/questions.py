@@ -41,7 +41,8 @@ def render(report: Report) -> Markup | None:
     wrongly = f"{100 * FALSE_POSITIVE_RATE:g} %"
     return join(
         paragraph(
-            "These numbers bind every attacker, biased or not, whatever else it knows. Let one look at everything "
+            "These numbers bind every attacker, biased or not, whatever else it knows"
+            f"{'' if is_linear(report) else ' except which steps drew the example'}. Let one look at everything "
             f"that was released, and claim that an example has its true answer, wrongly in at most {wrongly} of "
             f"such runs. The table says in how many runs it can be right. {wrongly} means that it can only guess; "
             "100 % that nothing is hidden."

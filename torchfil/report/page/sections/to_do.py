@@ -89,7 +89,7 @@ def _for_policy(
 
 
 def _for_everybody(report: Report, factor: float, kept: str) -> Advice:
-    """The σ at which nothing would be guessed better than blindly; of a public page, from what it publishes.
+    """The σ at which a blind guess would be as good as any estimate; of a public page, from what it publishes.
 
     Args:
         report: The report.
@@ -115,9 +115,9 @@ def _for_everybody(report: Report, factor: float, kept: str) -> Advice:
     if sigma is not None:
         sigma_then = rounded_up(sigma * math.sqrt(factor))
         figure, factor = f"σ = {number(sigma_then)}", (sigma_then / sigma) ** 2
-    goal = "nothing that was measured would be guessed much better than blindly"
+    goal = "nothing that was measured could be estimated much better than by a blind guess"
     if blind is None:
-        goal = "the questions and attributes named here would not be guessed much better than blindly"
+        goal = "the questions and attributes named here could not be estimated much better than by a blind guess"
     line = join(_noise(report, factor), f", {goal}", _given(report, factor), ".")
     if kept:
         figure, line = "Nothing", join(kept, " Better still: ", line)
