@@ -10,7 +10,7 @@ fixed, ``confidence=None``, without groups and cells, for a number of rounds tha
 measured without ``rel_error`` and ``extra_probes``, which look at other examples. Given what the earlier rounds
 released, the others' weights then do not depend on example i; and whatever ω_i is, the gradient that it scales has norm
 ≤ C. Groups, cells, shares, intervals (which borrow from all examples) and the decision when to stop depend on the
-others' data, and are held fixed in that count, too. Fisher informations cannot be added in this way: ω_i depends on
+others' data, and are held fixed in that count, too. Fisher information cannot be added in this way: ω_i depends on
 which batches of an earlier round drew example i, and that round's information counts this as secret.
 """
 
